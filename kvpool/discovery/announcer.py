@@ -1,40 +1,82 @@
-"""``Announcer``: keeps the record of one rank of a worker in the pool, and reads what indexes ask of that rank.
+"""Writers of leased records in a pool: ``Announcer`` of one rank, ``TrafficAnnouncer`` of an engine's traffic.
 
-The record (``kvpool.discovery.worker_record``) has a lease and is renewed; ``WorkerWatch`` reads all records. Neither
-needs the other's address, and no clocks are compared: the pool ends leases.
-
-A request stands beside the record: some index knows only a part of what the rank holds. One request serves all indexes.
+Neither writer nor reader (``WorkerWatch``) needs the other's address, and no clocks are compared: the pool ends leases.
+A request stands beside the record of a rank: some index lacks a part of its blocks. One request serves all indexes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import secrets
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 
+from kvpool.discovery.traffic import WINDOWS, Seen, pack_traffic
 from kvpool.discovery.worker import Worker
 from kvpool.discovery.worker_record import DEFAULT_LEASE_S, READ_S, RENEWALS, pack_worker, unpack_worker
 from kvpool.errors import KVPoolError
-from kvpool.key.key import request_key
+from kvpool.key.key import request_key, traffic_key
 from kvpool.store.store import Store
 
 RETRY_S = 1.0  # after a failure, where the lease does not ask for less
 TAKE_OVER_S = 2.0  # before a record of this name is replaced
 CLOSE_S = 5.0
+TRAFFIC_LEASE_S = 60.0
+TRAFFIC_EVERY_S = 15.0
 
 logger = logging.getLogger("kvpool.index")
 
 
-class Announcer:
+class _Writer(ABC):
+    """Writes a record every ``every_s`` seconds from a thread of its own, until it is closed.
+
+    The store must stay open until ``close`` has returned.
+    """
+
+    def __init__(self, store: Store, *, every_s: float, thread: str) -> None:
+        self._store, self._every_s = store, every_s
+        self._closing = False
+        self._woken = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=thread, daemon=True)
+
+    def close(self) -> None:
+        """Withdraw the record and end the thread; again does nothing.
+
+        Blocking, for at most ``CLOSE_S`` seconds: where the pool does not answer, the lease ends the record.
+        """
+        self._closing = True
+        self._woken.set()
+        if self._thread.ident is not None:
+            self._thread.join(CLOSE_S)
+
+    def _run(self) -> None:
+        while not self._closing:
+            self._woken.clear()
+            if not self._closing:
+                wait_s = self._every_s if self._write() else min(RETRY_S, self._every_s)
+                self._woken.wait(wait_s)
+        self._end()
+
+    @abstractmethod
+    def _write(self) -> bool:
+        """One write; false: it failed."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """Withdraw the record."""
+
+
+class Announcer(_Writer):
     """Announces one rank of a worker until it is closed, from a thread of its own.
 
     ``worker``: with one publisher and an incarnation. ``lease_s``: how long the record outlives its last renewal; it
     is renewed three times as often, and every ``READ_S`` seconds at least. ``say``: called with one line when the pool
     cannot be written (once an outage), when it can again, and when another process announces a worker of this name.
     A record of this name that is there already is replaced after ``TAKE_OVER_S``. A pool that is away is tried again.
-    The store must stay open until ``close`` has returned.
     Errors: ``ConfigError`` for a worker that cannot be announced.
     """
 
@@ -47,22 +89,20 @@ class Announcer:
         say: Callable[[str], None] = logger.warning,
     ) -> None:
         self._key, self._record = pack_worker(worker, lease_s)
-        self._store, self._worker, self._lease_s, self._say = store, worker, lease_s, say
-        self._closing = False
-        self._woken = threading.Event()
-        self._asked = False  # its thread writes
+        super().__init__(store, every_s=min(lease_s / RENEWALS, READ_S), thread="kvpool-announcer")
+        self._worker, self._lease_s, self._say = worker, lease_s, say
+        self._requested = False  # its thread writes
         # The fields below: its thread only.
-        self._kept = False  # the record was written at least once
+        self._written = False  # at least once
         self._away = False  # the last try failed
-        self._said_twin = ""
+        self._warned_twin = ""
         self._has_waited = False
-        self._thread = threading.Thread(target=self._run, name="kvpool-announcer", daemon=True)
         self._thread.start()
 
     @property
-    def asked(self) -> bool:
-        """Whether an index asks for all that this rank holds, as was last read. Any thread."""
-        return self._asked
+    def requested(self) -> bool:
+        """Whether an index requests all blocks of this rank, as was last read. Any thread."""
+        return self._requested
 
     def enter(self, namespace: str) -> None:
         """From now on the worker's blocks in the pool are those of another namespace. Any thread; does not block.
@@ -73,33 +113,18 @@ class Announcer:
         _, self._record = pack_worker(self._worker, self._lease_s)
         self._woken.set()
 
-    def close(self) -> None:
-        """Withdraw the record and end the thread; again does nothing.
+    def _write(self) -> bool:
+        return self._try(self._renew, "cannot be announced: an index that starts now will not see it")
 
-        Blocking, for at most ``CLOSE_S`` seconds: where the pool does not answer, the lease ends the record.
-        """
-        self._closing = True
-        self._woken.set()
-        self._thread.join(CLOSE_S)
-
-    def _run(self) -> None:
-        while not self._closing:
-            self._woken.clear()
-            if self._closing:
-                break
-            failed = not self._try(
-                self._renew, "cannot be announced: an index that starts now will not see it"
-            )
-            wait_s = min(self._lease_s / RENEWALS, READ_S)
-            self._woken.wait(min(RETRY_S, wait_s) if failed else wait_s)
-        if self._kept and not self._away:
+    def _end(self) -> None:
+        if self._written and not self._away:
             self._try(self._withdraw, "is not withdrawn, and announced until its lease ends")
 
     def _try(self, step: Callable[[], None], failure: str) -> bool:
         try:
             step()
         except Exception as error:  # an error here must not reach the engine
-            self._asked = False
+            self._requested = False
             if not self._away:
                 reason = str(error) if isinstance(error, KVPoolError) else f"{type(error).__name__}: {error}"
                 self._say(f"worker {self._worker.name} {failure}: {reason}")
@@ -112,9 +137,9 @@ class Announcer:
 
     def _renew(self) -> None:
         found = self._store.announced_under((self._key, request_key(self._key)))
-        self._asked = request_key(self._key) in found
+        self._requested = request_key(self._key) in found
         other = self._other_incarnation(found)
-        if other and not self._kept and not self._has_waited:
+        if other and not self._written and not self._has_waited:
             # The one of before, or one that runs: then this engine fails in a moment, for that one has its ports.
             self._has_waited = True
             ends_s = time.monotonic() + TAKE_OVER_S
@@ -123,15 +148,15 @@ class Announcer:
                 self._woken.clear()
             if self._closing:
                 return
-        twin = other if self._kept else ""
-        if twin and twin != self._said_twin:
-            self._said_twin = twin
+        twin = other if self._written else ""
+        if twin and twin != self._warned_twin:
+            self._warned_twin = twin
             self._say(
                 f"another process announces a worker {self._worker.name} of tenant {self._worker.tenant}, too: "
                 'give each engine a "worker" of its own, or a "http_port" or "advertise_host" of its own'
             )
         self._store.announce(self._key, self._record, lease_s=self._lease_s)
-        self._kept = True
+        self._written = True
 
     def _withdraw(self) -> None:
         # Not that of the engine that took this one's place.
@@ -144,3 +169,48 @@ class Announcer:
         if found is None or found.worker.incarnation == self._worker.incarnation:
             return ""
         return found.worker.incarnation
+
+
+class TrafficAnnouncer(_Writer):
+    """Keeps in the pool what an engine of ``tenant`` was asked for, from the first ``tell`` on.
+
+    Threads: any may call ``tell``; the announcing thread reads ``_received``, which is replaced whole.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        tenant: str,
+        *,
+        every_s: float = TRAFFIC_EVERY_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(store, every_s=every_s, thread="kvpool-traffic")
+        self._clock = clock
+        self._key = traffic_key(tenant, secrets.token_hex(8))
+        self._received: tuple[dict[str, Seen], float] = ({}, 0.0)  # and when
+
+    def tell(self, windows: dict[str, Seen]) -> None:
+        """What the engine was asked for, by window; written with the next turn. Does not block.
+
+        An engine that rests tells nothing: its windows count as empty when they are over.
+        """
+        if not any(seen.prompt_tokens for seen in windows.values()):
+            return
+        self._received = (windows, self._clock())
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def _write(self) -> bool:
+        windows, received_s = self._received
+        rested_s = self._clock() - received_s
+        recent = {name: seen if rested_s < WINDOWS[name] else Seen() for name, seen in windows.items()}
+        try:
+            self._store.announce(self._key, pack_traffic(recent), lease_s=TRAFFIC_LEASE_S)
+        except KVPoolError as error:  # loads and lookups log the pool's state
+            logger.debug("what the engine was asked for is not in the pool: %s", error)
+        return True
+
+    def _end(self) -> None:
+        with contextlib.suppress(KVPoolError):
+            self._store.withdraw(self._key)

@@ -1,4 +1,4 @@
-"""What a worker leaves in the pool so that an index finds it: one small record for each data-parallel rank. Pure.
+"""The record of one data-parallel rank in the pool, by which an index finds its worker. Pure.
 
 A msgpack map under ``kvpool:TENANT:worker:RANK:NAME``. Tenant, rank and name stand in the key and nowhere else.
 """
@@ -33,7 +33,7 @@ _TEXTS = ("model", "hash_algorithm", "hash_seed_id", "address", "incarnation", "
 _FIELDS = {"version", "block_tokens", "events", "replay", "lease_s", *_TEXTS}
 
 
-class Announced(NamedTuple):
+class WorkerRecord(NamedTuple):
     """One rank as it announced itself: ``worker`` has one publisher."""
 
     worker: Worker
@@ -66,7 +66,7 @@ def pack_worker(worker: Worker, lease_s: float) -> tuple[str, bytes]:
     return worker_key(worker.tenant, worker.name, publisher.dp_rank), msgpack.packb(record)
 
 
-def unpack_worker(key: str, record: bytes) -> Announced | None:
+def unpack_worker(key: str, record: bytes) -> WorkerRecord | None:
     """What a record says; None when it is nothing that this version can read and follow.
 
     Fields that are not known are passed over: a later version may add some, and changes its number when the rest
@@ -94,12 +94,12 @@ def unpack_worker(key: str, record: bytes) -> Announced | None:
             publishers=(Publisher(dp_rank, fields["events"], fields["replay"]),),
             **{text: fields[text] for text in _TEXTS},
         )
-        return Announced(check_worker(worker), lease_s) if worker.incarnation else None
+        return WorkerRecord(check_worker(worker), lease_s) if worker.incarnation else None
     except ConfigError:
         return None
 
 
-def merge_ranks(announced: Iterable[Announced]) -> tuple[dict[str, Worker], list[str]]:
+def merge_ranks(announced: Iterable[WorkerRecord]) -> tuple[dict[str, Worker], list[str]]:
     """The workers that some ranks make up, by id; and a sentence for each rank that cannot be one of its worker's.
 
     Ranks of one tenant and name are one worker if all but publisher, incarnation and namespace is the same; the lowest

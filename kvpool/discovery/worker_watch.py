@@ -1,7 +1,7 @@
-"""``WorkerWatch``: reads the workers' records in the pool, and leaves requests for ranks that are not known whole.
+"""``WorkerWatch``: reads the workers' records in the pool, and leaves requests for incomplete ranks.
 
 An index leaves a request beside the record of a rank (``Announcer`` reads both at once), and renews it until it knows
-all that the rank holds. The request has no content; it does not matter which of several indexes left it.
+all blocks of the rank. The request has no content; any index may have left it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvpool.discovery.worker import Worker
-from kvpool.discovery.worker_record import REQUEST_LEASE_S, Announced, merge_ranks, unpack_worker
+from kvpool.discovery.worker_record import REQUEST_LEASE_S, WorkerRecord, merge_ranks, unpack_worker
 from kvpool.errors import AnnouncementsRefused, KVPoolError
 from kvpool.key.key import is_request_key, is_traffic_key, request_key, tenant_prefix, workers_prefix
 from kvpool.store.store import Store
 
 REQUEST = b"tell all you hold"
-ASK_S = 2.0  # a request is renewed that often
-MAX_ASKED = 32  # ranks in one round
+REQUEST_EVERY_S = 2.0  # a request is renewed that often
+MAX_REQUESTS = 32  # ranks in one round
 INTERVAL_S = 1.0
 TENANTS_INTERVAL_S = 5.0
 REFUSED_S = 10.0  # until announcements that could not be read are tried again
@@ -35,8 +35,8 @@ logger = logging.getLogger("kvpool.index")
 
 @dataclass
 class _Known:
-    announced: Announced
-    missing: bool = False  # the record is not there any more, which proves nothing yet
+    record: WorkerRecord
+    missing: bool = False  # from the pool, which proves nothing yet
 
 
 @dataclass
@@ -44,7 +44,7 @@ class _Tenant:
     known: dict[str, _Known] = field(default_factory=dict)  # by key
     refused: bool = False  # its announcements cannot be read
     next_s: float = 0.0  # when they are read again
-    doubt_since_s: float | None = None  # until a lease later, a missing record proves nothing
+    unproven_since_s: float | None = None  # until a lease later, a missing record proves nothing
     unreadable_records: int = 0
 
 
@@ -55,7 +55,7 @@ class WorkerWatch:
     kept for ``keep_s`` seconds unless something else is said. ``on_gone(worker_id)``: it has stopped, or its lease has
     ended. ``on_pool_lost(tenant)``: what the pool held of this tenant is gone; None: the pool's server was started
     anew. ``incomplete()``: (worker id, data-parallel rank) of those that are to tell all they hold; those that announce
-    themselves here are asked, a few in each round, and ``on_asked(worker_id, dp_rank)`` is called.
+    themselves here are asked, a few in each round, and ``on_requested(worker_id, dp_rank)`` is called.
     ``tenants``: only these, whether they are listed or not; None: all in the pool's list of tenants, read every 5
     seconds. ``life``: of the pool (``Store.server_run_id``) as it was when what is known of it was read; empty: nothing
     is known.
@@ -77,14 +77,14 @@ class WorkerWatch:
         on_gone: Callable[[str], object],
         on_pool_lost: Callable[[str | None], object] = lambda tenant: None,
         incomplete: Callable[[], Iterable[tuple[str, int]]] = lambda: (),
-        on_asked: Callable[[str, int], object] = lambda worker_id, dp_rank: None,
+        on_requested: Callable[[str, int], object] = lambda worker_id, dp_rank: None,
         tenants: Sequence[str] | None = None,
         interval_s: float = INTERVAL_S,
         life: str = "",
     ) -> None:
         self._store = store
         self._on_worker, self._on_gone, self._on_pool_lost = on_worker, on_gone, on_pool_lost
-        self._incomplete, self._on_asked = incomplete, on_asked
+        self._incomplete, self._on_requested = incomplete, on_requested
         self._all_tenants = tenants is None
         self._tenants = {tenant: _Tenant() for tenant in sorted(set(tenants or ()))}
         for tenant in self._tenants:
@@ -94,8 +94,8 @@ class WorkerWatch:
         self.life = life  # of the pool, as it was read last
         self._closing = threading.Event()
         # The fields below: its thread only.
-        self._workers: dict[str, Worker] = {}  # by id, as they were told
-        self._asked_at_s: dict[str, float] = {}  # by key, of those that are incomplete still
+        self._workers: dict[str, Worker] = {}  # by id, as last reported
+        self._requested_at_s: dict[str, float] = {}  # by key of an incomplete rank
         self._away = False
         self._list_at_s = 0.0
         self._logged: set[str] = set()
@@ -138,14 +138,14 @@ class WorkerWatch:
                 logger.warning("the workers in the pool can be read again")
             self._away, answered = False, True
         workers, problems = merge_ranks(
-            known.announced for tenant in self._tenants.values() for known in tenant.known.values()
+            known.record for tenant in self._tenants.values() for known in tenant.known.values()
         )
         for problem in problems:
             self._log_once(problem)
         self._report(workers)
         self.rounds += answered
         if not self._away:
-            self._call("workers cannot be asked for all they hold", self._ask)
+            self._call("workers cannot be asked for all they hold", self._request)
 
     def _look_at_server(self) -> bool:
         """Whether it was started since the last round, and what that says of all tenants. Errors: ``KVPoolError``."""
@@ -153,7 +153,7 @@ class WorkerWatch:
         started_anew = bool(self.life and life and life != self.life)
         if started_anew or self._away:
             for tenant in self._tenants.values():
-                tenant.doubt_since_s = time.monotonic()
+                tenant.unproven_since_s = time.monotonic()
         self.life = life or self.life
         if started_anew:
             self._pool_lost(None)
@@ -194,27 +194,27 @@ class WorkerWatch:
             return
         if tenant.refused:
             logger.warning("workers of tenant %s can be read again", name)
-            tenant.refused, tenant.doubt_since_s = False, now_s
+            tenant.refused, tenant.unproven_since_s = False, now_s
         tenant.unreadable_records = sum(not is_request_key(key) for key in records) - len(found)
         if emptied:
-            tenant.doubt_since_s = now_s
+            tenant.unproven_since_s = now_s
             self._pool_lost(name)
         for key in tenant.known.keys() - found.keys():
             known = tenant.known[key]
             known.missing = True
-            if tenant.doubt_since_s is None or now_s >= tenant.doubt_since_s + known.announced.lease_s:
+            if tenant.unproven_since_s is None or now_s >= tenant.unproven_since_s + known.record.lease_s:
                 del tenant.known[key]
         tenant.known |= {key: _Known(announced) for key, announced in found.items()}
         if self._all_tenants and not tenant.known:
             tenant.next_s = now_s + TENANTS_INTERVAL_S  # most of a day's tenants have no worker any more
 
-    def _unpacked(self, key: str, record: bytes) -> Announced | None:
+    def _unpacked(self, key: str, record: bytes) -> WorkerRecord | None:
         announced = unpack_worker(key, record)
         if announced is None:
             self._log_once(f"no record of a worker that this version can follow: {key:.200}")
         return announced
 
-    def _is_emptied(self, name: str, tenant: _Tenant, found: dict[str, Announced]) -> bool:
+    def _is_emptied(self, name: str, tenant: _Tenant, found: dict[str, WorkerRecord]) -> bool:
         """Whether a tenant that has just had workers has nothing in the pool any more.
 
         Workers leave the facts of their namespace there for 30 days: one that stops does not look like this.
@@ -234,7 +234,7 @@ class WorkerWatch:
             self._call(f"worker {worker_id}", functools.partial(self._on_worker, worker, KEEP_S))
         self._workers = workers
 
-    def _ask(self) -> None:
+    def _request(self) -> None:
         """Leave a request for each rank that is incomplete, those first that were asked longest ago."""
         now_s = time.monotonic()
         incomplete = set(self._incomplete())
@@ -242,18 +242,18 @@ class WorkerWatch:
             key: rank
             for tenant in self._tenants.values()
             for key, known in (tenant.known.items() if incomplete else ())
-            if not known.missing and (rank := known.announced.rank) in incomplete
+            if not known.missing and (rank := known.record.rank) in incomplete
         }
-        self._asked_at_s = {key: at_s for key, at_s in self._asked_at_s.items() if key in ranks}
-        due = [key for key in ranks if self._asked_at_s.get(key, 0.0) <= now_s - ASK_S]
-        for key in sorted(due, key=lambda key: self._asked_at_s.get(key, 0.0))[:MAX_ASKED]:
-            self._asked_at_s[key] = now_s
+        self._requested_at_s = {key: at_s for key, at_s in self._requested_at_s.items() if key in ranks}
+        due = [key for key in ranks if self._requested_at_s.get(key, 0.0) <= now_s - REQUEST_EVERY_S]
+        for key in sorted(due, key=lambda key: self._requested_at_s.get(key, 0.0))[:MAX_REQUESTS]:
+            self._requested_at_s[key] = now_s
             try:
                 self._store.announce(request_key(key), REQUEST, lease_s=REQUEST_LEASE_S)
             except AnnouncementsRefused as error:  # of this tenant
                 self._log_once(f"worker {ranks[key][0]} cannot be asked for all it holds: {error}")
             else:
-                self._on_asked(*ranks[key])
+                self._on_requested(*ranks[key])
 
     def _call(self, what: str, call: Callable[[], object]) -> None:
         try:

@@ -41,7 +41,6 @@ from kvpool.sglang.namespace import Form, PageKeys, epoch_of
 from kvpool.sglang.pages import HostPages, PageMover, flat_bytes, run_lengths
 from kvpool.sglang.served import served_facts
 from kvpool.store import open_store
-from kvpool.store.health import count_health
 
 logger = logging.getLogger(__name__)
 
@@ -257,7 +256,7 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
         from sglang.srt.observability.metrics_collector import StorageMetrics
 
         counters = self._state.counters
-        count_health(self._store, counters)
+        self._store.count_health(counters)
         show(counters.take(), self._rank)
         prefetched, backed_up = mover.take_speeds()
         return StorageMetrics(

@@ -7,15 +7,10 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from kvpool.store.batch import Batch
-from kvpool.store.lookup import Lookup, LookupGroup
+from kvpool.store.batch import Batch, Lookup, LookupGroup
 from kvpool.store.store import DEFAULT_TIMEOUT_S, Store
 from kvpool.store.url import SERVER_SCHEMES, StoreURL, check_threads
-
-if TYPE_CHECKING:
-    from kvpool.store.server.server import ServerStore
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
@@ -46,7 +41,9 @@ def open_store(url: str | StoreURL, *, threads: int | None = None, opened_by: st
     if threads is not None:
         check_threads(threads)
     if parsed.scheme in SERVER_SCHEMES:
-        store = _open_server(replace(parsed, threads=threads or parsed.threads, opened_by=opened_by))
+        from kvpool.store.valkey import ValkeyStore
+
+        store = ValkeyStore(replace(parsed, threads=threads or parsed.threads, opened_by=opened_by))
         for refused in store.refused_commands():
             logger.warning("kvpool: %r: %s (kvpool doctor says what to change)", store, refused.says)
         return store
@@ -54,20 +51,6 @@ def open_store(url: str | StoreURL, *, threads: int | None = None, opened_by: st
     from kvpool.store.file import FileStore
 
     return FileStore(parsed.path, parsed.capacity_nbytes, threads or parsed.threads)
-
-
-def _open_server(url: StoreURL) -> ServerStore:
-    if url.client == "redis":
-        from kvpool.store.clients.redis import RedisStore
-
-        return RedisStore(url)
-    if url.client == "glide":
-        from kvpool.store.clients.glide import GlideStore
-
-        return GlideStore(url)
-    from kvpool.store.valkey import ValkeyStore
-
-    return ValkeyStore(url)
 
 
 def open_for_inspection(url: str) -> Store:
@@ -79,7 +62,9 @@ def open_for_inspection(url: str) -> Store:
     """
     parsed = StoreURL.parse(url)
     if parsed.scheme in SERVER_SCHEMES:
-        return _open_server(replace(parsed, threads=1))
+        from kvpool.store.valkey import ValkeyStore
+
+        return ValkeyStore(replace(parsed, threads=1))
     from kvpool.store.file import FileStore
 
     return FileStore(parsed.path, None, 1)

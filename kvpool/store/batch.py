@@ -1,8 +1,7 @@
-"""A batch under way: what ``submit_*`` returns and what every blocking call waits for.
+"""A batch under way, the lookup among them, and the data path (``Engine``) that carries them out.
 
-Ownership: the store's native threads read or write the buffers until ``done()`` is true; from then on nothing
-touches them, nor keeps them exported. The batch itself holds them: dropping a transfer is safe.
-Any thread may call any method.
+Ownership: the engine's threads read or write the buffers until ``done()`` is true; from then on nothing touches them,
+nor keeps them exported. The batch itself holds them: dropping it is safe. Any thread may call any method.
 """
 
 from __future__ import annotations
@@ -10,18 +9,21 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 from kvpool import _native
 from kvpool.errors import ConfigError, StoreUnavailable
+from kvpool.key.key import MAX_HASH_NBYTES, MAX_INDEX, MIN_HASH_NBYTES
 
 MAX_TIMEOUT_S = 3600.0
-# A batch ends itself at its deadline; beyond it we wait this long for a thread that is inside a system call.
+END_OF_ALL = 1 << 63  # tokens; behind the end of every prompt
+# A batch ends itself at its deadline; beyond it a caller waits this long for a thread that is inside a system call.
 GRACE_S = 1.0
 
 
 class Running(Protocol):
-    """What a store's data path gives back for one submitted batch (``_native.Batch``)."""
+    """A batch inside an engine; see ``_native.Batch``."""
 
     def done(self) -> bool: ...
     def wait(self, timeout_s: float) -> bool: ...
@@ -30,35 +32,78 @@ class Running(Protocol):
     def error(self) -> str | None: ...
 
 
-class Batch:
-    """One batch of puts, gets, existence checks or deletes that was submitted to a store."""
+class Engine(Protocol):
+    """The data path of a store; see ``_native.IoExecutor``."""
 
-    def __init__(self, batch: Running, what: str, timeout_s: float) -> None:
-        self._batch = batch
-        self._what = what
-        self._timeout_s = timeout_s
+    def submit(
+        self, op: int, keys: Sequence[str], buffers: Sequence[Any] | None, timeout_s: float
+    ) -> Running: ...
+    def lookup(self, prefix: str, groups: Sequence[LookupGroup], timeout_s: float) -> Running: ...
+    def counters(self) -> dict[str, int]: ...
+    def close(self, timeout_s: float) -> bool: ...
+
+
+class LookupGroup(NamedTuple):
+    """The records of a prompt in one KV-cache group: neighbours, from its first token on.
+
+    ``hashes``: their block hashes, packed, each of ``hash_nbytes``. ``ranks``: a record is present when the parts of
+    ranks 0 to ``ranks`` - 1 are. ``sliding_window``: records behind a missing one are of use.
+    """
+
+    hashes: bytes
+    hash_nbytes: int
+    group: int
+    ranks: int
+    record_tokens: int
+    sliding_window: bool = False
+
+    @property
+    def records(self) -> int:
+        return len(self.hashes) // self.hash_nbytes
+
+    def check(self) -> None:
+        """Errors: ``ConfigError``."""
+        if not isinstance(self.hashes, bytes):
+            raise ConfigError(f"packed hashes are bytes, not {type(self.hashes).__name__}")
+        for name, low, high in (
+            ("group", 0, MAX_INDEX),
+            ("hash_nbytes", MIN_HASH_NBYTES, MAX_HASH_NBYTES),
+            ("ranks", 1, MAX_INDEX + 1),
+            ("record_tokens", 1, END_OF_ALL - 1),
+        ):
+            value = getattr(self, name)
+            if type(value) is not int or not low <= value <= high:
+                raise ConfigError(f"{name} is a whole number from {low} to {high}, not {value!r:.40}")
+        if len(self.hashes) % self.hash_nbytes:
+            raise ConfigError(f"{len(self.hashes)} bytes are no hashes of {self.hash_nbytes} bytes each")
+
+
+class Batch:
+    """Puts, gets, existence checks or deletes that were submitted to a store. ``name``: for errors."""
+
+    def __init__(self, running: Running, name: str, timeout_s: float) -> None:
+        self._running, self._name, self._timeout_s = running, name, timeout_s
         self._deadline_s = time.monotonic() + timeout_s
 
     def done(self) -> bool:
         """Whether the batch has ended; never blocks."""
-        return self._batch.done()
+        return self._running.done()
 
     def cancel(self) -> None:
         """Give up what is not finished; never blocks. ``done()`` says when the buffers are free.
 
         What of a put was on its way to a server may still arrive there, whole, even after a later put of its key.
         """
-        self._batch.cancel()
+        self._running.cancel()
 
     def wait(self, timeout_s: float | None = None) -> list[bool]:
         """One answer per key, in order: put: the store holds the value now; get: the buffer does; contains, delete: it
-        was there.
+        was present.
 
         ``timeout_s``: seconds to wait here; None: until the batch ends, which its own deadline bounds.
         Blocking, with the interpreter free. May be called again, and gives the same answer.
         Errors: ``StoreUnavailable`` naming the first fault, when the deadline came first, when the batch was
-        cancelled, and when it has not ended within ``timeout_s``: then it is still under way and owns its
-        buffers.
+        cancelled, and when it has not ended after ``timeout_s``: then it still owns its buffers.
         """
         return [result in (_native.OK, _native.PRESENT) for result in self.results(timeout_s)]
 
@@ -68,16 +113,16 @@ class Batch:
             end_s = self._deadline_s + GRACE_S
         else:
             end_s = time.monotonic() + check_timeout(timeout_s)
-        while not self._batch.wait(min(max(end_s - time.monotonic(), 0.0), MAX_TIMEOUT_S)):
+        while not self._running.wait(min(max(end_s - time.monotonic(), 0.0), MAX_TIMEOUT_S)):
             if time.monotonic() >= end_s:
-                raise StoreUnavailable(f"{self._what}: still under way; the store does not answer")
-        results = self._batch.results()
+                raise StoreUnavailable(f"{self._name}: still under way; the store does not answer")
+        results = self._running.results()
         if _native.FAULT in results:
-            raise StoreUnavailable(f"{self._what}: {self._batch.error() or 'the store failed'}")
+            raise StoreUnavailable(f"{self._name}: {self._running.error() or 'the store failed'}")
         if _native.TIMED_OUT in results:
-            raise StoreUnavailable(f"{self._what}: no answer within {self._timeout_s:g} s")
+            raise StoreUnavailable(f"{self._name}: no answer within {self._timeout_s:g} s")
         if _native.CANCELLED in results:
-            raise StoreUnavailable(f"{self._what}: cancelled")
+            raise StoreUnavailable(f"{self._name}: cancelled")
         return results
 
     def settle(self, timeout_s: float) -> None:
@@ -87,12 +132,42 @@ class Batch:
 
     def abandon(self) -> None:
         """Cancel, and wait until nothing uses the buffers any more; blocking, for at most a second."""
-        if not self._batch.done():
-            self._batch.cancel()
-            self._batch.wait(GRACE_S)
+        if not self._running.done():
+            self._running.cancel()
+            self._running.wait(GRACE_S)
 
     def __repr__(self) -> str:
-        return f"<Batch {self._what}, {'done' if self.done() else 'under way'}>"
+        return f"<{type(self).__name__} {self._name}, {'done' if self.done() else 'under way'}>"
+
+
+class Lookup(Batch):
+    """A lookup under way. ``order``: the places of ``groups``, as they were asked for, in the caller's order."""
+
+    def __init__(
+        self,
+        running: Running,
+        name: str,
+        timeout_s: float,
+        groups: Sequence[LookupGroup],
+        order: Sequence[int],
+    ) -> None:
+        super().__init__(running, name, timeout_s)
+        self._groups, self._order = groups, order
+
+    def records(self, timeout_s: float | None = None) -> list[bytes]:
+        """By group, in the order in which they were given, a byte a record: 1: all its parts are present, else 0.
+
+        A 0 behind the first missing record of a group without a sliding window, and in any group beyond the last
+        token that such groups can serve, says nothing: the record may not have been asked for.
+        ``timeout_s``, blocking and errors: as ``wait``.
+        """
+        results = self.results(timeout_s)
+        found: list[bytes] = [b""] * len(self._order)
+        start = 0
+        for place, group in zip(self._order, self._groups, strict=True):
+            found[place] = results[start : start + group.records]
+            start += group.records
+        return found
 
 
 def check_timeout(timeout_s: float) -> float:

@@ -1,24 +1,43 @@
 """A store in a directory that every process of the host shares; on tmpfs it is memory.
 
-The native engine owns the records and its threads; ``Announcements`` owns the leased documents beside them.
+The native engine owns the records and its threads; ``FileDocuments`` owns the leased documents beside them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import re
+import secrets
 import stat
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+import msgpack
 
 from kvpool import _native
 from kvpool.errors import ConfigError, StoreUnavailable
-from kvpool.key.key import found_key
-from kvpool.store.documents import Announcements
-from kvpool.store.native import NativeStore
-from kvpool.store.store import SCAN_KEYS, StoredBlock, Usage
+from kvpool.key.key import KEY_PREFIX, found_key, parse_tenant
+from kvpool.store.store import (
+    MAX_ANNOUNCEMENT_KEY_CHARS,
+    MAX_ANNOUNCEMENTS,
+    MAX_DOCUMENT_NBYTES,
+    SCAN_KEYS,
+    Store,
+    StoredBlock,
+    Usage,
+)
 from kvpool.text import MAX_NBYTES
 
+MAX_FILE_NBYTES = MAX_DOCUMENT_NBYTES + MAX_ANNOUNCEMENT_KEY_CHARS + 128
+# A writer that dies between write and rename leaves a file of another name; it is deleted after this long.
+ORPHAN_AGE_S = 3600.0
+
+_FILE_NAME = re.compile(r"[0-9a-f]{32}")
+_NAME_BESIDE = re.compile(r"\.[0-9a-f]{32}\.[0-9]+\.[0-9a-f]{16}")
 _ADVICE = {
     PermissionError: "give this user write access or choose another directory",
     NotADirectoryError: "choose a directory, not a file",
@@ -26,7 +45,7 @@ _ADVICE = {
 }
 
 
-class FileStore(NativeStore):
+class FileStore(Store):
     """``file:///dir``: one file a record; full, it drops what was used longest ago, by any process.
 
     ``path``: absolute; made if it is not there, and refused if it holds anything and is no pool.
@@ -44,35 +63,9 @@ class FileStore(NativeStore):
         else:
             with _mapped(name, "cannot write", opening=True):
                 engine = _native.open_file_executor(path, capacity_nbytes, threads)
-        super().__init__(name, engine)
         self._root = Path(path)
+        super().__init__(name, engine, FileDocuments(self._root, name))
         self._capacity_nbytes = None if capacity_nbytes == MAX_NBYTES else capacity_nbytes
-        self._announced = Announcements(self._root / "announcements")
-
-    def _announce(self, key: str, document: bytes, lease_s: float) -> None:
-        with _mapped(self._name, "cannot keep an announcement"):
-            try:
-                self._announced.put(key, document, lease_s)
-            except FileNotFoundError:  # the directory was removed
-                _native.make_file_pool(str(self._root))
-                self._announced.put(key, document, lease_s)
-
-    def _withdraw(self, key: str) -> bool:
-        with _mapped(self._name, "cannot withdraw an announcement"):
-            return self._announced.remove(key)
-
-    def _announcements(self, prefix: str, suffix: str = "") -> dict[str, bytes]:
-        with _mapped(self._name, "cannot read announcements"):
-            found = self._announced.all(prefix)
-        return {key: document for key, document in found.items() if key.endswith(suffix)}
-
-    def _announced_under(self, keys: Sequence[str]) -> dict[str, bytes]:
-        with _mapped(self._name, "cannot read announcements"):
-            return self._announced.of(keys)
-
-    def _withdraw_all(self, prefix: str) -> int:
-        with _mapped(self._name, "cannot take announcements back"):
-            return self._announced.remove_all(prefix)
 
     def _usage(self) -> list[Usage]:
         found = self.counters()
@@ -119,6 +112,205 @@ def _entries(name: str, folder: Path) -> list[str]:
     with _mapped(name, "cannot read a folder"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return os.listdir(folder)  # noqa: PTH208
     return []
+
+
+class _Document(NamedTuple):
+    key: str
+    document: bytes
+    expires_unix_s: float
+
+
+class FileDocuments:
+    """Leased documents in a directory: one small file each, read and written without locks by any process.
+
+    A file is called by the first 32 hex digits of SHA-256 of its key and holds one msgpack map: ``key``, ``document``,
+    ``expires_unix_s``. It is renamed into its place, so a reader sees the old one or the new one, whole.
+    Leases are wall-clock time: the processes of a host share that clock and nothing else.
+
+    Readers delete nothing: expired files go when another document is put. Only files with such names are deleted, and
+    none is reached through a symbolic link. Errors: ``StoreUnavailable``.
+    """
+
+    def __init__(self, root: Path, name: str) -> None:
+        self._root, self._name = root, name
+        self._directory = root / "announcements"
+
+    def put(self, key: str, document: bytes, lease_s: float) -> None:
+        with _mapped(self._name, "cannot keep an announcement"):
+            try:
+                self._put(key, document, lease_s)
+            except FileNotFoundError:  # the directory was removed
+                _native.make_file_pool(str(self._root))
+                self._put(key, document, lease_s)
+
+    def _put(self, key: str, document: bytes, lease_s: float) -> None:
+        packed = msgpack.packb({"key": key, "document": document, "expires_unix_s": time.time() + lease_s})
+        assert len(packed) <= MAX_FILE_NBYTES
+        self._make_directory()
+        name = _name(key)
+        with self._opened() as folder:
+            if not _exists(folder, name):
+                self._sweep(folder)
+                kept = sum(_FILE_NAME.fullmatch(one) is not None for one in _names(folder))
+                if kept >= MAX_ANNOUNCEMENTS:
+                    raise StoreUnavailable(
+                        f"{self._name}: {MAX_ANNOUNCEMENTS} announcements are kept already"
+                    )
+            temporary = _beside(name)
+            file = os.open(
+                temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o660, dir_fd=folder
+            )
+            try:
+                with open(file, "wb") as opened:  # noqa: PTH123
+                    if os.fstat(folder).st_mode & stat.S_IWGRP:  # shared by a group, whatever the umask
+                        os.fchmod(file, 0o660)
+                    opened.write(packed)
+                os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+            except BaseException:
+                _unlink(folder, temporary)
+                raise
+
+    def remove(self, key: str) -> bool:
+        found = None
+        with (
+            _mapped(self._name, "cannot withdraw an announcement"),
+            contextlib.suppress(FileNotFoundError),
+            self._opened() as folder,
+        ):
+            found = _read(folder, _name(key))
+            _unlink(folder, _name(key))
+        return found is not None and found.expires_unix_s > time.time()
+
+    def of(self, keys: Sequence[str]) -> dict[str, bytes]:
+        found: list[_Document | None] = []
+        with (
+            _mapped(self._name, "cannot read announcements"),
+            contextlib.suppress(FileNotFoundError),
+            self._opened() as folder,
+        ):
+            found = [_read(folder, _name(key)) for key in keys]
+        return _running(found)
+
+    def all(self, prefix: str, suffix: str = "") -> dict[str, bytes]:
+        with _mapped(self._name, "cannot read announcements"):
+            found = _running(sorted(self._found(prefix)))
+        return {key: document for key, document in found.items() if key.endswith(suffix)}
+
+    def tenants(self) -> list[str]:
+        return sorted({tenant for key in self.all(KEY_PREFIX) if (tenant := parse_tenant(key))})
+
+    def remove_all(self, prefix: str) -> int:
+        removed = 0
+        with _mapped(self._name, "cannot take announcements back"):
+            for found in self._found(prefix):
+                with contextlib.suppress(FileNotFoundError), self._opened() as folder:
+                    removed += _unlink(folder, _name(found.key))
+        return removed
+
+    def _found(self, prefix: str) -> list[_Document]:
+        try:
+            with self._opened() as folder:
+                read = [_read(folder, name) for name in _names(folder) if _FILE_NAME.fullmatch(name)]
+        except FileNotFoundError:
+            return []
+        return [found for found in read if found is not None and found.key.startswith(prefix)]
+
+    def _make_directory(self) -> None:
+        """With the rights of the directory above, which may be shared by a group."""
+        above = stat.S_IMODE(self._directory.parent.stat().st_mode)
+        with contextlib.suppress(FileExistsError):
+            self._directory.mkdir(mode=above & 0o770)
+            if above & stat.S_IWGRP:
+                self._directory.chmod(above & 0o7770)
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
+        folder = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            yield folder
+        finally:
+            os.close(folder)
+
+    def _sweep(self, folder: int) -> None:
+        """Remove what has run out, and what dead writers left."""
+        now_unix_s = time.time()
+        for name in _names(folder):
+            if _FILE_NAME.fullmatch(name):
+                found = _read(folder, name)
+                if found is not None and found.expires_unix_s <= now_unix_s:
+                    self._remove_expired(folder, name, now_unix_s)
+            elif _NAME_BESIDE.fullmatch(name):
+                with contextlib.suppress(OSError):
+                    info = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                    if stat.S_ISREG(info.st_mode) and info.st_mtime + ORPHAN_AGE_S < now_unix_s:
+                        os.unlink(name, dir_fd=folder)
+
+    def _remove_expired(self, folder: int, name: str, now_unix_s: float) -> None:
+        """Take the file aside, look again, and put it back if it was renewed just before."""
+        aside = _beside(name)
+        try:
+            os.rename(name, aside, src_dir_fd=folder, dst_dir_fd=folder)
+        except FileNotFoundError:
+            return
+        found = _read(folder, aside)
+        if found is not None and found.expires_unix_s > now_unix_s:
+            with contextlib.suppress(FileExistsError):  # renewed once more: that one stands
+                os.link(aside, name, src_dir_fd=folder, dst_dir_fd=folder)
+        _unlink(folder, aside)
+
+
+def _running(found: Iterable[_Document | None]) -> dict[str, bytes]:
+    now_unix_s = time.time()
+    return {one.key: one.document for one in found if one is not None and one.expires_unix_s > now_unix_s}
+
+
+def _exists(folder: int, name: str) -> bool:
+    try:
+        os.stat(name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _names(folder: int) -> list[str]:
+    return os.listdir(folder)
+
+
+def _name(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()[:32]
+
+
+def _beside(name: str) -> str:
+    return f".{name}.{os.getpid()}.{secrets.token_hex(8)}"
+
+
+def _unlink(folder: int, name: str) -> bool:
+    try:
+        os.unlink(name, dir_fd=folder)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _read(folder: int, name: str) -> _Document | None:
+    """What one file says; None when it is gone, too large, no file, or nothing that we wrote."""
+    try:
+        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+        with open(file, "rb") as opened:  # noqa: PTH123
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                return None
+            packed = opened.read(MAX_FILE_NBYTES)  # of a larger file this is no whole document
+        fields = msgpack.unpackb(packed, max_map_len=8, max_array_len=0, max_ext_len=0)
+    except (OSError, ValueError, msgpack.UnpackException):
+        return None
+    if not isinstance(fields, dict):
+        return None
+    key, document, expires = fields.get("key"), fields.get("document"), fields.get("expires_unix_s")
+    if not isinstance(key, str) or not isinstance(document, bytes) or not isinstance(expires, float):
+        return None
+    if name.lstrip(".")[:32] != _name(key):
+        return None
+    return _Document(key, document, expires)
 
 
 @contextlib.contextmanager

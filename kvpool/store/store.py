@@ -1,7 +1,7 @@
-"""The store: what every one of them can do, whatever memory is behind it.
+"""The store: batches of buffers by key, and leased documents, whatever memory is behind it.
 
-Batch is the primitive, and there is one path: a blocking call is a submit and a wait. This class checks what
-the caller gave; a store adds only how a batch of checked keys and flat views is carried out.
+Batch is the primitive, and a blocking call is a submit and a wait. ``Store`` checks what the caller gave; its engine
+carries out batches of checked keys and flat views, its documents keep what is announced.
 
 Over 400 lines because each call's contract is written here.
 """
@@ -12,15 +12,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from kvpool import _native
-from kvpool.errors import ConfigError, StoreClosed
-from kvpool.key.key import KEY_PREFIX, Namespace, parse_tenant
-from kvpool.store.batch import Batch, Running, check_timeout
+from kvpool import _native, metrics
+from kvpool.errors import ConfigError, KVPoolError, StoreClosed, StoreUnavailable
+from kvpool.key.key import KEY_PREFIX, Namespace, namespace_prefix
+from kvpool.metrics import Counters
+from kvpool.store.batch import Batch, Engine, Lookup, LookupGroup, check_timeout
 from kvpool.store.buffers import Destination, copy_back, destination, source
-from kvpool.store.lookup import Lookup, LookupGroup, LookupKeys, RecordBatch
-from kvpool.store.notices import Notices
 
 DEFAULT_TIMEOUT_S = 5.0
 MAX_BATCH_KEYS = 1 << 20
@@ -31,6 +30,15 @@ MAX_LEASE_S = 366 * 86400.0
 SCAN_KEYS = 1000  # about so many at a time
 LOOK_KEYS = 128  # of scan_keys(): looking at more would hold the GIL for too long
 
+# Counter of a store -> metric
+_GROWTH = {
+    "refused": metrics.REFUSED_KEYS,
+    "connections": metrics.CONNECTIONS,
+    "disconnections": metrics.DISCONNECTIONS,
+    "failed_dials": metrics.FAILED_CONNECTIONS,
+    "evicted": metrics.EVICTED_BLOCKS,
+}
+_DAMAGED = "damaged_"
 _Store = TypeVar("_Store", bound="Store")
 
 
@@ -52,6 +60,51 @@ class Usage(NamedTuple):
     evicted: int | None = None  # since it was started
 
 
+class Invalidations(NamedTuple):
+    """What came since the last call. ``keys``: blocks' keys that were written, evicted, deleted or expired, each once.
+
+    ``emptied``: a database was flushed, perhaps another one. ``missed``: keys may have changed without a notice.
+    ``problem``: why some server sends no notices at present; empty: all do.
+    """
+
+    keys: list[str]
+    emptied: bool
+    missed: bool
+    problem: str
+
+
+class Notices(Protocol):
+    """A notice is a hint: late, lost or duplicated. Check every key. For one thread."""
+
+    def take(self, timeout_s: float) -> Invalidations:
+        """Wait for a notice, for at most ``timeout_s`` seconds and the time that finding the servers takes."""
+
+    def close(self) -> None:
+        """Unsubscribe; calling it again does nothing. Blocking, for a second or two."""
+
+
+class Documents(Protocol):
+    """Leased documents by key, for all processes that use the store. Any thread may call any method; all block."""
+
+    def put(self, key: str, document: bytes, lease_s: float) -> None:
+        """Keep ``document`` for ``lease_s`` seconds instead of what was under ``key``."""
+
+    def remove(self, key: str) -> bool:
+        """End what is under ``key``; whether its lease still ran."""
+
+    def of(self, keys: Sequence[str]) -> dict[str, bytes]:
+        """Documents under exactly these keys whose lease still runs."""
+
+    def all(self, prefix: str, suffix: str = "") -> dict[str, bytes]:
+        """Documents under keys with this beginning and end whose lease still runs."""
+
+    def tenants(self) -> list[str]:
+        """The tenants with documents, sorted, as far as this user may list them."""
+
+    def remove_all(self, prefix: str) -> int:
+        """Delete the documents under keys with ``prefix``; how many."""
+
+
 class Store(ABC):
     """Values by key, in batches; each answer stands at its key's place.
 
@@ -62,8 +115,9 @@ class Store(ABC):
     ``ConfigError`` before anything is read or written.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, engine: Engine, documents: Documents) -> None:
         self._name = name  # without secrets: it stands in errors and in repr
+        self._engine, self._documents = engine, documents
         self._closed = False
         self._released = False
 
@@ -78,7 +132,7 @@ class Store(ABC):
         once.
         Blocking, with the interpreter free. Errors: ``StoreUnavailable``, ``StoreClosed``, ``ConfigError``.
         """
-        return _finish(self.submit_put(keys, buffers, timeout_s=timeout_s))
+        return _finished(self.submit_put(keys, buffers, timeout_s=timeout_s))
 
     def get_many_into(
         self, keys: Sequence[str], buffers: Sequence[Any], *, timeout_s: float | None = None
@@ -91,7 +145,7 @@ class Store(ABC):
         Blocking, with the interpreter free. Errors: ``StoreUnavailable``, ``StoreClosed``, ``ConfigError``.
         """
         destinations = [destination(buffer, position) for position, buffer in enumerate(buffers)]
-        found = _finish(self._submit_get(keys, destinations, timeout_s))
+        found = _finished(self._submit_get(keys, destinations, timeout_s))
         copy_back(destinations, found)
         return found
 
@@ -100,21 +154,21 @@ class Store(ABC):
 
         Blocking, with the interpreter free. Errors: ``StoreUnavailable``, ``StoreClosed``, ``ConfigError``.
         """
-        return _finish(self.submit_contains(keys, timeout_s=timeout_s))
+        return _finished(self.submit_contains(keys, timeout_s=timeout_s))
 
     def touch_many(self, keys: Sequence[str], *, timeout_s: float | None = None) -> list[bool]:
         """``contains_many``, and each value that is there counts as used now: it is evicted, and expires, later.
 
         Blocking, with the interpreter free. Errors: ``StoreUnavailable``, ``StoreClosed``, ``ConfigError``.
         """
-        return _finish(self.submit_touch(keys, timeout_s=timeout_s))
+        return _finished(self.submit_touch(keys, timeout_s=timeout_s))
 
     def delete_many(self, keys: Sequence[str], *, timeout_s: float | None = None) -> int:
         """Delete the keys' values; returns how many were there.
 
         Blocking, with the interpreter free. Errors: ``StoreUnavailable``, ``StoreClosed``, ``ConfigError``.
         """
-        return sum(_finish(self._begin(_native.DELETE, "delete", keys, None, timeout_s)))
+        return sum(_finished(self._begin(_native.DELETE, "delete", keys, None, timeout_s)))
 
     # ------------------------------------------------------------------ calls that return at once
 
@@ -175,10 +229,13 @@ class Store(ABC):
         for group in groups:
             group.check()
         order = sorted(range(len(groups)), key=lambda place: groups[place].sliding_window)
-        keys = LookupKeys(namespace, [groups[place] for place in order])
-        batch = self._submit_lookup(keys, timeout_s)
-        transfer = Batch(batch, f"{self._name}: lookup of at most {len(keys)} keys", timeout_s)
-        return Lookup(transfer, [group.records for group in keys.groups], order)
+        asked = [groups[place] for place in order]
+        try:
+            running = self._engine.lookup(namespace_prefix(namespace.tenant, namespace.hex), asked, timeout_s)
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise self._mapped(error) from error
+        keys = sum(group.records * group.ranks for group in asked)
+        return Lookup(running, f"{self._name}: lookup of at most {keys} keys", timeout_s, asked, order)
 
     # ------------------------------------------------------------------ leased documents
 
@@ -197,7 +254,7 @@ class Store(ABC):
             raise ConfigError(f"lease_s is a number of seconds, not {lease_s!r:.40}")
         if not 0 < lease_s <= MAX_LEASE_S:
             raise ConfigError(f"lease_s is above 0 and at most {MAX_LEASE_S:g} seconds, not {lease_s}")
-        self._announce(key, document, float(lease_s))
+        self._documents.put(key, document, float(lease_s))
 
     def withdraw(self, key: str) -> bool:
         """End an announcement before its lease does; False if there was none under ``key``.
@@ -206,7 +263,7 @@ class Store(ABC):
         """
         self._check_open()
         _check_announcement_key(key)
-        return self._withdraw(key)
+        return self._documents.remove(key)
 
     def announcements(self, prefix: str = "", suffix: str = "") -> dict[str, bytes]:
         """The documents under keys that start with ``prefix`` and end with ``suffix`` whose lease still runs, by key.
@@ -216,7 +273,7 @@ class Store(ABC):
         32 MiB.
         """
         self._check_open()
-        return self._announcements(prefix, suffix)
+        return self._documents.all(prefix, suffix)
 
     def announced_under(self, keys: Sequence[str]) -> dict[str, bytes]:
         """The documents under exactly these keys whose lease still runs, however many others there are.
@@ -224,7 +281,7 @@ class Store(ABC):
         Blocking, for one small read a document. Errors: ``StoreUnavailable``, ``StoreClosed``.
         """
         self._check_open()
-        return self._announced_under(keys)
+        return self._documents.of(keys)
 
     def announcing_tenants(self) -> list[str]:
         """The tenants of which something was announced lately, sorted; of a server at most 4,096.
@@ -233,7 +290,7 @@ class Store(ABC):
         Errors: ``StoreUnavailable``, ``StoreClosed``.
         """
         self._check_open()
-        return self._announcing_tenants()
+        return self._documents.tenants()
 
     def server_run_id(self) -> str:
         """A text that changes with each start of the server; empty without a server, or if it may not be asked.
@@ -255,11 +312,11 @@ class Store(ABC):
     def withdraw_all(self, prefix: str) -> int:
         """Delete the documents under keys that start with ``prefix``, those of other processes too; returns how many.
 
-        Announcers that are alive write theirs again. Blocking, for one small write a document.
+        Announcers that run write theirs again. Blocking, for one small write a document.
         Errors: ``StoreUnavailable``, ``StoreClosed``.
         """
         self._check_open()
-        return self._withdraw_all(prefix)
+        return self._documents.remove_all(prefix)
 
     # ------------------------------------------------------------------ what is there
 
@@ -293,9 +350,24 @@ class Store(ABC):
 
     # ------------------------------------------------------------------ the rest
 
-    @abstractmethod
     def counters(self) -> dict[str, int]:
         """What this store has done since it was opened, by name; never blocks for long."""
+        self._check_open()
+        return self._engine.counters()
+
+    def count_health(self, counters: Counters) -> None:
+        """Add to ``counters`` what the store has counted since the last call, and whether it is connected now.
+
+        A store without a server is never up or down. Does not block. Errors: ``StoreClosed``.
+        """
+        found = self.counters()
+        for name, metric in _GROWTH.items():
+            counters.add_growth(metric, found.get(name, 0))
+        for name, total in found.items():
+            if name.startswith(_DAMAGED) and total:
+                counters.add_growth(metrics.DAMAGED_BLOCKS, total, name.removeprefix(_DAMAGED))
+        if "up_connections" in found:
+            counters.set(metrics.UP, float(found["up_connections"] > 0))
 
     def close(self) -> None:
         """Cancel what is under way, wait for it, and give everything back; calling it again does nothing.
@@ -323,39 +395,7 @@ class Store(ABC):
     # ------------------------------------------------------------------ what a store adds
 
     @abstractmethod
-    def _submit(
-        self, operation: int, keys: Sequence[str], views: Sequence[memoryview] | None, timeout_s: float
-    ) -> Running:
-        """Begin a batch. ``operation``: of ``_native``; ``views``: flat, not empty, as many as keys."""
-
-    def _submit_lookup(self, keys: LookupKeys, timeout_s: float) -> Running:
-        """Begin a lookup; the batch has one status a record, ``MISS`` for those that were not asked for."""
-        return RecordBatch(self._submit(_native.TOUCH, keys, None, timeout_s), keys)
-
-    def _usage(self) -> list[Usage]:
-        return []
-
-    @abstractmethod
-    def _announce(self, key: str, document: bytes, lease_s: float) -> None: ...
-
-    @abstractmethod
-    def _withdraw(self, key: str) -> bool: ...
-
-    @abstractmethod
-    def _announcements(self, prefix: str, suffix: str = "") -> dict[str, bytes]: ...
-
-    def _announced_under(self, keys: Sequence[str]) -> dict[str, bytes]:
-        found = {key: self._announcements(key).get(key) for key in keys}
-        return {key: document for key, document in found.items() if document is not None}
-
-    def _announcing_tenants(self) -> list[str]:
-        return sorted({tenant for key in self._announcements(KEY_PREFIX) if (tenant := parse_tenant(key))})
-
-    def _server_run_id(self) -> str:
-        return ""
-
-    @abstractmethod
-    def _withdraw_all(self, prefix: str) -> int: ...
+    def _usage(self) -> list[Usage]: ...
 
     @abstractmethod
     def _scan(self, prefix: str) -> Iterator[list[StoredBlock]]: ...
@@ -365,11 +405,15 @@ class Store(ABC):
             for start in range(0, len(blocks), LOOK_KEYS):
                 yield [block.key for block in blocks[start : start + LOOK_KEYS]]
 
+    def _server_run_id(self) -> str:
+        return ""
+
     def _notices(self) -> Notices | None:
         return None
 
-    @abstractmethod
-    def _close(self) -> None: ...
+    def _close(self) -> None:
+        if not self._engine.close(DEFAULT_TIMEOUT_S):
+            raise StoreUnavailable(f"{self._name}: a thread is stuck in the system; it was left behind")
 
     # ------------------------------------------------------------------ how the calls above begin
 
@@ -394,8 +438,18 @@ class Store(ABC):
             raise ConfigError(f"a batch has at most {MAX_BATCH_KEYS} keys, not {len(keys)}")
         if views is not None and len(views) != len(keys):
             raise ConfigError(f"{len(keys)} keys need as many buffers, not {len(views)}")
-        batch = self._submit(operation, keys, views, timeout_s)
-        return Batch(batch, f"{self._name}: {verb} of {len(keys)} keys", timeout_s)
+        try:
+            running = self._engine.submit(operation, keys, views, timeout_s)
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise self._mapped(error) from error
+        return Batch(running, f"{self._name}: {verb} of {len(keys)} keys", timeout_s)
+
+    def _mapped(self, error: Exception) -> KVPoolError:
+        if not isinstance(error, RuntimeError):
+            return ConfigError(str(error))
+        if self._closed:
+            return StoreClosed(f"{self._name}: the store is closed")
+        return StoreUnavailable(f"{self._name}: {error}")
 
     def _check_open(self) -> None:
         if self._closed:
@@ -411,10 +465,10 @@ def _check_announcement_key(key: object) -> None:
         )
 
 
-def _finish(transfer: Batch) -> list[bool]:
+def _finished(batch: Batch) -> list[bool]:
     """Wait for a batch of this call; if the wait itself fails, the batch is cancelled."""
     try:
-        return transfer.wait()
+        return batch.wait()
     except BaseException:
-        transfer.abandon()
+        batch.abandon()
         raise

@@ -1,26 +1,43 @@
 """A store on Redis or Valkey servers that many hosts share: one, a cluster, or what sentinels watch.
 
-The native engine owns the connections over which values go; leased documents go over one that is kept besides.
+The native engine, or Python threads with redis-py or GLIDE, move the values; leased documents go over a connection that
+is kept besides.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from dataclasses import replace
+
 from kvpool import _native
 from kvpool.errors import ConfigError, StoreUnavailable
-from kvpool.store.native import NativeStore
-from kvpool.store.server.connection import client_of, library_version
-from kvpool.store.server.server import ServerStore, server_name
-from kvpool.store.server.topology import Primaries
-from kvpool.store.server.topology_watch import TopologyWatch
-from kvpool.store.store import DEFAULT_TIMEOUT_S
+from kvpool.store.batch import Engine
+from kvpool.store.server.connection import KeptServer, client_of, library_version
+from kvpool.store.server.documents import SLOT, ServerDocuments
+from kvpool.store.server.notices import ServerNotices
+from kvpool.store.server.server import (
+    RUN_ID_S,
+    MissingRight,
+    refused_commands,
+    run_id,
+    run_id_of,
+    scan_keys,
+    scan_server,
+    server_name,
+    usage_of,
+)
+from kvpool.store.server.topology import Primaries, TopologyWatch
+from kvpool.store.store import DEFAULT_TIMEOUT_S, Store, StoredBlock, Usage
 from kvpool.store.tls import advice
 from kvpool.store.url import StoreURL
 
-# How a server words that it will never let us in as we are.
+# How a server words that it will never let this user in.
 _SETTINGS = ("AUTH: ", "WRONGPASS", "NOAUTH", "NOPERM", "SELECT: ")
 
 
-class ValkeyStore(NativeStore, ServerStore):
+class ValkeyStore(Store):
     """``valkey://host:6379``: one HASH key a record, with a time to live; the server evicts when it is full.
 
     ``url``: one of the schemes of ``SERVER_SCHEMES``; its ``threads`` is the number of connections.
@@ -32,29 +49,97 @@ class ValkeyStore(NativeStore, ServerStore):
 
     def __init__(self, url: StoreURL) -> None:
         name = server_name(url)
-        primaries = Primaries(url, name)
-        self._watch: TopologyWatch | None = None
-        if url.nodes:
-            engine, self._watch = _open_many(url, primaries)
-        else:
-            engine = _open_one(url, name)
-        super().__init__(name, engine)
-        self._set_up(url, primaries)
+        self._url, self._primaries = url, Primaries(url, name)
+        engine, self._watch = _open_engine(url, self._primaries, name)
+        self._kept = KeptServer(lambda: self._primaries.url_of(SLOT), name, role="announcements")
+        in_cluster = url.scheme == "valkey+cluster"
+        super().__init__(name, engine, ServerDocuments(self._kept, name, in_cluster=in_cluster))
 
     def _close(self) -> None:
         try:
             super()._close()
         finally:
-            self._close_kept()
+            self._kept.close()
             if self._watch is not None:
                 self._watch.close()
 
+    def refused_commands(self) -> list[MissingRight]:
+        """What its user may not ask a server of this store; nothing where that cannot be found out.
 
-def _open_many(url: StoreURL, primaries: Primaries) -> tuple[_native.IoExecutor, TopologyWatch]:
+        Blocking, for a few round trips.
+        """
+        with contextlib.suppress(Exception):  # whatever a client makes of what a server says
+            return refused_commands(self._primaries.url_of(SLOT))
+        return []
+
+    def _server_run_id(self) -> str:
+        """A digest of the run ids of all its servers; empty if one of them may not be asked."""
+        if not self._url.nodes:
+            with self._kept.asked("cannot ask for its run_id", RUN_ID_S) as server:
+                return run_id_of(server)
+        runs = []
+        for url in self._primaries.urls():
+            runs.append(run_id(url, self._name))
+            if not runs[-1]:
+                return ""
+        return runs[0] if len(runs) == 1 else hashlib.sha256("".join(runs).encode()).hexdigest()
+
+    def _usage(self) -> list[Usage]:
+        return [usage_of(url) for url in self._primaries.urls()]
+
+    def _scan(self, prefix: str) -> Iterator[list[StoredBlock]]:
+        for url in self._primaries.urls():
+            yield from scan_server(url, self._name, prefix)
+
+    def _scan_keys(self, prefix: str) -> Iterator[list[str]]:
+        before = self._primaries.find()
+        for url in self._primaries.urls():
+            yield from scan_keys(url, self._name, prefix)
+        # If they changed, keys may have moved from a server not yet scanned to one already scanned.
+        if self._primaries.find() != before:
+            raise StoreUnavailable(f"{self._name}: its servers changed during the scan")
+
+    def _notices(self) -> ServerNotices:
+        return ServerNotices(self._primaries, self._name)
+
+
+def _open_engine(url: StoreURL, primaries: Primaries, name: str) -> tuple[Engine, TopologyWatch | None]:
+    """An engine for the servers of ``url``, and the thread that keeps its topology. ``name``: of the store.
+
+    Blocking and errors: as ``ValkeyStore``.
+    """
+    if url.client != "native":
+        return _open_client(url, name), None
+    return _open_many(url, primaries, name) if url.nodes else (_open_one(url, name), None)
+
+
+def _open_client(url: StoreURL, name: str) -> Engine:
+    from kvpool.store.clients.executor import ClientExecutor
+    from kvpool.store.clients.link import LinkFault, LinkRefused
+
+    if url.client == "redis":
+        from kvpool.store.clients.redis import RedisLink as ClientLink
+    else:
+        from kvpool.store.clients.glide import GlideLink as ClientLink  # type: ignore[assignment]
+    links = [ClientLink(url) for _ in range(url.threads)]
+    if url.tls is not None:
+        # The native client reads what the server says before it hangs up, and advises; redis-py and GLIDE do not.
+        _open_one(replace(url, threads=1), name).close(DEFAULT_TIMEOUT_S)
+    try:
+        return ClientExecutor(url, links)
+    except LinkRefused as error:
+        raise ConfigError(
+            f"{name}: the server refuses: {error}; correct user, password or database"
+        ) from error
+    except LinkFault as error:
+        raise StoreUnavailable(f"{name}: cannot connect: {error}; {advice(str(error))}") from error
+
+
+def _open_many(url: StoreURL, primaries: Primaries, name: str) -> tuple[_native.IoExecutor, TopologyWatch]:
     try:
         engine, topology = _native.open_routed_resp_executor(*_of_any_server(url))
     except _native.TlsError as error:
-        raise ConfigError(f"{server_name(url)}: {error}") from error
+        raise ConfigError(f"{name}: {error}") from error
     try:
         return engine, TopologyWatch(topology, primaries)
     except BaseException:

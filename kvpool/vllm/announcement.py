@@ -231,7 +231,7 @@ class EngineAnnouncer:
     @property
     def asked(self) -> bool:
         """Whether an index asks for all that the engine holds."""
-        return self._announcer is not None and self._announcer.asked
+        return self._announcer is not None and self._announcer.requested
 
     def enter(self, store: Store, namespace: Namespace) -> None:
         """The engine goes on in ``namespace``. Does not block."""

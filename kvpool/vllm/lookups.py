@@ -53,7 +53,7 @@ class RequestLookup:
         if self.present is None and not self.failure:
             if self._lookup.done():
                 try:
-                    self.present = self._lookup.wait()
+                    self.present = self._lookup.records()
                 except StoreUnavailable:
                     self.failure = "store_unavailable"
             elif now_s > self._gives_up_s:

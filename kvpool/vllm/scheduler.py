@@ -28,11 +28,10 @@ from vllm.v1.request import Request
 
 from kvpool import metrics
 from kvpool.config import PoolConfig
-from kvpool.discovery.traffic_announcer import TrafficAnnouncer
+from kvpool.discovery.announcer import TrafficAnnouncer
 from kvpool.errors import StoreClosed
 from kvpool.metrics import Counters, Samples
 from kvpool.store import Store
-from kvpool.store.health import count_health
 from kvpool.tracing import Tracing
 from kvpool.vllm import internals
 from kvpool.vllm.events import CacheResync, removed_event
@@ -479,7 +478,7 @@ class SchedulerHalf:
     @guarded(None)
     def _set_gauges(self) -> None:
         with contextlib.suppress(StoreClosed):
-            count_health(self._store, self.counters)
+            self._store.count_health(self.counters)
         self.counters.set(metrics.ENABLED, float(not self._broken and not self._namespace.awaits_reset))
         self._outcomes.tell_ratios()
 

@@ -46,7 +46,6 @@ from kvpool.key.key import Fact, Namespace
 from kvpool.key.served_weights import served_digest
 from kvpool.metrics import Counters
 from kvpool.store import open_store
-from kvpool.store.health import count_health
 from kvpool.transfer import BlockMover, HostMemory, Moved, Need, Record
 from kvpool.transfer.mover import PART_NBYTES, STORE_TIMEOUT_S
 from kvpool.vllm.events import EVENT_OWNER
@@ -357,7 +356,7 @@ class KVPoolTier(SecondaryTierManager):
 
     @guarded(None)
     def get_stats(self) -> OffloadingConnectorStats | None:
-        count_health(self._store, self.counters)
+        self._store.count_health(self.counters)
         self.counters.set(metrics.ENABLED, float(not self._broken))
         samples = self.counters.take()
         return tier_stats(samples) if samples else None

@@ -25,7 +25,6 @@ from kvpool.errors import KVPoolError
 from kvpool.key.key import Fact, Namespace
 from kvpool.metrics import Counters, Samples
 from kvpool.store import Store, open_store
-from kvpool.store.health import count_health
 from kvpool.transfer import Block, BlockCopier, Finished, KVCacheMover, Moved
 from kvpool.transfer.memory import default_nbytes
 from kvpool.vllm.announcement import Announcement, EngineAnnouncer
@@ -311,7 +310,7 @@ class WorkerHalf:
     def stats(self) -> Samples:
         """Samples since the last call."""
         if self._store is not None:
-            count_health(self._store, self.counters)
+            self._store.count_health(self.counters)
         return self.counters.take()
 
     def close(self) -> None:

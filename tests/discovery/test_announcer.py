@@ -72,9 +72,9 @@ def test_a_pool_that_is_away_asks_for_nothing(server: Server) -> None:
         announcer = Announcer(store, worker("a"), lease_s=LEASE_S, say=lambda text: None)
         try:
             store.announce(request_key(KEY.replace("10.0.0.7:5557", "a")), b"?", lease_s=600)
-            assert eventually(lambda: announcer.asked)
+            assert eventually(lambda: announcer.requested)
             server.kill()
-            assert eventually(lambda: not announcer.asked)
+            assert eventually(lambda: not announcer.requested)
         finally:
             announcer.close()
 

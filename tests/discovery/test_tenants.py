@@ -190,7 +190,7 @@ def test_a_tenant_that_is_emptied_is_told_alone(server: Server) -> None:
 def test_a_rank_is_asked_though_another_tenant_refuses(
     server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(worker_watch, "ASK_S", 0.1)
+    monkeypatch.setattr(worker_watch, "REQUEST_EVERY_S", 0.1)
     told, asked = Watched(), []
     with open_store(server.url) as store:
         for tenant in "tu":
@@ -199,7 +199,7 @@ def test_a_rank_is_asked_though_another_tenant_refuses(
         incomplete = {("t/a", 3), ("u/a", 3)}
         watch = WorkerWatch(
             store, on_worker=told.on_worker, on_gone=told.on_gone, incomplete=lambda: incomplete,
-            on_asked=lambda worker_id, _: asked.append(worker_id), tenants=["t", "u"], interval_s=0.05,
+            on_requested=lambda worker_id, _: asked.append(worker_id), tenants=["t", "u"], interval_s=0.05,
         )  # fmt: skip
         try:
             assert eventually(lambda: set(asked) == {"t/a", "u/a"})

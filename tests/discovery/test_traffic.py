@@ -11,8 +11,8 @@ import msgpack
 import pytest
 
 from kvpool.discovery import traffic
+from kvpool.discovery.announcer import TrafficAnnouncer
 from kvpool.discovery.traffic import Seen, Traffic, pack_traffic, together, unpack_traffic
-from kvpool.discovery.traffic_announcer import TrafficAnnouncer
 from kvpool.errors import StoreUnavailable
 from kvpool.key.key import is_traffic_key, traffic_prefix
 from tests.support.deadlines import eventually
@@ -137,7 +137,7 @@ def test_it_is_in_the_pool_while_the_engine_runs() -> None:
     with MemoryStore(1 << 20) as store:
         announcer = TrafficAnnouncer(store, "t", every_s=0.01)
         announcer.tell({name: Seen() for name in traffic.WINDOWS})
-        assert announcer._thread is None, "nothing was asked for"
+        assert announcer._thread.ident is None, "nothing was asked for"
         seen_by = Traffic()
         ask(seen_by, 1, 10)
         announcer.tell(seen_by.windows())

@@ -8,7 +8,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from kvpool.discovery.worker_record import Announced, merge_ranks, pack_worker, unpack_worker
+from kvpool.discovery.worker_record import WorkerRecord, merge_ranks, pack_worker, unpack_worker
 from tests.support.announced_workers import FIELDS, KEY, worker
 
 
@@ -23,7 +23,7 @@ def test_golden_record() -> None:
         "39616263646566a761646472657373b4687474703a2f2f31302e302e302e373a38303030ab696e6361726e6174696f6ea36f6e"
         "65a96e616d657370616365d9206162616261626162616261626162616261626162616261626162616261626162"
     )
-    assert unpack_worker(key, record) == Announced(worker(), 10.0)
+    assert unpack_worker(key, record) == WorkerRecord(worker(), 10.0)
 
 
 @pytest.mark.parametrize(
@@ -99,14 +99,18 @@ def test_what_is_no_record_is_none() -> None:
 
 
 def test_ranks_of_one_engine_are_one_worker() -> None:
-    ranks = [Announced(worker(incarnation=f"i{rank}", dp_rank=rank), 10.0) for rank in (1, 0, 2)]
+    ranks = [WorkerRecord(worker(incarnation=f"i{rank}", dp_rank=rank), 10.0) for rank in (1, 0, 2)]
     workers, problems = merge_ranks(ranks)
     assert problems == []
     (merged,) = workers.values()
     assert [publisher.dp_rank for publisher in merged.publishers] == [0, 1, 2]
     assert dataclasses.replace(merged, publishers=(), incarnation="") == worker(publishers=(), incarnation="")
     incarnations = {merged.incarnation}
-    for fewer in (ranks[:2], ranks[:1], [*ranks[:2], Announced(worker(incarnation="new", dp_rank=2), 10.0)]):
+    for fewer in (
+        ranks[:2],
+        ranks[:1],
+        [*ranks[:2], WorkerRecord(worker(incarnation="new", dp_rank=2), 10.0)],
+    ):
         workers, _ = merge_ranks(fewer)
         incarnations.add(workers["default/10.0.0.7:5557"].incarnation)
     assert len(incarnations) == 4, "a rank that comes, goes or starts anew is another start of the worker"
@@ -114,9 +118,9 @@ def test_ranks_of_one_engine_are_one_worker() -> None:
 
 
 def test_ranks_of_different_engines_are_told_apart() -> None:
-    other = Announced(worker(dp_rank=4, model="n", block_tokens=32), 10.0)
-    elsewhere = Announced(worker(tenant="u", dp_rank=4), 10.0)
-    workers, problems = merge_ranks([other, Announced(worker(), 10.0), elsewhere])
+    other = WorkerRecord(worker(dp_rank=4, model="n", block_tokens=32), 10.0)
+    elsewhere = WorkerRecord(worker(tenant="u", dp_rank=4), 10.0)
+    workers, problems = merge_ranks([other, WorkerRecord(worker(), 10.0), elsewhere])
     assert workers == {"default/10.0.0.7:5557": worker(), "u/10.0.0.7:5557": elsewhere.worker}
     (problem,) = problems
     assert "rank 4 is left out" in problem
@@ -124,8 +128,8 @@ def test_ranks_of_different_engines_are_told_apart() -> None:
 
 
 def test_ranks_that_are_each_in_a_namespace_of_their_own_are_one_worker_without_one() -> None:
-    ranks = [Announced(worker(incarnation=f"i{rank}", dp_rank=rank), 10.0) for rank in (0, 1)]
-    alone = Announced(worker(incarnation="i1", dp_rank=1, namespace="cd" * 16), 10.0)
+    ranks = [WorkerRecord(worker(incarnation=f"i{rank}", dp_rank=rank), 10.0) for rank in (0, 1)]
+    alone = WorkerRecord(worker(incarnation="i1", dp_rank=1, namespace="cd" * 16), 10.0)
     (before,), (after,) = (merge_ranks(some)[0].values() for some in (ranks, [ranks[0], alone]))
     assert (before.namespace, after.namespace) == ("ab" * 16, "")
     assert after.publishers == before.publishers

@@ -137,7 +137,7 @@ def asking(store: Store, told: Watched, incomplete: set[tuple[str, int]]) -> Ite
         on_gone=told.on_gone,
         on_pool_lost=told.on_pool_lost,
         incomplete=lambda: set(incomplete),
-        on_asked=lambda worker_id, dp_rank: asked.append((worker_id, dp_rank)),
+        on_requested=lambda worker_id, dp_rank: asked.append((worker_id, dp_rank)),
         tenants=["default"],
         interval_s=0.05,
     )
@@ -148,21 +148,21 @@ def asking(store: Store, told: Watched, incomplete: set[tuple[str, int]]) -> Ite
 
 
 def test_a_rank_is_asked_until_all_it_holds_is_known(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_watch, "ASK_S", 0.2)
+    monkeypatch.setattr(worker_watch, "REQUEST_EVERY_S", 0.2)
     monkeypatch.setattr(worker_watch, "REQUEST_LEASE_S", 0.6)
     told, incomplete = Watched(), {("default/a", 3), ("default/stock", 0)}
     announcers = [Announcer(store, worker(name), lease_s=LEASE_S) for name in "ab"]
     try:
         # Several indexes, which leave one request.
         with asking(store, told, incomplete) as asked, asking(store, Watched(), incomplete) as too:
-            assert eventually(lambda: announcers[0].asked)
+            assert eventually(lambda: announcers[0].requested)
             assert eventually(lambda: len(asked) > 2 and len(too) > 2), "renewed"
             assert set(asked) == {("default/a", 3)}, "stock vLLM has nobody who would hear it"
             requests = [key for key in store.announcements(workers_prefix("default")) if is_request_key(key)]
             assert requests == ["kvpool:default:worker:3:a?"]
-            assert not announcers[1].asked
+            assert not announcers[1].requested
             incomplete.clear()
-            assert eventually(lambda: not announcers[0].asked), "it knows all, and asks no more"
+            assert eventually(lambda: not announcers[0].requested), "it knows all, and asks no more"
             count = len(asked)
             assert told.sees("a", "b")
         assert len(asked) == count
@@ -188,8 +188,8 @@ def test_a_request_is_no_record_and_no_sign_of_life(store: Store, caplog: pytest
 
 def test_few_are_asked_in_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each announcement is a write; those that cannot answer must not keep others from being asked."""
-    monkeypatch.setattr(worker_watch, "MAX_ASKED", 2)
-    monkeypatch.setattr(worker_watch, "ASK_S", 0.0)
+    monkeypatch.setattr(worker_watch, "MAX_REQUESTS", 2)
+    monkeypatch.setattr(worker_watch, "REQUEST_EVERY_S", 0.0)
     told = Watched()
     with MemoryStore() as store:
         for dp_rank in range(5):

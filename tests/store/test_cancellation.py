@@ -16,7 +16,7 @@ import pytest
 
 from kvpool import open_store
 from kvpool.errors import StoreUnavailable
-from kvpool.store.clients import link_thread
+from kvpool.store.clients import executor
 from kvpool.store.store import Store
 from tests.support.conformance import Buffer, keys, payload
 from tests.support.deadlines import MARGIN_S, Stopwatch, eventually
@@ -112,7 +112,7 @@ class Canceller:
 def test_batches_are_cancelled_at_any_point(
     server: Misbehaving, client: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_thread, "MAX_CALL_S", DEADLINE_S)
+    monkeypatch.setattr(executor, "MAX_CALL_S", DEADLINE_S)
     with open_store(with_client(f"{server.url}?connections=3", client)) as store:
         assert all(store.put_many(KEYS, VALUES))
         server.misbehave(Moody(seed))

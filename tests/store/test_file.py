@@ -22,8 +22,7 @@ import pytest
 
 from kvpool import open_store
 from kvpool.errors import ConfigError, StoreUnavailable
-from kvpool.store.documents import ORPHAN_AGE_S, Announcements
-from kvpool.store.file import FileStore
+from kvpool.store.file import ORPHAN_AGE_S, FileDocuments, FileStore
 from kvpool.store.store import Store
 from tests.support.conformance import (
     MIB,
@@ -174,21 +173,6 @@ def test_a_killed_writer_leaves_nothing_torn(root: Path) -> None:
 # ---------------------------------------------------------------------- room
 
 
-def test_the_least_recently_used_go_first_and_capacity_holds(root: Path) -> None:
-    with FileStore(str(root), 2 * MIB, 1) as store:
-        value = bytes(100_000 - 64)
-        store.put_many(keys(15), [value] * 15)
-        assert all(store.get_many_into(keys(3), [bytearray(len(value)) for _ in range(3)]))
-        for number in range(15, 25):
-            assert store.put_many([key(number)], [value]) == [True]
-            assert sum(path.stat().st_size for path in record_files(root)) <= 2 * MIB
-        held = store.contains_many(keys(25))
-        assert held[:3] == [True] * 3  # read just before it became full
-        assert not held[3]  # written first, never read
-        assert held[20:] == [True] * 5
-        assert store.counters()["evicted"] > 0
-
-
 def test_a_smaller_capacity_at_open_is_kept(root: Path) -> None:
     with FileStore(str(root), 8 * MIB, 1) as store:
         store.put_many(keys(6), [bytes(MIB)] * 6)
@@ -240,18 +224,6 @@ def test_the_capacity_and_what_is_used_hold_under_many_writers(root: Path) -> No
         assert evicted + len(record_files(root)) == writers * 400 + len(names)
         opened = writers  # each passes once when it opens
         assert passes - opened <= evicted * RECORD_NBYTES / (SMALL_CAPACITY_NBYTES / 10) + 1
-
-
-def test_two_stores_on_one_directory_see_each_other(root: Path) -> None:
-    with FileStore(str(root), 64 * MIB, 1) as one, FileStore(str(root), 64 * MIB, 1) as other:
-        one.put_many([key(1)], [b"value"])
-        target = bytearray(5)
-        assert other.get_many_into([key(1)], [target]) == [True]
-        assert target == b"value"
-        one.announce("kvpool:t:x", b"hello", lease_s=60)
-        assert other.announcements("kvpool:t:") == {"kvpool:t:x": b"hello"}
-        assert other.delete_many([key(1)]) == 1
-        assert one.contains_many([key(1)]) == [False]
 
 
 def test_what_was_put_outlives_the_process(root: Path) -> None:
@@ -659,7 +631,7 @@ def test_an_announcement_renewed_while_it_is_removed_stays(
 ) -> None:
     directory = root / "announcements"
     root.mkdir()
-    announced = Announcements(directory)
+    announced = FileDocuments(directory.parent, "a pool")
     announced.put("kvpool:t:x", b"old", 60.0)
     path = announcement_file(root)
     path.write_bytes(msgpack.packb({"key": "kvpool:t:x", "document": b"old", "expires_unix_s": 1.0}))

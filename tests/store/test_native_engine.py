@@ -37,21 +37,8 @@ def payload(i, nbytes):
     return (i.to_bytes(8, "little") * (nbytes // 8 + 1))[:nbytes]
 
 
-def record_path(root, text):
-    _, tenant, namespace, digest, group, rank = text.split(":")
-    return Path(root) / "blocks" / digest[-3:] / f"{tenant}.{namespace}.{digest}.{group}.{rank}"
-
-
-def records(root):
-    return [path for path in (Path(root) / "blocks").rglob("*") if path.is_file()]
-
-
 def temporaries(root):
     return list((Path(root) / "tmp").iterdir())
-
-
-def key_of(path):
-    return "kvpool:" + path.name.replace(".", ":")
 
 
 def eventually(condition):
@@ -413,130 +400,7 @@ def test_bad_ways_to_open(tmp_path):
     assert caught.value.filename.startswith(str(tmp_path / "file"))
 
 
-# ---- the shared directory ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("cause", "at"),
-    [
-        ("magic", 0),
-        ("version", 4),
-        ("flags", 6),
-        ("length", 8),
-        ("fingerprint", 16),
-        ("hash", 32),
-        ("group", 52),
-        ("rank", 54),
-        ("checksum", 56),
-        ("checksum", 64),
-        ("checksum", 63 + 500_000),
-    ],
-)
-def test_a_damaged_record_is_a_miss_and_goes(open_engine, root, cause, at):
-    engine = open_engine()
-    assert put(engine, 1, 500_000) == _native.OK
-    path = record_path(root, key(1))
-    data = bytearray(path.read_bytes())
-    data[at] ^= 0x40
-    path.write_bytes(data)
-    assert _native.verify_record(key(1), data[:64], data[64:]) == cause
-    assert get(engine, 1, 500_000) == _native.MISS
-    assert not path.exists()
-    assert engine.counters()["damaged"] == engine.counters()[f"damaged_{cause}"] == 1
-
-
-def test_a_record_in_a_file_is_its_header_and_payload(open_engine, root):
-    engine = open_engine()
-    assert put(engine, 1, 5000) == _native.OK
-    data = record_path(root, key(1)).read_bytes()
-    assert data == _native.pack_header(key(1), payload(1, 5000)) + payload(1, 5000)
-    assert _native.verify_record(key(1), data[:64], data[64:]) is None
-    assert _native.verify_record(key(1), data[:63], data[64:]) == "truncated"
-    assert _native.verify_record(key(1), data[:64], data[64:-1]) == "length"
-
-
-def test_the_least_recently_used_record_goes_first(open_engine):
-    engine = open_engine(capacity_nbytes=10 * 1064, threads=1)
-    for i in range(10):
-        assert put(engine, i) == _native.OK
-    for i in (4, 0, 5):
-        assert get(engine, i) == _native.OK
-    for i in range(10, 15):
-        assert put(engine, i) == _native.OK
-    there = run(engine, _native.CONTAINS, [key(i) for i in range(15)])
-    counters = engine.counters()
-    assert counters["stored_nbytes"] <= 10 * 1064
-    assert counters["evicted"] == there.count(_native.MISS)
-    # By last use: 1 2 3 6 7 8 9 4 0 5 10 …; what is gone is a leading part of that.
-    order = [1, 2, 3, 6, 7, 8, 9, 4, 0, 5, 10, 11, 12, 13, 14]
-    gone = [i for i in order if there[i] == _native.MISS]
-    assert gone == order[: len(gone)]
-    assert len(gone) >= 5
-
-
-WRITER = textwrap.dedent(
-    """
-    import sys
-    from kvpool import _native
-    sys.path.insert(0, sys.argv[4])
-    from test_native_engine import key, payload
-    engine = _native.open_file_executor(sys.argv[1], int(sys.argv[2]), 2)
-    for first in range(0, int(sys.argv[3]), 8):
-        ids = [i % 97 for i in range(first, first + 8)]
-        batch = engine.submit(_native.PUT, [key(i) for i in ids], [payload(i, 300_000) for i in ids], 30.0)
-        assert batch.wait(60)
-        assert set(batch.results()) == {_native.OK}, (batch.results(), batch.error())
-    assert engine.close(30.0)
-    """
-)
-
-
-def start_writer(root, capacity_nbytes, rounds):
-    arguments = [str(root), str(capacity_nbytes), str(rounds), str(Path(__file__).parent)]
-    return subprocess.Popen([sys.executable, "-c", WRITER, *arguments])
-
-
-def test_two_processes_share_a_directory(open_engine, root):
-    capacity_nbytes = 8 * MIB
-    engine = open_engine(capacity_nbytes=capacity_nbytes)
-    writers = [start_writer(root, capacity_nbytes, 400) for _ in range(2)]
-    hits = 0
-    while any(writer.poll() is None for writer in writers):
-        for i in range(97):
-            status = get(engine, i, 300_000)
-            assert status in (_native.OK, _native.MISS)
-            hits += status == _native.OK
-        assert engine.counters()["stored_nbytes"] <= capacity_nbytes
-    assert [writer.wait() for writer in writers] == [0, 0]
-    assert hits > 0
-    counters = engine.counters()
-    assert counters["damaged"] == counters["faults"] == 0
-    assert sum(path.stat().st_size for path in records(root)) == counters["stored_nbytes"] <= capacity_nbytes
-    assert temporaries(root) == []
-
-
-def test_a_killed_writer_leaves_whole_records_only(open_engine, root):
-    capacity_nbytes = 8 * MIB
-    saw_temporary = False
-    for _ in range(8):
-        writer = start_writer(root, capacity_nbytes, 10**6)
-        try:
-            eventually(lambda: root.exists() and (root / "tmp").exists() and temporaries(root) != [])
-        finally:
-            writer.kill()
-            assert writer.wait() == -signal.SIGKILL
-        saw_temporary = saw_temporary or temporaries(root) != []
-        for path in records(root):
-            data = path.read_bytes()
-            assert _native.verify_record(key_of(path), data[:64], data[64:]) is None
-    assert saw_temporary, "never killed in the middle of a write: the test shows nothing"
-    engine = open_engine(capacity_nbytes=capacity_nbytes)
-    assert temporaries(root) == []
-    # Killed between a count and its rename, they leave too high a count; eviction mends what it looks at.
-    assert engine.counters()["stored_nbytes"] >= sum(path.stat().st_size for path in records(root))
-    for i in range(20):
-        assert put(engine, i, MIB) == get(engine, i, MIB) == _native.OK
-    assert engine.counters()["stored_nbytes"] == sum(path.stat().st_size for path in records(root))
+# ---- the file system ------------------------------------------------------------------------
 
 
 @pytest.fixture

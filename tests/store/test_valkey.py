@@ -165,8 +165,6 @@ def test_a_document_that_the_server_evicted_is_not_listed(server: Server, store:
 
 # ---------------------------------------------------------------------- opening
 
-CLASSES = {"native": "ValkeyStore", "redis": "RedisStore", "glide": "GlideStore"}
-
 
 def test_a_database_of_its_own(server: Server, client: str) -> None:
     with open_store(with_client(f"{server.url}/3", client)) as three, open_store(server.url) as zero:
@@ -174,7 +172,7 @@ def test_a_database_of_its_own(server: Server, client: str) -> None:
         assert zero.contains_many([key(1)]) == [False]
         three.announce("kvpool:t:x", b"x", lease_s=60)
         assert zero.announcements("kvpool:t:") == {}
-        assert repr(three) == f"<{CLASSES[client]} {server.url}/3>"
+        assert repr(three) == f"<ValkeyStore {server.url}/3>"
 
 
 def test_redis_is_another_name(server: Server) -> None:

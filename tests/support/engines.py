@@ -264,7 +264,7 @@ class Index:
             on_gone=self.fleet.remove,
             on_pool_lost=self.fleet.forget_pool,
             incomplete=self.fleet.incomplete,
-            on_asked=lambda worker_id, dp_rank: self.fleet.rank(worker_id, dp_rank).ask(),
+            on_requested=lambda worker_id, dp_rank: self.fleet.rank(worker_id, dp_rank).ask(),
         )
 
     def close(self) -> None:

@@ -52,7 +52,7 @@ from kvpool.vllm.connector import KVPoolConnector
 from kvpool.vllm.plan import PoolMetadata
 from tests.support.devices import SlowDevice
 from tests.support.memory_store import MemoryStore
-from tests.support.scripted_store import BlockStore
+from tests.support.scripted_store import NoDocuments, SelfMoving
 
 BLOCK_TOKENS = 4
 WINDOW = 9  # tokens; blocks outside of it go back to the engine while the request runs
@@ -268,11 +268,11 @@ class _Batch:
                 view[:] = _GARBAGE * view.nbytes
 
 
-class TroubledStore(BlockStore):
+class TroubledStore(SelfMoving):
     """A client of the world's pool, in a mood that is good until it is told otherwise."""
 
     def __init__(self, world: World) -> None:
-        super().__init__("troubled")
+        super().__init__("troubled", NoDocuments())
         self.world = world
         self.be("good", 0)
 
@@ -284,9 +284,7 @@ class TroubledStore(BlockStore):
     def mood(self) -> str:
         return self._mood if self.world.clock.now_s < self._until_s else "good"
 
-    def _submit(
-        self, operation: int, keys: Sequence[str], views: Sequence[memoryview] | None, timeout_s: float
-    ) -> _Batch:
+    def begin(self, op: int, keys: Sequence[str], views: Sequence[Any] | None, timeout_s: float) -> _Batch:
         if self.mood == "refusing":
             raise StoreUnavailable("the pool is away")
         now_s, draw = self.world.clock.now_s, self.world.random
@@ -298,7 +296,7 @@ class TroubledStore(BlockStore):
             due_s = now_s + timeout_s / 2
         elif self.mood == "stuck":
             due_s = deadline_s + draw.random() * 3
-        batch = _Batch(self, operation, list(keys), list(views or ()), self.mood, due_s, deadline_s)
+        batch = _Batch(self, op, list(keys), list(views or ()), self.mood, due_s, deadline_s)
         self.world.batches.append(batch)
         self.world.pass_time(0)
         return batch

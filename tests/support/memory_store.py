@@ -1,7 +1,7 @@
 """``MemoryStore``: a double of a store, in the memory of a test.
 
-Threads: ``_lock`` guards ``_records``, ``_held_nbytes``, ``_announced`` and ``_counters``; nothing is copied,
-hashed or read under it. A record is immutable from the moment that it is in ``_records``.
+Threads: ``_lock`` guards ``_records``, ``_held_nbytes`` and ``_counters``; nothing is copied, hashed or
+read under it. A record is immutable from the moment that it is in ``_records``.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from kvpool import _native
 from kvpool.errors import StoreUnavailable
-from kvpool.key.key import parse_key
-from kvpool.store.lookup import LookupKeys, RecordBatch
-from kvpool.store.store import MAX_ANNOUNCEMENTS, SCAN_KEYS, Store, StoredBlock, Usage
+from kvpool.key.key import KEY_PREFIX, parse_key, parse_tenant
+from kvpool.store.batch import Running
+from kvpool.store.clients.lookup_keys import LookupKeys
+from kvpool.store.store import MAX_ANNOUNCEMENTS, SCAN_KEYS, StoredBlock, Usage
+from tests.support.scripted_store import LookedUp, SelfMoving
 
 # The names that the file store uses, too. Nothing here faults, is cancelled or times out.
 _COUNTERS = (
@@ -49,7 +52,49 @@ class _EndedBatch:
         return None
 
 
-class MemoryStore(Store):
+class MemoryDocuments:
+    """``_lock`` guards ``_kept``."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: dict[str, tuple[bytes, float]] = {}  # document, end of its lease (monotonic)
+
+    def put(self, key: str, document: bytes, lease_s: float) -> None:
+        with self._lock:
+            kept = self._running()
+            if key not in kept and len(kept) >= MAX_ANNOUNCEMENTS:
+                raise StoreUnavailable(f"{MAX_ANNOUNCEMENTS} announcements are kept already")
+            kept[key] = (document, time.monotonic() + lease_s)
+
+    def remove(self, key: str) -> bool:
+        with self._lock:
+            return self._running().pop(key, None) is not None
+
+    def of(self, keys: Sequence[str]) -> dict[str, bytes]:
+        with self._lock:
+            kept = self._running()
+            return {key: kept[key][0] for key in keys if key in kept}
+
+    def all(self, prefix: str, suffix: str = "") -> dict[str, bytes]:
+        with self._lock:
+            kept = self._running()
+            return {
+                key: kept[key][0] for key in sorted(kept) if key.startswith(prefix) and key.endswith(suffix)
+            }
+
+    def tenants(self) -> list[str]:
+        return sorted({tenant for key in self.all(KEY_PREFIX) if (tenant := parse_tenant(key))})
+
+    def remove_all(self, prefix: str) -> int:
+        return sum([self.remove(key) for key in self.all(prefix)])
+
+    def _running(self) -> dict[str, tuple[bytes, float]]:
+        now_s = time.monotonic()
+        self._kept = {key: kept for key, kept in self._kept.items() if kept[1] > now_s}
+        return self._kept
+
+
+class MemoryStore(SelfMoving):
     """Each one is a store of its own; full, it drops the least recently used record.
 
     ``capacity_nbytes`` counts headers and payloads. A batch is carried out in the calling thread, by
@@ -57,16 +102,14 @@ class MemoryStore(Store):
     """
 
     def __init__(self, capacity_nbytes: int = 1 << 30) -> None:
-        super().__init__("a double in memory")
+        super().__init__("a double in memory", MemoryDocuments())
         self._capacity_nbytes = capacity_nbytes
         self._lock = threading.Lock()
         self._records: OrderedDict[str, bytes] = OrderedDict()  # least recently used first
         self._held_nbytes = 0
-        self._announced: dict[str, tuple[bytes, float]] = {}  # document, end of its lease (monotonic)
         self._counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
 
-    def counters(self) -> dict[str, int]:
-        self._check_open()
+    def count(self) -> dict[str, int]:
         with self._lock:
             return {**self._counters, "held_nbytes": self._held_nbytes, "held_keys": len(self._records)}
 
@@ -75,24 +118,24 @@ class MemoryStore(Store):
             held_nbytes, keys, evicted = self._held_nbytes, len(self._records), self._counters["evicted"]
         return [Usage(self._name, True, held_nbytes, self._capacity_nbytes, keys, evicted)]
 
-    def _submit(
-        self, operation: int, keys: Sequence[str], views: Sequence[memoryview] | None, timeout_s: float
+    def begin(
+        self, op: int, keys: Sequence[str], views: Sequence[Any] | None, timeout_s: float
     ) -> _EndedBatch:
         for key in keys:
             parse_key(key)
-        if operation == _native.PUT:
+        if op == _native.PUT:
             assert views is not None
             results = bytes(map(self._put, keys, views))
-        elif operation == _native.PUT_ABSENT:
+        elif op == _native.PUT_ABSENT:
             assert views is not None
             results = bytes(map(self._put_absent, keys, views))
-        elif operation == _native.GET:
+        elif op == _native.GET:
             assert views is not None
             results = bytes(map(self._get, keys, views))
-        elif operation in (_native.CONTAINS, _native.TOUCH):
+        elif op in (_native.CONTAINS, _native.TOUCH):
             with self._lock:
                 found = [key in self._records for key in keys]
-                if operation == _native.TOUCH:
+                if op == _native.TOUCH:
                     for key, hit in zip(keys, found, strict=True):
                         if hit:
                             self._records.move_to_end(key)
@@ -100,19 +143,20 @@ class MemoryStore(Store):
                 self._counters["contains_misses"] += len(found) - sum(found)
             results = bytes(_native.OK if hit else _native.MISS for hit in found)
         else:
-            assert operation == _native.DELETE, operation
+            assert op == _native.DELETE, op
             results = bytes(map(self._delete, keys))
         return _EndedBatch(results)
 
-    def _submit_lookup(self, keys: LookupKeys, timeout_s: float) -> RecordBatch:
-        statuses = bytearray(len(keys))
-        index = keys.next_wanted(0)
-        while index < len(keys):
-            end = min(index + LOOKUP_KEYS, len(keys))
-            statuses[index:end] = self._submit(_native.TOUCH, keys[index:end], None, timeout_s).results()
-            keys.take(index, statuses[index:end])
-            index = keys.next_wanted(end)
-        return RecordBatch(_EndedBatch(bytes(statuses)), keys)
+    def look_up(self, lookup: LookupKeys, timeout_s: float) -> Running:
+        statuses = bytearray(len(lookup))
+        index = lookup.next_wanted(0)
+        while index < len(lookup):
+            end = min(index + LOOKUP_KEYS, len(lookup))
+            found = self.begin(_native.TOUCH, lookup[index:end], None, timeout_s).results()
+            statuses[index:end] = found
+            lookup.take(index, found)
+            index = lookup.next_wanted(end)
+        return LookedUp(_EndedBatch(bytes(statuses)), lookup)
 
     def _put_absent(self, key: str, view: memoryview) -> int:
         with self._lock:
@@ -173,37 +217,6 @@ class MemoryStore(Store):
         self._held_nbytes -= len(record) if record is not None else 0
         return record is not None
 
-    def _announce(self, key: str, document: bytes, lease_s: float) -> None:
-        now_s = time.monotonic()
-        with self._lock:
-            self._end_leases(now_s)
-            if key not in self._announced and len(self._announced) >= MAX_ANNOUNCEMENTS:
-                raise StoreUnavailable(f"{self._name}: {MAX_ANNOUNCEMENTS} announcements are kept already")
-            self._announced[key] = (document, now_s + lease_s)
-
-    def _withdraw(self, key: str) -> bool:
-        with self._lock:
-            self._end_leases(time.monotonic())
-            return self._announced.pop(key, None) is not None
-
-    def _announcements(self, prefix: str, suffix: str = "") -> dict[str, bytes]:
-        with self._lock:
-            self._end_leases(time.monotonic())
-            found = [key for key in self._announced if key.startswith(prefix) and key.endswith(suffix)]
-            return {key: self._announced[key][0] for key in sorted(found)}
-
-    def _announced_under(self, keys: Sequence[str]) -> dict[str, bytes]:
-        with self._lock:
-            self._end_leases(time.monotonic())
-            return {key: self._announced[key][0] for key in keys if key in self._announced}
-
-    def _withdraw_all(self, prefix: str) -> int:
-        with self._lock:
-            keys = [key for key in self._announced if key.startswith(prefix)]
-            for key in keys:
-                del self._announced[key]
-        return len(keys)
-
     def _scan(self, prefix: str) -> Iterator[list[StoredBlock]]:
         with self._lock:
             found = [
@@ -214,13 +227,7 @@ class MemoryStore(Store):
         for start in range(0, len(found), SCAN_KEYS):
             yield found[start : start + SCAN_KEYS]
 
-    def _end_leases(self, now_s: float) -> None:
-        """Forget the documents whose lease has run out; the caller holds the lock."""
-        for key in [key for key, (_, end_s) in self._announced.items() if end_s <= now_s]:
-            del self._announced[key]
-
     def _close(self) -> None:
         with self._lock:
             self._records.clear()
-            self._announced.clear()
             self._held_nbytes = 0

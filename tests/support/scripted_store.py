@@ -4,30 +4,89 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from kvpool import _native
 from kvpool.key.key import Namespace
-from kvpool.store import Store
-from kvpool.store.store import StoredBlock
+from kvpool.store import LookupGroup, Store
+from kvpool.store.batch import Running
+from kvpool.store.clients.lookup_keys import LookupKeys
+from kvpool.store.store import Documents, StoredBlock, Usage
 
 
-class BlockStore(Store):
+class LookedUp:
+    """A batch of all keys of a lookup, with one status a record."""
+
+    def __init__(self, running: Running, lookup: LookupKeys) -> None:
+        self._running, self._lookup = running, lookup
+        self.done, self.wait, self.cancel = running.done, running.wait, running.cancel
+        self.error = running.error
+
+    def results(self) -> bytes:
+        return self._lookup.records(self._running.results())
+
+
+class OwnEngine:
+    """The engine of a double that carries out its batches itself."""
+
+    def __init__(self, store: SelfMoving) -> None:
+        self._store = store
+
+    def submit(
+        self, op: int, keys: Sequence[str], buffers: Sequence[Any] | None, timeout_s: float
+    ) -> Running:
+        return self._store.begin(op, keys, buffers, timeout_s)
+
+    def lookup(self, prefix: str, groups: Sequence[LookupGroup], timeout_s: float) -> Running:
+        return self._store.look_up(LookupKeys(prefix, groups), timeout_s)
+
     def counters(self) -> dict[str, int]:
+        return self._store.count()
+
+    def close(self, timeout_s: float) -> bool:
+        return True
+
+
+class SelfMoving(Store):
+    """A store that is its own engine: a subclass has ``begin``."""
+
+    def __init__(self, name: str, documents: Documents) -> None:
+        super().__init__(name, OwnEngine(self), documents)
+
+    def begin(self, op: int, keys: Sequence[str], views: Sequence[Any] | None, timeout_s: float) -> Running:
+        raise NotImplementedError
+
+    def look_up(self, lookup: LookupKeys, timeout_s: float) -> Running:
+        keys = lookup[0 : len(lookup)]
+        return LookedUp(self.begin(_native.TOUCH, keys, None, timeout_s), lookup)
+
+    def count(self) -> dict[str, int]:
         return {}
 
-    def _announce(self, key: str, document: bytes, lease_s: float) -> None: ...
-
-    def _announcements(self, prefix: str, suffix: str = "") -> dict[str, bytes]:
-        return {}
-
-    def _withdraw(self, key: str) -> bool:
-        return False
-
-    def _withdraw_all(self, prefix: str) -> int:
-        return 0
+    def _usage(self) -> list[Usage]:
+        return []
 
     def _scan(self, prefix: str) -> Iterator[list[StoredBlock]]:
         return iter(())
+
+
+class NoDocuments:
+    def put(self, key: str, document: bytes, lease_s: float) -> None: ...
+
+    def remove(self, key: str) -> bool:
+        return False
+
+    def of(self, keys: Sequence[str]) -> dict[str, bytes]:
+        return {}
+
+    def all(self, prefix: str, suffix: str = "") -> dict[str, bytes]:
+        return {}
+
+    def tenants(self) -> list[str]:
+        return []
+
+    def remove_all(self, prefix: str) -> int:
+        return 0
 
 
 NAMESPACE = Namespace("default", {"model": "test"})
@@ -61,16 +120,14 @@ class StallingBatch:
         return None
 
 
-class StallingStore(BlockStore):
+class StallingStore(SelfMoving):
     """Takes every batch and never ends one by itself: a disk that hangs inside the kernel."""
 
     def __init__(self) -> None:
-        super().__init__("stalling")
+        super().__init__("stalling", NoDocuments())
         self.batches: list[tuple[StallingBatch, list[memoryview]]] = []
 
-    def _submit(
-        self, operation: int, keys: Sequence[str], views: Sequence[memoryview] | None, timeout_s: float
-    ) -> StallingBatch:
+    def begin(self, op: int, keys: Sequence[str], views: Sequence[Any] | None, timeout_s: float) -> Running:
         self.batches.append((StallingBatch(len(keys)), list(views or ())))
         return self.batches[-1][0]
 
@@ -128,10 +185,8 @@ class ScriptedStore(StallingStore):
         self.records: dict[str, bytes] = {}
         self.under_way: list[ScriptedBatch] = []
 
-    def _submit(  # type: ignore[override]
-        self, operation: int, keys: Sequence[str], views: Sequence[memoryview] | None, timeout_s: float
-    ) -> ScriptedBatch:
-        self.under_way.append(ScriptedBatch(self, operation, keys, views or ()))
+    def begin(self, op: int, keys: Sequence[str], views: Sequence[Any] | None, timeout_s: float) -> Running:
+        self.under_way.append(ScriptedBatch(self, op, keys, views or ()))
         return self.under_way[-1]
 
     def end(self, which: int = 0, fault: bool = False) -> None:

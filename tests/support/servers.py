@@ -21,6 +21,8 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from demo.engine_process import free_ports
+from kvpool.store import Store
+from kvpool.store.valkey import ValkeyStore
 from tests.support.credentials import Authority, Pair
 from tests.support.deadlines import eventually
 
@@ -41,6 +43,11 @@ def with_client(url: str, client: str) -> str:
     if client == "native":
         return url
     return f"{url}{'&' if '?' in url else '?'}client={client}"
+
+
+def is_native(store: Store) -> bool:
+    """Whether the native client moves the values of this store on a server."""
+    return isinstance(store, ValkeyStore) and store._url.client == "native"
 
 
 def find(name: str) -> str:

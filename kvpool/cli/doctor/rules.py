@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from kvpool.index.rank import LOOKAHEAD, LOOKAHEAD_OFF, ONE_SEED, UNHASHED
 from kvpool.store.server.notices import ADVICE
-from kvpool.store.server.rights import COSTS
+from kvpool.store.server.server import COSTS
 
 Level = Literal["ok", "warn", "fail"]  # as --json says it; a table has OK, WARN and FAIL
 MIB = 1 << 20

@@ -16,8 +16,7 @@ from kvpool.cli.doctor.rules import Finding, judge
 from kvpool.errors import KVPoolError
 from kvpool.store.server.connection import connect
 from kvpool.store.server.notices import refusal
-from kvpool.store.server.rights import refused_commands
-from kvpool.store.server.server import server_name
+from kvpool.store.server.server import refused_commands, server_name
 from kvpool.store.server.topology import LAST_SLOT, Primaries
 from kvpool.store.url import StoreURL
 

@@ -140,7 +140,7 @@ class PoolFollower:
             on_gone=lambda worker_id: fleet.remove(worker_id, "pool"),
             on_pool_lost=reconciler.pool_lost,
             incomplete=fleet.incomplete,
-            on_asked=self._asked,
+            on_requested=self._asked,
             tenants=self._tenants,
             life=self._life,
         )

@@ -35,8 +35,7 @@ from kvpool.errors import AnnouncementsRefused, ConfigError, KVPoolError, Replie
 from kvpool.index.fleet import Fleet
 from kvpool.index.partition import Pool
 from kvpool.key.key import KEY_PREFIX, Fact, FoundKey, namespace_prefix, rank_key, split_key, tenant_prefix
-from kvpool.store.notices import Notices
-from kvpool.store.store import LOOK_KEYS, Store
+from kvpool.store.store import LOOK_KEYS, Notices, Store
 
 DEFAULT_KEYS_PER_S = 20_000
 MAX_KEYS_PER_S = 10_000_000

@@ -1,4 +1,4 @@
-"""A store on a server through Valkey GLIDE (valkey-glide-sync), for what the native client does not have.
+"""A link to a server through Valkey GLIDE (valkey-glide-sync), for what the native client does not have.
 
 GLIDE reconnects by itself where a connection ends, and makes requests wait for that without a word of why; one that
 falls silent it keeps. So a client that failed is closed, and before the next one is made redis-py asks the server: one
@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpool.errors import ConfigError
-from kvpool.store.clients.blocking import BlockingStore
-from kvpool.store.clients.link import Command, Link, LinkFault, LinkRefused, LinkSilent, Refusal
+from kvpool.store.clients.link import Command, ErrorReply, LinkFault, LinkRefused, LinkSilent
 from kvpool.store.clients.redis import RedisLink
 from kvpool.store.server.connection import introduction
 from kvpool.store.tls import Tls
@@ -35,11 +34,8 @@ _WORDS = {"BusyLoadingError": "LOADING ", "PermissionDenied": "NOPERM ", "ReadOn
 _RETRIES, _FACTOR_MS, _BASE = 6, 10, 2
 
 
-class GlideStore(BlockingStore):
-    """``valkey://host:6379?client=glide``: what ``ValkeyStore`` keeps, moved by Valkey GLIDE.
-
-    Errors: ``ConfigError`` where it is not installed, too.
-    """
+class GlideLink:
+    """One client of GLIDE; see ``Link``. Errors: ``ConfigError`` where GLIDE is not installed."""
 
     def __init__(self, url: StoreURL) -> None:
         try:
@@ -49,14 +45,6 @@ class GlideStore(BlockingStore):
                 f"client=glide needs Valkey GLIDE, which is not installed: {with_extra('glide')}"
             ) from error
         glide_sync.Logger.init(glide_sync.LogLevel.ERROR)  # unless the program has set it up already
-        super().__init__(url)
-
-    def _link(self) -> Link:
-        return _GlideLink(self._url)
-
-
-class _GlideLink:
-    def __init__(self, url: StoreURL) -> None:
         self._url = url
         self._client: glide_sync.GlideClient | None = None
 
@@ -94,7 +82,7 @@ class _GlideLink:
         except glide_sync.GlideError as error:
             raise LinkFault(_words(error)) from error
         return [
-            Refusal(_words(reply)) if isinstance(reply, glide_sync.RequestError) else reply
+            ErrorReply(_words(reply)) if isinstance(reply, glide_sync.RequestError) else reply
             for reply in replies or ()
         ]
 

@@ -1,9 +1,19 @@
-"""One connection to a server through some client: the seam between a store's threads and redis-py or GLIDE."""
+"""One connection to a server through some client, and the commands that move records over it.
+
+``docs/explanation/stores.md``, "On the server", has the commands. A reply that fits no command is ``LinkFault``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Protocol
+
+from kvpool import _native
+
+# The last bytes of a payload are stored beside the header, which keeps both fields inside the allocator's size classes.
+TAIL_NBYTES = 128
+PUT_COMMANDS = 4
+_UNEXPECTED = "its reply does not fit what it was asked"
 
 Command = tuple[bytes | memoryview, ...]
 
@@ -20,7 +30,7 @@ class LinkRefused(LinkFault):
     """The server refuses us: user, password, database or rights."""
 
 
-class Refusal(str):
+class ErrorReply(str):
     """An error reply in the server's words, its first word first; the connection can still be used."""
 
     __slots__ = ()
@@ -36,10 +46,70 @@ class Link(Protocol):
         """Whether the connection ended, or received an unexpected reply, since the last one."""
 
     def exchange(self, commands: Sequence[Command], timeout_s: float) -> list[Any]:
-        """Send all, and return one reply each: bytes, int, list, None or ``Refusal``. Errors: ``LinkFault``."""
+        """Send all, and return one reply each: bytes, int, list, None or ``ErrorReply``. Errors: ``LinkFault``."""
 
     def drop(self) -> None:
         """Close the connection; ``dial`` makes the next one."""
 
     def close(self) -> None:
         """Give everything back."""
+
+
+def put_commands(key: bytes, view: memoryview, ttl_ms: bytes) -> list[Command]:
+    """One transaction: no record is left without a time to live, wherever the connection is cut."""
+    header = _native.pack_header(key.decode("ascii"), view)
+    split = max(0, view.nbytes - TAIL_NBYTES)
+    return [
+        (b"MULTI",),
+        (b"HSET", key, b"b", view[:split], b"h", header + bytes(view[split:])),
+        (b"PEXPIRE", key, ttl_ms),
+        (b"EXEC",),
+    ]
+
+
+def put_outcome(replies: Sequence[Any]) -> int | ErrorReply:
+    """The status of one key from the replies to ``put_commands``; of several errors the first says why."""
+    done = replies[-1] if isinstance(replies[-1], list) else []
+    for reply in (*replies, *done):
+        if isinstance(reply, ErrorReply):
+            return _native.NO_ROOM if reply.startswith("OOM") else reply
+    if len(done) != 2 or done[0] not in (0, 1, 2) or done[1] not in (0, 1):
+        raise LinkFault(_UNEXPECTED)
+    return _native.OK if done[1] else _native.NO_ROOM
+
+
+def found(reply: Any) -> int | ErrorReply:
+    """The status of one key from the reply to EXISTS, TOUCH or UNLINK."""
+    if isinstance(reply, ErrorReply):
+        return reply
+    if reply not in (0, 1):
+        raise LinkFault(_UNEXPECTED)
+    return _native.OK if reply else _native.MISS
+
+
+def read_record(key: str, reply: Any, view: memoryview) -> str | None:
+    """Copy the record that HMGET answered into ``view``: "" if it is right, else its damage; None: a miss."""
+    if isinstance(reply, ErrorReply):  # a key of another type
+        return "magic"
+    if not isinstance(reply, list) or len(reply) != 2:
+        raise LinkFault(_UNEXPECTED)
+    head, body = reply
+    if head is None and body is None:
+        return None
+    if not all(isinstance(field, bytes) for field in (head, body) if field is not None):
+        raise LinkFault(_UNEXPECTED)
+    if head is None or len(head) < _native.RECORD_HEADER_NBYTES:
+        return "truncated"
+    header, tail = head[: _native.RECORD_HEADER_NBYTES], head[_native.RECORD_HEADER_NBYTES :]
+    split = max(0, view.nbytes - TAIL_NBYTES)
+    if body is None or len(body) != split or len(tail) != view.nbytes - split:
+        # The header's own fields are judged first, as in every store.
+        cause = _native.verify_record(key, header, view)
+        return cause if cause not in (None, "checksum") else "length"
+    view[:split], view[split:] = body, tail
+    return _native.verify_record(key, header, view) or ""
+
+
+def is_command_refused(words: str) -> bool:
+    """Whether an error is about the command, not the key: no right to it, or no such command."""
+    return words.startswith(("NOPERM", "ERR")) and "command" in words

@@ -1,4 +1,4 @@
-"""A store on a server through redis-py: for where the native client cannot be used, and to compare with.
+"""A link to a server through redis-py: for where the native client cannot be used, and to compare with.
 
 redis-py's own packer of large values joins and copies them; its pure-Python one sends a memoryview as it is, so that
 one is always used.
@@ -13,8 +13,7 @@ from typing import Any
 import redis
 from redis.connection import PythonRespSerializer
 
-from kvpool.store.clients.blocking import BlockingStore
-from kvpool.store.clients.link import Command, Link, LinkFault, LinkRefused, LinkSilent, Refusal
+from kvpool.store.clients.link import Command, ErrorReply, LinkFault, LinkRefused, LinkSilent
 from kvpool.store.server.connection import Bounded, deadline
 from kvpool.store.url import StoreURL
 
@@ -30,13 +29,6 @@ _WORDS: dict[type[redis.RedisError], str] = {
     redis.exceptions.AuthenticationError: "WRONGPASS",
     redis.exceptions.ExecAbortError: "EXECABORT",
 }
-
-
-class RedisStore(BlockingStore):
-    """``valkey://host:6379?client=redis``: what ``ValkeyStore`` keeps, moved by redis-py."""
-
-    def _link(self) -> Link:
-        return RedisLink(self._url)
 
 
 class RedisLink:
@@ -106,9 +98,9 @@ def _reply(connection: Any) -> Any:
     try:
         reply = connection.read_response(disable_decoding=True)
     except redis.ResponseError as error:
-        return Refusal(_words(error))
+        return ErrorReply(_words(error))
     if isinstance(reply, list):  # what EXEC says may hold errors
-        return [Refusal(_words(one)) if isinstance(one, redis.ResponseError) else one for one in reply]
+        return [ErrorReply(_words(one)) if isinstance(one, redis.ResponseError) else one for one in reply]
     return reply
 
 

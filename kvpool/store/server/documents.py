@@ -45,7 +45,7 @@ logger = logging.getLogger("kvpool")
 SLOT = 1209  # of every key that ends in {announced}
 
 
-class ServerAnnouncements:
+class ServerDocuments:
     """The leased documents of a pool. Any thread may call any method.
 
     ``server``: where they lie: in a cluster the node of ``SLOT``. ``name``: of the store.
@@ -59,13 +59,10 @@ class ServerAnnouncements:
         self._list = f"kvpool:::{self._word}"  # of the tenants
         # Replaced whole, so that any thread may.
         self._clock = (0, 0.0)  # ms that the server's clock is ahead of our monotonic one, and until when
-        self._registered: dict[
-            str, float
-        ] = {}  # tenants that we have announced for, and when they were listed
-        self._said_unlisted = False
+        self._registered: dict[str, float] = {}  # tenant -> when it was listed
+        self._warned_unlisted = False
 
     def put(self, key: str, document: bytes, lease_s: float) -> None:
-        """Keep ``document`` for ``lease_s`` seconds instead of what was under ``key``."""
         lease_ms = max(1, int(lease_s * 1e3))
         tenant = tenant_of(key)
         index = self._index(tenant)
@@ -81,18 +78,16 @@ class ServerAnnouncements:
                 self._register(server, tenant, index)
 
     def remove(self, key: str) -> bool:
-        """End what is under ``key``; whether its lease still ran."""
         with self._server.asked("cannot withdraw an announcement", WRITE_S) as server:
             documents, entries = self._remove(server, key)
         return bool(documents and entries)
 
     def of(self, keys: Sequence[str]) -> dict[str, bytes]:
-        """Documents under exactly these keys whose lease still runs."""
         with self._server.asked("cannot read announcements", READ_S) as server:
             return self._read(server, keys)
 
     def all(self, prefix: str, suffix: str = "") -> dict[str, bytes]:
-        """Documents under keys with this beginning and end whose lease still runs; others leave the index.
+        """As ``Documents.all``; expired ones leave the index.
 
         Errors: ``AnnouncementsRefused`` also for a tenant that the server says too much of, or is too slow with, while
         it answers others.
@@ -125,7 +120,7 @@ class ServerAnnouncements:
         return sorted(tenant for tenant in listed if parse_tenant(f"kvpool:{tenant}:") == tenant)
 
     def remove_all(self, prefix: str) -> int:
-        """Delete the documents under keys with ``prefix``; how many there were.
+        """As ``Documents.remove_all``.
 
         A prefix that names no tenant walks the server's keys for the tenants that are in no list.
         """
@@ -197,8 +192,8 @@ class ServerAnnouncements:
             server.zremrangebyrank(self._list, 0, -MAX_TENANTS - 1)
             server.pexpire(self._list, LIST_LEASE_MS)
         except redis.exceptions.NoPermissionError:
-            if not self._said_unlisted:
-                self._said_unlisted = True
+            if not self._warned_unlisted:
+                self._warned_unlisted = True
                 logger.warning(
                     "kvpool: %s: this user may not list its tenant (%s): an index finds the workers of tenant %s when "
                     "it is started with --tenant %s",

@@ -17,9 +17,9 @@ from typing import Any
 
 from kvpool.errors import KVPoolError, RepliesTooLarge
 from kvpool.key.key import KEY_PREFIX, is_key
-from kvpool.store.notices import Invalidations
 from kvpool.store.server.connection import connect, deadline
 from kvpool.store.server.topology import Primaries
+from kvpool.store.store import Invalidations
 from kvpool.store.url import StoreURL
 
 TIMEOUT_S = 2.0  # of the connection and each reply

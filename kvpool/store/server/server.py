@@ -1,114 +1,61 @@
-"""What every store on a Redis or Valkey server has in common, whichever client moves its values."""
+"""What one Redis or Valkey server holds, how full it is, and what a user may do there."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import redis
 
-from kvpool.errors import StoreUnavailable
-from kvpool.store.server.connection import KeptServer, connect
-from kvpool.store.server.documents import SLOT, ServerAnnouncements
-from kvpool.store.server.notices import ServerNotices
-from kvpool.store.server.rights import Refused, refused_commands
-from kvpool.store.server.scan import scan_keys, scan_server
-from kvpool.store.server.topology import Primaries
-from kvpool.store.store import Store, StoredBlock, Usage
+from kvpool.errors import RepliesTooLarge, StoreUnavailable
+from kvpool.key.key import KEY_PREFIX, is_key
+from kvpool.store.server.connection import connect
+from kvpool.store.store import LOOK_KEYS, SCAN_KEYS, StoredBlock, Usage
 from kvpool.store.url import SERVER_SCHEMES, StoreURL
 
 RUN_ID_S = 2.0
 USAGE_S = 2.0
+SCAN_S = 5.0  # of each request and reply
+RIGHTS_S = 2.0
+_SPECIAL = re.compile(r"([\\*?\[\]])")
 
-
-class ServerStore(Store):
-    """Leased documents on the server of ``_url``, for which a subclass moves the values."""
-
-    _url: StoreURL
-    _primaries: Primaries
-    _kept: KeptServer
-    _announced: ServerAnnouncements
-
-    def _set_up(self, url: StoreURL, primaries: Primaries) -> None:
-        """All but the values; ``_close_kept`` gives it back."""
-        self._url, self._primaries = url, primaries
-        self._kept = KeptServer(lambda: primaries.url_of(SLOT), self._name, role="announcements")
-        in_cluster = url.scheme == "valkey+cluster"
-        self._announced = ServerAnnouncements(self._kept, self._name, in_cluster=in_cluster)
-
-    def _close_kept(self) -> None:
-        self._kept.close()
-
-    def refused_commands(self) -> list[Refused]:
-        """What its user may not ask a server of this store; nothing where that cannot be found out.
-
-        Blocking, for a few round trips.
-        """
-        with contextlib.suppress(Exception):  # whatever a client makes of what a server says
-            return refused_commands(self._primaries.url_of(SLOT))
-        return []
-
-    def _announce(self, key: str, document: bytes, lease_s: float) -> None:
-        self._announced.put(key, document, lease_s)
-
-    def _withdraw(self, key: str) -> bool:
-        return self._announced.remove(key)
-
-    def _announcements(self, prefix: str, suffix: str = "") -> dict[str, bytes]:
-        return self._announced.all(prefix, suffix)
-
-    def _announced_under(self, keys: Sequence[str]) -> dict[str, bytes]:
-        return self._announced.of(keys)
-
-    def _announcing_tenants(self) -> list[str]:
-        return self._announced.tenants()
-
-    def _withdraw_all(self, prefix: str) -> int:
-        return self._announced.remove_all(prefix)
-
-    def _server_run_id(self) -> str:
-        """A digest of the run ids of all its servers; empty if one of them may not be asked."""
-        if not self._url.nodes:
-            with self._kept.asked("cannot ask for its run_id", RUN_ID_S) as server:
-                return _run_id(server)
-        runs = []
-        for url in self._primaries.urls():
-            runs.append(run_id(url, self._name))
-            if not runs[-1]:
-                return ""
-        return runs[0] if len(runs) == 1 else hashlib.sha256("".join(runs).encode()).hexdigest()
-
-    def _usage(self) -> list[Usage]:
-        return [usage_of(url) for url in self._primaries.urls()]
-
-    def _scan(self, prefix: str) -> Iterator[list[StoredBlock]]:
-        for url in self._primaries.urls():
-            yield from scan_server(url, self._name, prefix)
-
-    def _scan_keys(self, prefix: str) -> Iterator[list[str]]:
-        before = self._primaries.find()
-        for url in self._primaries.urls():
-            yield from scan_keys(url, self._name, prefix)
-        # If they changed, keys may have moved from a server not yet scanned to one already scanned.
-        if self._primaries.find() != before:
-            raise StoreUnavailable(f"{self._name}: its servers changed during the scan")
-
-    def _notices(self) -> ServerNotices:
-        return ServerNotices(self._primaries, self._name)
+_KEY = f"{KEY_PREFIX}:rights"  # only its name matters; it belongs to no tenant
+_BEGIN = (("MULTI",), ("EXEC",))
+_COMMANDS: tuple[tuple[str, ...], ...] = (
+    ("HMGET", _KEY, "h", "b"),
+    ("EXISTS", _KEY),
+    ("TOUCH", _KEY),
+    ("PTTL", _KEY),
+    ("HSET", _KEY, "b", ""),
+    ("PEXPIRE", _KEY, "1"),
+    ("UNLINK", _KEY),
+)
+# command -> what it costs not to have it
+COSTS = {
+    "MULTI": "nothing can be put",
+    "EXEC": "nothing can be put",
+    "HMGET": "nothing can be loaded",
+    "EXISTS": "nothing can be looked up",
+    "TOUCH": "a lookup does not keep a block from being evicted",
+    "PTTL": "a block expires while it is in use",
+    "HSET": "nothing can be put",
+    "PEXPIRE": "nothing can be put",
+    "UNLINK": "damaged blocks stay",
+}
 
 
 def run_id(url: StoreURL, name: str) -> str:
     """The run id of the server of ``url``; empty if it may not be asked. Errors: ``StoreUnavailable``."""
     try:
         with connect(url, timeout_s=RUN_ID_S, role="life") as server:
-            return _run_id(server)
+            return run_id_of(server)
     except Exception as error:  # whatever a client makes of what a server says
         raise StoreUnavailable(f"{name}: cannot ask for its run_id: {error}") from error
 
 
-def _run_id(server: redis.Redis) -> str:
+def run_id_of(server: redis.Redis) -> str:
     try:
         return str(server.info("server").get("run_id", ""))
     except redis.exceptions.ResponseError:  # also without the permission
@@ -149,3 +96,101 @@ def server_name(url: StoreURL) -> str:
     if url.path:
         return f"{url.scheme}://{url.path}?db={url.database}"
     return f"{url.scheme}://{url.servers[0]}/{url.database}"
+
+
+def scan_server(url: StoreURL, name: str, prefix: str) -> Iterator[list[StoredBlock]]:
+    """``Store.scan`` on the server of ``url``; ``name``: of the store, for errors.
+
+    The server walks about a thousand of its keys in each step, those of others among them; of these nothing but
+    the name is read. Errors: ``StoreUnavailable``; ``RepliesTooLarge`` for names, under ``prefix``, of many MiB.
+    """
+    with _looking(url, name) as server:
+        for keys in _walk(server, prefix, SCAN_KEYS):
+            if keys:
+                yield _sized(server, keys)
+
+
+def scan_keys(url: StoreURL, name: str, prefix: str) -> Iterator[list[str]]:
+    """``Store.scan_keys`` on the server of ``url``. Errors: as ``scan_server``."""
+    with _looking(url, name) as server:
+        yield from _walk(server, prefix, LOOK_KEYS)
+
+
+@contextmanager
+def _looking(url: StoreURL, name: str) -> Iterator[redis.Redis]:
+    try:
+        with connect(url, timeout_s=SCAN_S, role="scan") as server:
+            yield server
+    except (redis.RedisError, RepliesTooLarge) as error:
+        fault = RepliesTooLarge if isinstance(error, RepliesTooLarge) else StoreUnavailable
+        raise fault(f"{name}: cannot look at its blocks: {error}") from error
+
+
+def _walk(server: redis.Redis, prefix: str, count: int) -> Iterator[list[str]]:
+    """The blocks' keys of each step, in which the server walks about ``count``."""
+    pattern = _SPECIAL.sub(r"\\\1", prefix) + "*"
+    cursor = 0
+    while True:
+        reply: Any = server.scan(cursor, match=pattern, count=count)
+        cursor, names = reply
+        yield [key for key in (one.decode("ascii", "replace") for one in names) if is_key(key)]
+        if cursor == 0:
+            return
+
+
+def _sized(server: redis.Redis, keys: list[str]) -> list[StoredBlock]:
+    """The two fields of a record; what is no record has no bytes that anyone counts."""
+    with server.pipeline(transaction=False) as together:
+        for key in keys:
+            together.hstrlen(key, "h")
+            together.hstrlen(key, "b")
+        replies = together.execute(raise_on_error=False)
+    for reply in replies:
+        if isinstance(reply, redis.exceptions.NoPermissionError):
+            raise reply
+    nbytes = [reply if isinstance(reply, int) else 0 for reply in replies]
+    return [StoredBlock(key, nbytes[2 * at] + nbytes[2 * at + 1]) for at, key in enumerate(keys)]
+
+
+class MissingRight(NamedTuple):
+    """A command that this user may not use, or that the server does not have; in its words."""
+
+    command: str
+    words: str
+
+    @property
+    def says(self) -> str:
+        return f"{COSTS[self.command]}: the server refuses {self.command} to this user ({self.words})"
+
+
+def refused_commands(url: StoreURL) -> list[MissingRight]:
+    """The commands of ``COSTS`` that the server of ``url`` refuses to its user.
+
+    The commands are queued in a transaction that is never carried out: the server judges each when it is queued, by the
+    user's rights and by its own list of commands.
+
+    Blocking, for two round trips on a connection of its own. Errors: redis-py's, and ``ValueError`` for nonsense.
+    """
+    with connect(url, timeout_s=RIGHTS_S, role="rights") as server:
+        connection: Any = server.connection_pool.make_connection()
+        try:
+            connection.connect()
+            refused = _asked(connection, _BEGIN)
+            if not refused:  # else what follows would be carried out
+                refused = _asked(connection, (("MULTI",), *_COMMANDS))
+            return refused
+        finally:
+            connection.disconnect()  # and so the transaction is over
+
+
+def _asked(connection: Any, commands: Sequence[tuple[str, ...]]) -> list[MissingRight]:
+    connection.send_packed_command(connection.pack_commands(commands), False)
+    refused = []
+    for command in commands:
+        try:
+            connection.read_response()
+        except redis.ResponseError as error:
+            # Rights about keys do not matter: this key belongs to no tenant.
+            if "command" in str(error):
+                refused.append(MissingRight(command[0], str(error)))
+    return refused

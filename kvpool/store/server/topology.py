@@ -6,13 +6,16 @@ name has to call itself one.
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvpool.errors import ConfigError, StoreUnavailable
+from kvpool import _native
+from kvpool.errors import ConfigError, KVPoolError, StoreUnavailable
 from kvpool.store.server.connection import connect, deadline
 from kvpool.store.url import StoreURL
 
@@ -24,6 +27,9 @@ FIND_S = 8.0  # of asking them all
 LAST_SLOT = 16383
 MAX_NODES = 1000
 MAX_RANGES = LAST_SLOT + 1
+PAUSE_S = 0.5  # between two askings: at most two a second, however much fails
+WAIT_S = 60.0
+JOIN_S = 5.0
 
 Ranges = Sequence[tuple[int, int]]  # first and last slot
 
@@ -144,7 +150,7 @@ class Primaries:
         with self._asking(self._at(*primary)) as server:
             role = server.role()
         if not isinstance(role, list) or not role or role[0] not in (b"master", "master"):
-            raise _Doubtful(f"{primary[0]}:{primary[1]}, which sentinels name, is no primary yet")
+            raise _Implausible(f"{primary[0]}:{primary[1]}, which sentinels name, is no primary yet")
         return Primary(*primary, ((0, LAST_SLOT),))
 
     @contextmanager
@@ -153,7 +159,51 @@ class Primaries:
             yield server
 
 
-class _Doubtful(Exception):
+class TopologyWatch:
+    """Installs what ``primaries`` finds into ``topology``: once when it is made, then whenever it is stale.
+
+    Ownership: the caller closes it after the engine. A store that is dropped instead closes its topology, which ends
+    the thread, too. The thread keeps nothing else of the store alive.
+    Blocking: as ``Primaries.find``. Errors: those of the first asking; later ones mean asking again.
+    """
+
+    def __init__(self, topology: _native.Topology, primaries: Primaries) -> None:
+        self._topology, self._primaries = topology, primaries
+        self._pid = os.getpid()
+        self._closed = threading.Event()
+        self._install()
+        self._thread = threading.Thread(target=self._run, name="kvpool-topology", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread; blocking, for as long as it asks just now: a second or two for each silent server."""
+        if os.getpid() != self._pid:
+            return  # it did not come along into this process
+        self._closed.set()
+        self._topology.close()
+        self._thread.join(JOIN_S)
+
+    def _run(self) -> None:
+        is_current = True
+        while not self._topology.closed():
+            if is_current and not self._topology.wait_until_stale(WAIT_S):
+                continue
+            try:
+                self._install()
+                is_current = True
+            except KVPoolError:
+                is_current = False
+            self._closed.wait(PAUSE_S)
+
+    def _install(self) -> None:
+        found = self._primaries.find()
+        try:
+            self._topology.install(found)
+        except ValueError as error:
+            raise StoreUnavailable(f"what the servers say makes no sense: {error}") from error
+
+
+class _Implausible(Exception):
     """A server said what cannot be so, or not yet."""
 
 
@@ -164,26 +214,26 @@ def _as_it_is(reply: Any, **_: Any) -> Any:
 def _primaries(reply: Any, asked: str) -> list[Primary]:
     """From what CLUSTER SLOTS says: ``[[first, last, [host, port, ...], ...], ...]``; no host: the one ``asked``."""
     if not isinstance(reply, list) or len(reply) > MAX_RANGES:
-        raise _Doubtful("its reply to CLUSTER SLOTS makes no sense")
+        raise _Implausible("its reply to CLUSTER SLOTS makes no sense")
     slots: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for entry in reply:
         try:
             first, last, (host, port, *_), *_ = entry
         except (TypeError, ValueError) as error:
-            raise _Doubtful("its reply to CLUSTER SLOTS makes no sense") from error
+            raise _Implausible("its reply to CLUSTER SLOTS makes no sense") from error
         primary = _server(host or asked, port)
         if not (type(first) is int and type(last) is int and 0 <= first <= last <= LAST_SLOT):
-            raise _Doubtful("its reply to CLUSTER SLOTS names slots that there are not")
+            raise _Implausible("its reply to CLUSTER SLOTS names slots that there are not")
         slots.setdefault(primary, []).append((first, last))
     if not slots:
-        raise _Doubtful("no node of the cluster serves any slot")
+        raise _Implausible("no node of the cluster serves any slot")
     if len(slots) > MAX_NODES:
-        raise _Doubtful(f"a cluster has at most {MAX_NODES} nodes")
+        raise _Implausible(f"a cluster has at most {MAX_NODES} nodes")
     return [Primary(*server, ranges) for server, ranges in sorted(slots.items())]
 
 
 def _server(host: Any, port: Any) -> tuple[str, int]:
     host = host.decode("ascii", "replace") if isinstance(host, bytes) else host
     if not isinstance(host, str) or type(port) is not int or not 1 <= port <= 65535:
-        raise _Doubtful("it names a server without an address")
+        raise _Implausible("it names a server without an address")
     return host, port

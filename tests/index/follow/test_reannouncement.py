@@ -51,7 +51,7 @@ class Index:
             on_worker=lambda worker, keep_s: self.fleet.add(worker, "pool", keep_s),
             on_gone=lambda worker_id: self.fleet.remove(worker_id, "pool"),
             incomplete=self.fleet.incomplete,
-            on_asked=lambda worker_id, dp_rank: self.fleet.rank(worker_id, dp_rank).ask(),
+            on_requested=lambda worker_id, dp_rank: self.fleet.rank(worker_id, dp_rank).ask(),
             tenants=["default"],
             interval_s=0.05,
         )
@@ -104,7 +104,7 @@ def _publish_all(publisher: Misbehaving, *blocks: int) -> None:
 
 
 def _until_asked(index: Index, announcer: Announcer) -> None:
-    assert eventually(lambda: announcer.asked, within_s=WITHIN_S)
+    assert eventually(lambda: announcer.requested, within_s=WITHIN_S)
     assert eventually(lambda: "asked for all it holds" in index.problem(), within_s=WITHIN_S)
 
 
@@ -140,7 +140,7 @@ def test_after_a_gap_that_nothing_closes(store: Store, replay: bool) -> None:
         for one in indexes:
             assert eventually(lambda one=one: one.holds([1, 2, 3, 4]) == 4, within_s=WITHIN_S)  # type: ignore[misc]
             assert (one.problem(), one.fleet.incomplete()) == ("", [])
-        assert eventually(lambda: not announcer.asked, within_s=WITHIN_S)
+        assert eventually(lambda: not announcer.requested, within_s=WITHIN_S)
         publisher.publish(batch(removed([4]), dp_rank=3))
         assert eventually(lambda: index.holds([1, 2, 3, 4]) == 3, within_s=WITHIN_S)
 
@@ -191,7 +191,7 @@ def test_who_has_told_all_is_not_asked(store: Store) -> None:
         assert eventually(lambda: index.holds([1, 2, 3]) == 3, within_s=WITHIN_S)
         (status,) = index.fleet.workers()
         assert (status.publishers[0].gaps, status.publishers[0].replays) == (1, 1)
-        assert (index.problem(), index.fleet.incomplete(), announcer.asked) == ("", [], False)
+        assert (index.problem(), index.fleet.incomplete(), announcer.requested) == ("", [], False)
 
 
 KEPT = 4

@@ -14,7 +14,7 @@ import pytest
 
 from kvpool import open_store
 from kvpool.errors import ConfigError, StoreUnavailable
-from kvpool.store.clients import link_thread, window_queue
+from kvpool.store.clients import batch_queue, executor
 from kvpool.store.store import Store
 from tests.support.conformance import MIB, key, keys, payload
 from tests.support.deadlines import MARGIN_S, ends_within, eventually
@@ -75,7 +75,7 @@ def test_a_batch_that_no_thread_has_taken_is_cancelled_at_once(server: Server, s
 def test_close_does_not_wait_for_a_deadline_that_is_far_away(
     server: Server, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_thread, "MAX_CALL_S", 1.0)
+    monkeypatch.setattr(executor, "MAX_CALL_S", 1.0)
     with frozen(server):
         source = bytearray(4 * MIB)
         transfer = store.submit_put(
@@ -91,7 +91,7 @@ def test_close_does_not_wait_for_a_deadline_that_is_far_away(
 
 
 def test_a_queue_that_is_full_says_so(server: Server, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window_queue, "MAX_QUEUED_KEYS", 10)
+    monkeypatch.setattr(batch_queue, "MAX_QUEUED_KEYS", 10)
     with frozen(server):
         first = store.submit_contains([key(1)], timeout_s=3)
         assert eventually(lambda: store.counters()["queued"] == 0)
@@ -123,7 +123,7 @@ def test_a_fork_is_told_to_open_its_own(store: Store) -> None:
 
 def test_what_one_thread_learns_the_others_know(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """GLIDE waits for a server that is away until its timeout: once, not once a connection."""
-    monkeypatch.setattr(link_thread, "MAX_CALL_S", 2.0)
+    monkeypatch.setattr(executor, "MAX_CALL_S", 2.0)
     with open_store(f"{server.url}?client=glide&connections=4") as store:
         value = bytes(2 * MIB)
         assert eventually(

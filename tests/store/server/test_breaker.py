@@ -15,11 +15,10 @@ import pytest
 from kvpool import open_store
 from kvpool.errors import StoreUnavailable
 from kvpool.store.store import Store
-from kvpool.store.valkey import ValkeyStore
 from tests.support.conformance import key, keys, payload
 from tests.support.deadlines import ends_within, eventually
 from tests.support.networks import Distant, distant, missing
-from tests.support.servers import CLIENTS, Server, running, with_client
+from tests.support.servers import CLIENTS, Server, is_native, running, with_client
 from tests.support.store_traffic import serves
 
 BACK_WITHIN_S = 1.0
@@ -93,7 +92,7 @@ def store(request: pytest.FixtureRequest, trouble: Trouble) -> Iterator[Store]:
 
 def connections(store: Store) -> int:
     """Those of three threads: a native one has another for puts."""
-    return 6 if isinstance(store, ValkeyStore) else 3
+    return 6 if is_native(store) else 3
 
 
 def is_refused_at_once(store: Store) -> None:
@@ -109,7 +108,7 @@ def test_a_dead_server_costs_one_deadline_and_is_back_within_a_second(trouble: T
     for _ in range(20):
         is_refused_at_once(store)
     # While it is dialled, and between; where dials fail at once, until the pauses are as long as they get.
-    dials = 27 if isinstance(trouble, Killed) and isinstance(store, ValkeyStore) else 3
+    dials = 27 if isinstance(trouble, Killed) and is_native(store) else 3
     while store.counters()["failed_dials"] < dials:
         is_refused_at_once(store)
     assert store.counters()["up_connections"] == 0
@@ -117,7 +116,7 @@ def test_a_dead_server_costs_one_deadline_and_is_back_within_a_second(trouble: T
     trouble.end()
     with ends_within(BACK_WITHIN_S):
         assert eventually(lambda: serves(store, 2))
-        if isinstance(store, ValkeyStore):  # each connection dials by itself
+        if is_native(store):  # each connection dials by itself
             assert eventually(lambda: store.counters()["up_connections"] == connections(store))
     value, target = payload(5, 300_000), bytearray(300_000)
     assert store.put_many([key(5)], [value]) == [True]

@@ -13,11 +13,10 @@ import redis
 
 from kvpool import open_store
 from kvpool.errors import ConfigError, StoreUnavailable
-from kvpool.store.native import NativeStore
 from kvpool.store.store import Store
 from tests.support.conformance import MIB, key, keys, payload
 from tests.support.deadlines import MARGIN_S, ends_within, eventually
-from tests.support.servers import Server, running, with_client
+from tests.support.servers import Server, is_native, running, with_client
 from tests.support.store_traffic import Traffic, serves
 
 
@@ -38,7 +37,7 @@ def test_a_server_that_is_killed_and_comes_back(server: Server, store: Store) ->
     assert traffic.longest_s < 2.0 + MARGIN_S
     assert store.counters()["damaged"] == 0
     # Two threads; a native one has another connection for puts.
-    stand = 4 if isinstance(store, NativeStore) else 2
+    stand = 4 if is_native(store) else 2
     assert eventually(lambda: store.counters().get("up_connections", stand) == stand)
 
 
@@ -88,7 +87,7 @@ def test_connections_that_are_killed_during_batches(server: Server, store: Store
             assert eventually(lambda seen=seen: traffic.hits > seen)
     assert traffic.longest_s < 5.0
     # The native client hears of each end; one in Python only of those that a request of its meets.
-    least = 30 if isinstance(store, NativeStore) else 1
+    least = 30 if is_native(store) else 1
     assert store.counters().get("disconnections", least) >= least
     assert store.counters()["damaged"] == 0
     assert eventually(lambda: serves(store))

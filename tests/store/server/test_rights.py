@@ -10,7 +10,7 @@ import pytest
 from kvpool import open_store
 from kvpool.errors import StoreUnavailable
 from kvpool.store import StoreURL, open_for_inspection
-from kvpool.store.server.rights import COSTS, refused_commands
+from kvpool.store.server.server import COSTS, refused_commands
 from tests.support.conformance import key, keys, payload
 from tests.support.credentials import url_of
 from tests.support.servers import Server, running, with_client

@@ -1,6 +1,6 @@
-"""Batches that wait for a store's threads, which take them in windows; and whether the server is away.
+"""Batches that wait for a store's threads, which take them in slices; and whether the server is away.
 
-A window is consecutive keys of one batch, the last of which brings it to 1 MiB of values or beyond. A thread takes the
+A slice is consecutive keys of one batch, the last of which brings it to 1 MiB of values or beyond. A thread takes the
 next one of the oldest batch, puts after all others. So a batch runs on all connections, and the bytes under way are
 bounded. A batch that is cancelled or late ends at once for the keys that no thread has taken, and for the rest when
 their calls return, after ``MAX_CALL_S`` at the latest.
@@ -9,7 +9,7 @@ When a link falls silent or cannot be dialled, the breaker opens: every key is a
 submits it. One thread dials again in pauses; when the server answers it, the breaker closes.
 
 Threads: any thread may call any method. ``_changed`` (a condition) guards all fields and those of every
-``QueuedBatch``; no call to a server is made under it. Buffers are touched only by the thread that holds their window.
+``QueuedBatch``; no call to a server is made under it. Buffers are touched only by the thread that holds their slice.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvpool import _native
-from kvpool.errors import StoreClosed, StoreUnavailable
 from kvpool.store.clients.link import LinkFault
-from kvpool.store.lookup import LookupKeys
+from kvpool.store.clients.lookup_keys import LookupKeys
 
-WINDOW_NBYTES = 1 << 20  # of values; a window takes no more keys once it has so many
-WINDOW_KEYS = 256
+SLICE_NBYTES = 1 << 20  # of values; a slice takes no more keys once it has so many
+SLICE_KEYS = 256
 MAX_QUEUED_KEYS = 1 << 20
 # Pauses between dials while a server is away. With PROBE_S below a second: it is used again that soon after its return.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.4
@@ -71,23 +70,24 @@ class _Breaker(NamedTuple):
 
 
 class QueuedBatch:
-    """One submitted batch; see ``store.batch.Batch``."""
+    """A batch inside the queue; see ``_native.Batch``. ``lookup``: its keys are spelled as threads take them."""
 
     def __init__(
         self,
-        queue: WindowQueue,
+        queue: BatchQueue,
         operation: int,
         keys: Sequence[str],
         views: Sequence[memoryview] | None,
         timeout_s: float,
     ) -> None:
         self.operation, self.keys, self.views = operation, keys, views
+        self.lookup = keys if isinstance(keys, LookupKeys) else None
         self.deadline_s = time.monotonic() + timeout_s
         self.statuses = bytearray([_native.CANCELLED]) * len(keys)
         self.next = 0  # first key that no thread has taken
         # Keys that count as waiting in the queue.
-        self.weight = min(1, len(keys)) if isinstance(keys, LookupKeys) else len(keys)
-        self.windows = 0  # under way
+        self.weight = min(1, len(keys)) if self.lookup is not None else len(keys)
+        self.slices = 0  # under way
         self.cancelled = False
         self.fault: str | None = None
         self.ended = threading.Event()
@@ -111,13 +111,14 @@ class QueuedBatch:
 
     def results(self) -> bytes:
         assert self.ended.is_set()
-        return bytes(self.statuses)
+        statuses = bytes(self.statuses)
+        return self.lookup.records(statuses) if self.lookup is not None else statuses
 
     def error(self) -> str | None:
         return self.fault
 
 
-class Window(NamedTuple):
+class Slice(NamedTuple):
     """Keys of a batch, from ``start`` up to ``end``, in the hands of one thread."""
 
     batch: QueuedBatch
@@ -129,15 +130,12 @@ class Probe(NamedTuple):
     """An order to dial, to find out whether the server is back."""
 
 
-class WindowQueue:
-    """``name``: of the store, for errors."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
+class BatchQueue:
+    def __init__(self) -> None:
         self._changed = threading.Condition()
         self._queue: deque[QueuedBatch] = deque()
         self._closing = False
-        self._doubts = 0  # how often a link failed
+        self._failures = 0
         self._breaker = _Breaker()
         self._probing = False  # a thread dials, to close the breaker
         self._counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
@@ -145,15 +143,13 @@ class WindowQueue:
     # ------------------------------------------------------------------ for callers of the store
 
     def submit(self, batch: QueuedBatch) -> QueuedBatch:
-        """Errors: ``StoreClosed``; ``StoreUnavailable`` when the queue is full."""
+        """Errors: ``RuntimeError`` when it is closed or full."""
         with self._changed:
             if self._closing:
-                raise StoreClosed(f"{self._name}: the store is closed")
+                raise RuntimeError("the store is closed")
             waiting = self._counters["queued"]
             if batch.weight > MAX_QUEUED_KEYS - waiting:
-                raise StoreUnavailable(
-                    f"{self._name}: queue full: {waiting} keys are waiting, at most {MAX_QUEUED_KEYS} may"
-                )
+                raise RuntimeError(f"queue full: {waiting} keys are waiting, at most {MAX_QUEUED_KEYS} may")
             self._counters["queued"] += batch.weight
             if batch.keys:
                 self._queue.append(batch)
@@ -165,7 +161,7 @@ class WindowQueue:
         return batch
 
     def give_up(self, batch: QueuedBatch, status: int) -> None:
-        """End the keys that no thread has taken with ``status``; windows under way end by themselves."""
+        """End the keys that no thread has taken with ``status``; slices under way end by themselves."""
         with self._changed:
             if not batch.ended.is_set():
                 batch.cancelled = batch.cancelled or status == _native.CANCELLED
@@ -189,7 +185,7 @@ class WindowQueue:
 
     # ------------------------------------------------------------------ for the store's threads
 
-    def take(self) -> Window | Probe | None:
+    def take(self) -> Slice | Probe | None:
         """What a thread is to do next; blocks until there is something. None: the store closes."""
         with self._changed:
             while True:
@@ -209,28 +205,28 @@ class WindowQueue:
                 if time.monotonic() >= batch.deadline_s:
                     self._drop_rest(batch, _native.TIMED_OUT)
                     continue
-                if isinstance(batch.keys, LookupKeys):
-                    self._skip_unwanted(batch, batch.keys)
+                if batch.lookup is not None:
+                    self._skip_unwanted(batch, batch.lookup)
                     if batch.next == len(batch.keys):
                         continue
-                start, end = batch.next, _window_end(batch)
+                start, end = batch.next, _slice_end(batch)
                 batch.next = end
-                batch.windows += 1
-                if not isinstance(batch.keys, LookupKeys):
+                batch.slices += 1
+                if batch.lookup is None:
                     self._weigh(batch, batch.weight - (end - start))
                 if end == len(batch.keys):
                     self._weigh(batch, 0)
                     self._queue.remove(batch)
-                return Window(batch, start, end)
+                return Slice(batch, start, end)
 
     def put_down(self, batch: QueuedBatch, start: int, statuses: Sequence[int], fault: str | None) -> None:
-        """The results of one window, whose buffers the caller does not touch any more."""
+        """The results of one slice, whose buffers the caller does not touch any more."""
         with self._changed:
             batch.statuses[start : start + len(statuses)] = bytes(statuses)
             batch.fault = batch.fault or fault
-            batch.windows -= 1
-            if isinstance(batch.keys, LookupKeys):
-                batch.keys.take(start, statuses)
+            batch.slices -= 1
+            if batch.lookup is not None:
+                batch.lookup.take(start, statuses)
             for status, times in Counter(statuses).items():
                 self._count_status(batch.operation, status, times)
             if batch.views is not None:
@@ -246,15 +242,15 @@ class WindowQueue:
         with self._changed:
             self._counters[name] += times
 
-    def doubts(self) -> int:
+    def failures(self) -> int:
         """How often a link failed: a thread that finds this changed checks its own link."""
         with self._changed:
-            return self._doubts
+            return self._failures
 
-    def doubt(self) -> None:
+    def failed(self) -> None:
         """A link failed."""
         with self._changed:
-            self._doubts += 1
+            self._failures += 1
 
     def fell_silent(self, why: str) -> None:
         """A link got no answer in time."""
@@ -292,12 +288,12 @@ class WindowQueue:
             self._count_status(batch.operation, status, rest)
         self._end_if_over(batch)
 
-    def _skip_unwanted(self, batch: QueuedBatch, keys: LookupKeys) -> None:
+    def _skip_unwanted(self, batch: QueuedBatch, lookup: LookupKeys) -> None:
         """Keys of a lookup that are no longer worth asking for are misses."""
-        wanted = keys.next_wanted(batch.next)
+        wanted = lookup.next_wanted(batch.next)
         batch.statuses[batch.next : wanted] = bytes([_native.MISS]) * (wanted - batch.next)
         batch.next = wanted
-        if wanted == len(keys):
+        if wanted == len(lookup):
             self._queue.remove(batch)
             self._weigh(batch, 0)
             self._end_if_over(batch)
@@ -308,7 +304,7 @@ class WindowQueue:
 
     def _end_if_over(self, batch: QueuedBatch) -> None:
         """Release the buffers and set ``ended`` if nothing of the batch is left."""
-        if batch.windows or batch.next < len(batch.keys) or batch.ended.is_set():
+        if batch.slices or batch.next < len(batch.keys) or batch.ended.is_set():
             return
         batch.views = None
         batch.ended.set()
@@ -329,13 +325,13 @@ class WindowQueue:
         self._changed.notify_all()
 
 
-def _window_end(batch: QueuedBatch) -> int:
-    end = min(batch.next + WINDOW_KEYS, len(batch.keys))
+def _slice_end(batch: QueuedBatch) -> int:
+    end = min(batch.next + SLICE_KEYS, len(batch.keys))
     if batch.views is None:
         return end
     nbytes = 0
     for index in range(batch.next, end):
         nbytes += batch.views[index].nbytes
-        if nbytes >= WINDOW_NBYTES:
+        if nbytes >= SLICE_NBYTES:
             return index + 1
     return end

@@ -1,27 +1,38 @@
-"""One thread of a store with its link: takes windows, makes their one or two calls, and reports the results.
+"""The engine of a store through a client whose calls block: a few threads, each with a link, take slices of batches.
 
-Threads: ``run`` is the thread; ``open`` is called before it starts. All fields belong to it.
+Threads: any may call ``ClientExecutor``; its queue has the lock.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from kvpool import _native
-from kvpool.store.clients.link import Command, Link, LinkFault, LinkSilent, Refusal
-from kvpool.store.clients.record_commands import (
+from kvpool.key.key import parse_key
+from kvpool.store.batch import LookupGroup
+from kvpool.store.clients.batch_queue import BatchQueue, Probe, QueuedBatch, Slice
+from kvpool.store.clients.link import (
     PUT_COMMANDS,
+    Command,
+    ErrorReply,
+    Link,
+    LinkFault,
+    LinkSilent,
     found,
     is_command_refused,
     put_commands,
     put_outcome,
     read_record,
 )
-from kvpool.store.clients.window_queue import Probe, QueuedBatch, Window, WindowQueue
+from kvpool.store.clients.lookup_keys import LookupKeys
+from kvpool.store.url import StoreURL
 
+PROBE_S = 0.5  # for a dial while the server is away; under TLS DIAL_S, for it enters a busy interpreter dozens of times
 MAX_CALL_S = 4.0  # one call, so that close() can wait for it
 DIAL_S = 2.0
 LOOKS = 8  # at the time to live of a key in use, in each of its times to live
@@ -30,10 +41,69 @@ MAX_LOOKED = 1 << 17  # keys that a thread remembers having looked at
 _Outcome = tuple[Sequence[int], str | None]  # a status a key, and the first fault in words
 
 
-class LinkThread:
-    """``probe_s``: how long a dial may take while the server is away."""
+class ClientExecutor:
+    """Threads that move values through a client whose calls block; see ``_native.IoExecutor``.
 
-    def __init__(self, queue: WindowQueue, link: Link, *, ttl_s: float, probe_s: float) -> None:
+    ``links``: one a thread. Blocking: one link is dialled. Errors: ``LinkFault``.
+    """
+
+    def __init__(self, url: StoreURL, links: Sequence[Link]) -> None:
+        self._pid = os.getpid()
+        self._queue = BatchQueue()
+        probe_s = PROBE_S if url.tls is None else DIAL_S
+        threads = [LinkThread(self._queue, link, ttl_s=url.ttl_s, probe_s=probe_s) for link in links]
+        threads[0].open()
+        # Daemons: a program that forgets to close the store ends all the same.
+        self._threads = [
+            threading.Thread(target=thread.run, name=f"kvpool-{url.client}-{index}", daemon=True)
+            for index, thread in enumerate(threads)
+        ]
+        for started in self._threads:
+            started.start()
+
+    def submit(
+        self, op: int, keys: Sequence[str], buffers: Sequence[Any] | None, timeout_s: float
+    ) -> QueuedBatch:
+        keys = tuple(keys)
+        for key in keys:
+            parse_key(key)
+        return self._submit(op, keys, buffers, timeout_s)
+
+    def lookup(self, prefix: str, groups: Sequence[LookupGroup], timeout_s: float) -> QueuedBatch:
+        return self._submit(_native.TOUCH, LookupKeys(prefix, groups), None, timeout_s)
+
+    def counters(self) -> dict[str, int]:
+        return self._queue.counters()
+
+    def close(self, timeout_s: float) -> bool:
+        if os.getpid() != self._pid:  # in a forked child no thread runs, and the lock may be held for ever
+            return True
+        self._queue.close()
+        end_s = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(end_s - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _submit(
+        self,
+        op: int,
+        keys: Sequence[str],
+        buffers: Sequence[memoryview] | None,
+        timeout_s: float,
+    ) -> QueuedBatch:
+        if os.getpid() != self._pid:
+            raise RuntimeError("opened before fork(): open one in this process")
+        return self._queue.submit(QueuedBatch(self._queue, op, keys, buffers, timeout_s))
+
+
+class LinkThread:
+    """One thread with its link: takes slices, makes their one or two calls, and reports the results.
+
+    ``run`` is the thread; ``open`` is called before it starts. All fields belong to it. ``probe_s``: how long a dial
+    may take while the server is away.
+    """
+
+    def __init__(self, queue: BatchQueue, link: Link, *, ttl_s: float, probe_s: float) -> None:
         self._queue, self._link, self._probe_s = queue, link, probe_s
         self._ttl_s, self._ttl_ms = ttl_s, int(ttl_s * 1000)
         self._is_up = False
@@ -41,9 +111,9 @@ class LinkThread:
         self._may_renew = True  # and ask for times to live
         self._looked: dict[
             bytes, int
-        ] = {}  # keys in use: the span in which their time to live was last looked at
+        ] = {}  # key in use -> the span in which its time to live was last looked at
         self._in_use: list[bytes] = []  # keys whose time to live is looked at next
-        self._doubts = 0  # of the queue, when this link last worked
+        self._failures = 0  # of the queue, when this link last worked
 
     def open(self) -> None:
         """Dial for the first time. Errors: ``LinkFault``; then nothing is left open."""
@@ -67,8 +137,8 @@ class LinkThread:
             self._down()
             self._link.close()
 
-    def _carry_out(self, window: Window) -> _Outcome:
-        batch, start, end = window
+    def _carry_out(self, taken: Slice) -> _Outcome:
+        batch, start, end = taken
         try:
             return self._call(batch, start, end)
         except LinkFault as error:
@@ -83,7 +153,7 @@ class LinkThread:
             return [_native.TIMED_OUT] * (end - start), words
         return [_native.CANCELLED if batch.cancelled else _native.FAULT] * (end - start), words
 
-    # ------------------------------------------------------------------ the calls of a window
+    # ------------------------------------------------------------------ the calls of a slice
 
     def _call(self, batch: QueuedBatch, start: int, end: int) -> _Outcome:
         keys = [key.encode("ascii") for key in batch.keys[start:end]]
@@ -146,11 +216,11 @@ class LinkThread:
         replies = self._exchange(batch, [(b"HMGET", key, b"h", b"b") for key in keys])
         if batch.cancelled:  # the caller has given up
             return [_native.CANCELLED] * len(keys), None
-        outcomes: list[int | Refusal] = []
+        outcomes: list[int | ErrorReply] = []
         damaged: list[bytes] = []
         for place, (key, view) in enumerate(zip(keys, views, strict=True)):
             reply, replies[place] = replies[place], None  # one value at a time is held twice
-            if isinstance(reply, Refusal) and not reply.startswith("WRONGTYPE"):
+            if isinstance(reply, ErrorReply) and not reply.startswith("WRONGTYPE"):
                 outcomes.append(reply)
                 continue
             damage = read_record(key.decode("ascii"), reply, view)
@@ -186,7 +256,7 @@ class LinkThread:
             return
         try:
             left = self._link.exchange([(b"PTTL", key) for key in keys], MAX_CALL_S)
-            if any(isinstance(reply, Refusal) for reply in left):
+            if any(isinstance(reply, ErrorReply) for reply in left):
                 self._may_renew = False
                 return
             oldest_ms = self._ttl_ms - self._ttl_ms // 4
@@ -202,7 +272,7 @@ class LinkThread:
         """Replies to all of ``commands``, over a link that is dialled first if it is down."""
         if self._is_up and self._link.is_stale():
             self._down()
-        if not self._is_up or self._doubts != self._queue.doubts():
+        if not self._is_up or self._failures != self._queue.failures():
             self._queue.check_not_away()
             self._dial(min(DIAL_S, _left(batch)))
         replies = self._link.exchange(commands, min(MAX_CALL_S, _left(batch)))
@@ -211,7 +281,7 @@ class LinkThread:
         return replies
 
     def _dial(self, timeout_s: float) -> None:
-        doubts = self._queue.doubts()
+        failures = self._queue.failures()
         try:
             self._link.dial(timeout_s)
         except LinkFault as error:
@@ -228,16 +298,16 @@ class LinkThread:
             self._queue.count("connections")
             self._queue.count("up_connections")
             self._may_touch = self._may_renew = True  # its rights may have changed
-        self._is_up, self._doubts = True, doubts
+        self._is_up, self._failures = True, failures
 
     def _fail(self) -> None:
         """Drop the link; the other threads check theirs before they use them."""
         if self._is_up:
-            self._queue.doubt()
+            self._queue.failed()
         self._down()
 
     def _down(self) -> None:
-        """Drop the link; the next window dials."""
+        """Drop the link; the next slice dials."""
         if self._is_up:
             self._is_up = False
             self._queue.count("disconnections")
@@ -253,6 +323,6 @@ def _left(batch: QueuedBatch) -> float:
     return left_s
 
 
-def _outcome(outcomes: Sequence[int | Refusal]) -> _Outcome:
-    words = next((str(outcome) for outcome in outcomes if isinstance(outcome, Refusal)), None)
-    return [_native.FAULT if isinstance(outcome, Refusal) else outcome for outcome in outcomes], words
+def _outcome(outcomes: Sequence[int | ErrorReply]) -> _Outcome:
+    words = next((str(outcome) for outcome in outcomes if isinstance(outcome, ErrorReply)), None)
+    return [_native.FAULT if isinstance(outcome, ErrorReply) else outcome for outcome in outcomes], words

@@ -1,0 +1,86 @@
+"""``LookupKeys``: a lookup for an engine in Python."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import overload
+
+from kvpool import _native
+from kvpool.store.batch import END_OF_ALL, LookupGroup
+
+
+class LookupKeys(Sequence[str]):
+    """The keys of a lookup, spelled when they are asked for: group by group, record by record, rank by rank.
+
+    As ``_native/store/lookup.h`` has them for the native engine. ``prefix``: what each starts with. The queue's lock
+    guards it.
+    """
+
+    def __init__(self, prefix: str, groups: Sequence[LookupGroup]) -> None:
+        self._prefix, self.groups = prefix, groups
+        self._ends: list[int] = []  # of each group's keys
+        self._end_tokens = END_OF_ALL  # of what may be used
+        count = 0
+        for group in groups:
+            count += group.records * group.ranks
+            self._ends.append(count)
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
+        if isinstance(index, slice):
+            return [self[one] for one in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        group, _, record, rank = self._place(index)
+        start = record * group.hash_nbytes
+        block_hash = group.hashes[start : start + group.hash_nbytes].hex()
+        return f"{self._prefix}{block_hash}:{group.group}:{rank}"
+
+    def next_wanted(self, index: int) -> int:
+        """The first key from ``index`` on that is still worth asking; the number of keys: none is."""
+        while index < len(self):
+            group, end, record, _ = self._place(index)
+            if (record + 1) * group.record_tokens <= self._end_tokens:
+                return index
+            index = end
+        return index
+
+    def take(self, start: int, statuses: Sequence[int]) -> None:
+        """Learn from the answers to the keys from ``start`` on what is not worth asking any more."""
+        for index, status in enumerate(statuses, start):
+            if status == _native.MISS:
+                group, _, record, _ = self._place(index)
+                if not group.sliding_window:
+                    self._end_tokens = min(self._end_tokens, record * group.record_tokens)
+            elif status != _native.OK:
+                self._end_tokens = 0  # there will be no answer
+
+    def records(self, statuses: bytes) -> bytes:
+        """One status a record, of one a key. A part that was not answered makes its record a miss."""
+        for bad in (_native.FAULT, _native.TIMED_OUT, _native.CANCELLED):
+            if bad in statuses:
+                return bytes([bad]) * sum(group.records for group in self.groups)
+        whole = []
+        start = 0
+        for group, end in zip(self.groups, self._ends, strict=True):
+            both = (1 << 8 * group.records) - 1
+            for rank in range(group.ranks):
+                both &= int.from_bytes(statuses[start + rank : end : group.ranks], "little")
+            whole.append(both.to_bytes(group.records, "little"))
+            start = end
+        return b"".join(whole)
+
+    def _place(self, index: int) -> tuple[LookupGroup, int, int, int]:
+        """(group, end of its keys, record, rank)."""
+        start = 0
+        for group, end in zip(self.groups, self._ends, strict=True):
+            if index < end:
+                return group, end, *divmod(index - start, group.ranks)
+            start = end
+        raise IndexError(index)
