@@ -29,7 +29,7 @@ class Scripted(Lookup):
     def cancel(self) -> None:
         self.cancelled += 1
 
-    def wait(self, timeout_s: float | None = None) -> list[bytes]:
+    def records(self, timeout_s: float | None = None) -> list[bytes]:
         if isinstance(self.answer, StoreUnavailable):
             raise self.answer
         assert self.answer is not None
