@@ -1,6 +1,6 @@
-"""The prefix index: which worker holds which blocks, and how far a prompt reaches with each of them.
+"""The prefix index: which worker holds which blocks, and how many leading blocks of a prompt each has.
 
-``PrefixIndex`` is one partition of it, in one process. ``kvpool index`` serves a fleet's, ``IndexClient`` asks it.
+``PrefixIndex`` is one partition, in one process. ``kvpool index`` serves a fleet; ``IndexClient`` calls it.
 """
 
 from __future__ import annotations

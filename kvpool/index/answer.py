@@ -1,7 +1,4 @@
-"""What the index answers: ``Lookup`` of a prompt, ``WorkerStatus`` of those that it follows.
-
-Everything here is immutable; nothing blocks.
-"""
+"""Replies of the index: ``Lookup`` of a prompt, ``WorkerStatus`` of each worker. Immutable."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from kvpool.discovery.worker import Worker
 
 
 class Row(NamedTuple):
-    """What one data-parallel rank of one worker holds of a prompt; see ``Lookup``."""
+    """One data-parallel rank of one worker, as a row of ``Lookup``."""
 
     worker: str
     dp_rank: int
@@ -31,18 +28,18 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Lookup:
-    """How many leading blocks of a prompt each worker holds, in columns: row i of each belongs to ``workers[i]``.
+    """How many leading blocks of a prompt each worker holds, in columns: row i of each belongs to
+    ``workers[i]``.
 
-    Every candidate rank has a row, by name and rank, with zeros where it holds nothing. Iterating gives a ``Row``
-    a row. ``len`` is the number of rows.
+    Every candidate rank has a row, sorted by name and rank, zeros included. Iterating gives ``Row``s.
 
-    ``addresses``: where each serves requests; empty: not known. ``block_tokens``: tokens of a block that is hashed.
-    ``prompt_blocks``: full blocks of the prompt. ``device_blocks``: in accelerator memory. ``local_blocks``: in any
-    tier of that worker. ``pool_blocks``: what it could load from the pool. ``sequences``: device and local blocks
-    are exactly those of this event batch of that rank; 0 also before the first. ``staleness_ms``: since the index
-    last knew that there was no later batch. ``stale``: not to be trusted now, so device and local blocks are 0.
-    ``loadable_blocks``: what it need not compute: its local blocks, and from there on what the pool holds. At least
-    the local and the pool's blocks each; more where the pool continues what the worker has begun.
+    ``addresses``: where workers serve requests; empty: unknown. ``block_tokens``: tokens of a hashed block.
+    ``prompt_blocks``: full blocks of the prompt. ``device_blocks``: in accelerator memory. ``local_blocks``:
+    in any tier of the worker. ``pool_blocks``: loadable from the pool. ``sequences``: the event batch after
+    which device and local blocks are exact; 0 also before the first. ``staleness_ms``: since the index last
+    knew that it had every batch. ``stale``: not trusted now; device and local blocks are 0.
+    ``loadable_blocks``: need no compute: leading blocks that are local or in the pool, at least the larger of
+    both counts.
     """
 
     workers: tuple[str, ...] = ()
@@ -60,7 +57,6 @@ class Lookup:
 
     @classmethod
     def of(cls, rows: list[Row]) -> Lookup:
-        """The columns of ``rows``."""
         return cls(*zip(*rows, strict=True)) if rows else cls()
 
     def __len__(self) -> int:
@@ -74,12 +70,12 @@ class Lookup:
 class PublisherStatus:
     """How well one rank is followed.
 
-    ``sequence``: of the last batch applied, 0 also before the first. ``batches``: applied. ``gaps``: times that
-    batches were missing. ``replays``: gaps that a replay closed. ``resets``: times that all it held was forgotten.
-    ``staleness_ms``, ``stale``: as in ``Lookup``. ``problem``: one line; empty: none. What it holds after that batch:
-    ``device_blocks``, ``host_blocks``, ``disk_blocks``; ``digest``, ``blocks`` of all these, as ``Content``: the same
-    in every index that followed it to this sequence, and evicted nothing. ``evicted_blocks``: forgotten to make room,
-    since all it held was last cleared: above 0 it may be credited with less than it holds.
+    ``sequence``: of the last batch applied, 0 also before the first. ``batches``: applied. ``gaps``: times
+    that batches were missing. ``replays``: gaps that a replay closed. ``resets``: times that all its blocks
+    were forgotten. ``staleness_ms``, ``stale``: as in ``Lookup``. ``problem``: one line; empty: none.
+    ``device_blocks``, ``host_blocks``, ``disk_blocks``: held after that batch. ``digest``, ``blocks``: as in
+    ``Content``; equal in every index that applied the same batches and evicted nothing. ``evicted_blocks``:
+    forgotten to make room since the last clear; above 0 the rank may be credited with less than it holds.
     """
 
     dp_rank: int
@@ -103,8 +99,8 @@ class PublisherStatus:
 class WorkerStatus:
     """One worker that the index follows.
 
-    ``source``: who named it: ``pool`` (it announces itself there), ``flag`` (of ``kvpool index``) or ``call``
-    (``RegisterWorker``). ``lease_left_ms``: until it is forgotten unless named again; 0: it has no lease.
+    ``source``: ``pool`` (announced there), ``flag`` (of ``kvpool index``) or ``call`` (``RegisterWorker``).
+    ``lease_left_ms``: until it is forgotten unless renewed; 0: no lease.
     """
 
     worker: Worker
@@ -115,16 +111,16 @@ class WorkerStatus:
 
 @dataclass(frozen=True)
 class IndexStatus:
-    """The index itself: what it has answered since it was started, to all tenants, and what it knows now.
+    """The index itself: totals since its start, over all tenants, and its present state.
 
     ``lookups``: answered with at least one row. ``prompt_blocks``: of these, summed. ``device_blocks``,
-    ``local_blocks``, ``pool_blocks``: of each, the most that one rank had of it, summed; so their shares of
-    ``prompt_blocks`` are hit ratios. ``held_blocks``: distinct blocks with a holder. ``held_pool_blocks``: of the
-    pool, once for each namespace. ``instance_id``: of this start of this index; empty: an index of an earlier version.
-    ``placements``: requests of Envoy and ``kvpool router`` that got a worker, and ``Route`` calls with a pick.
-    ``placed_prompt_blocks``: of the former whose prompt was known, summed; ``placed_matched_blocks``: those of them
-    that the worker need not compute. ``pool_servers``: of the pool that it follows, as far as it knows them;
-    ``pool_servers_away``: those of them that did not answer last.
+    ``local_blocks``, ``pool_blocks``: the largest count of any rank, summed; shares of ``prompt_blocks`` are
+    hit ratios. ``held_blocks``: distinct blocks with a holder. ``held_pool_blocks``: of the pool, counted per
+    namespace. ``instance_id``: of this start; empty: an index of an earlier version. ``placements``: requests
+    of Envoy and ``kvpool router`` that got a worker, and ``Route`` calls with a pick.
+    ``placed_prompt_blocks``: of the former with a known prompt, summed; ``placed_matched_blocks``: those that
+    need no compute. ``pool_servers``: of the followed pool, as far as known; ``pool_servers_away``: those
+    that did not answer last.
     """
 
     uptime_ms: int = 0
@@ -146,14 +142,14 @@ class IndexStatus:
 
 @dataclass(frozen=True)
 class FleetStatus:
-    """An index and whom it follows, by tenant and name."""
+    """An index and its workers, by tenant and name."""
 
     index: IndexStatus
     workers: tuple[WorkerStatus, ...]
 
 
 class Totals(NamedTuple):
-    """What a metrics page shows of a fleet: since it was made, of all its workers, and what is there now."""
+    """A metrics page's numbers: totals of all workers since the fleet was made, and present counts."""
 
     workers: int
     ranks: int
@@ -168,7 +164,7 @@ class Totals(NamedTuple):
     malformed_batches: int
     refused_blocks: int
     evicted_blocks: int
-    device_blocks: int  # held; these four: once for each holder
+    device_blocks: int  # held; these four: per holder
     host_blocks: int
     disk_blocks: int
     pool_blocks: int

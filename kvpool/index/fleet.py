@@ -1,12 +1,12 @@
-"""``Fleet``: the workers that an index follows, what each of them holds, and what is answered about a prompt.
+"""``Fleet``: the workers of an index, the blocks that each holds, and replies about a prompt.
 
-``_workers`` says who is present. ``_present``, ``_ranks`` and ``_models`` are its maps.
+``_workers`` has the present workers; ``_present``, ``_ranks`` and ``_models`` are its maps.
 
-Threads: any may call anything, and nothing here does I/O but a line to the log. ``_lock`` guards ``_workers``
-and who is in a ``Partition``; readers of ``_present``, ``_ranks`` and ``_models`` see whole values without it.
-``Rank.lock`` guards the rank's holder in the table and the rank's fields; it is taken after ``_lock``, never before.
-A rank's lock is held while a batch is applied, up to 0.3 s for 34 MiB, and ``_lock`` while a rank that leaves waits for
-that. An event loop calls what takes neither: ``ask`` at once, ``followed``, ``incomplete``, ``rank``, ``models``.
+Threads: any; no I/O but log lines. ``_lock`` guards ``_workers`` and the members of a ``Partition``;
+``_present``, ``_ranks`` and ``_models`` are read without it, as whole values. ``Rank.lock`` guards the rank's
+holder in the table and its fields; it is taken after ``_lock``, never before. Applying a batch holds a rank's
+lock, up to 0.3 s for 34 MiB, and a leaving rank makes ``_lock`` wait for that. An event loop calls only
+``ask`` with ``at_once``, ``followed``, ``incomplete``, ``rank`` and ``models``, which take neither.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ logger = logging.getLogger("kvpool.index")
 
 
 class Feed(Protocol):
-    """Subscribes to workers' events, and has each ``Rank`` apply its own. No call but ``close`` blocks."""
+    """Subscribes to workers' events; each ``Rank`` applies its own. Only ``close`` blocks."""
 
     def follow(self, worker: Worker, ranks: Collection[Rank]) -> None: ...
 
@@ -67,13 +67,13 @@ class Feed(Protocol):
 
 
 class Fleet:
-    """The workers of an index: adds and removes them, has ``feed`` follow those that are present, answers about them.
+    """Adds and removes workers, has ``feed`` follow the present ones, and answers lookups.
 
-    ``max_blocks``, of each partition, and ``reuse_reports``: see ``PrefixIndex``. ``max_memory_nbytes``: see
-    ``Limits``. ``seed``: what ``PYTHONHASHSEED`` is for the engines whose prompts come
-    as tokens; None: not set. ``tenant_share``: the part of all workers, ranks and models that one tenant may have.
-    ``clock``: seconds that only go up. ``feed``: None where events come some other way. ``networks``: where workers are
-    that no flag names; None: anywhere.
+    ``max_blocks``, of each partition, and ``reuse_reports``: as in ``PrefixIndex``. ``max_memory_nbytes``: as
+    in ``Limits``. ``seed``: ``PYTHONHASHSEED`` of the engines whose prompts come as tokens; None: unset.
+    ``tenant_share``: a tenant's largest share of workers, ranks and models. ``clock``: monotonic seconds.
+    ``feed``: None: events come some other way. ``networks``: allowed for workers that no flag names; None:
+    any.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Fleet:
         networks: WorkerNetworks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        PrefixIndex(max_blocks=max_blocks, reuse_reports=reuse_reports)  # checks them
+        PrefixIndex(max_blocks=max_blocks, reuse_reports=reuse_reports)  # validates them
         self.limits = Limits(max_memory_nbytes)
         self.feed, self.networks = feed, networks
         self._options: dict[str, Any] = {
@@ -104,7 +104,7 @@ class Fleet:
 
     @property
     def seed_id(self) -> str:
-        """``kvpool.key.hashing.seed_id`` of the seed: what a worker hashes with that names none."""
+        """``kvpool.key.hashing.seed_id`` of the seed, for workers that name none."""
         return seed_id(self._seed)
 
     # ---- who
@@ -112,10 +112,10 @@ class Fleet:
     def add(self, worker: Worker, source: Source, lease_s: float | None = None) -> Added:
         """Follow a worker, for ``lease_s`` seconds or until it is removed.
 
-        A worker of this id that is the same start (same partition, publishers and incarnation) has its lease, source,
-        address and namespace renewed: ``renewed``. Any other of this id is forgotten at once with all it held:
-        ``replaced``. A worker that a flag or a call has named is not touched by an announcement in the pool: ``kept``.
-        Errors: ``ConfigError`` that names the field; ``KVPoolError`` at a limit: no start is followed then.
+        ``renewed``: the same start (partition, publishers, incarnation) gets a new lease, source, address and
+        namespace. ``replaced``: another start of this id; all blocks of the former are forgotten. ``kept``:
+        an announcement in the pool changes no worker that a flag or a call named. Errors: ``ConfigError``
+        that names the field; ``KVPoolError`` at a limit: then no start is followed.
         """
         if source != "flag" and self.networks is not None:
             self.networks.check(worker)
@@ -137,7 +137,7 @@ class Fleet:
             try:
                 self._workers.make_room(worker, known)
             finally:
-                if known is not None:  # its publisher has started anew, with or without room for it
+                if known is not None:  # its publisher has restarted, whether or not the new start fits
                     self._forget(known)
             entry = self._workers.enter(worker, source, expires_at_s)
             self._follow(entry)
@@ -150,9 +150,9 @@ class Fleet:
         return "replaced"
 
     def remove(self, worker_id: str, source: Source | None = None) -> bool:
-        """Forget a worker and all it holds, but for the pool's blocks; False if it is not known.
+        """Forget a worker and its blocks, but for the pool's; False: unknown.
 
-        ``source``: only if it was named by this one last.
+        ``source``: only if this source named it last.
         """
         with self._lock:
             entry = self._present.get(worker_id)
@@ -163,9 +163,9 @@ class Fleet:
         return True
 
     def expire(self) -> list[str]:
-        """Forget the workers whose lease has ended; their ids.
+        """Forget the workers whose lease has ended; returns their ids.
 
-        Errors: ``KVPoolError`` when the feed has ended: nothing that is known stays true then.
+        Errors: ``KVPoolError`` once the feed has ended: its state goes out of date.
         """
         if self.feed is not None and not self.feed.is_alive:
             raise KVPoolError("the index has stopped and reads no more events; the lines above say why")
@@ -183,7 +183,6 @@ class Fleet:
         return [entry.worker.id for entry in ended]
 
     def close(self) -> None:
-        """Stop following all workers."""
         if self.feed is not None:
             self.feed.close()
 
@@ -199,7 +198,7 @@ class Fleet:
     def workers(
         self, ids: Collection[str] | None = None, *, tenant: str | None = None, model: str | None = None
     ) -> list[WorkerStatus]:
-        """How each worker is followed, by tenant and name. ``ids``, ``tenant``, ``model``: only these; None: all."""
+        """Status of each worker, by tenant and name. ``ids``, ``tenant``, ``model``: filters; None: all."""
         now_s = self._clock()
         found = [
             WorkerStatus(
@@ -219,11 +218,10 @@ class Fleet:
         return sum(rank.joining and bool(rank.publisher.events) for rank in tuple(self._ranks.values()))
 
     def followed(self) -> list[Worker]:
-        """The workers, in no order."""
+        """The workers, unordered."""
         return [entry.worker for entry in tuple(self._present.values())]
 
     def totals(self) -> Totals:
-        """What a metrics page shows."""
         with self._lock:
             ranks = list(self._ranks.values())
             partitions = [partition for several in self._models.values() for partition in several]
@@ -248,7 +246,7 @@ class Fleet:
         )
 
     def pools(self) -> list[Pool]:
-        """The namespaces of which something is known, for ``PoolReconciler``."""
+        """Every known namespace, for ``PoolReconciler``."""
         with self._lock:
             return [
                 Pool(partition.key.tenant, namespace, partition.index, pool_holder(namespace))
@@ -258,7 +256,7 @@ class Fleet:
             ]
 
     def forget_pool(self, tenant: str | None = None) -> None:
-        """Forget what the pool held of this tenant; None: of all, for it was emptied or is another one."""
+        """Forget the pool's blocks of this tenant; None: of all tenants, after a flush or for another pool."""
         with self._lock:
             for partitions in self._models.values():
                 for partition in partitions:
@@ -272,28 +270,28 @@ class Fleet:
     # ---- at rest
 
     def snapshot(self) -> tuple[PartitionState, ...]:
-        """A copy of what is known of the workers there are: the blocks of a rank are exactly those of its position.
+        """A copy of the present workers' state: the blocks of a rank are exact at its position.
 
-        Batches, and who joins or leaves, wait while the tables are copied (``PrefixIndex.image``); lookups go on.
+        Batches, joins and leaves wait while the tables are copied (``PrefixIndex.image``); lookups go on.
         """
         with self._lock:
             return self._workers.snapshot()
 
     @contextmanager
     def packed(self, take: Callable[[], Snapshot]) -> Iterator[list[bytes]]:
-        """``take()`` of this fleet, packed, to be used within the block. Errors: ``KVPoolError`` without room."""
+        """``take()``, packed, for use within the block. Errors: ``KVPoolError`` without room."""
         totals = self.totals()
         with self.limits.snapshot(lambda: pack(take()), totals.blocks, totals.memory_nbytes) as parts:
             yield parts
 
     def restore(self, snapshot: Snapshot, *, age_s: float, flags: Collection[str], life: str | None) -> None:
-        """Take over and follow the workers of a snapshot, in a fleet that knows nothing yet.
+        """Restore and follow the workers of a snapshot, in an empty fleet.
 
-        Each rank is stale, and not credited, until its publisher has proved that it is still the one of that position
-        (``Sequence``). A rank without a position begins with nothing. ``age_s``: of the snapshot, in which leases of
-        calls have gone on. ``flags``: ids of those that flags name; others that flags have named stay away.
-        ``life``: of the pool now; None: there is no pool, and workers that announced themselves there stay away. A pool
-        of another life, or of an unknown one, is taken to hold nothing. Errors: ``SnapshotRefused``: nothing is known.
+        Each rank is stale, with no credit, until its publisher proves the position (``Sequence``). A rank
+        without a position begins empty. ``age_s``: of the snapshot; leases of calls ran on meanwhile.
+        ``flags``: ids of the present flags; other workers of former flags are left out. ``life``: incarnation
+        of the pool; None: no pool, and workers announced there are left out. A pool of another or an unknown
+        incarnation counts as empty. Errors: ``SnapshotRefused``: the fleet stays empty.
         """
         indexes = [
             PrefixIndex.of_image(
@@ -315,11 +313,11 @@ class Fleet:
                     self._follow(entry)
 
     def rank(self, worker_id: str, dp_rank: int) -> Rank | None:
-        """Of a worker's present start; None: not known."""
+        """Of a worker's present start; None: unknown."""
         return self._ranks.get((worker_id, dp_rank))
 
     def incomplete(self) -> list[tuple[str, int]]:
-        """(worker, data-parallel rank) of those that are followed and hold more than is known."""
+        """(worker, data-parallel rank) of followed ranks that hold more than is known."""
         ranks = tuple(self._ranks.items())
         return [key for key, rank in ranks if rank.incomplete_reason and not rank.stale]
 
@@ -328,23 +326,23 @@ class Fleet:
     def lookup(self, model: str | Prompt, **fields: Unpack[PromptFields]) -> Lookup:
         """How many leading blocks of a prompt each worker of its model holds: a row for every candidate rank.
 
-        The prompt: a ``Prompt``, or the model's name and the fields of one; with ``token_ids`` or ``hashes64``. Tokens
-        are hashed once for each block size and hash scheme among the workers, with the seed of this fleet; workers
-        that hash with another seed have no row. Errors: ``ConfigError``; ``UnknownModel`` for a model or tenant that
-        no worker has named, and when no worker's hashes can be computed.
+        ``model``: a ``Prompt``, or a name with the fields of one, ``token_ids`` or ``hashes64`` among them.
+        Tokens are hashed once for each block size and hash scheme, with this fleet's seed; workers with
+        another seed have no row. Errors: ``ConfigError``; ``UnknownModel`` for a model or tenant that no
+        worker has, and when no worker's hashes can be computed.
         """
         return merged(self.ask(model, **fields))
 
     def ask(
         self, model: str | Prompt, *, at_once: bool = False, **fields: Unpack[PromptFields]
     ) -> list[Answer]:
-        """``lookup`` of each partition: one, unless workers of the model differ in how they hash; or ``NotAtOnce``."""
+        """``lookup`` per partition: several only if workers of the model hash differently. ``NotAtOnce``: too slow."""
         prompt = model if isinstance(model, Prompt) and not fields else as_prompt(model, fields)
         candidates = None if prompt.workers is None else prompt.candidates()
         return [one.answer(hashes, candidates, at_once=at_once) for one, hashes in self._asked(prompt)]
 
     def _asked(self, prompt: Prompt) -> list[tuple[Partition, Buffer]]:
-        """Which partitions a prompt is asked of, by which hashes."""
+        """The partitions of a prompt, each with the prompt's hashes."""
         partitions = self._partitions(prompt.tenant, prompt.model)
         hashes = prompt.checked_hashes()
         if len(prompt.multimodal) > MAX_MULTIMODAL:
@@ -362,11 +360,10 @@ class Fleet:
         return asked
 
     def check_model(self, model: str, tenant: str = DEFAULT_TENANT) -> None:
-        """Errors: those of ``lookup`` for a model or tenant."""
+        """Errors: as ``lookup``, for a model or tenant."""
         self._partitions(tenant, model)
 
     def models(self, tenant: str) -> list[str]:
-        """Of the workers of a tenant."""
         return [name for owner, name in list(self._models) if owner == tenant]
 
     def _partitions(self, tenant: str, model: str) -> tuple[Partition, ...]:
@@ -376,7 +373,7 @@ class Fleet:
         if not isinstance(model, str) or not model or len(model) > MAX_TEXT_NBYTES:
             raise ConfigError(f"name the model, with at most {MAX_TEXT_NBYTES} characters")
         models = self.models(tenant)
-        if not models:  # nothing of other tenants: the one who asks may be none of theirs
+        if not models:  # names no other tenant: the caller may have no access to it
             raise UnknownModel(
                 f'unknown model "{model}": this index follows no worker of tenant "{tenant}"; kvpool top shows whom it '
                 "follows, kvpool doctor why not others"

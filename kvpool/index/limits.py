@@ -1,7 +1,7 @@
-"""``Limits``: what callers may take of one index, in all and of each owner: calls, memory, work in threads.
+"""``Limits``: callers' shares of one index, in all and per owner: calls, memory, work in threads.
 
-An owner is a tenant; callers of all tenants share what their host may have. A full limit is an answer: the caller does
-without, or asks again. Only ``acquire`` and ``Work`` wait.
+An owner is a tenant; callers of all tenants share their host's part. A full limit is an answer: the caller
+does without or retries. Only ``acquire`` and ``Work`` wait.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Value = TypeVar("Value")
 
 
 class Kind(NamedTuple):
-    """A kind of calls. A caller can keep a call open as long as its connection stands, so their number is bounded.
+    """A kind of calls. A caller can hold a call open as long as its connection, so their number is bounded.
 
     ``advice``: for a caller whose host has too many.
     """
@@ -45,18 +45,18 @@ WATCHES = Kind("watches", "one for each process is enough", 1024, 64, 1024)
 # One host may be a proxy that asks about each request of its clients.
 PLACEMENTS = Kind("requests", "send it again later", 6144, 4096, 4096)
 REQUESTS = Kind("requests", "send it again later", 4096, 2048, 4096)  # that a router forwards
-PAGES = Kind("requests of status pages", "look less often", 32, 16, 8)  # which one thread answers
+PAGES = Kind("requests of status pages", "look less often", 32, 16, 8)  # answered by one thread
 
 DEFAULT_NBYTES = 1 << 30  # without --max-memory
-SHARE = 4  # one part in four of --max-memory is for what is not a table
-ROOM_TIMEOUT_S = 10.0  # how long a large message waits for room
+SHARE = 4  # one part in four of --max-memory is for all but tables
+ROOM_TIMEOUT_S = 10.0  # a large message's wait for room
 ROOM_RETRY_S = 0.01
 REQUESTS_OF_OWNER = 15  # of the largest size, in an owner's part: 33 MiB each without --max-memory
 REQUEST_NBYTES = 5 << 20  # a prompt of a million tokens, or of 4 MiB of text
-HOST_PARTS = 4  # no host gets all parts of INFERENCE alone: a proxy that asks for many clients has three
-# Of a block: 12 copied out, 8 sorted, 9 packed, then 8 as Python's bytes in the place of those sorted; 28 measured.
+HOST_PARTS = 4  # of INFERENCE; one host has three at most, such as a proxy with many clients
+# Per block: 12 copied, 8 sorted, 9 packed, then 8 as Python's bytes in place of the sorted; 28 measured.
 PACK_BLOCK_NBYTES = 32
-# Of each byte of a snapshot that is read: 3 until its table is made, which takes up to 29 bytes for the 8 of a block.
+# Per byte of a snapshot that is read: 3 until its table is made, which takes up to 29 bytes per 8-byte block.
 READ_COPIES = 7
 # Owners that are no tenants.
 INDEX = ""
@@ -64,11 +64,12 @@ INFERENCE = "inference requests"
 
 
 class Limits:
-    """``max_memory_nbytes``: three quarters are for ``tables``, of all partitions; one is ``limit_nbytes``, for
-    batches on their way, digests of batches, ranks, large messages, bodies and snapshots. None: tables have no limit.
+    """``max_memory_nbytes``: three quarters for ``tables``, of all partitions; a quarter, ``limit_nbytes``,
+    for received batches, digests of batches, ranks, large messages, bodies and snapshots. None: tables are
+    unlimited.
 
-    One owner has at most half of ``limit_nbytes``; ``INDEX`` may have all. Any thread; ``_lock`` guards the counts.
-    Errors: ``ConfigError``.
+    One owner has at most half of ``limit_nbytes``; ``INDEX`` may have all. Any thread; ``_lock`` guards the
+    counts. Errors: ``ConfigError``.
     """
 
     def __init__(self, max_memory_nbytes: int | None = None) -> None:
@@ -90,10 +91,11 @@ class Limits:
 
     @contextmanager
     def calls(self, kind: Kind, peer: str, tenants: frozenset[str] | None) -> Iterator[None]:
-        """For as long as one is open.
+        """Counts a call while the block lasts.
 
-        ``peer``: as gRPC spells it, ``ipv4:10.0.0.7:40312``. ``tenants``: of the caller's token; tokens for the same
-        tenants share their part; None: all tenants, so only the host is bounded. Errors: ``KVPoolError``.
+        ``peer``: as gRPC spells it, ``ipv4:10.0.0.7:40312``. ``tenants``: of the caller's token; tokens for
+        the same tenants share a part; None: all tenants, so only the host is bounded. Errors:
+        ``KVPoolError``.
         """
         host = peer.rpartition(":")[0]
         keys: list[Hashable] = [kind, (kind, host)]
@@ -122,15 +124,15 @@ class Limits:
         return self.limit_nbytes // 2
 
     def limit_of_request_nbytes(self, most_nbytes: int) -> int:
-        """How large one request may be; ``most_nbytes``: at most. Requests are not counted while they arrive."""
+        """Largest size of one request, up to ``most_nbytes``. Requests are not counted while they arrive."""
         of_owner = self.limit_of_owner_nbytes
         return min(most_nbytes, max(of_owner // REQUESTS_OF_OWNER, min(of_owner // 2, REQUEST_NBYTES)))
 
     def take(self, nbytes: int, owner: str, *, optional: bool = False, host: str = "") -> bool:
-        """Whether there was room, which is taken then.
+        """Take the bytes if the limits have room; returns whether they did.
 
-        ``optional``: the caller can do without, and would keep it: half of either limit is left to others. ``host``:
-        only a part of the owner's is for one host.
+        ``optional``: the caller can do without: half of either limit is left to others. ``host``: takes from
+        the host's part of the owner's.
         """
         part = 2 if optional else 1
         of_owner_nbytes = self.limit_of_owner_nbytes
@@ -149,7 +151,6 @@ class Limits:
             return True
 
     def give(self, nbytes: int, owner: str, *, host: str = "") -> None:
-        """Bytes that were taken are free again."""
         with self._lock:
             self.used_nbytes -= nbytes
             _subtract(self._used_by, owner, nbytes)
@@ -169,7 +170,7 @@ class Limits:
 
     @property
     def max_snapshot_nbytes(self) -> int:
-        """How large a snapshot may be that is read at the start, when nothing else is there yet."""
+        """Largest snapshot at the start, when memory is still free."""
         if self.tables_nbytes is None:
             return MAX_SNAPSHOT_NBYTES
         return min(MAX_SNAPSHOT_NBYTES, (self.tables_nbytes + self.limit_nbytes) // READ_COPIES)
@@ -178,9 +179,9 @@ class Limits:
     def snapshot(
         self, pack: Callable[[], list[bytes]], blocks: int, used_nbytes: int
     ) -> Iterator[list[bytes]]:
-        """``pack()``, to be used within the block. ``blocks``, ``used_nbytes``: of the tables now.
+        """``pack()``, for use within the block. ``blocks``, ``used_nbytes``: of the tables now.
 
-        A snapshot takes what tables leave of theirs first. Errors: ``KVPoolError`` when there is no room.
+        A snapshot first uses the tables' free part. Errors: ``KVPoolError`` without room.
         """
         if self.tables_nbytes is None:
             yield pack()
@@ -204,9 +205,10 @@ class Limits:
 
 
 class CallMemory:
-    """What ``owner`` takes for the messages of one call. Made in the task of the call: its end gives all back.
+    """Bytes that ``owner`` holds for one call. Made in the call's task, whose end returns all.
 
-    gRPC keeps a reply until its caller reads or the connection ends, and the task lasts as long. One event loop.
+    gRPC keeps a reply until its caller reads or the connection ends, and the task lasts as long. One event
+    loop.
     """
 
     def __init__(self, limits: Limits, owner: str) -> None:
@@ -231,7 +233,7 @@ class CallMemory:
 
     @asynccontextmanager
     async def waiting(self, nbytes: int) -> AsyncIterator[bool]:
-        """Whether there is room for these bytes, waited for, within the block."""
+        """Wait for room for these bytes, for the block; yields whether it came."""
         if not await self._limits.acquire(nbytes, self._owner):
             yield False
             return
@@ -242,26 +244,28 @@ class CallMemory:
 
 
 class Work:
-    """``total`` pieces of work at a time, ``of_owner`` of them of one owner; others wait in line.
+    """``total`` pieces of work at a time, ``of_owner`` of them per owner; others wait in line.
 
-    Only those within their owner's part wait for the whole, so an owner is served after at most one part of each
-    other. ``name``: of the threads that ``run`` uses. One event loop; the work of ``run`` is done in any thread.
+    Only work within its owner's part waits for the whole: an owner waits for at most one part of each other
+    owner. ``name``: of the threads that ``run`` uses. One event loop; ``run`` works in any thread.
     """
 
     def __init__(self, total: int, of_owner: int, name: str = "") -> None:
         self._all = asyncio.Semaphore(total)
         self._of_owner = of_owner
-        self._owners: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # who work or wait
+        self._owners: WeakValueDictionary[str, asyncio.Semaphore] = (
+            WeakValueDictionary()
+        )  # with work or a wait
         self._threads = ThreadPoolExecutor(total, name)
 
     @asynccontextmanager
     async def turn(self, owner: str) -> AsyncIterator[None]:
-        """One of the owner's, for as long as the block lasts."""
+        """A turn of the owner's, while the block lasts."""
         async with self._of(owner), self._all:
             yield
 
     async def run(self, owner: str, work: Callable[[], Value]) -> Value:
-        """What ``work`` returns. A thread is taken until it has, also when the caller is cancelled."""
+        """The value of ``work``. Its thread is taken until it returns, even if the caller is cancelled."""
         loop, mine = asyncio.get_running_loop(), self._of(owner)
         await mine.acquire()
         try:
@@ -273,7 +277,7 @@ class Work:
         return await asyncio.wrap_future(job)
 
     def close(self) -> None:
-        """End the threads. Blocking, until the work under way is done."""
+        """End the threads. Blocks until running work is done."""
         self._threads.shutdown()
 
     def _of(self, owner: str) -> asyncio.Semaphore:

@@ -1,11 +1,11 @@
-"""``Partition``: the workers of a fleet that share a table, and what each of them holds of a prompt.
+"""``Partition``: the workers of a fleet that share a table, and their blocks of a prompt.
 
-**A row is true as of its sequence**: the blocks credited are those after exactly that batch. Answers are native
-(``kvpool/_native/index/answer.h``); rows of which a batch was applied meanwhile are asked again here, under the rank's
+**A row is true as of its sequence**: credited blocks are exact after that batch. Replies are native
+(``kvpool/_native/index/answer.h``); rows whose rank applied a batch meanwhile are read again here, under its
 lock.
 
-Threads: any may ask. A writer of ``members`` or ``namespaces`` holds the fleet's lock; a reader takes ``members``
-once.
+Threads: any may ask. A writer of ``members`` or ``namespaces`` holds the fleet's lock; a reader takes
+``members`` once.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from kvpool.key.hashing import BlockHasher, seed_id
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-# Rows that an event loop asks again, each in a look at every hash: more than threads apply batches at a time.
+# Rows that an event loop reads again, each a look at every hash; above the number of applying threads.
 MOVED_AT_ONCE = 8
 
 
 class Key(NamedTuple):
-    """What workers must share to be in one partition."""
+    """Equal for all workers of a partition."""
 
     tenant: str
     model: str
@@ -49,9 +49,9 @@ class Key(NamedTuple):
 
 
 class Members:
-    """Ranks by name and number, and what an answer says of them whatever is asked. Immutable; a change makes another.
+    """Ranks by name and number, with the columns that no prompt changes. Immutable.
 
-    ``are_all``: all of their partition, not some candidates among them.
+    ``are_all``: all of their partition, not some candidates.
     """
 
     def __init__(self, ranks: Iterable[Rank], *, are_all: bool = True) -> None:
@@ -72,18 +72,16 @@ class Members:
 
     @cached_property
     def keys(self) -> tuple[tuple[str, int], ...]:
-        """Worker's id and rank of each."""
         return tuple((rank.worker.id, rank.publisher.dp_rank) for rank in self.ranks)
 
 
 class Answer(NamedTuple):
-    """A row for every rank of ``members``, with what it holds of a prompt."""
+    """A row for every rank of ``members``, with its blocks of a prompt."""
 
     members: Members
     rows: _native.Answer
 
     def lookup(self) -> Lookup:
-        """It in columns."""
         ranks = self.members.ranks
         prompt_blocks, device, local, pool, sequences, staleness_ms, stale, loadable = self.rows.columns()
         return Lookup(
@@ -103,7 +101,7 @@ class Answer(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """One namespace's blocks in the pool, as one partition knows them: ``holder`` in its ``table``."""
+    """One namespace's pool blocks in one partition: ``holder`` in its ``table``."""
 
     tenant: str
     namespace: str
@@ -112,9 +110,9 @@ class Pool(NamedTuple):
 
 
 class Partition:
-    """``namespaces``: of the pool, with the number of workers that use each; 0: only the pool has it.
+    """``namespaces``: of the pool, with the number of their workers; 0: known from the pool alone.
 
-    ``hasher``: makes the hashes of a prompt's tokens as its workers do; None: ``no_hasher`` says why.
+    ``hasher``: hashes tokens as its workers do; None: ``no_hasher`` says why.
     """
 
     def __init__(
@@ -132,11 +130,11 @@ class Partition:
         else:
             try:
                 self.hasher = BlockHasher(key.block_tokens, key.hash_algorithm, seed)
-            except ConfigError:  # the one case that check_worker leaves: xxhash_cbor without a seed
+            except ConfigError:  # the case that check_worker leaves: xxhash_cbor without a seed
                 self.no_hasher = f"hash with {key.hash_algorithm}, which needs a seed: {ONE_SEED}"
 
     def hashes(self, prompt: Prompt) -> Buffer:
-        """Of a prompt in tokens, as its workers make them; only where there is a ``hasher``."""
+        """Of a prompt in tokens; needs ``hasher``."""
         assert self.hasher is not None
         assert prompt.token_ids is not None
         return self.hasher.hashes64(
@@ -146,12 +144,12 @@ class Partition:
     def answer(self, hashes: Buffer, candidates: frozenset[str] | None, *, at_once: bool = False) -> Answer:
         """A row for every rank of the candidates; None: of all.
 
-        ``at_once``: for an event loop: waits for no batch, and takes about a millisecond, or raises ``NotAtOnce``.
-        Errors: as ``PrefixIndex.match``.
+        ``at_once``: for an event loop: waits for no batch, takes about 1 ms, or raises ``NotAtOnce``. Errors:
+        as ``PrefixIndex.match``.
         """
         members = self.members if candidates is None else self._among(candidates)
         table, rows, now_ms = self.index.native, members.rows, int(self._clock() * 1000)
-        try:  # not refusals(): a context manager takes a microsecond, as long as a short lookup
+        try:  # not refusals(): a context manager takes 1 us, as long as a short lookup
             answer = rows.answer(table, hashes, now_ms, at_once)
             moved = answer.moved()
             if at_once and len(moved) > MOVED_AT_ONCE:

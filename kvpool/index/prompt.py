@@ -1,4 +1,4 @@
-"""``Prompt``: the prompt that an index is asked about, also as the ``Chat`` of a request. Pure."""
+"""``Prompt``: of a lookup or route, also as the ``Chat`` of a request. Pure."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ _OPTIONS = ("continue_final_message", "documents", "reasoning_effort")
 
 @dataclass(frozen=True)
 class Chat:
-    """Text only: a prompt with images or sound has no form as text that an index could hash.
+    """Text only: prompts with images or sound have no text form to hash.
 
-    ``messages``: maps with ``role`` and ``content`` (text, a list of text parts, or None); ``name``; of an assistant
-    ``reasoning`` and ``tool_calls``; of a tool ``tool_call_id``. Other keys are not looked at. ``tools``: as in the
-    request. ``template_options``: more arguments of the template, such as ``{"enable_thinking": False}``.
+    ``messages``: maps with ``role`` and ``content`` (text, a list of text parts, or None); ``name``; of an
+    assistant ``reasoning`` and ``tool_calls``; of a tool ``tool_call_id``. Other keys are ignored. ``tools``:
+    as in the request. ``template_options``: more arguments of the template, such as ``{"enable_thinking":
+    False}``.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -36,7 +37,7 @@ class Chat:
 
     @classmethod
     def of_request(cls, body: Any) -> Chat:
-        """Of the body of a request, or of its messages alone. Errors: ``ConfigError``."""
+        """``body``: of a request, or its messages alone. Errors: ``ConfigError``."""
         if isinstance(body, Sequence) and not isinstance(body, str | bytes):
             return cls(body)
         if not isinstance(body, Mapping) or not isinstance(body.get("messages"), Sequence):
@@ -76,13 +77,13 @@ def _text_part(part: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt in one of four forms, and the workers to look at.
+    """A prompt in one of four forms, and its candidate workers.
 
-    ``model``: as requests name it. One of: ``token_ids``, ints from 0 to 2**32 - 1 or a buffer of ints; ``hashes64``,
-    what ``BlockHasher.hashes64`` makes of them; ``text``, as for ``/v1/completions``; ``chat``, the messages of one for
-    ``/v1/chat/completions``, or a ``Chat``, with tools and more. ``lora``, ``cache_salt`` and ``multimodal`` enter the
-    hash of tokens, as in ``BlockHasher``. ``workers``: candidates by name, those that are not known have no row; None:
-    all of the model. Errors: ``ConfigError`` when there is not exactly one form, or the chat is none.
+    ``model``: as requests name it. One of: ``token_ids``, ints from 0 to 2**32 - 1 or a buffer of ints;
+    ``hashes64`` of ``BlockHasher.hashes64``; ``text``, as for ``/v1/completions``; ``chat``, a ``Chat`` or
+    the messages of one for ``/v1/chat/completions``. ``lora``, ``cache_salt`` and ``multimodal`` enter the
+    hash of tokens, as in ``BlockHasher``. ``workers``: candidates by name, unknown ones have no row; None:
+    all of the model. Errors: ``ConfigError`` for none or several forms, or an invalid chat.
     """
 
     model: str
@@ -107,7 +108,7 @@ class Prompt:
             object.__setattr__(self, "chat", Chat.of_request(chat))
 
     def candidates(self) -> frozenset[str] | None:
-        """``workers`` as a set; None: all. Errors: ``ConfigError`` when there are more than an index can follow."""
+        """Errors: ``ConfigError`` for more than an index can follow."""
         if self.workers is None:
             return None
         if len(self.workers) > MAX_WORKERS:
@@ -116,13 +117,13 @@ class Prompt:
 
     @property
     def nbytes(self) -> int:
-        """Of its hashes or tokens in a request; 0 where it is text or a chat."""
+        """Of its hashes or tokens in a request; 0 for text or a chat."""
         if self.hashes64 is not None:
             return memoryview(self.hashes64).nbytes
         return 0 if self.token_ids is None else len_tokens(self.token_ids) * TOKEN_NBYTES
 
     def checked_hashes(self) -> memoryview | None:
-        """Its hashes; None: it is given as tokens. Errors: ``ConfigError``."""
+        """Its hashes; None: a prompt in tokens. Errors: ``ConfigError``."""
         if self.token_ids is not None:
             count = len_tokens(self.token_ids)
             if not 1 <= count <= MAX_PROMPT_TOKENS:
@@ -156,7 +157,7 @@ class PromptFields(TypedDict, total=False):
 
 
 def as_prompt(model: str | Prompt, fields: PromptFields) -> Prompt:
-    """``model`` where it is a prompt, else a prompt of these fields. Errors: ``ConfigError``."""
+    """``model`` if it is a prompt, else a prompt of these fields. Errors: ``ConfigError``."""
     if not isinstance(model, Prompt):
         return Prompt(model, **fields)
     if fields:

@@ -1,9 +1,9 @@
 """``Rank``: one data-parallel rank of one start of a worker, as an index follows it.
 
-A writer of what a rank holds makes its ``version`` odd, changes, and makes it even, all under the rank's lock. So a
-reader without the lock can tell that what it read belongs together: see ``Partition.answer``.
+A writer of the rank's blocks makes ``version`` odd, changes, and makes it even, under the rank's lock. A
+reader without the lock sees by it whether its reads belong together: see ``Partition.answer``.
 
-Threads: any may call anything. The fields are read without the lock, one at a time, and written under it.
+Threads: any. Fields are read without the lock, singly, and written under it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from kvpool.discovery.worker import Position, Publisher, Worker
 from kvpool.index.answer import PublisherStatus
 from kvpool.index.table import ClearedTooOften, Content, PrefixIndex
 
-# vLLM 0.33 hashes a block of such an engine together with the tokens behind it (vllm/config/vllm.py,
-# num_hash_lookahead_tokens), and says so in its events.
+# vLLM 0.33 hashes a block of such an engine with the tokens behind it (vllm/config/vllm.py,
+# num_hash_lookahead_tokens), and its events name them.
 LOOKAHEAD_OFF = 'add "disable_lookahead_block_hashes": true to --speculative-config, or a connector'
 LOOKAHEAD = (
     f"its hashes cover tokens behind their blocks (EAGLE or MTP), so no prompt matches: {LOOKAHEAD_OFF}"
@@ -34,16 +34,17 @@ logger = logging.getLogger("kvpool.index")
 
 
 def batch_digest(payload: bytes) -> int:
-    """Identifies a batch: never 0, and the same in every process."""
+    """Identifies a batch: never 0, equal in every process."""
     return _native.checksum(payload) or 1
 
 
 class Rank(_native.RankState):
-    """``holder``: its name in the table. Native, for answers: ``version``, ``sequence``, ``stale`` (not to be trusted
-    now) and ``heard_at_ms`` (when it was last known that no later batch is missing). ``clock``: seconds that only go
-    up. ``no_hasher``: as of its ``Partition``.
+    """``holder``: its name in the table. Native, for answers: ``version``, ``sequence``, ``stale`` (not
+    trusted now) and ``heard_at_ms`` (when it last was known to have every batch). ``clock``: monotonic
+    seconds. ``no_hasher``: as in its ``Partition``.
 
-    After ``leave`` no call changes anything: a batch that comes late is not taken for one of the next start."""
+    After ``leave`` no call changes anything: a late batch does not count for the next start.
+    """
 
     __slots__ = (
         "asked",
@@ -90,28 +91,27 @@ class Rank(_native.RankState):
         self.pool = pool_holder(worker.namespace)
         self.no_hasher = no_hasher
         self.lock = threading.Lock()
-        self.batch_digest = 0  # of the batch of that number; 0: there is none
+        self.batch_digest = 0  # of the batch of that number; 0: none
         self.batches = self.gaps = self.replays = self.resets = self.malformed = 0
-        self.joining = True  # until it is known for the first time that no later batch is missing
+        self.joining = True  # until the rank is first known to have every batch
         self.heard_at_ms = int(clock() * 1000)
         self.has_feed = bool(publisher.events)
-        self.marked = False  # stale, says the feed
-        self.emptied_at = -1  # batches after which it was seen asleep; a later one says what it holds now
+        self.marked = False  # marked stale by the feed
+        self.emptied_at = -1  # batches after which it was seen asleep; a later batch ends that
         self.problem = ""
-        # Why only a part of what it holds is known; empty: complete, once batch 0 or AllBlocksCleared was seen.
+        # Why its blocks are known only in part; empty: complete, once batch 0 or AllBlocksCleared was seen.
         self.incomplete_reason = ""
         self.incomplete_since_s = 0.0
-        self.asked = False  # for all it holds, while it lacks something
-        self.awaiting_first_batch = True  # no batch of this life of its publisher was applied
-        self.unmatchable = ""  # why no prompt can ever match what it holds, until its publisher starts anew
+        self.asked = False  # for all its blocks, while some are unknown
+        self.awaiting_first_batch = True  # no batch of this incarnation of its publisher was applied
+        self.unmatchable = ""  # why no prompt can match its blocks, until its publisher restarts
         self.gone = False
 
     # ---- what is known of it
 
     @property
     def position(self) -> Position | None:
-        """From where another index could go on; None: it has to hear all of it, or could not know whether it is
-        still the same publisher."""
+        """From where another index could go on; None: it needs every batch, or could not recognize the publisher."""
         if not self.batch_digest or not self.publisher.replay or self.unmatchable:
             return None
         return Position(self.sequence, self.batch_digest)
@@ -162,8 +162,9 @@ class Rank(_native.RankState):
     # ---- what its publisher says, through ``Sequence``; any thread, no I/O but a line to the log
 
     def apply(self, sequence: int, payload: bytes) -> None:
-        """One batch, in the order of ``sequence``, each once. Errors: ``MalformedEvents``, and nothing was applied;
-        ``ClearedTooOften``."""
+        """One batch, in the order of ``sequence``, each once. Errors: ``MalformedEvents``, with nothing
+        applied; ``ClearedTooOften``.
+        """
         now_s = self.clock()
         completed = found_unmatchable = False
         with self.lock:
@@ -184,7 +185,7 @@ class Rank(_native.RankState):
                 elif self.awaiting_first_batch:
                     self._set_incomplete(f"its first {sequence} batches were not heard", now_s)
                 self.awaiting_first_batch = False
-                if not self.joining:  # while it joins, batches of long ago are told
+                if not self.joining:  # joining replays old batches
                     self.heard_at_ms = int(now_s * 1000)
             except BaseException as error:
                 self.malformed += 1
@@ -199,18 +200,18 @@ class Rank(_native.RankState):
             logger.warning("%s is stale: %s", self, self.unmatchable)
 
     def heard(self) -> None:
-        """Its publisher has just said that there is no later batch than the last one applied.
+        """The publisher reports no batch after the last one applied.
 
-        Until this, or ``mark`` with ``stale=False``, has come for the first time, the rank is stale.
+        Until the first call, or ``mark`` with ``stale=False``, the rank is stale.
         """
         self.heard_at_ms = int(self.clock() * 1000)
         self._joined()
 
     def reset(self, problem: str, *, anew: bool = False) -> None:
-        """Forget what it holds, but for the pool's blocks.
+        """Forget its blocks, but for the pool's.
 
-        ``anew``: another life of its publisher has begun, which holds nothing that it does not announce. Otherwise (a
-        gap that nothing closed) the rank goes on holding blocks, and is incomplete.
+        ``anew``: another incarnation of its publisher, which announces all its blocks. Otherwise (a gap that
+        nothing closed) the rank still holds blocks and is incomplete.
         """
         with self.lock:
             if self.gone:
@@ -229,7 +230,6 @@ class Rank(_native.RankState):
         logger.info("%s: what it held is forgotten: %s", self, self.problem)
 
     def mark(self, *, stale: bool, problem: str = "") -> None:
-        """From now on it is not to be trusted, for the reason given; or is again."""
         with self.lock:
             if self.gone:
                 return
@@ -246,7 +246,7 @@ class Rank(_native.RankState):
             logger.info("%s is followed again", self)
 
     def gap(self, *, closed: bool) -> None:
-        """Batches were found missing; or a replay has brought those that were."""
+        """Batches are missing; or a replay has closed the gap."""
         with self.lock:
             if closed:
                 self.replays += 1
@@ -254,7 +254,7 @@ class Rank(_native.RankState):
                 self.gaps += 1
 
     def ask(self) -> None:
-        """It was asked to tell all it holds."""
+        """All its blocks were requested."""
         with self.lock:
             news = bool(self.incomplete_reason) and not self.asked
             self.asked |= news
@@ -262,8 +262,9 @@ class Rank(_native.RankState):
             logger.info("%s is asked for all it holds: %s", self, self.incomplete_reason)
 
     def empty(self, batches: int) -> None:
-        """It is asleep, and was after so many batches. Until a later batch has come, it is stale: an engine empties its
-        cache for that, and says so with the first batch after it woke."""
+        """Asleep after so many batches: stale until a later batch. An engine empties its cache for sleep, and
+        reports it with the first batch after waking.
+        """
         with self.lock:
             if self.gone:
                 return
@@ -278,7 +279,7 @@ class Rank(_native.RankState):
     # ---- what becomes of it
 
     def restore(self, position: Position, incomplete_reason: str) -> None:
-        """It comes from a snapshot of this position; before another thread knows it."""
+        """From a snapshot of this position; before another thread has the rank."""
         self.sequence, self.batch_digest = position
         self.awaiting_first_batch = False
         if incomplete_reason:
@@ -290,7 +291,7 @@ class Rank(_native.RankState):
             self.worker, self.pool = worker, pool_holder(worker.namespace)
 
     def leave(self) -> None:
-        """Forget what it holds, for good."""
+        """Forget its blocks, for good."""
         with self.lock:
             self._change_begins()
             self.gone = True
@@ -300,7 +301,7 @@ class Rank(_native.RankState):
     # ---- under its lock
 
     def _forget(self) -> None:
-        """What it holds, but for the pool's blocks, and of which batch that was."""
+        """Forget its blocks, but for the pool's, and the batch of them."""
         self.index.clear(self.holder)
         self.sequence = self.batch_digest = 0
 
@@ -318,13 +319,13 @@ class Rank(_native.RankState):
         self.version += 1
 
     def _set_incomplete(self, reason: str, now_s: float) -> None:
-        """Of what it holds, only what it tells from now on is known."""
+        """From now on only newly reported blocks are known."""
         if not self.incomplete_reason:
             self.incomplete_since_s = now_s
         self.incomplete_reason = reason
 
     def _complete(self) -> bool:
-        """All it holds is known; whether that is news."""
+        """All its blocks are known; returns whether that is news."""
         if not self.incomplete_reason:
             return False
         self.incomplete_reason, self.asked = "", False
@@ -352,12 +353,12 @@ def unhashed(no_hasher: str) -> str:
 
 
 def pool_holder(namespace: str) -> str:
-    """Who holds the pool's blocks of a namespace, in a table of one tenant; empty: there is no namespace."""
+    """Holder of a namespace's pool blocks, in a table of one tenant; empty: no namespace."""
     return f"pool/{namespace}" if namespace else ""
 
 
 def staleness_ms(now_s: float, heard_at_ms: int) -> int:
-    """How long ago that was, within a u32."""
+    """Time since then, within a u32."""
     return min(max(0, int(now_s * 1000) - heard_at_ms), MAX_STALENESS_MS)
 
 

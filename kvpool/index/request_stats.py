@@ -1,6 +1,6 @@
-"""``RequestStats``: counts what an index answers, for its metrics and for ``ListWorkers``.
+"""``RequestStats``: counts the index's replies, for its metrics and for ``ListWorkers``.
 
-Any thread may call anything. ``_lock`` guards all totals; it is held for microseconds, to copy them for 0.1 ms.
+Any thread. ``_lock`` guards all totals; held for microseconds, for a copy 0.1 ms.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from kvpool.errors import ConfigError, UnknownModel
 from kvpool.index.answer import Lookup
 
 Result = Literal["answered", "wrong", "unknown", "failed"]
-# Why a placed request went to its worker; the last two: why it went to none.
+# Why a placed request went to its worker; the last two: why it got none.
 Outcome = Literal["prefix", "load", "no-tokens", "unknown-model", "unreadable", "failed", "no-worker", "busy"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
 RESULTS: tuple[Result, ...] = ("answered", "wrong", "unknown", "failed")
 SECONDS = (50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0)
 RATIOS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 
-# The class of a worker's status, or: a refusal of the router itself, a response that its worker did not complete, a
-# client that did not wait for the end.
+# The class of a worker's status, or: a refusal of the router itself, a response that its worker did not
+# complete, a client that left before the end.
 RESPONSES = ("2xx", "3xx", "4xx", "5xx", "refused", "broken", "gone")
 Retry = Literal["unreachable", "lost", "503"]
 RETRIES: tuple[Retry, ...] = ("unreachable", "lost", "503")
@@ -34,7 +34,7 @@ FIRST_BYTE_S = (1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0, 2.0, 
 
 
 class Matched(NamedTuple):
-    """Blocks of a prompt, and the most of them that one rank has leading, by where; sums of these."""
+    """Blocks of a prompt, and the largest leading count of any rank, by tier; also sums of these."""
 
     prompt_blocks: int = 0
     device_blocks: int = 0
@@ -47,7 +47,7 @@ class Matched(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Requests that got a worker; ``prompt_blocks``, ``matched_blocks``: as ``IndexStatus`` has them."""
+    """Requests that got a worker; ``prompt_blocks``, ``matched_blocks``: as in ``IndexStatus``."""
 
     requests: int = 0
     prompt_blocks: int = 0
@@ -55,10 +55,10 @@ class Placed(NamedTuple):
 
 
 class Reuse(NamedTuple):
-    """Blocks of prompts that a worker could reuse instead of computing, as known when each was asked about; sums.
+    """Blocks of prompts that a worker could reuse, as known at the request; sums.
 
-    ``held_blocks``: the most leading blocks that one rank, or the pool, had of each: so much a request finds that is
-    sent to the best place, and their share of ``prompt_blocks`` is the ceiling of what routing can reach.
+    ``held_blocks``: the largest leading count of any rank or the pool. Its share of ``prompt_blocks`` is the
+    ceiling of routing.
     """
 
     prompts: int = 0
@@ -67,7 +67,7 @@ class Reuse(NamedTuple):
 
 
 class Histogram:
-    """Counts by upper bound, and their sum; for one thread at a time."""
+    """Counts by upper bound, and their sum. One thread at a time."""
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
@@ -84,13 +84,13 @@ class Totals:
     """Since the stats were made; ``streams``: now."""
 
     results: Counter[str] = field(default_factory=lambda: _zeros(RESULTS))
-    seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))  # of lookups that were answered
-    lookups: int = 0  # that had a row
+    seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))  # of answered lookups
+    lookups: int = 0  # with a row
     matched: Matched = field(default_factory=Matched)  # of these, summed
-    ratios: dict[str, Histogram] = field(  # of these, by where: matched blocks over prompt blocks
+    ratios: dict[str, Histogram] = field(  # of these, by tier: matched blocks over prompt blocks
         default_factory=lambda: {where: Histogram(RATIOS) for where in ("device", "local", "pool")}
     )
-    refused: Counter[str] = field(default_factory=Counter)  # by the name of gRPC's status
+    refused: Counter[str] = field(default_factory=Counter)  # by gRPC status name
     streams: int = 0
     placements: Counter[str] = field(default_factory=lambda: _zeros(OUTCOMES))  # requests of proxies
     placement_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
@@ -113,7 +113,7 @@ def _zeros(names: Sequence[str]) -> Counter[str]:
 
 
 def result_of(error: BaseException) -> Result:
-    """Of a lookup that failed."""
+    """Of a failed lookup."""
     if isinstance(error, UnknownModel):
         return "unknown"
     return "wrong" if isinstance(error, ConfigError) else "failed"
@@ -126,7 +126,7 @@ class RequestStats:
         self._totals = Totals()
 
     def record_lookup(self, seconds: float, result: Result, matched: Matched | None = None) -> None:
-        """A lookup has ended. ``matched``: of an answered lookup."""
+        """``matched``: of an answered lookup."""
         with self._lock:
             totals = self._totals
             totals.results[result] += 1
@@ -142,12 +142,12 @@ class RequestStats:
                 histogram.add(blocks / matched.prompt_blocks)
 
     def record_refusal(self, status: str) -> None:
-        """A request ended without an answer. ``status``: a name of gRPC's status codes."""
+        """A request without an answer. ``status``: a gRPC status name."""
         with self._lock:
             self._totals.refused[status] += 1
 
     def record_stream(self, change: int) -> None:
-        """A stream of lookups was opened (1), or has ended (-1)."""
+        """A stream of lookups began (1) or ended (-1)."""
         with self._lock:
             self._totals.streams += change
 
@@ -157,8 +157,7 @@ class RequestStats:
             self._totals.placement_seconds.add(seconds)
 
     def record_placed(self, prompt_blocks: int = 0, matched_blocks: int = 0, held_blocks: int = 0) -> None:
-        """A request got a worker, which need not compute ``matched_blocks`` of ``prompt_blocks`` (0: unknown).
-        ``held_blocks``: as in ``Reuse``."""
+        """``matched_blocks`` of ``prompt_blocks`` (0: unknown) need no compute. ``held_blocks``: as in ``Reuse``."""
         with self._lock:
             requests, blocks, matched = self._totals.placed
             self._totals.placed = Placed(requests + 1, blocks + prompt_blocks, matched + matched_blocks)
@@ -184,7 +183,7 @@ class ProxyStats:
             self._totals.under_way += 1
 
     def end(self, outcome: str) -> None:
-        """A request ends in one of ``RESPONSES``."""
+        """``outcome``: of ``RESPONSES``."""
         with self._lock:
             self._totals.under_way -= 1
             self._totals.responses[outcome] += 1
@@ -194,7 +193,7 @@ class ProxyStats:
             self._totals.retries[why] += 1
 
     def record_first_byte(self, seconds: float) -> None:
-        """A worker's response has begun so long after its request came."""
+        """Seconds from a request to its response's first byte."""
         with self._lock:
             self._totals.first_byte_seconds.add(seconds)
 

@@ -1,10 +1,10 @@
 """``Resolver``: addresses of host names, looked up in threads of their own.
 
-The system's resolver may hang for half a minute on one name and cannot be interrupted. So each lookup has a thread;
-``MAX_LOOKUPS`` run at a time, ``MAX_LOOKUPS_OF_OWNER`` of them for one owner (a tenant, in an index), and the others
-wait in line. Callers wait on a future, for as long as they like.
+The system's resolver may hang for half a minute and cannot be interrupted. So each lookup has a thread;
+``MAX_LOOKUPS`` run at a time, ``MAX_LOOKUPS_OF_OWNER`` per owner (a tenant, in an index), others wait in
+line. Callers wait on a future.
 
-Threads: any may call anything. ``_lock`` guards all fields; no name is looked up under it.
+Threads: any. ``_lock`` guards all fields; no name is looked up under it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from functools import lru_cache
 
 from kvpool.errors import KVPoolError
 
-FRESH_S = 5.0  # for so long addresses are not looked up again
-MIN_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0  # until a name that did not resolve is tried again
+FRESH_S = 5.0  # lifetime of addresses
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0  # of failed names
 MAX_LOOKUPS = 16
 MAX_LOOKUPS_OF_OWNER = 4
-MAX_NAMES = 16384  # that are remembered
+MAX_NAMES = 16384  # remembered
 
 Addresses = tuple[str, ...]  # numeric, in the system's order of preference; at least one
 
@@ -42,14 +42,14 @@ class _Name:
     answer: Future[Addresses]
     under_way: bool = True
     failures: int = 0  # in a row
-    until: float = 0.0  # the answer is given again
+    until: float = 0.0  # end of the answer's lifetime
 
 
 class Resolver:
-    """Gives addresses or ``Unresolved``. A lookup that hangs keeps no process from ending.
+    """Gives addresses or ``Unresolved``. A hanging lookup does not delay the process's exit.
 
-    ``allows``: whether an address of a name may be given to an owner (owner, address). ``trusted``: (owner, host in
-    lower case, port) of those that need not ask. ``clock``: seconds that only go up.
+    ``allows``: whether an owner may get an address of a name (owner, address). ``trusted``: exempt (owner,
+    host in lower case, port). ``clock``: monotonic seconds.
     """
 
     def __init__(
@@ -61,18 +61,16 @@ class Resolver:
     ) -> None:
         self._allows, self._trusted, self._clock = allows, trusted, clock
         self._lock = threading.Lock()
-        # By owner, host and whether it is trusted; what was asked longest ago comes first.
+        # By owner, host and whether it is trusted; least recently requested first.
         self._names: OrderedDict[tuple[str, str, bool], _Name] = OrderedDict()
-        self._line: OrderedDict[tuple[str, str, bool], None] = (
-            OrderedDict()
-        )  # of those that wait for a thread
+        self._line: OrderedDict[tuple[str, str, bool], None] = OrderedDict()  # waiting for a thread
         self._running: Counter[str] = Counter()  # by owner
 
     def resolve(self, host: str, owner: str = "", port: int = 0) -> Future[Addresses]:
-        """The addresses of a name or a numeric address, to come; never blocks. ``port``: that is to be connected to.
+        """A future of the addresses of a name or numeric address; never blocks. ``port``: of the connection.
 
-        An answer is remembered for ``FRESH_S`` seconds, a failure for 0.5 to 30: longer each time. The future cannot be
-        cancelled, and is done when the system's resolver is: wait with a deadline. Errors, in the future:
+        An answer lives for ``FRESH_S`` seconds, a failure for 0.5 to 30, growing. The future cannot be
+        cancelled and lasts as long as the system's resolver: wait with a deadline. Errors, in the future:
         ``Unresolved``.
         """
         if _is_numeric(host):
@@ -104,7 +102,7 @@ class Resolver:
         return oldest is not None
 
     def _start(self) -> None:
-        """Look up those in line for whom there is a thread."""
+        """Look up names in line while threads are free."""
         for key in list(self._line):
             if self._running.total() >= MAX_LOOKUPS:
                 return
@@ -156,7 +154,7 @@ def _is_numeric(host: str) -> bool:
 
 
 def _pending() -> Future[Addresses]:
-    """One that several wait for: none of them can cancel it for the others."""
+    """Shared by several waiters: none can cancel it."""
     future: Future[Addresses] = Future()
     future.set_running_or_notify_cancel()
     return future

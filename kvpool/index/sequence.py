@@ -1,11 +1,11 @@
-"""One publisher's batches in order, each once: what to apply, when to ask for a replay, when nothing is sure.
+"""One publisher's batches in order, each once: applies batches, requests replays, detects restarts.
 
-vLLM numbers its batches from 0 at every start, keeps the last 10,000 of them and sends those again on request
-(``vllm/distributed/kv_events.py``). A number alone does not tell a restart from what was heard before. So every
-replay is asked from the last batch that was applied, and that batch has to come back byte by byte: batches carry
-the time at which they were made, so no two are alike. (Of those that were applied a digest is kept, not the bytes.)
+vLLM numbers its batches from 0 at every start, keeps the last 10,000 and sends them again on request
+(``vllm/distributed/kv_events.py``). A number alone does not show a restart. So each replay starts at the last
+applied batch, and that batch must come back byte by byte: batches carry their time, so no two are alike.
+Applied batches are kept as digests.
 
-Nothing here reads a socket or a clock; ``Subscriber`` does.
+No I/O and no clock; ``Subscriber`` has both.
 """
 
 from __future__ import annotations
@@ -18,30 +18,29 @@ from kvpool.errors import MalformedEvents
 from kvpool.index.limits import Limits
 from kvpool.index.rank import Rank, batch_digest
 
-REMEMBERED = 1 << 14  # batches of which a digest is kept, to know one that comes twice
-CHUNK = 1 << 10  # digests for which memory is taken at a time; the first of them are in what a rank costs
-MAX_WAITING = 1 << 14  # batches that came while a replay is under way
+REMEMBERED = 1 << 14  # batches kept as digests, to recognize duplicates
+CHUNK = 1 << 10  # digests per allocation; the first are in RANK_NBYTES
+MAX_WAITING = 1 << 14  # batches that arrive during a replay
 MAX_WAITING_NBYTES = 64 << 20
-MAX_ROUNDS = 8  # replays in a row that bring nothing new
+MAX_ROUNDS = 8  # replays in a row without news
 
 
 class _State(Enum):
     LIVE = "live"
-    # A replay is under way, or is to be asked for:
+    # A replay is under way, or wanted:
     JOINING = "joining"  # nothing is known yet
-    CHECKING = "checking"  # whether what is known is still true
+    CHECKING = "checking"  # is the known state still true?
     CLOSING = "closing"  # a gap
 
 
 class Sequence:
     """The order of one rank's batches. One thread.
 
-    ``can_replay``: the publisher has a replay endpoint. The reader of its sockets calls the methods below;
-    ``wanted`` says from which number a replay is to be asked. A replay that was asked for is followed
-    by ``replayed`` for each batch and ``replay_ended``, or by ``replay_failed``. ``position``: where an index has
-    stopped that knew this publisher; the first replay proves whether it is still of the same life. Needs a replay
-    endpoint. ``limits``: what digests and batches that wait are counted in; where it has no room, there are fewer of
-    either. ``close`` gives it back.
+    ``can_replay``: the publisher has a replay endpoint. The socket's reader calls the methods below;
+    ``wanted`` is the first number of the wanted replay. A requested replay ends with ``replay_ended``, after
+    ``replayed`` for each batch, or with ``replay_failed``. ``position``: where a former index stopped; the
+    first replay proves the same incarnation; needs a replay endpoint. ``limits``: count digests and waiting
+    batches; without room there are fewer. ``close`` returns it.
     """
 
     def __init__(
@@ -55,15 +54,15 @@ class Sequence:
         self._rank = rank
         self._can_replay = can_replay
         self._last: int | None = None  # applied
-        self._digests = array("Q")  # of batches without a hole
-        self._first = 0  # the number of the first of them
+        self._digests = array("Q")  # of consecutive batches
+        self._first = 0  # number of the first digest
         self._waiting: deque[tuple[int, bytes]] = deque()
         self._waiting_nbytes = 0
         self._state = _State.JOINING if can_replay else _State.LIVE
-        self._verified = False  # within a replay: the last batch applied has come back as it was
-        # Within a replay: it has a gap itself, or is not of this publisher's present life.
+        self._verified = False  # in a replay: the last applied batch came back unchanged
+        # In a replay: it has a gap itself, or is not of this publisher's present incarnation.
         self._broken = False
-        self._outdated = False  # within a replay: it may be of a life that has ended since
+        self._outdated = False  # in a replay: it may be of an ended incarnation
         self._rounds = 0
         if (position := rank.position) is not None:
             assert can_replay
@@ -72,14 +71,13 @@ class Sequence:
             self._state = _State.CHECKING
 
     def close(self) -> None:
-        """Give back what it has taken of the budget; it is not used any more."""
+        """Return its memory to the budget; the last call."""
         self._drop_waiting()
         self._forget_digests()
 
-    # What comes by itself.
+    # Published events.
 
     def live(self, sequence: int, payload: bytes) -> None:
-        """A batch as it is published."""
         if self._state is not _State.LIVE:
             self._wait(sequence, payload)
         elif self._last is None and not self._can_replay:
@@ -95,9 +93,9 @@ class Sequence:
                 self._apply(sequence, payload)
 
     def disconnected(self) -> None:
-        """The connection was lost: what comes next may be of another life of the publisher.
+        """The connection was lost: the next batch may be of another incarnation.
 
-        What has come before and was not yet handed over must be thrown away first.
+        Drop batches that arrived earlier and were not handed over.
         """
         self._drop_waiting()
         if self._can_replay:
@@ -110,14 +108,13 @@ class Sequence:
             self._reset("its connection was lost, and it has no replay endpoint to ask what was missed")
 
     def check(self) -> None:
-        """Ask whether there is anything later than what was applied."""
+        """Request any batches after the last applied."""
         if self._can_replay and self._state is _State.LIVE:
             self._ask(_State.CHECKING)
 
-    # What a replay brings.
+    # Replays.
 
     def replayed(self, sequence: int, payload: bytes) -> None:
-        """A batch of the replay that was asked for."""
         if self._broken:
             return
         if self._last is None:
@@ -127,7 +124,7 @@ class Sequence:
             if sequence == self._last and self._is_known(sequence, payload):
                 self._verified = True
             elif sequence > self._last:
-                # The publisher keeps the newest batches without a hole: it has dropped the one that we know.
+                # The publisher keeps the newest consecutive batches: it has dropped the last applied.
                 self._reset("more batches were missed than its publisher keeps")
                 self._apply(sequence, payload)
                 self._verified = True
@@ -136,10 +133,9 @@ class Sequence:
         elif sequence == self._next:
             self._apply(sequence, payload)
         elif sequence > self._next:
-            self._broken = True  # some were dropped on the way: they are asked for at the end
+            self._broken = True  # some were dropped on the way: requested again at the end
 
     def replay_ended(self) -> None:
-        """The replay is over."""
         if self._outdated:
             self._ask(self._state)
             return
@@ -158,31 +154,31 @@ class Sequence:
         self._rank.mark(stale=False)
 
     def replay_failed(self, problem: str) -> None:
-        """No answer came, for the reason given: ask again."""
+        """No answer, for this reason: request again."""
         self._rank.mark(stale=True, problem=problem)
         self._ask(self._state)
 
     @property
     def _next(self) -> int:
-        """The number that the next batch should have: a publisher that has told nothing yet begins with 0."""
+        """The number of the next batch; 0 for a publisher without batches."""
         return 0 if self._last is None else self._last + 1
 
     @property
     def applied(self) -> int:
-        """The number of the last batch applied; 0 also when there is none."""
+        """The number of the last batch applied; 0 also when none."""
         return self._last or 0
 
     @property
     def is_live(self) -> bool:
-        """Whether nothing is being asked."""
+        """No replay is wanted or under way."""
         return self._state is _State.LIVE
 
     @property
     def wanted(self) -> int | None:
-        """The number from which a replay is to be asked; None when nothing is."""
+        """The first number of the wanted replay; None: no replay."""
         return None if self.is_live else self._last or 0
 
-    # How it goes on.
+    # Transitions.
 
     def _gap(self, sequence: int, payload: bytes) -> None:
         missing = f"{sequence - self._next} batches were missed"
@@ -196,7 +192,7 @@ class Sequence:
             self._apply(sequence, payload)
 
     def _started_anew(self) -> None:
-        """What is known is of a life of the publisher that has ended; the next replay brings all of the new one."""
+        """The publisher's incarnation has ended; the next replay brings all of the new one."""
         self._last = None
         self._forget_digests()
         self._drop_waiting()
@@ -208,7 +204,7 @@ class Sequence:
         self._state, self._verified, self._broken, self._outdated = state, False, False, False
 
     def _ask_again(self) -> None:
-        """A replay has left something open."""
+        """A replay has left a gap."""
         self._rounds += 1
         if self._rounds > MAX_ROUNDS:
             self._rounds = 0
@@ -218,7 +214,7 @@ class Sequence:
         self._ask(state)
 
     def _wait(self, sequence: int, payload: bytes) -> None:
-        """Keep a batch until the replay is over; what does not fit is a gap then."""
+        """Keep a batch until the replay is over; a batch without room becomes a gap."""
         if (
             len(self._waiting) < MAX_WAITING
             and self._waiting_nbytes + len(payload) <= MAX_WAITING_NBYTES
@@ -238,7 +234,7 @@ class Sequence:
             if sequence == self._next:
                 self._apply(sequence, payload)
             elif not self._is_known(sequence, payload):
-                self._broken = True  # a gap behind the replay, or another life: the next replay tells
+                self._broken = True  # a gap behind the replay, or another incarnation: the next replay shows
                 return
 
     def _apply(self, sequence: int, payload: bytes) -> None:

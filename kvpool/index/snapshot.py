@@ -1,10 +1,9 @@
-"""``Snapshot``: what an index knows, at rest, and its form as bytes: in a file, or on the way to another index. Pure.
+"""``Snapshot``: an index's state at rest, and its bytes in a file or a stream to another index. Pure.
 
-The bytes, little-endian: a header (below), a head in msgpack, then an image of the table of each partition, one after
-the other (``_native/index/table_image.h``). The header's checksum is of header and head; an image has its own. So no
-byte is used that is not covered.
+The bytes, little-endian: a header (below), a head in msgpack, then an image of each partition's table
+(``_native/index/table_image.h``). The header's checksum covers header and head; each image has its own.
 
-What a snapshot says is credited only after the publisher itself has proved it: see ``Fleet.restore``.
+A snapshot's blocks are credited only after the publisher has proved its position: see ``Fleet.restore``.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ assert _HEADER.size == 32
 
 
 class RankState(NamedTuple):
-    """A rank of a worker. ``holder``: its number in the image. ``position``: the batch after which these are
-    its blocks; None: there is nothing to go on from. ``incomplete_reason``: why they are only a part; empty: all.
+    """A rank of a worker. ``holder``: its number in the image. ``position``: the last batch of its blocks;
+    None: unknown. ``incomplete_reason``: why its blocks are only a part; empty: complete.
     """
 
     publisher: Publisher
@@ -51,7 +50,7 @@ class RankState(NamedTuple):
 
 
 class WorkerState(NamedTuple):
-    """A worker, who named it, and what is left of its lease; None: it has none."""
+    """A worker, its source, and the rest of its lease; None: no lease."""
 
     worker: Worker
     source: str
@@ -60,9 +59,9 @@ class WorkerState(NamedTuple):
 
 
 class PartitionState(NamedTuple):
-    """Workers that share a table. ``namespaces``: whose pools' blocks stand in it.
+    """Workers that share a table. ``namespaces``: of the pool blocks in it.
 
-    ``image``: packed, or yet to be packed.
+    ``image``: packed, or to be packed.
     """
 
     workers: tuple[WorkerState, ...]
@@ -75,7 +74,7 @@ class PartitionState(NamedTuple):
 
 
 class Snapshot(NamedTuple):
-    """``written_at_s``: by the wall clock. ``life``: ``Store.server_run_id`` of the pool in it; empty: none."""
+    """``written_at_s``: by the wall clock. ``life``: ``Store.server_run_id`` of its pool; empty: none."""
 
     written_at_s: float
     life: str
@@ -83,7 +82,7 @@ class Snapshot(NamedTuple):
 
 
 def pack(snapshot: Snapshot) -> list[bytes]:
-    """The bytes, in parts that belong one behind the other. Takes as much memory again as they have."""
+    """The bytes, in consecutive parts. Doubles their memory."""
     images = [bytes(state.packed_image) for state in snapshot.partitions]
     head = msgpack.packb(
         {
@@ -105,7 +104,7 @@ def pack(snapshot: Snapshot) -> list[bytes]:
 
 
 def unpack(packed: Buffer) -> Snapshot:
-    """What ``pack`` made. Images are still to be proved, by ``PrefixIndex.of_image``. Errors: ``SnapshotRefused``."""
+    """Images are checked later, by ``PrefixIndex.of_image``. Errors: ``SnapshotRefused``."""
     view = memoryview(packed).cast("B")
     if len(view) < _HEADER.size:
         raise SnapshotRefused("this is no snapshot of an index: it ends within its header")

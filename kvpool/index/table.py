@@ -1,6 +1,6 @@
 """``PrefixIndex``: KV events in, leading blocks per worker and tier out.
 
-The table and the decoding are native (``kvpool/_native/index/table.h``, ``events.h``); here are types and errors.
+Table and decoding are native (``kvpool/_native/index/table.h``, ``events.h``); types and errors are here.
 """
 
 from __future__ import annotations
@@ -34,21 +34,20 @@ REFUSED = (_native.TooMuchWork, _native.NotAtOnce, ValueError, TypeError, Buffer
 
 
 class ClearedTooOften(MalformedEvents):
-    """A batch stores and clears in turns, a walk over the table each time: its worker holds nothing any more."""
+    """A batch stores and clears in turns, a walk over the table each time: its worker's blocks are dropped."""
 
 
 class NotAtOnce(KVPoolError):
-    """An answer waits for a batch, or takes longer than an event loop may be held up: ask again in a thread."""
+    """An answer waits for a batch, or takes too long for an event loop: call again in a thread."""
 
 
 def malformed(error: _native.MalformedEvents) -> MalformedEvents:
-    """It as one of ours."""
     kind = ClearedTooOften if isinstance(error, _native.ClearedTooOften) else MalformedEvents
     return kind(f"a batch of KV events is malformed: {error}")
 
 
 def refusal(error: Exception) -> KVPoolError:
-    """Of one of ``REFUSED``: ``KVPoolError`` where a limit was met, else ``ConfigError``; or ``NotAtOnce``."""
+    """Of ``REFUSED``: ``KVPoolError`` at a limit, else ``ConfigError``; or ``NotAtOnce``."""
     if isinstance(error, _native.NotAtOnce):
         return NotAtOnce(str(error))
     return KVPoolError(str(error)) if isinstance(error, _native.TooMuchWork) else ConfigError(str(error))
@@ -64,27 +63,27 @@ def refusals() -> Iterator[None]:
 
 
 class Applied(NamedTuple):
-    """What one batch changed, or all of them: block hashes, and events where the name says so."""
+    """Changes by one batch, or all: block hashes, and events where the name says so."""
 
     stored: int  # new at this holder
-    copied: int  # one more physical copy of what it holds
-    repeated: int  # told again: nothing changed
+    copied: int  # another physical copy at this holder
+    repeated: int  # unchanged: stored before
     removed: int  # gone from this holder
-    uncopied: int  # one physical copy less, others are left
-    unknown: int  # removed, but this holder did not have it
-    refused: int  # stored, but there is no room for it
-    doubted: int  # stored, but of a window from the root of a prompt: perhaps a report of what is gone, not credited
+    uncopied: int  # one physical copy fewer, others are left
+    unknown: int  # removed, but not held by this holder
+    refused: int  # stored, but without room
+    doubted: int  # stored, of a sliding window from the prompt's root: perhaps gone already, so not credited
     cleared_events: int
-    skipped_events: int  # of an unknown type or in an unknown medium
-    evicted: int  # cold blocks, of any worker, that left to make room
+    skipped_events: int  # of an unknown type or medium
+    evicted: int  # cold blocks, of any worker, that made room
     lookahead_events: int  # stored, with hashes that cover tokens behind their block: no prompt has them
 
 
 class Content(NamedTuple):
-    """What one worker holds, comparable between indexes that were fed alike.
+    """One worker's blocks, comparable between indexes with the same events.
 
-    ``digest``: 64 bits over every block with its rank, KV-cache group, tier and number of copies, in any order; 0:
-    nothing. ``blocks``: counted once for each rank, group and tier that has it.
+    ``digest``: 64 bits over every block with its rank, KV-cache group, tier and copies, in any order; 0:
+    nothing. ``blocks``: counted once per rank, group and tier.
     """
 
     digest: int
@@ -92,11 +91,10 @@ class Content(NamedTuple):
 
 
 class Match(NamedTuple):
-    """How many leading blocks of a prompt one rank of one worker can use; 0 where it holds not even the first.
+    """How many leading blocks of a prompt one rank of one worker can use; 0: not even the first.
 
-    ``local_blocks``: each block in any tier of the worker itself, device, host or disk. ``any_blocks``: each
-    block there or in the pool. ``memory_blocks``: each on the device or in main memory. A prompt that goes on in
-    another tier counts on in these three only.
+    ``local_blocks``: each block on device, host or disk. ``any_blocks``: local or in the pool.
+    ``memory_blocks``: on device or host. Only these three count on across tiers.
     """
 
     worker: str
@@ -113,9 +111,8 @@ class Match(NamedTuple):
 class Matches:
     """The answer of ``PrefixIndex.match``, in columns: row i of each belongs to ``workers[i]``.
 
-    Only ranks that hold the first block in some tier have a row; rows are in no particular order. A number
-    column is a read-only ``memoryview`` of native 32-bit unsigned integers, one a row. Iterating gives a
-    ``Match`` a row. Immutable; it does not follow the index.
+    Only ranks that hold the first block in some tier have a row, unordered. A number column is a read-only
+    ``memoryview`` of native 32-bit unsigned integers. Iterating gives ``Match``es. Immutable.
     """
 
     __slots__ = ("_native",)
@@ -128,47 +125,43 @@ class Matches:
 
     @property
     def workers(self) -> list[str]:
-        """Names; a worker with several data-parallel ranks stands in several rows."""
+        """Names; a worker with several data-parallel ranks has several rows."""
         return self._native.workers()
 
     @property
     def dp_ranks(self) -> memoryview:
-        """Data-parallel ranks."""
         return memoryview(self._native.dp_ranks()).cast("I")
 
     @property
     def device_blocks(self) -> memoryview:
-        """Leading blocks in accelerator memory (what the engine calls GPU)."""
         return self._column(TIERS.index("device"))
 
     @property
     def host_blocks(self) -> memoryview:
-        """Leading blocks in the worker's main memory."""
         return self._column(TIERS.index("host"))
 
     @property
     def disk_blocks(self) -> memoryview:
-        """Leading blocks on the worker's disk."""
         return self._column(TIERS.index("disk"))
 
     @property
     def pool_blocks(self) -> memoryview:
-        """Leading blocks in storage that this worker announced: what it could load from the pool."""
+        """In storage that this worker announced: loadable from the pool."""
         return self._column(TIERS.index("pool"))
 
     @property
     def local_blocks(self) -> memoryview:
-        """Leading blocks in any tier of the worker itself: device, host or disk, block by block."""
+        """On device, host or disk, block by block."""
         return self._column(_LOCAL)
 
     @property
     def any_blocks(self) -> memoryview:
-        """Leading blocks in any tier, the pool among them, block by block."""
+        """In any tier, the pool included, block by block."""
         return self._column(_ANY)
 
     @property
     def memory_blocks(self) -> memoryview:
-        """Leading blocks on the device or in main memory, block by block."""
+        """On device or host, block by block."""
         return self._column(_MEMORY)
 
     def __iter__(self) -> Iterator[Match]:
@@ -183,22 +176,22 @@ class Matches:
 
 
 class PrefixIndex:
-    """Which workers hold which blocks, from their KV events; exact as of the last batch applied, until it is full.
+    """Which workers hold which blocks, from their KV events; exact as of the last batch applied, until it is
+    full.
 
-    One index is **one partition**: the workers in it must share model, tenant, hash algorithm, hash seed and
-    hash block size, since a block is known by its 64-bit hash alone. Keep one index for each partition.
+    An index is **one partition**: its workers must share model, tenant, hash algorithm, hash seed and hash
+    block size, since a 64-bit hash alone names a block.
 
-    ``max_blocks``: distinct blocks, 1 to 2**32. ``memory``: for this index and others that share it; each may have its
-    first MiB, and none shrinks; None: no limit. A full index forgets blocks that were neither stored nor requested
-    in a while, and counts them (``evicted``). Its workers are credited less then, and never more than they hold. A
-    block costs 17 to 30 bytes where prompts share prefixes. ``reuse_reports``: some requests may run with vLLM's
-    ``kv_cache_report_mode`` set to ``full``; ``docs/explanation/prefix-index.md`` says what that costs. False,
-    where none does, counts copies exactly, and knows all that a sliding window holds. ``block_tokens``: of a block
-    that is hashed, for models with KV-cache groups of larger blocks; None: all groups are taken to have blocks of
-    that size.
+    ``max_blocks``: distinct blocks, 1 to 2**32. ``memory``: shared with other indexes; each may have its
+    first MiB, and none shrinks; None: no limit. A full index evicts blocks that were not stored or requested
+    for a while, and counts them (``evicted``). Its workers are then credited with less, never more than they
+    hold. A block costs 17 to 30 bytes where prompts share prefixes. ``reuse_reports``: some requests may run
+    with vLLM's ``kv_cache_report_mode`` set to ``full``; ``docs/explanation/prefix-index.md`` has its cost.
+    False counts copies exactly, and credits all blocks of a sliding window. ``block_tokens``: of a hashed
+    block, for models with KV-cache groups of larger blocks; None: all groups have blocks of that size.
 
-    Any thread may call anything; calls do not hold the interpreter's lock while they work. A match waits for a
-    batch that is being applied, and sees all of it or nothing. Nothing blocks on I/O.
+    Any thread; calls release the interpreter's lock while they work. A match waits for a batch that is being
+    applied, and sees all of it or nothing. No I/O.
     """
 
     __slots__ = ("native",)
@@ -233,10 +226,10 @@ class PrefixIndex:
         block_tokens: int | None = None,
         memory: _native.MemoryBudget | None = None,
     ) -> PrefixIndex:
-        """An index with what was in another one when ``image().pack()`` made these bytes; totals start from 0.
+        """An index from the bytes of ``image().pack()``; totals start from 0.
 
-        Blocks for which there is no room are refused, and counted, for their holders as ``evicted``. Errors:
-        ``SnapshotRefused`` for bytes that are no image or are damaged; ``ConfigError`` for the rest.
+        Blocks without room are refused, and counted as ``evicted`` for their holders. Errors:
+        ``SnapshotRefused`` for damaged bytes; ``ConfigError`` for the rest.
         """
         made = cls(max_blocks=max_blocks, reuse_reports=reuse_reports, block_tokens=block_tokens)
         try:
@@ -250,13 +243,13 @@ class PrefixIndex:
         return made
 
     def apply(self, worker: str, payload: Buffer, *, dp_rank: int = 0, pool: str | None = None) -> Applied:
-        """Apply one batch of events: the last frame of a message of vLLM's publisher, as it came.
+        """Apply one batch of events: the last frame of a message of vLLM's publisher, as received.
 
-        ``worker``: its name, 1 to 256 bytes of UTF-8; a new one is added. ``payload``: msgpack
-        ``[timestamp, [events], data-parallel rank]``, at most 64 MiB, a million events and four million
-        hashes. ``dp_rank``: the rank where the payload names none. ``pool``: who holds what the batch says of
-        the pool, as a worker of that name with rank 0, for workers that share one; None: the worker itself.
-        Errors: ``MalformedEvents``, and then nothing of the batch was applied; ``ClearedTooOften``; ``ConfigError``.
+        ``worker``: its name, 1 to 256 bytes of UTF-8; a new one is added. ``payload``: msgpack ``[timestamp,
+        [events], data-parallel rank]``, at most 64 MiB, a million events and four million hashes.
+        ``dp_rank``: the rank where the payload names none. ``pool``: the holder of the batch's pool blocks,
+        as a worker of that name with rank 0, for workers that share a pool; None: the worker itself. Errors:
+        ``MalformedEvents``, with nothing applied; ``ClearedTooOften``; ``ConfigError``.
         """
         _check_rank(dp_rank)
         try:
@@ -269,29 +262,29 @@ class PrefixIndex:
     def match(self, hashes64: Buffer, *, workers: Sequence[str] | None = None) -> Matches:
         """How many leading blocks of a prompt each worker can use, by tier.
 
-        ``hashes64``: what ``BlockHasher.hashes64`` returns: one little-endian u64 a block, at most 4,194,304.
-        ``workers``: only these, known or not; None: all. A worker without a row holds nothing of the prompt.
-        Of a model with several KV-cache groups, counts from where all of them could go on: full attention needs every
-        block, a sliding window its last ones. Errors: ``ConfigError``, also for hashes that go in circles;
-        ``KVPoolError`` for a prompt that others would have to wait for too long (``Walk`` in the native core).
+        ``hashes64``: of ``BlockHasher.hashes64``: one little-endian u64 a block, at most 4,194,304.
+        ``workers``: only these, known or not; None: all. A worker without a row holds no block of the prompt.
+        With several KV-cache groups, counts are lengths from which all groups could go on: full attention
+        needs every block, a sliding window its last ones. Errors: ``ConfigError``, also for circular hashes;
+        ``KVPoolError`` for a prompt that takes too long (``Walk`` in the native core).
         """
-        try:  # not refusals(): a context manager takes a microsecond, as long as a short lookup
+        try:  # not refusals(): a context manager takes 1 us, as long as a short lookup
             return Matches(self.native.match(hashes64, workers))
         except REFUSED as error:
             raise refusal(error) from error
 
     def remove_worker(self, worker: str) -> bool:
-        """Forget a worker and all it holds, at once; False if it is not known.
+        """Forget a worker and its blocks, at once; False: unknown.
 
-        Takes time with the number of different sets of holders, not of blocks. Errors: ``ConfigError``.
+        Takes time with the number of holder sets, not of blocks. Errors: ``ConfigError``.
         """
         with refusals():
             return self.native.remove_worker(worker)
 
     def clear(self, worker: str, *, dp_rank: int | None = None, tier: Tier | None = None) -> bool:
-        """Forget what a worker holds, but not the worker: of one rank or all, in one tier or all.
+        """Forget a worker's blocks, but not the worker: of one rank or all, in one tier or all.
 
-        False if there is no such rank. Errors: ``ConfigError``.
+        False: no such rank. Errors: ``ConfigError``.
         """
         if dp_rank is not None:
             _check_rank(dp_rank)
@@ -302,25 +295,22 @@ class PrefixIndex:
             return self.native.clear(worker, dp_rank, tiers)
 
     def mark(self, worker: str, cursor: int = 0) -> int:
-        """Mark all that ``worker`` holds in the pool, to find out what is no longer there: mark and sweep.
+        """Mark all blocks that ``worker`` holds in the pool, for mark and sweep.
 
-        Begin with cursor 0, and call it with what it returned until that is 0. Then list what is there, ``apply`` it as
-        stored, which takes the mark away, and ``sweep`` until no mark is left. Events that come meanwhile take marks
-        away, too. Each call looks at about 2,000 blocks of the table. Errors: ``ConfigError``.
+        Begin with cursor 0, and pass the returned cursor until it is 0. Then list the pool, ``apply`` present
+        blocks as stored, which unmarks them, and ``sweep`` until no mark is left. Stored events unmark, too.
+        Each call covers about 2,000 blocks of the table. Errors: ``ConfigError``.
         """
         with refusals():
             return self.native.doubt(worker, cursor)
 
     def sweep(self, worker: str) -> tuple[int, int]:
-        """Take away some of what is still marked: (blocks taken from ``worker``, marks that are left).
-
-        Each call takes about 2,000. Errors: ``ConfigError``.
-        """
+        """Remove about 2,000 marked blocks: (blocks removed from ``worker``, marks left). Errors: ``ConfigError``."""
         with refusals():
             return self.native.expel(worker)
 
     def evicted(self, worker: str) -> int:
-        """How many of a worker's holdings were forgotten to make room, since all it held was last cleared.
+        """Holdings of a worker that were evicted since its last clear.
 
         Above 0 it may be credited with less than it holds. Errors: ``ConfigError``.
         """
@@ -328,24 +318,24 @@ class PrefixIndex:
             return self.native.evicted(worker)
 
     def workers(self) -> list[str]:
-        """The names of all workers that were added and not removed, sorted."""
+        """The names of all present workers, sorted."""
         return self.native.workers()
 
     def content(self, worker: str) -> Content | None:
-        """What a worker holds, in a number that another index can be compared by; None if it is not known."""
+        """Comparable between indexes; None: unknown."""
         with refusals():
             found = self.native.content(worker)
         return None if found is None else Content._make(found)
 
     def image(self) -> _native.TableImage:
-        """A copy of all that the index holds; ``pack()`` of it gives bytes for ``of_image``.
+        """A copy of the whole index; its ``pack()`` gives bytes for ``of_image``.
 
-        Batches wait while it is copied, about 10 ms for a million blocks, and not while it is packed.
+        Batches wait for the copy, about 10 ms for a million blocks, and not for packing.
         """
         return self.native.image()
 
     def held_by(self, worker: str) -> dict[Tier, int]:
-        """Blocks that a worker holds in each tier; zeros for one that is not known. Errors: ``ConfigError``."""
+        """A worker's blocks in each tier; zeros if unknown. Errors: ``ConfigError``."""
         with refusals():
             return dict(zip(TIERS, self.native.held_by(worker), strict=True))
 
@@ -355,16 +345,16 @@ class PrefixIndex:
 
     @property
     def memory_nbytes(self) -> int:
-        """Bytes that the table takes, free places included. It does not shrink when blocks go."""
+        """Bytes of the table, free places included. It never shrinks."""
         return int(self.native.stats()["nbytes"])
 
     def counters(self) -> dict[str, int]:
         """Totals of all batches, under the names of ``Applied``, with ``batches`` and ``malformed_batches``.
 
-        Gauges: ``blocks``, ``workers``, ``holders`` (rank and KV-cache group), ``holder_sets`` (different
-        ones), ``copied_blocks`` (with more than one physical copy at a holder), ``unswept_blocks`` (places of
-        blocks without holders, freed a few with each batch), ``memory_nbytes``, and for each
-        tier the blocks that are held there (``device_blocks`` and so on), once for each holder.
+        Gauges: ``blocks``, ``workers``, ``holders`` (rank and KV-cache group), ``holder_sets`` (distinct),
+        ``copied_blocks`` (with more than one physical copy at a holder), ``unswept_blocks`` (places without
+        holders, freed a few with each batch), ``memory_nbytes``, and ``device_blocks`` and so on per tier,
+        once for each holder.
         """
         stats = self.native.stats()
         names = {"copies": "copied_blocks", "unswept": "unswept_blocks", "nbytes": "memory_nbytes"}

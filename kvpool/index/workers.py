@@ -1,12 +1,12 @@
-"""``Workers``: who is present in a fleet, in which partitions, within which limits; and that at rest.
+"""``Workers``: a fleet's present workers, their partitions and limits; and all of it at rest.
 
-A partition is a ``PrefixIndex`` for workers that share tenant, model, hash algorithm, seed and block size. In it a
-holder is one rank of one start of a worker (``rank/N``, with a number that is never given again), or the pool of one
-namespace (``pool/NAMESPACE``). So nothing that is said late about an earlier start can be taken for a later one's,
-and no name of a worker can be taken for a pool.
+A partition is a ``PrefixIndex`` for workers that share tenant, model, hash algorithm, seed and block size.
+Its holders are ranks of one start of a worker (``rank/N``, N never reused) and pools of one namespace
+(``pool/NAMESPACE``). So a late event of an earlier start never counts for a later one, and no worker's name
+is taken for a pool.
 
-Threads: the caller holds the fleet's lock, for every method. ``present``, ``ranks`` and ``models`` may be read without
-it: each value in them is replaced whole.
+Threads: the caller holds the fleet's lock, for every method. ``present``, ``ranks`` and ``models`` may be
+read without it: each value is replaced whole.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ MAX_NAMESPACES = 1024  # of a partition
 MAX_LEASE_S = 86400.0
 MORE = "remove some of its workers, or give the index a larger --tenant-share"
 MAX_NAMED = 10  # of the known models, in an error
-# How long a worker that comes back from a snapshot waits for the pool to announce it: as long as a watch keeps those
-# that it cannot read (kvpool.discovery.worker_watch).
+# How long a restored worker waits for its announcement in the pool: as long as a watch keeps unreadable
+# workers (kvpool.discovery.worker_watch).
 RESTORED_LEASE_S = 60.0
 
 assert MAX_RANKS + MAX_NAMESPACES <= 65536
@@ -55,7 +55,7 @@ _HOLDER = re.compile(r"rank/([0-9]{1,18})")
 
 @dataclass(slots=True, eq=False)
 class Present:
-    """One worker that is present: ``ranks`` are of this start."""
+    """One present worker: ``ranks`` are of this start."""
 
     worker: Worker
     source: Source
@@ -70,17 +70,17 @@ class Present:
         return is_named and tenant in (None, worker.tenant) and model in (None, worker.model)
 
     def lease_left_ms(self, now_s: float) -> int:
-        """1 at least: 0 says that there is no lease."""
+        """1 at least: 0 means no lease."""
         expires_at_s = self.expires_at_s
         return 0 if expires_at_s is None else max(1, int((expires_at_s - now_s) * 1000))
 
 
 class Workers:
-    """``options``: of each partition's ``PrefixIndex``. ``seed``, ``clock``, ``tenant_share``: as of the fleet.
-    ``limits``: has room for each rank.
+    """``options``: of each partition's ``PrefixIndex``. ``seed``, ``clock``, ``tenant_share``: as in
+    ``Fleet``. ``limits``: has room for each rank.
 
-    ``models``: the partitions of each (tenant, model); (): known, without ranks now. ``departed``: totals of those
-    who have left.
+    ``models``: the partitions of each (tenant, model); (): known, without ranks now. ``departed``: totals of
+    former ranks.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Workers:
         self._options, self._seed, self._clock, self._limits = options, seed, clock, limits
         self._share = tenant_share
         self._used: Counter[tuple[str, str]] = Counter()  # by tenant: workers, and ranks
-        self._followed: dict[str, Counter[str]] = {}  # by endpoint: workers of each tenant that publish there
+        self._followed: dict[str, Counter[str]] = {}  # by endpoint: publishing workers of each tenant
         self.present: dict[str, Present] = {}  # by worker's id
         self.ranks: dict[tuple[str, int], Rank] = {}
         self.models: dict[tuple[str, str], tuple[Partition, ...]] = {}
@@ -120,7 +120,7 @@ class Workers:
         """``Fleet.restore``; ``indexes``: the tables of the snapshot's partitions."""
         pooled = bool(life) and life == snapshot.life
         assert not self.present
-        # Behind all that the snapshot names, so that no start of now is taken for one of them.
+        # Above all numbers of the snapshot, so that new starts get new names.
         numbers = [_HOLDER.fullmatch(name) for index in indexes for name in index.workers()]
         self._next_holder = max((int(found[1]) + 1 for found in numbers if found), default=0)
         try:
@@ -183,9 +183,9 @@ class Workers:
             entry.partition.members = Members(entry.partition.members.ranks)
 
     def make_room(self, worker: Worker, known: Present | None) -> None:
-        """Check every limit before anything is changed; what no worker uses any more makes room.
+        """Check every limit before any change; models and partitions without workers make room.
 
-        Errors: ``KVPoolError``; ``ConfigError`` for an endpoint that is followed for another tenant, which would see
+        Errors: ``KVPoolError``; ``ConfigError`` for an endpoint followed for another tenant, which would see
         the worker's events. ``Dialler`` compares the addresses of names.
         """
         tenant, replaced_ranks = worker.tenant, len(known.ranks) if known else None
@@ -262,7 +262,7 @@ class Workers:
         restored: PrefixIndex | None = None,
         known: Mapping[int, RankState] | None = None,
     ) -> Present:
-        """Errors: ``KVPoolError`` when there is no room for its ranks or its namespace; it is not in then."""
+        """Errors: ``KVPoolError`` without room for its ranks or its namespace; then it is not entered."""
         nbytes = len(worker.publishers) * RANK_NBYTES
         if not self._limits.take(nbytes, worker.tenant):
             raise KVPoolError(
@@ -369,7 +369,7 @@ def _partition_state(partition: Partition, entries: Iterable[Present], now_s: fl
 def _restored_lease_s(
     state: WorkerState, age_s: float, flags: Collection[str], announced: bool
 ) -> float | None:
-    """For how long a worker of a snapshot comes back; 0: not at all."""
+    """Lease of a restored worker; 0: left out."""
     if state.source == "pool":
         return RESTORED_LEASE_S if announced else 0
     if state.source == "flag" and state.worker.id not in flags:

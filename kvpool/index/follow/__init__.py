@@ -1,1 +1,1 @@
-"""How the index learns what workers and the pool hold, and keeps it true."""
+"""How the index learns the blocks of workers and pool, and stays exact."""

@@ -1,9 +1,7 @@
-"""``Dialler``: connects to publishers, and to none for a tenant while another tenant's worker is followed there.
+"""``Dialler``: connects to publishers, and refuses an address that another tenant's worker uses.
 
-Names, and spellings that only the system's resolver understands, are compared by what they resolve to: else a tenant
-that names another one's publisher differently is told what that one's prompts are.
-
-One event loop.
+Names, and spellings that only the system's resolver understands, are compared by their addresses. Otherwise a
+tenant could spell another tenant's publisher differently and read its prompts. One event loop.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from kvpool.index.follow.zmtp import Connection, Lost
 from kvpool.index.limits import Limits
 from kvpool.index.resolver import Addresses, Resolver, Unresolved
 
-CONNECT_S = 5.0  # how long a name, a connection and its handshake may take together
+CONNECT_S = 5.0  # for name, connection and handshake together
 
 Place = tuple[str, int]  # numeric address, port
 
@@ -29,11 +27,11 @@ class OfAnotherTenant(Lost):
 
 
 class Dialler:
-    """Gives a ``Line`` for each publisher. ``limits``, ``resolver``: for what is read, and for names."""
+    """Makes a ``Line`` for each publisher. ``limits``: for received bytes. ``resolver``: for names."""
 
     def __init__(self, limits: Limits, resolver: Resolver) -> None:
         self.limits, self.resolver = limits, resolver
-        self._tenants: dict[Place, Counter[str]] = {}  # tenants followed there: lines of each
+        self._tenants: dict[Place, Counter[str]] = {}  # tenants followed there, with their lines
 
     def line(self, tenant: str) -> Line:
         return Line(self, tenant)
@@ -55,19 +53,19 @@ class Dialler:
 class Line:
     """Connects to the endpoints of one publisher, until ``close``.
 
-    Where an endpoint has led last is this tenant's, connected or not. While one of the endpoints leads to another
-    tenant's, no connection is made to either.
+    The last addresses of an endpoint belong to this tenant, connected or not. While one endpoint leads to
+    another tenant's address, neither is connected.
     """
 
     def __init__(self, dialler: Dialler, tenant: str) -> None:
         self._dialler, self._tenant = dialler, tenant
         self._places: dict[str, set[Place]] = {}  # by endpoint
-        self._refused: dict[str, str] = {}  # why, by endpoint
+        self._refused: dict[str, str] = {}  # reason, by endpoint
 
     async def connect(
         self, endpoint: str, kind: bytes, attempt: int, silence_s: float | None = None
     ) -> Connection:
-        """``Connection.connect``. Errors: ``Lost``, with a problem that names the endpoint; ``OfAnotherTenant``."""
+        """``Connection.connect``. Errors: ``Lost``, which names the endpoint; ``OfAnotherTenant``."""
         addresses: Future[Addresses] | None = None
         if endpoint.startswith("tcp://"):
             host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
@@ -95,7 +93,7 @@ class Line:
             self._leave(endpoint)
 
     def _enter(self, endpoint: str, port: int, addresses: Addresses) -> None:
-        """The endpoint leads to these addresses now."""
+        """Record the present addresses of the endpoint."""
         places = {(str(unmapped(address)), port) for address in addresses}
         self._leave(endpoint)
         if self._dialler.are_of_another(places, self._tenant):

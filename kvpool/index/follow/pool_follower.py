@@ -1,6 +1,6 @@
-"""``PoolFollower``: follows what one pool announces and holds, from when it can be reached.
+"""``PoolFollower``: follows a pool's announcements and blocks, once it is reachable.
 
-An index may start before its pool, and outlives it: what is asked meanwhile is answered from the workers' events.
+An index may start before its pool and outlives it; until then workers' events alone answer lookups.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from kvpool.store.store import Store, Usage
 from kvpool.store.url import StoreURL
 from kvpool.text import MAX_NBYTES
 
-RETRY_S = 2.0  # between two tries to reach the pool
-CLOSE_S = 10.0  # a try that is under way takes a few seconds
+RETRY_S = 2.0  # between two connection attempts
+CLOSE_S = 10.0  # an attempt takes a few seconds
 
 logger = logging.getLogger("kvpool.index")
 
@@ -32,10 +32,9 @@ logger = logging.getLogger("kvpool.index")
 class PoolFollower:
     """A ``WorkerWatch`` and a ``PoolReconciler`` for ``fleet``, on the pool of ``url``.
 
-    ``tenants``: see ``WorkerWatch``. Call ``start`` once. Until the pool can be reached, that is tried every
-    ``RETRY_S`` seconds, from a thread.
-    Blocking: tries to reach the pool once, for a few seconds at most. Errors: ``ConfigError`` for a URL that cannot be
-    an index's pool.
+    ``tenants``: as in ``WorkerWatch``. Call ``start`` once. A thread retries every ``RETRY_S`` seconds until
+    the pool answers. Blocking: the first attempt, a few seconds. Errors: ``ConfigError`` for a URL that
+    cannot be an index's pool.
     """
 
     def __init__(
@@ -67,28 +66,27 @@ class PoolFollower:
                 "the index starts without its pool, and follows it when it can be reached: %s", error
             )
         else:
-            with contextlib.suppress(KVPoolError):  # the watch says so, and tries again
+            with contextlib.suppress(KVPoolError):  # the watch logs it and retries
                 self._life = self._store.server_run_id()
 
     @property
     def life(self) -> str:
-        """``Store.server_run_id`` of the pool, as it was read last; empty: not known. Any thread."""
+        """``Store.server_run_id`` of the pool, as last read; empty: unknown. Any thread."""
         return self._life if self._watch is None else self._watch.life
 
     @property
     def rounds(self) -> int:
-        """Of the ``WorkerWatch``, in which the pool answered. Any thread."""
+        """Rounds of the ``WorkerWatch`` in which the pool answered. Any thread."""
         return 0 if self._watch is None else self._watch.rounds
 
     def totals(self) -> ReconcilerTotals:
-        """Of the ``PoolReconciler``. Any thread."""
         return ReconcilerTotals() if self._reconciler is None else self._reconciler.totals()
 
     @property
     def servers(self) -> list[Usage]:
-        """How full the pool's servers are, as was read last; empty: not known. Any thread.
+        """Usage of the pool's servers, as last read; empty: unknown. Any thread.
 
-        Of a pool that was never reached: those that its URL names, not up.
+        A pool never reached: the servers of its URL, not up.
         """
         if self._status is not None:
             return self._status.servers
@@ -96,11 +94,11 @@ class PoolFollower:
 
     @property
     def traffic(self) -> Mapping[str, Seen]:
-        """What the engines of this pool were asked for, by window, as was read last. Any thread."""
+        """Requested blocks by window, as engines of this pool last reported. Any thread."""
         return {} if self._status is None else self._status.traffic
 
     def start(self) -> None:
-        """Follow the pool from now on. Returns at once."""
+        """Returns at once."""
         if self._store is not None:
             self._follow(self._store)
         else:
@@ -108,7 +106,7 @@ class PoolFollower:
             self._opening.start()
 
     def close(self) -> None:
-        """End all of it; again does nothing. Blocking, for some seconds at most."""
+        """Idempotent. Blocks for ``CLOSE_S`` seconds at most."""
         self._closing.set()
         if self._opening is not None:
             self._opening.join(CLOSE_S)
@@ -153,6 +151,6 @@ class PoolFollower:
 
 def _pool_url(text: str) -> StoreURL:
     url = StoreURL.parse(text)
-    if url.scheme == "file":  # it may start before the first worker, and evicts nothing
+    if url.scheme == "file":  # may start before the first worker, and evicts nothing
         return replace(url, capacity_nbytes=MAX_NBYTES)
     return url

@@ -1,21 +1,19 @@
-"""``PoolReconciler``: keeps what the index credits to the pool equal to what the pool has.
+"""``PoolReconciler``: keeps the index's pool blocks equal to the pool.
 
-Workers' events say what was put and what a load missed. What servers evict, delete or lose, no worker says. So:
+Workers' events report puts and load misses, but not a server's evictions, deletions and losses. So:
 
-- **Notices.** A key of which a server says that it changed is looked for, and its block is credited or not, as it is
-  there or not.
-- **Rounds.** All keys are walked, again and again: mark and sweep. First each block that is credited is marked; a
-  block that is found, or that an event stores meanwhile, loses its mark; what still has one at the end is not credited
-  any more.
+- **Notices.** A key that a server reports as changed is looked up; its block is credited if present.
+- **Rounds.** Mark and sweep over all keys, again and again. Each credited block is marked; a block that is
+found, or stored by an event meanwhile, loses its mark; the sweep removes blocks still marked.
 
-A block of a KV-cache group is there when the keys of all its ranks are. How many ranks store a group is seen from its
-keys: one more than the highest.
+A block of a KV-cache group is present when the keys of all its ranks are. A group's rank count is the highest
+rank among its keys, plus one.
 
-When the pool and the workers' events have come to rest, the first round that begins then makes the index right:
-``ReconcilerTotals.max_staleness_s`` is how long that takes at most. A notice is faster; a round repairs what notices
-missed.
+Once pool and events rest, the next round makes the index exact, within ``ReconcilerTotals.max_staleness_s``.
+Notices are faster; rounds repair missed notices.
 
-Threads: ``kvpool-reconciler`` owns all fields but ``_again`` and ``_closing``; others read ``_totals`` as a whole.
+Threads: ``kvpool-reconciler`` owns all fields but ``_again`` and ``_closing``; others read ``_totals`` as a
+whole.
 """
 
 from __future__ import annotations
@@ -40,14 +38,14 @@ from kvpool.store.store import LOOK_KEYS, Notices, Store
 DEFAULT_KEYS_PER_S = 20_000
 MAX_KEYS_PER_S = 10_000_000
 PAUSE_S = 10.0  # between two rounds
-RETRY_S = 1.0  # after a round that failed
-WAIT_S = 0.25  # the longest wait between two looks for something to do
+RETRY_S = 1.0  # after a failed round
+WAIT_S = 0.25  # longest wait between two polls for work
 CATCH_UP_S = 0.1
 CLOSE_S = 5.0
-MAX_ASKED = 1 << 16  # keys in one question to the pool
-MAX_RANKS = 1024  # and groups, of a namespace: a key that names a higher one is passed over
-SLICES = 32  # of the table, in one step: each by itself is what a lookup may have to wait for
-WITNESSES = 16  # keys that were there lately: when all are gone after a flush, it was of this pool
+MAX_ASKED = 1 << 16  # keys per request to the pool
+MAX_RANKS = 1024  # and groups, of a namespace: keys above are skipped
+SLICES = 32  # of the table, per step: a lookup waits for at most one slice
+WITNESSES = 16  # recently present keys: all gone after a flush means that this pool was flushed
 
 _WHOLE = {"full": "full_attention", "mla": "mla_attention"}
 _WINDOW = re.compile(r"sliding_window:([0-9]{1,9})")
@@ -60,25 +58,25 @@ Namespace = tuple[str, str]  # tenant, 32 hex digits
 
 
 class ReconcilerTotals(NamedTuple):
-    """Since the start, and the last four as it is now. Both notices and rounds add and remove blocks."""
+    """Since the start; the last four are present values. Notices and rounds both add and remove blocks."""
 
     notices: int = 0
-    missed_notices: int = 0  # times
+    missed_notices: int = 0
     added: int = 0
     removed: int = 0
     rounds: int = 0
     failed_rounds: int = 0
-    notifications_down: int = 0  # 1: some server says nothing
+    notifications_down: int = 0  # 1: some server sends none
     round_s: float = 0.0  # of the last whole one
-    max_staleness_s: float = 0.0  # a round that is under way, the pause, and the next one
+    max_staleness_s: float = 0.0  # a running round, the pause, and the next round
 
 
 class PoolReconciler:
-    """Keeps the pool's blocks in ``fleet`` as they are in ``store``, from a thread of its own, until it is closed.
+    """Keeps the pool's blocks in ``fleet`` equal to ``store``, in a thread, until it is closed.
 
-    ``keys_per_s``: how many keys its rounds look at in a second. ``pause_s``: between two rounds.
-    A pool that is away, or does not let itself be walked or listened to, is a line in the log, and tried again.
-    The store must stay open until ``close`` has returned. Errors: ``ConfigError``.
+    ``keys_per_s``: rate of its rounds. ``pause_s``: between two rounds. An unreachable pool, or one that
+    refuses scans or notifications, is logged and retried. The store must stay open until ``close`` returns.
+    Errors: ``ConfigError``.
     """
 
     def __init__(
@@ -96,31 +94,31 @@ class PoolReconciler:
         self._fleet, self._store = fleet, store
         self._keys_per_s, self._pause_s = keys_per_s, pause_s
         self._closing = threading.Event()
-        self._again = threading.Event()  # a round is to begin that begins after now
+        self._again = threading.Event()  # a new round is requested
         self._round: Generator[int, None, None] | None = None
-        self._next_s = 0.0  # when the round goes on, or the next one begins
-        self._earliest_s = 0.0  # when the next one may begin
-        self._pools: list[Pool] = []  # as they are in this turn
+        self._next_s = 0.0  # when the round goes on, or the next begins
+        self._earliest_s = 0.0  # of the next round
+        self._pools: list[Pool] = []  # in this turn
         self._known: set[Namespace] = set()  # of the last round
-        self._ranks: dict[Namespace, dict[int, int]] = {}  # by group
-        self._groups: dict[Namespace, dict[int, dict[str, Any]]] = {}  # by group: what its events say besides
+        self._ranks: dict[Namespace, dict[int, int]] = {}  # ranks per group
+        self._groups: dict[Namespace, dict[int, dict[str, Any]]] = {}  # event fields per group
         self._witnesses: deque[str] = deque(maxlen=WITNESSES)
-        self._said: set[str] = set()  # what is wrong now
+        self._said: set[str] = set()  # present troubles
         self._totals = ReconcilerTotals()
         self._thread = threading.Thread(target=self._run, name="kvpool-reconciler", daemon=True)
         self._thread.start()
 
     def pool_lost(self, tenant: str | None = None) -> None:
-        """Forget what the pool held of this tenant, and look what it has; None: of all tenants. Any thread."""
+        """Forget the pool's blocks of this tenant, and start a round; None: of all tenants. Any thread."""
         self._fleet.forget_pool(tenant)
         self._again.set()
 
     def totals(self) -> ReconcilerTotals:
-        """What a metrics page shows. Any thread."""
+        """Any thread."""
         return self._totals
 
     def close(self) -> None:
-        """End the thread; again does nothing. Blocking, for at most ``CLOSE_S`` seconds."""
+        """Idempotent. Blocks for at most ``CLOSE_S`` seconds."""
         self._closing.set()
         self._thread.join(CLOSE_S)
 
@@ -134,7 +132,7 @@ class PoolReconciler:
                     self._pools = self._fleet.pools()
                     self._hear(notices)
                     self._look()
-                except Exception:  # a fault of ours: the next round repairs what it left behind
+                except Exception:  # a fault of ours: the next round repairs it
                     logger.exception("looking at the pool failed")
                     self._end_round(RETRY_S, RETRY_S)
                     self._closing.wait(RETRY_S)
@@ -144,7 +142,7 @@ class PoolReconciler:
                 notices.close()
 
     def _hear(self, notices: Notices | None) -> None:
-        """Wait until the round goes on, and look meanwhile for what there is a notice of."""
+        """Handle notices until the next step of the round is due."""
         wait_s = min(max(0.0, self._next_s - time.monotonic()), WAIT_S)
         if notices is None:
             self._closing.wait(wait_s)
@@ -166,7 +164,7 @@ class PoolReconciler:
             self._again.set()
 
     def _look(self) -> None:
-        """Take the next step of a round, or begin one, if it is time for that."""
+        """Take the next step of a round, or begin one, when due."""
         now_s = time.monotonic()
         if self._round is not None:
             due_s = self._next_s
@@ -189,7 +187,7 @@ class PoolReconciler:
             self._count(failed_rounds=1)
             self._say(_SCAN_FAILED, str(error))
         else:
-            # What a step came late, for notices were looked after, is caught up.
+            # Time spent on notices is caught up.
             self._next_s = max(self._next_s, now_s - CATCH_UP_S) + looked_at / self._keys_per_s
 
     def _end_round(self, pause_s: float, least_pause_s: float = 0.0) -> None:
@@ -200,7 +198,7 @@ class PoolReconciler:
         self._earliest_s = time.monotonic() + least_pause_s
 
     def _walk(self) -> Generator[int, None, None]:
-        """One round; yields after each step how many keys were looked at. Errors: ``KVPoolError``."""
+        """One round; yields the number of keys scanned in each step. Errors: ``KVPoolError``."""
         started_s = time.monotonic()
         pools = self._pools
         self._known = _names(pools)
@@ -229,9 +227,9 @@ class PoolReconciler:
         self._totals = self._totals._replace(round_s=round_s, max_staleness_s=2 * round_s + self._pause_s)
 
     def _walk_keys(self) -> Generator[int, None, set[str]]:
-        """All keys at once; where that is refused, for names of many MiB among them, each tenant's by themselves.
+        """Scan all keys at once; if refused, for names of many MiB, scan per tenant.
 
-        Returns the tenants whose own names are such: nothing is known of what they have lost. Errors: ``KVPoolError``.
+        Returns the tenants whose own names are refused: their losses are unknown. Errors: ``KVPoolError``.
         """
         left_out: dict[str, str] = {}
         tenants = sorted({tenant for tenant, _ in self._known})
@@ -251,14 +249,14 @@ class PoolReconciler:
 
     def _walk_under(self, prefix: str) -> Generator[int, None, None]:
         for keys in self._store.scan_keys(prefix):
-            # Each block once, by its first rank: without that one it is not there.
+            # Each block once, by its first rank: without that rank it is absent.
             found = [(key, block) for key, block in self._ours(keys) if block.rank == 0]
             yield max(LOOK_KEYS, len(keys)) + self._settle(found, set(keys))
 
     # ---- what is there
 
     def _ours(self, keys: Iterable[str]) -> list[tuple[str, FoundKey]]:
-        """The keys of known namespaces, taken apart; learns how many ranks store each of their groups."""
+        """Parses keys of known namespaces, and counts the ranks of their groups."""
         known = _names(self._pools)
         ours = []
         for key in keys:
@@ -271,9 +269,9 @@ class PoolReconciler:
         return ours
 
     def _settle(self, blocks: Iterable[tuple[str, FoundKey]], seen: Collection[str]) -> int:
-        """Credit the blocks that are there, and no longer those that are not; how many keys were asked for.
+        """Credit present blocks and remove absent ones; returns the number of keys requested.
 
-        ``blocks``: with the key of the first rank. ``seen``: keys that were there just now.
+        ``blocks``: with the key of the first rank. ``seen``: keys known to be present.
         """
         there: dict[str, FoundKey] = dict(blocks)
         wanted = [
@@ -318,14 +316,14 @@ class PoolReconciler:
         return bool(self._witnesses) and any(self._store.contains_many(list(self._witnesses)))
 
     def _learn_groups(self) -> None:
-        """Read from the facts in the pool what kind of KV-cache groups the known namespaces have."""
+        """Read the KV-cache groups of the known namespaces from the facts in the pool."""
         self._ranks = {name: ranks for name, ranks in self._ranks.items() if name in self._known}
         self._groups = {name: groups for name, groups in self._groups.items() if name in self._known}
         for tenant in sorted({tenant for tenant, _ in self._known - self._groups.keys()}):
             trouble = f"the facts of tenant {tenant} cannot be read, so its blocks are judged without them"
             try:
                 found = announced_namespaces(self._store, tenant)
-            except AnnouncementsRefused as error:  # the other tenants' can
+            except AnnouncementsRefused as error:  # other tenants' facts still load
                 self._say(trouble, str(error))
                 continue
             self._say(trouble, "")
@@ -342,7 +340,7 @@ class PoolReconciler:
         )
 
     def _say(self, trouble: str, reason: str) -> None:
-        """Once when it begins, with its reason, and once when there is none any more."""
+        """Log a trouble with its reason when it begins, and once when it ends."""
         if reason and trouble not in self._said:
             self._said.add(trouble)
             logger.warning("%s: %s", trouble, reason)
@@ -360,7 +358,6 @@ def _names(pools: Iterable[Pool]) -> set[Namespace]:
 
 
 def _common_prefix(namespaces: Collection[Namespace]) -> str:
-    """What the keys of all of them start with."""
     tenants = {tenant for tenant, _ in namespaces}
     if len(namespaces) == 1:
         ((tenant, namespace),) = namespaces
@@ -369,7 +366,7 @@ def _common_prefix(namespaces: Collection[Namespace]) -> str:
 
 
 def _groups(facts: Mapping[str, Fact]) -> dict[int, dict[str, Any]]:
-    """What the events of each KV-cache group say of it, from the facts of ``kvpool.key.key.Layout``."""
+    """Event fields of each KV-cache group, from the facts of ``kvpool.key.key.Layout``."""
     groups: dict[int, dict[str, Any]] = {}
     count = facts.get("groups")
     for group in range(min(count, MAX_RANKS) if type(count) is int else 0):

@@ -1,6 +1,6 @@
-"""``PoolStatus``: how full a pool's servers are, and what its engines were asked for, read every few seconds.
+"""``PoolStatus``: usage of a pool's servers and its engines' requests, read every few seconds.
 
-Threads: one of its own reads; any may call ``servers`` and ``traffic``, which are replaced whole.
+Threads: its own reads; any may call ``servers`` and ``traffic``, which are replaced whole.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from kvpool.key.key import traffic_prefix
 from kvpool.store.store import Store, Usage
 
 EVERY_S = 5.0
-CLOSE_S = 5.0  # a read that is under way takes a few seconds
+CLOSE_S = 5.0  # a read takes a few seconds
 
 logger = logging.getLogger("kvpool.index")
 
@@ -23,8 +23,8 @@ logger = logging.getLogger("kvpool.index")
 class PoolStatus:
     """Reads ``store`` until it is closed; the store must stay open until then.
 
-    ``tenants``: whose engines are asked about; called in each round. ``capacity_nbytes``: of a pool in a directory,
-    which does not know it by itself; None: not known.
+    ``tenants``: whose engines' requests are read; called in each round. ``capacity_nbytes``: of a pool in a
+    directory, which has none of its own; None: unknown.
     """
 
     def __init__(
@@ -39,13 +39,13 @@ class PoolStatus:
         self._every_s = every_s
         self.servers: list[Usage] = []
         self.traffic: dict[str, Seen] = {}  # by window
-        self._refused: set[str] = set()  # tenants of whom that was said; its thread only
+        self._refused: set[str] = set()  # tenants already logged; its thread only
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvpool-pool-status", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; again does nothing. Blocking, for ``CLOSE_S`` seconds at most."""
+        """Idempotent. Blocks for ``CLOSE_S`` seconds at most."""
         self._closing.set()
         self._thread.join(CLOSE_S)
 
@@ -58,7 +58,7 @@ class PoolStatus:
     def _read_servers(self) -> None:
         try:
             found = self._store.usage()
-        except KVPoolError:  # nobody says which servers there are: those that were known do not answer
+        except KVPoolError:  # the server list is unknown: the former servers count as away
             self.servers = [Usage(one.server, up=False) for one in self.servers]
             return
         if self._capacity_nbytes is not None:
@@ -77,6 +77,6 @@ class PoolStatus:
                             "what engines of tenant %s were asked for is not counted: %s", tenant, error
                         )
                     self._refused.add(tenant)
-        except KVPoolError:  # the pool is away: what was read last stays
+        except KVPoolError:  # the pool is away: the last values stay
             return
         self.traffic = together(documents)

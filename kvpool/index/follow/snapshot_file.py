@@ -1,8 +1,7 @@
-"""``SnapshotFile``: the snapshot of an index in a file, written again and again, read at the next start.
+"""``SnapshotFile``: writes the index's snapshot to a file at intervals, for the next start.
 
-A file is there as a whole or not at all: it is written beside its place under another name, brought to the disk, and
-renamed. Only its owner can read it, and no symbolic link is followed. One index writes it: ``lock``. A thread of the
-file's own writes; ``_failed`` is its alone.
+Writes are atomic: written beside the path, synced, renamed. Mode 0600, no symbolic link is followed. ``lock``
+keeps other indexes out. Threads: the file's own writes, and alone uses ``_failed``.
 """
 
 from __future__ import annotations
@@ -24,19 +23,18 @@ from kvpool.index.snapshot import MAX_NBYTES, Snapshot, unpack
 DEFAULT_EVERY_S = 60.0
 MIN_EVERY_S = 0.1
 MAX_EVERY_S = 86400.0
-MAX_AGE_S = 86400.0  # publishers keep 10,000 batches: an older snapshot cannot be caught up
+MAX_AGE_S = 86400.0  # publishers keep 10,000 batches: an older snapshot cannot catch up
 CLOSE_S = 60.0
-MODE = 0o600  # it names workers, their addresses and what they hold, of all tenants
+MODE = 0o600  # it has workers, addresses and blocks of all tenants
 
 logger = logging.getLogger("kvpool.index")
 
 
 class SnapshotFile:
-    """Writes ``packed()`` to ``path`` every ``every_s`` seconds, and once more when it is closed.
+    """Writes ``packed()`` to ``path`` every ``every_s`` seconds, and once more at ``close``.
 
-    ``packed``: a snapshot in parts, used within its block, in the file's thread: see ``Fleet.packed``. A file that
-    cannot be written costs one warning an outage, and the one before stays. Errors: ``ConfigError`` for a place where
-    no file can be written.
+    ``packed``: see ``Fleet.packed``; called in the file's thread. A failing write is logged once an outage,
+    and the former file stays. Errors: ``ConfigError`` for an unwritable place.
     """
 
     def __init__(
@@ -58,7 +56,7 @@ class SnapshotFile:
         self._thread.start()
 
     def close(self) -> None:
-        """Write once more and end the thread; again does nothing. Blocking, for at most ``CLOSE_S`` seconds."""
+        """Write once more and end the thread. Idempotent. Blocks for at most ``CLOSE_S`` seconds."""
         self._closing.set()
         self._thread.join(CLOSE_S)
 
@@ -87,7 +85,7 @@ class SnapshotFile:
 
 
 def check_place(path: Path) -> None:
-    """Errors: ``ConfigError`` when no file can be written at ``path``."""
+    """Errors: ``ConfigError`` for an unwritable path."""
     folder = path.parent
     if path.is_symlink():
         raise ConfigError(f"--snapshot {path}: this is a symbolic link: name the file itself")
@@ -99,9 +97,9 @@ def check_place(path: Path) -> None:
 
 @contextmanager
 def lock(path: Path) -> Iterator[None]:
-    """Keep other indexes from the file for as long as this lasts, by a lock on ``path.lock``, which stays there.
+    """Keep other indexes from the file, by a lock on ``path.lock``, which is left there.
 
-    Errors: ``ConfigError`` when another index has it, or nothing can be written at ``path``.
+    Errors: ``ConfigError`` when another index has the lock, or the path is unwritable.
     """
     check_place(path)
     try:
@@ -127,10 +125,10 @@ def lock(path: Path) -> Iterator[None]:
 
 
 def write(path: Path, parts: Sequence[bytes]) -> None:
-    """Put the parts into the file, one behind the other, or leave it as it is. Blocking. Errors: ``OSError``."""
+    """Write all parts in order, or leave the file as it is. Blocking. Errors: ``OSError``."""
     beside = path.with_name(path.name + ".new")
     with contextlib.suppress(FileNotFoundError):
-        beside.unlink()  # of an index that was killed, or a link
+        beside.unlink()  # of a killed index, or a link
     with open(beside, "xb", opener=_open) as file:
         file.writelines(parts)
         file.flush()
@@ -144,10 +142,10 @@ def write(path: Path, parts: Sequence[bytes]) -> None:
 
 
 def read(path: Path, *, max_age_s: float = MAX_AGE_S, max_nbytes: int = MAX_NBYTES) -> Snapshot | None:
-    """The snapshot in the file; None when there is no such file. Blocking.
+    """The snapshot in the file; None: no file. Blocking.
 
-    Errors: ``SnapshotRefused``, one line, for a file that cannot be read, is larger than ``max_nbytes``, damaged, of
-    another version, or too old. It may stay where it is: the next snapshot takes its place.
+    Errors: ``SnapshotRefused``, one line, for an unreadable, damaged or outdated file, above ``max_nbytes``,
+    or of another version. The file may stay: the next snapshot replaces it.
     """
     try:
         with open(path, "rb", opener=_open) as file:
@@ -176,5 +174,5 @@ def _open(path: str, flags: int) -> int:
 
 
 def age(snapshot: Snapshot) -> float:
-    """Seconds since it was taken, by the wall clock; 0 when that was put back."""
+    """Seconds since it was taken, by the wall clock; 0 if the clock went back."""
     return max(0.0, time.time() - snapshot.written_at_s)

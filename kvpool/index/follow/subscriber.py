@@ -1,13 +1,13 @@
 """``Subscriber``: subscribes to the KV events of workers and hands each batch on, in order, once.
 
 The protocol is that of vLLM's ZMQ publisher (``vllm/distributed/kv_events.py``): a PUB socket sends ``[topic,
-number as 8 bytes big-endian, payload]``; a ROUTER socket answers ``[b"", number]`` with ``[b"", topic, number,
-payload]`` for each batch that it keeps from that number on, and ends with number -1.
+number as 8 bytes big-endian, payload]``; a ROUTER socket answers ``[b"", number]`` with ``[b"", topic,
+number, payload]`` for each kept batch from that number on, and ends with number -1.
 
-One thread with an event loop has all connections: for each publisher one task reads its events, and one asks for
+One thread with an event loop has all connections: per publisher one task reads events and one requests
 replays. Unread batches wait at the publisher: a slow index lags, it drops nothing.
 
-Threads: the loop owns all fields; other threads only give it orders.
+Threads: the loop owns all fields; other threads send it commands.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from kvpool.index.rank import Rank
 from kvpool.index.resolver import Resolver
 from kvpool.index.sequence import Sequence
 
-PROBE_S = 1.0  # an idle publisher is asked that often whether there is anything later
-ANSWER_S = 2.0  # how long a replay may bring nothing
-MIN_BACKOFF_S, MAX_BACKOFF_S = 0.25, 10.0  # of questions
+PROBE_S = 1.0  # period of replay requests to an idle publisher
+ANSWER_S = 2.0  # longest silence within a replay
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.25, 10.0  # of replay requests
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 4.0  # of connections
 CLOSE_S = 10.0
-TURN_S = 0.005  # of one publisher's batches in a row, or one batch: then others get their turn
-END = (1 << 64) - 1  # -1
+TURN_S = 0.005  # of one publisher's batches in a row, or one batch; then others' turn
+END = (1 << 64) - 1
 
 logger = logging.getLogger("kvpool.index")
 
 
 @dataclass(eq=False)
 class _Link:
-    """One publisher. ``changed``: there may be something to ask."""
+    """One publisher. ``changed``: a replay may be wanted."""
 
     rank: Rank
     publisher: Publisher
@@ -52,11 +52,11 @@ class _Link:
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
     replay: Connection | None = None
     asked: bool = False
-    ask_at: float = 0.0  # not before
+    ask_at: float = 0.0
     probe_at: float = 0.0
     backoff_s: float = MIN_BACKOFF_S
-    attempt: int = 0  # of connections for replays
-    interrupted: bool = False  # whom the question went to may be gone
+    attempt: int = 0  # of replay connections
+    interrupted: bool = False  # the requested publisher may be gone
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def mark_stale(self, problem: str) -> None:
@@ -66,7 +66,7 @@ class _Link:
 class Subscriber:
     """A ``Feed``: has a ``Sequence`` for each rank, from one thread of its own.
 
-    ``limits``: for batches that are read and not applied yet. Any thread may call the methods; only ``close`` blocks.
+    ``limits``: for received batches that are not applied yet. Any thread; only ``close`` blocks.
     """
 
     def __init__(self, *, limits: Limits | None = None, resolver: Resolver | None = None) -> None:
@@ -75,21 +75,21 @@ class Subscriber:
         self._links: dict[str, list[_Link]] = {}  # by worker
         self._leaving: set[asyncio.Task[None]] = set()
         self._closing = False
-        self.ignored_messages = 0  # that are no batch
+        self.ignored_messages = 0  # not a batch
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="kvpool-subscriber", daemon=True)
         self._thread.start()
 
     def follow(self, worker: Worker, ranks: Collection[Rank]) -> None:
-        """Subscribe to all publishers of a worker, from the position of each rank on, instead of those of its id."""
+        """Subscribe to a worker's publishers, from each rank's position; replaces those of the same id."""
         self._order(lambda: self._follow(worker, ranks))
 
     def unfollow(self, worker_id: str) -> None:
-        """Leave a worker; nothing happens if it is not followed."""
+        """Idempotent."""
         self._order(lambda: self._unfollow(worker_id))
 
     def close(self) -> None:
-        """Leave all and end the thread; again does nothing. Blocking, while a batch is applied."""
+        """End all connections and the thread. Idempotent. Blocks while a batch is applied."""
         if self._closing:
             return
         self._closing = True
@@ -100,7 +100,7 @@ class Subscriber:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its thread runs: without it nothing that is known stays true."""
+        """Whether its thread runs; without it the index goes out of date."""
         return self._thread.is_alive()
 
     def _order(self, order: Any) -> None:
@@ -136,7 +136,7 @@ class Subscriber:
             sequence = Sequence(rank, can_replay=bool(publisher.replay), limits=self._limits)
             link = _Link(rank, publisher, sequence, self._dialler.line(worker.tenant))
             links.append(link)
-            # Batches that are published before the subscription stands are in the replay, or are a gap.
+            # Batches published before the subscription are in the replay, or are a gap.
             self._start(link, self._read_events(link))
             if publisher.replay:
                 self._start(link, self._ask_for_replays(link))
@@ -161,14 +161,14 @@ class Subscriber:
             self._loop.stop()  # a fault of ours: see is_alive
 
     async def _read_events(self, link: _Link) -> None:
-        """One connection after the other, for as long as the worker is followed."""
+        """Reconnects for as long as the worker is followed."""
         attempt, retry_s = 0, MIN_RETRY_S
         while True:
             try:
                 connection = await link.line.connect(link.publisher.events, b"SUB", attempt)
             except Lost as error:
                 self._lost(link, str(error))
-                if isinstance(error, OfAnotherTenant):  # then replays are not asked for either
+                if isinstance(error, OfAnotherTenant):  # then no replays are requested either
                     self._interrupt(link)
             else:
                 retry_s = MIN_RETRY_S
@@ -185,7 +185,7 @@ class Subscriber:
             attempt, retry_s = attempt + 1, min(2 * retry_s, MAX_RETRY_S)
 
     def _interrupt(self, link: _Link) -> None:
-        """The publisher that was asked may be gone: ask the present one, without waiting for an answer."""
+        """The requested publisher may be gone: request from the present one, without waiting for a reply."""
         if not link.asked:
             self._close_replay(link)
         elif link.replay is not None:
@@ -195,7 +195,7 @@ class Subscriber:
 
     @staticmethod
     def _lost(link: _Link, problem: str) -> None:
-        if not link.publisher.replay:  # of one that has it, replays tell whether it is followed
+        if not link.publisher.replay:  # with replay, replays tell whether it is followed
             link.mark_stale(problem)
 
     async def _read_batches(self, link: _Link, connection: Connection) -> None:
@@ -215,7 +215,7 @@ class Subscriber:
                 ends_s = time.monotonic() + TURN_S
 
     async def _ask_for_replays(self, link: _Link) -> None:
-        """Ask whenever one is wanted; one that brings nothing is given up and asked for again, later each time."""
+        """Request wanted replays; an empty one is dropped and requested again, with backoff."""
         try:
             while True:
                 await self._until_one_is_wanted(link)
@@ -223,7 +223,7 @@ class Subscriber:
                 try:
                     await self._replay(link)
                 except Lost as error:
-                    self._close_replay(link)  # a late answer must not be taken for that of the next question
+                    self._close_replay(link)  # a late reply must not count for the next request
                     link.attempt += 1
                     if not link.interrupted:
                         link.ask_at = time.monotonic() + link.backoff_s
@@ -254,7 +254,7 @@ class Subscriber:
                     await link.changed.wait()
 
     async def _replay(self, link: _Link) -> None:
-        """Ask, and hand on what is answered. Errors: ``Lost``."""
+        """Request a replay and hand on its batches. Errors: ``Lost``."""
         wanted = link.sequence.wanted
         assert wanted is not None
         replay, frames = link.replay, None
@@ -284,7 +284,7 @@ class Subscriber:
 
     @staticmethod
     async def _first_answer(replay: Connection, wanted: int, link: _Link) -> list[bytes] | None:
-        """On a connection that was used before; None when it was closed meanwhile. Errors: ``Lost``."""
+        """On a reused connection; None: it was closed meanwhile. Errors: ``Lost``."""
         try:
             replay.send(b"", wanted.to_bytes(8, "big"))
             return await replay.receive()

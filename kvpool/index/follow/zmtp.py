@@ -1,11 +1,9 @@
 """``Connection``: the client's end of ZMTP 3.0 (https://rfc.zeromq.org/spec/23/), without security.
 
-Over TCP or a Unix socket it speaks to PUB sockets as a SUB socket that takes all, and to ROUTER sockets as a DEALER.
-libzmq is not used: it limits the bytes of a frame and the number of messages, but not the bytes of a message or of a
-queue, and it looks up names in the one thread that serves all sockets. Here a message is taken from the kernel when its
-turn comes, and what it takes is counted in a ``Limits``. What is not taken yet stays with the publisher.
-
-One event loop.
+Over TCP or a Unix socket, as SUB to PUB sockets (all topics) and as DEALER to ROUTER sockets. libzmq bounds
+the bytes of a frame and the number of messages, but not the bytes of a message or a queue. It also resolves
+names in the thread that serves all sockets. Here each message is read in its turn and counted in a
+``Limits``; unread ones wait at the publisher. One event loop.
 """
 
 from __future__ import annotations
@@ -20,15 +18,15 @@ from typing import cast
 from kvpool.errors import KVPoolError
 from kvpool.index.limits import Limits
 
-MAX_MESSAGE_NBYTES = (64 << 20) + 4096  # a batch of the largest size, and its number
+MAX_MESSAGE_NBYTES = (64 << 20) + 4096  # a largest batch and its number
 MAX_FRAMES = 8  # vLLM sends 3, and 5 in a replay
 MAX_COMMAND_NBYTES = 4096
-LARGE_NBYTES = 64 << 10  # a frame above has a buffer of its own
+LARGE_NBYTES = 64 << 10  # larger frames have their own buffer
 READ_NBYTES = 64 << 10
 SLICE_NBYTES = 1 << 20  # of a large frame, before others have their turn
-LARGE_TIMEOUT_S, LARGE_NBYTES_PER_S = 5.0, 4 << 20  # how long one may take
-HEARTBEAT_S = 5.0  # a publisher that is silent for so long is asked for a sign of life
-SILENT_S = 15.0  # one that gives none is gone
+LARGE_TIMEOUT_S, LARGE_NBYTES_PER_S = 5.0, 4 << 20  # for a large frame
+HEARTBEAT_S = 5.0  # silence before a ping
+SILENT_S = 15.0  # silence before the connection counts as lost
 KEEPALIVE = (
     (socket.TCP_KEEPIDLE, 5),
     (socket.TCP_KEEPINTVL, 5),
@@ -43,18 +41,18 @@ _GREETING_NBYTES = 64
 
 
 class Lost(KVPoolError):
-    """The connection is no use any more; says why, in one line."""
+    """The connection is unusable; says why, in one line."""
 
 
 class Silent(Lost):
-    """Nothing has come for too long."""
+    """Nothing has arrived for too long."""
 
 
 class Connection:
-    """Made by ``connect``. ``receive`` and ``send``, and ``close`` at the end.
+    """Made by ``connect``; end with ``close``.
 
-    ``owner``: whose part of ``limits`` it takes. ``silence_s``: how long ``receive`` waits for bytes; None: as long as
-    the other end gives a sign of life when it is asked for one.
+    ``owner``: whose part of ``limits`` it uses. ``silence_s``: how long ``receive`` waits for bytes; None: as
+    long as the peer answers pings.
     """
 
     def __init__(
@@ -62,13 +60,13 @@ class Connection:
     ) -> None:
         self._socket, self._limits, self._owner, self._silence_s = made, limits, owner, silence_s
         self._loop = asyncio.get_running_loop()
-        self._buffer = bytearray()  # what was read and not taken
-        self._at = 0  # from where on
-        self._frames_nbytes = 0  # of the message that is being received
-        self._taken_nbytes = 0  # of the budget
+        self._buffer = bytearray()  # read, not consumed
+        self._at = 0  # its consumed bytes
+        self._frames_nbytes = 0  # of the message being received
+        self._taken_nbytes = 0  # of ``limits``
         self._heard_at = self._asked_at = time.monotonic()
-        self._pings = False  # the other end is known to answer, so its silence means something
-        self._problem = ""  # why it was given up
+        self._pings = False  # the peer answers pings, so silence counts
+        self._problem = ""  # reason of the abort
         self._waiter: asyncio.Future[bool] | None = None
 
     @classmethod
@@ -83,10 +81,10 @@ class Connection:
         attempt: int = 0,
         silence_s: float | None = None,
     ) -> Connection:
-        """A connection whose handshake is done. Put a deadline on it.
+        """A connection after its handshake. Put a deadline on it.
 
-        ``addresses``: of the host, None for ``ipc://``; attempt after attempt they are tried in turn. ``kind``: ``SUB``
-        or ``DEALER``. Errors: ``Lost``, ``Unresolved``.
+        ``addresses``: of the host, None for ``ipc://``; each attempt tries the next. ``kind``: ``SUB`` or
+        ``DEALER``. Errors: ``Lost``, ``Unresolved``.
         """
         if addresses is None:
             path = endpoint.removeprefix("ipc://")
@@ -119,7 +117,7 @@ class Connection:
         return one
 
     def close(self) -> None:
-        """Forget what was not received. Again does nothing."""
+        """Drop unreceived bytes. Idempotent."""
         self._buffer, self._frames_nbytes = bytearray(), 0
         self._hold(0)
         if self._socket.fileno() >= 0:
@@ -127,18 +125,18 @@ class Connection:
         self._socket.close()
 
     def abort(self, problem: str) -> None:
-        """Have ``receive`` end with this problem, now or when it is next called."""
+        """Have ``receive`` end with this problem, now or at its next call."""
         self._problem = problem
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(True)
 
     def send(self, *frames: bytes) -> None:
-        """A small message. Errors: ``Lost``, also when the other end does not read."""
-        self._heard_at = time.monotonic()  # an answer is waited for from now on
+        """A small message. Errors: ``Lost``, also when the peer does not read."""
+        self._heard_at = time.monotonic()  # the reply's deadline starts now
         self._write(b"".join(_frame(_MORE * (at + 1 < len(frames)), one) for at, one in enumerate(frames)))
 
     async def receive(self) -> list[bytes]:
-        """The next message, as its frames. Their memory is counted until the next call.
+        """The next message, as frames. Their memory is counted until the next call.
 
         Not to be cancelled and called again. Errors: ``Lost``.
         """
@@ -178,8 +176,8 @@ class Connection:
             why = command[7:].decode("ascii", "replace") if command[:6] == b"\x05ERROR" else "no handshake"
             raise Lost(f"its socket refuses the index: {why:.100}")
         self._pings = greeting[11] >= 1  # libzmq from 4.3 on
-        if kind == b"SUB":  # not before: libzmq takes no message until it has sent its own READY
-            self.send(b"\x01")  # to all topics
+        if kind == b"SUB":  # libzmq takes no message before it has sent its own READY
+            self.send(b"\x01")  # all topics
 
     def _obey(self, command: bytes) -> None:
         if command[:5] == b"\x04PING":
@@ -205,9 +203,9 @@ class Connection:
         return bytes(self._buffer[self._at - nbytes : self._at])
 
     async def _large(self, nbytes: int) -> bytes:
-        """Room for all of it is taken before any of it is read; and it must come in time, or others would wait."""
+        """Memory is reserved before any byte is read; a deadline keeps others from waiting."""
         await self._wait_for_room(nbytes)
-        # Of zeros that the system has not made yet: those of a bytearray of 58 MiB take 25 ms.
+        # Anonymous memory: zeroing a bytearray of 58 MiB takes 25 ms.
         body = memoryview(mmap.mmap(-1, nbytes))
         filled = min(len(self._buffer) - self._at, nbytes)
         body[:filled] = self._buffer[self._at : self._at + filled]
@@ -224,7 +222,7 @@ class Connection:
             self._read(count)
             filled += count
             await asyncio.sleep(0)
-        return cast("bytes", body)  # it is not written any more, and a copy would take as much again
+        return cast("bytes", body)  # not written any more; a copy would double the memory
 
     async def _wait_for_room(self, nbytes: int) -> None:
         wanted = self._frames_nbytes + nbytes
@@ -264,7 +262,7 @@ class Connection:
         self._heard_at = time.monotonic()
 
     async def _readable(self, deadline: float | None = None) -> None:
-        """Until something has come. Errors: ``Lost`` when nothing does."""
+        """Wait until bytes have arrived. Errors: ``Lost`` when none do."""
         while True:
             if self._problem:
                 raise Lost(self._problem)
@@ -275,7 +273,7 @@ class Connection:
             if deadline is not None:
                 until = min(until, deadline)
             self._waiter = waiter = self._loop.create_future()
-            # What has come is seen before what is due: a loop that was busy takes no publisher for silent.
+            # Arrived bytes win over the deadline: a busy loop takes no publisher for silent.
             self._loop.add_reader(self._socket, _settle, waiter, True)
             timer = self._loop.call_at(until, _settle, waiter, False)
             try:
@@ -290,7 +288,7 @@ class Connection:
             self._be_patient()
 
     def _be_patient(self) -> None:
-        """Nothing has come for a while: ask for a sign of life. Errors: ``Lost`` when it has been too long."""
+        """After a silence: send a ping. Errors: ``Lost`` after ``SILENT_S``."""
         now = time.monotonic()
         if self._silence_s is not None:
             if now >= self._heard_at + self._silence_s:
@@ -302,7 +300,7 @@ class Connection:
             self._write(_frame(_COMMAND, b"\x04PING\0\0"))
 
     def _write(self, packed: bytes) -> None:
-        """Small, and seldom: what the kernel does not take at once was not read by the other end for long."""
+        """Small and rare; bytes that the kernel does not take mean a peer that has not read for long."""
         try:
             sent = self._socket.send(packed)
         except OSError as error:
@@ -311,7 +309,7 @@ class Connection:
             raise Lost("it does not read what it is sent")
 
     def _hold(self, nbytes: int) -> bool:
-        """Whether the budget has room for so many bytes, instead of those that were taken before."""
+        """Whether the budget has room for so many bytes, in place of those held before."""
         if nbytes > self._taken_nbytes:
             if not self._limits.take(nbytes - self._taken_nbytes, self._owner):
                 return False

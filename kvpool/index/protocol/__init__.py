@@ -1,1 +1,1 @@
-"""The index's protocol as both sides read and write it."""
+"""The index's protocol, for client and server."""

@@ -1,7 +1,8 @@
-"""Between the index's values and the messages of ``protos/kvpool/v1/index.proto``, for both sides. Pure.
+"""Converts between the index's values and the messages of ``protos/kvpool/v1/index.proto``, for both sides.
+Pure.
 
-Over 400 lines because each message is written and read in one place. A message comes from another process: its form is
-checked here, ``Fleet`` judges its content. Errors: ``ConfigError``, where no other is named.
+Over 400 lines because each message is written and read in one place. Messages come from another process: form
+is checked here, content in ``Fleet``. Errors: ``ConfigError``, where no other is named.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _LOAD_SOURCES: Mapping[int, LoadSource] = {0: "none", 1: "reported", 2: "scraped
 
 
 def encode_prompt(kind: Any, prompt: Prompt) -> Any:
-    """``LookupRequest``, or a ``RouteRequest`` with the fields that both have."""
+    """``LookupRequest``, or a ``RouteRequest`` with the shared fields."""
     if prompt.workers is not None and not prompt.workers:
         raise ConfigError("workers is empty; leave it out to ask about all")
     name, path = ("", "") if prompt.lora is None else _pair("lora is (name, path)", prompt.lora)
@@ -83,7 +84,7 @@ def encode_prompt(kind: Any, prompt: Prompt) -> Any:
 
 
 def decode_prompt(request: Any) -> Prompt:
-    """Of ``LookupRequest``, and of ``RouteRequest``, which has the same fields."""
+    """Of ``LookupRequest``, or ``RouteRequest`` with the same fields."""
     form = request.WhichOneof("prompt")
     if form is None:
         raise ConfigError("a request holds a prompt: block_hashes, token_ids, text or chat")
@@ -136,7 +137,7 @@ def _decode_message(message: Any) -> dict[str, Any]:
 
 
 def _of_json(field: str, text: str, kind: type) -> Any:
-    """None where there is no text."""
+    """None: empty text."""
     if not text:
         return None
     try:
@@ -219,7 +220,6 @@ def _pack_hashes(hashes64: Buffer) -> bytes:
 
 
 def encode_lookup(lookup: Lookup) -> Any:
-    """``LookupResponse``."""
     return pb.LookupResponse(
         worker=lookup.workers,
         dp_rank=lookup.dp_ranks,
@@ -237,8 +237,8 @@ def encode_lookup(lookup: Lookup) -> Any:
 
 
 def decode_lookup(reply: Any) -> Lookup:
-    """Of ``LookupResponse``. Errors: ``ValueError`` when columns differ in length."""
-    # An index of an earlier version does not say it: then it is what the worker or the pool has by itself.
+    """Errors: ``ValueError`` when columns differ in length."""
+    # An index of an earlier version leaves it empty: then the larger of local and pool blocks.
     loadable = reply.loadable_blocks or tuple(map(max, reply.local_blocks, reply.pool_blocks))
     columns = (
         reply.worker, reply.dp_rank, reply.address, reply.block_tokens, reply.prompt_blocks, reply.device_blocks,
@@ -285,7 +285,7 @@ def decode_route_options(request: Any) -> dict[str, Any]:
 
 
 def decode_route(reply: Any) -> Ranking:
-    """Of ``RouteResponse``. Errors: ``ValueError`` when columns differ in length, or hold what has no name."""
+    """Errors: ``ValueError`` when columns differ in length, or have an unnamed value."""
     lookup = decode_lookup(reply.rows)
     columns: tuple[Any, ...] = (
         reply.trust, reply.cost, reply.prefill_cost, reply.fetch_cost, reply.queue_cost, reply.running, reply.waiting,
@@ -310,7 +310,6 @@ def decode_route(reply: Any) -> Ranking:
 
 
 def encode_worker(worker: Worker) -> Any:
-    """``Worker``."""
     return pb.Worker(
         name=worker.name,
         tenant=worker.tenant,
@@ -329,7 +328,7 @@ def encode_worker(worker: Worker) -> Any:
 
 
 def decode_worker(message: Any, default_seed_id: str) -> Worker:
-    """Of ``Worker``, with the defaults that its fields have when they are empty."""
+    """Empty fields get their defaults."""
     return Worker(
         name=message.name,
         model=message.model,
@@ -345,12 +344,10 @@ def decode_worker(message: Any, default_seed_id: str) -> Worker:
 
 
 def encode_index_status(status: IndexStatus) -> Any:
-    """``IndexStatus``."""
     return _copied(pb.IndexStatus, IndexStatus, status)
 
 
 def encode_worker_status(status: WorkerStatus) -> Any:
-    """``WorkerStatus``."""
     return pb.WorkerStatus(
         worker=encode_worker(status.worker),
         source=status.source,
@@ -360,7 +357,7 @@ def encode_worker_status(status: WorkerStatus) -> Any:
 
 
 def decode_status(reply: Any) -> FleetStatus:
-    """Of ``ListWorkersResponse``. An index of an earlier version says nothing of itself: zeros."""
+    """Of ``ListWorkersResponse``. An index of an earlier version has no status of its own: zeros."""
     workers = (
         WorkerStatus(
             worker=decode_worker(status.worker, status.worker.hash_seed_id),
@@ -374,7 +371,7 @@ def decode_status(reply: Any) -> FleetStatus:
 
 
 def _copied(kind: Any, named: Any, one: Any) -> Any:
-    """A ``kind`` with those fields of ``one`` that the dataclass ``named`` has."""
+    """A ``kind`` with the fields of ``one`` that the dataclass ``named`` has."""
     return kind(**{name: getattr(one, name) for name in named.__dataclass_fields__})
 
 
@@ -398,7 +395,6 @@ def unsendable(error: Exception) -> ConfigError:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in one line."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 

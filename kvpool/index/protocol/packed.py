@@ -1,10 +1,10 @@
-"""Messages of the index as bytes: how many fields they have, and lookups without protobuf. Pure.
+"""Messages of the index as bytes: counts their fields, and reads lookups without protobuf. Pure.
 
-An empty element of a repeated field has two bytes, and protobuf takes 40 times as much for it: 33 MiB of them became
-1.3 GiB. So fields are counted before a message is parsed.
+An empty element of a repeated field has two bytes, and protobuf takes 40 times as much: 33 MiB became 1.3
+GiB. So fields are counted before a message is parsed.
 
-The id of ``LookupRequest`` and of ``LookupResponse`` is its last field by number, and fixed in size. So a
-request is a message before its id as well, which the native core reads, and a packed reply gets its id by appending it.
+The id of ``LookupRequest`` and ``LookupResponse`` is the last field by number, and fixed in size. A request
+without its id is still a message, which the native core reads; a packed reply gets its id by appending.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _ID = struct.Struct("<BQ")
 
 
 def check_fields(packed: Buffer, descriptor: Any) -> None:
-    """Takes up to 0.1 s, with the interpreter's lock held; for most messages, of few fields, some microseconds.
+    """Takes up to 0.1 s, with the interpreter's lock held; microseconds for most messages.
 
-    Errors: ``ConfigError`` for a message of more than ``MAX_FIELDS``; ``DecodeError`` for bytes that are no message.
+    Errors: ``ConfigError`` above ``MAX_FIELDS``; ``DecodeError`` for malformed bytes.
     """
     view = memoryview(packed)
     if len(view) > 2 * MAX_FIELDS:  # a field has two bytes at least
@@ -46,7 +46,7 @@ def check_fields(packed: Buffer, descriptor: Any) -> None:
 
 
 def _count(view: memoryview, descriptor: Any, count: int) -> int:
-    """``count``, and the fields of ``view``; those of messages within it only where they can be many."""
+    """``count`` plus the fields of ``view``; nested messages only where they can be many."""
     within = _within(descriptor)
     for tag, value in _fields(view):
         count += 1
@@ -61,7 +61,7 @@ def _count(view: memoryview, descriptor: Any, count: int) -> int:
 def _within(descriptor: Any) -> Mapping[int, Any]:
     """By number, the fields that are messages with messages or lists of their own.
 
-    Not those of its own kind: requests within a request are read by themselves.
+    Without fields of the same kind: requests within a request are read by themselves.
     """
     return {
         field.number: field.message_type
@@ -73,7 +73,7 @@ def _within(descriptor: Any) -> Mapping[int, Any]:
 
 
 def _fields(view: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """The tag and the bytes of each field; of a number none of a varint. Errors: ``DecodeError``."""
+    """The tag and the bytes of each field; no bytes for a varint. Errors: ``DecodeError``."""
     at = 0
     while at < len(view):
         tag, at = _varint_at(view, at)
@@ -95,8 +95,8 @@ def _fields(view: memoryview) -> Iterator[tuple[int, memoryview]]:
 
 
 def _varint_at(view: memoryview, at: int) -> tuple[int, int]:
-    """The number that begins there, and where it ends. Errors: ``DecodeError``."""
-    if at < len(view) and view[at] < 0x80:  # as most are
+    """The varint at ``at``, and its end. Errors: ``DecodeError``."""
+    if at < len(view) and view[at] < 0x80:  # the usual case
         return view[at], at + 1
     number = 0
     for shift in range(0, 70, 7):
@@ -123,7 +123,7 @@ class PackedLookup(NamedTuple):
 def read_lookup(packed: bytes | memoryview) -> PackedLookup:
     """Errors: ``DecodeError`` of protobuf, ``ConfigError``."""
     view = memoryview(packed)
-    # What looks like an id and is none lies within another field; then the bytes before it are no message.
+    # A false id lies within another field; then the bytes before it are malformed.
     if (
         len(view) > _ID.size
         and view[-_ID.size] == _ID_TAG
@@ -142,7 +142,7 @@ def read_lookup(packed: bytes | memoryview) -> PackedLookup:
 
 
 def _read_prompt(view: memoryview) -> Prompt | None:
-    """In its usual form, by the native core; None: it is another one, or none."""
+    """By the native core; None: an unusual or malformed form."""
     found = read_lookup_request(view)
     if found is None:
         return None
@@ -156,7 +156,7 @@ def _read_prompt(view: memoryview) -> Prompt | None:
 
 
 def id_of(packed: bytes | memoryview) -> int:
-    """The id of a request that was refused, also of one that protobuf does not read; 0: it has none."""
+    """The id of a refused request, even one that protobuf cannot read; 0: none."""
     try:
         return _walk(memoryview(packed)).id
     except (ConfigError, DecodeError):
@@ -170,10 +170,10 @@ class _Fields(NamedTuple):
 
 
 def _walk(view: memoryview) -> _Fields:
-    """The fields of a packed ``LookupRequest``, none of them parsed.
+    """The fields of a packed ``LookupRequest``, unparsed.
 
-    So a malformed one of many requests is refused by itself, and millions of empty ones never become messages.
-    Errors: ``DecodeError``, ``ConfigError``.
+    A malformed request of many is refused alone, and millions of empty ones never become messages. Errors:
+    ``DecodeError``, ``ConfigError``.
     """
     number, has_prompt = 0, False
     requests: list[Buffer] = []
@@ -192,12 +192,12 @@ def _walk(view: memoryview) -> _Fields:
 
 
 def with_id(reply: bytes, number: int) -> bytes:
-    """The packed ``LookupResponse`` to the request of this id."""
+    """The packed ``LookupResponse`` with this id."""
     return reply + _ID.pack(_ID_TAG, number) if number else reply
 
 
 def refused_response(number: int, code: int, message: str) -> bytes:
-    """The packed ``LookupResponse`` to a request of this id that is refused."""
+    """The packed ``LookupResponse`` of a refused request."""
     reply: bytes = pb.LookupResponse(
         id=number, status=pb.Status(code=code, message=message)
     ).SerializeToString()
