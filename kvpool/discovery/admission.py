@@ -1,6 +1,5 @@
-"""``check_worker``: what a worker must be, before the index follows it. Pure.
-
-What is judged here comes from other processes: names enter logs, endpoints are connected to.
+"""``check_worker`` rejects workers that the index cannot follow: names enter logs, the index connects to
+endpoints. Pure.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ _EVERY_ADDRESS = ("*", "0.0.0.0", "[::]")  # noqa: S104 - to refuse it
 
 
 def check_name(name: str) -> str:
-    """Return a worker's name if it can be one. Errors: ``ConfigError``."""
+    """Return ``name`` if a worker may have it. Errors: ``ConfigError``."""
     return _text("a worker's name", name, MAX_NAME_NBYTES, empty=False)
 
 
 def check_worker(worker: Worker) -> Worker:
-    """Return ``worker`` if the index can follow it. Errors: ``ConfigError``, one line that names the field."""
+    """Return ``worker`` if the index can follow it. Errors: ``ConfigError`` that names the field."""
     check_name(worker.name)
     check_tenant(worker.tenant)
     who = f"worker {worker.name}"
@@ -70,7 +69,7 @@ def _check_publisher(who: str, publisher: Publisher) -> None:
         raise ConfigError(f"{who}: dp_rank is a whole number from 0 to {MAX_DP_RANK}, not {rank!r:.40}")
     if publisher.events == "push":
         raise ConfigError(f"{who}: {PUSH_GONE}")
-    if publisher.events or publisher.replay:  # both are empty where its events are switched off
+    if publisher.events or publisher.replay:  # both empty: events are off
         _endpoint(f"{who}: events", publisher.events)
     if publisher.replay:
         _endpoint(f"{who}: replay", publisher.replay)

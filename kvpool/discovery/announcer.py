@@ -1,7 +1,8 @@
-"""Writers of leased records in a pool: ``Announcer`` of one rank, ``TrafficAnnouncer`` of an engine's traffic.
+"""Writers of leased records in a pool: ``Announcer`` of one rank, ``TrafficAnnouncer`` of an engine's
+traffic.
 
-Neither writer nor reader (``WorkerWatch``) needs the other's address, and no clocks are compared: the pool ends leases.
-A request stands beside the record of a rank: some index lacks a part of its blocks. One request serves all indexes.
+Writers and readers (``WorkerWatch``) meet in the pool, which ends leases, so clocks are never compared. An
+index that lacks blocks of a rank puts a request beside its record; one request serves all indexes.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from kvpool.errors import KVPoolError
 from kvpool.key.key import request_key, traffic_key
 from kvpool.store.store import Store
 
-RETRY_S = 1.0  # after a failure, where the lease does not ask for less
-TAKE_OVER_S = 2.0  # before a record of this name is replaced
+RETRY_S = 1.0  # after a failure; a shorter lease retries sooner
+TAKE_OVER_S = 2.0  # a record of the same name is replaced this much later
 CLOSE_S = 5.0
 TRAFFIC_LEASE_S = 60.0
 TRAFFIC_EVERY_S = 15.0
@@ -32,10 +33,7 @@ logger = logging.getLogger("kvpool.index")
 
 
 class _Writer(ABC):
-    """Writes a record every ``every_s`` seconds from a thread of its own, until it is closed.
-
-    The store must stay open until ``close`` has returned.
-    """
+    """Writes a record every ``every_s`` seconds from its own thread until closed. Close it before the store."""
 
     def __init__(self, store: Store, *, every_s: float, thread: str) -> None:
         self._store, self._every_s = store, every_s
@@ -44,9 +42,9 @@ class _Writer(ABC):
         self._thread = threading.Thread(target=self._run, name=thread, daemon=True)
 
     def close(self) -> None:
-        """Withdraw the record and end the thread; again does nothing.
+        """Withdraw the record and end the thread; idempotent.
 
-        Blocking, for at most ``CLOSE_S`` seconds: where the pool does not answer, the lease ends the record.
+        Blocks for at most ``CLOSE_S`` seconds. If the pool does not answer, the lease ends the record.
         """
         self._closing = True
         self._woken.set()
@@ -63,7 +61,7 @@ class _Writer(ABC):
 
     @abstractmethod
     def _write(self) -> bool:
-        """One write; false: it failed."""
+        """Write once; false: it failed."""
 
     @abstractmethod
     def _end(self) -> None:
@@ -71,13 +69,12 @@ class _Writer(ABC):
 
 
 class Announcer(_Writer):
-    """Announces one rank of a worker until it is closed, from a thread of its own.
+    """Announces one rank of a worker until closed, from its own thread.
 
-    ``worker``: with one publisher and an incarnation. ``lease_s``: how long the record outlives its last renewal; it
-    is renewed three times as often, and every ``READ_S`` seconds at least. ``say``: called with one line when the pool
-    cannot be written (once an outage), when it can again, and when another process announces a worker of this name.
-    A record of this name that is there already is replaced after ``TAKE_OVER_S``. A pool that is away is tried again.
-    Errors: ``ConfigError`` for a worker that cannot be announced.
+    ``worker``: with one publisher and an incarnation. ``lease_s``: the record outlives its last renewal by
+    this; three renewals a lease, and at least one every ``READ_S`` seconds. ``say``: receives one line when
+    an outage begins or ends, and when another process announces the same name. A present record of the same
+    name is replaced after ``TAKE_OVER_S``. Errors: ``ConfigError`` for a worker that cannot be announced.
     """
 
     def __init__(
@@ -91,7 +88,7 @@ class Announcer(_Writer):
         self._key, self._record = pack_worker(worker, lease_s)
         super().__init__(store, every_s=min(lease_s / RENEWALS, READ_S), thread="kvpool-announcer")
         self._worker, self._lease_s, self._say = worker, lease_s, say
-        self._requested = False  # its thread writes
+        self._requested = False  # written by its thread
         # The fields below: its thread only.
         self._written = False  # at least once
         self._away = False  # the last try failed
@@ -101,13 +98,12 @@ class Announcer(_Writer):
 
     @property
     def requested(self) -> bool:
-        """Whether an index requests all blocks of this rank, as was last read. Any thread."""
+        """Whether an index requested all blocks of this rank at the last reading. Any thread."""
         return self._requested
 
     def enter(self, namespace: str) -> None:
-        """From now on the worker's blocks in the pool are those of another namespace. Any thread; does not block.
-
-        ``namespace``: 32 hex digits.
+        """Announce another namespace for the worker's blocks in the pool (32 hex digits). Any thread; does
+        not block.
         """
         self._worker = replace(self._worker, namespace=namespace)
         _, self._record = pack_worker(self._worker, self._lease_s)
@@ -123,7 +119,7 @@ class Announcer(_Writer):
     def _try(self, step: Callable[[], None], failure: str) -> bool:
         try:
             step()
-        except Exception as error:  # an error here must not reach the engine
+        except Exception as error:  # never reaches the engine
             self._requested = False
             if not self._away:
                 reason = str(error) if isinstance(error, KVPoolError) else f"{type(error).__name__}: {error}"
@@ -140,10 +136,10 @@ class Announcer(_Writer):
         self._requested = request_key(self._key) in found
         other = self._other_incarnation(found)
         if other and not self._written and not self._has_waited:
-            # The one of before, or one that runs: then this engine fails in a moment, for that one has its ports.
+            # A predecessor, or a running engine that owns the ports: then this engine fails in a moment.
             self._has_waited = True
             ends_s = time.monotonic() + TAKE_OVER_S
-            while not self._closing and (left_s := ends_s - time.monotonic()) > 0:  # enter() wakes it, too
+            while not self._closing and (left_s := ends_s - time.monotonic()) > 0:  # enter() also wakes it
                 self._woken.wait(left_s)
                 self._woken.clear()
             if self._closing:
@@ -159,7 +155,7 @@ class Announcer(_Writer):
         self._written = True
 
     def _withdraw(self) -> None:
-        # Not that of the engine that took this one's place.
+        # Keep the record of an engine that took over.
         if not self._other_incarnation(self._store.announced_under((self._key,))):
             self._store.withdraw(self._key)
 
@@ -172,7 +168,7 @@ class Announcer(_Writer):
 
 
 class TrafficAnnouncer(_Writer):
-    """Keeps in the pool what an engine of ``tenant`` was asked for, from the first ``tell`` on.
+    """Writes the traffic of an engine of ``tenant`` to the pool, from the first ``tell`` on.
 
     Threads: any may call ``tell``; the announcing thread reads ``_received``, which is replaced whole.
     """
@@ -188,12 +184,12 @@ class TrafficAnnouncer(_Writer):
         super().__init__(store, every_s=every_s, thread="kvpool-traffic")
         self._clock = clock
         self._key = traffic_key(tenant, secrets.token_hex(8))
-        self._received: tuple[dict[str, Seen], float] = ({}, 0.0)  # and when
+        self._received: tuple[dict[str, Seen], float] = ({}, 0.0)  # and its time
 
     def tell(self, windows: dict[str, Seen]) -> None:
-        """What the engine was asked for, by window; written with the next turn. Does not block.
+        """Write these windows with the next turn. Does not block.
 
-        An engine that rests tells nothing: its windows count as empty when they are over.
+        An idle engine need not call: its windows count as empty once they end.
         """
         if not any(seen.prompt_tokens for seen in windows.values()):
             return
@@ -207,7 +203,7 @@ class TrafficAnnouncer(_Writer):
         recent = {name: seen if rested_s < WINDOWS[name] else Seen() for name, seen in windows.items()}
         try:
             self._store.announce(self._key, pack_traffic(recent), lease_s=TRAFFIC_LEASE_S)
-        except KVPoolError as error:  # loads and lookups log the pool's state
+        except KVPoolError as error:  # loads and lookups already log the pool's state
             logger.debug("what the engine was asked for is not in the pool: %s", error)
         return True
 

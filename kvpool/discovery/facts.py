@@ -1,4 +1,4 @@
-"""Why two workers do not share: each namespace keeps its facts in the pool, for the others to read."""
+"""Each namespace keeps its facts in the pool, so that workers can say why they do not share."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _VERSION = 1
 
 
 def announce_facts(store: Store, namespace: Namespace, model: str) -> list[str]:
-    """Keep the namespace's facts in the pool for 30 days, and name what keeps others from sharing with it.
+    """Keep the namespace's facts in the pool for 30 days, and describe the namespaces that could have been
+    shared.
 
-    Returns one sentence for every other namespace of the same tenant that is of this model, or of the same weights
-    under another name, in the order of their fingerprints: which facts differ, and how; none where one of the two is
-    an engine's own (``EPOCH_FACT``). ``model``: what people call it, in the record beside the facts.
-    Blocking, for a few small reads and one write. Errors: ``StoreUnavailable``; ``ConfigError`` when the
-    facts together are larger than an announcement may be. Records that cannot be read are passed over.
+    Returns a sentence for every namespace of the same tenant with this model, or with the same weights under
+    another name, by fingerprint: the facts that differ. Namespaces of one engine alone (``EPOCH_FACT``) are
+    skipped, and so are unreadable records. ``model``: its display name in the record. Blocks for a few small
+    reads and one write. Errors: ``StoreUnavailable``; ``ConfigError`` when the facts exceed an announcement.
     """
     record = {"version": _VERSION, "model": model, "facts": dict(namespace.facts)}
     store.announce(namespace.facts_key, msgpack.packb(record), lease_s=LEASE_S)
@@ -50,9 +50,9 @@ def announce_facts(store: Store, namespace: Namespace, model: str) -> list[str]:
 
 
 def announced_namespaces(store: Store, tenant: str) -> dict[str, list[Namespace]]:
-    """The namespaces of ``tenant`` that the pool has facts of, by model and then by fingerprint.
+    """The tenant's namespaces with facts in the pool, by model and then by fingerprint.
 
-    Blocking, for a few small reads. Errors: ``StoreUnavailable``. Records that cannot be read are passed over.
+    Unreadable records are skipped. Blocks for a few small reads. Errors: ``StoreUnavailable``.
     """
     found: dict[str, list[Namespace]] = {}
     for key, document in store.announcements(tenant_prefix(tenant), FACTS_SUFFIX).items():
@@ -63,12 +63,11 @@ def announced_namespaces(store: Store, tenant: str) -> dict[str, list[Namespace]
 
 
 def describe_differences(here: Namespace, there: Namespace) -> str:
-    """Which facts keep two namespaces apart, in words."""
     return "; ".join(_difference(*one) for one in differing_facts(here.facts, there.facts))
 
 
 def _described(tenant: str, document: bytes) -> tuple[str, Namespace] | None:
-    """(model, namespace) that a facts record describes; None when it is no such record."""
+    """(model, namespace) of a facts record; None for any other document."""
     try:
         record: Any = msgpack.unpackb(document, max_map_len=MAX_FACTS, max_array_len=0, max_ext_len=0)
     except (ValueError, msgpack.UnpackException):

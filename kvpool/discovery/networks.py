@@ -1,7 +1,7 @@
-"""``WorkerNetworks``: at which addresses an index follows workers that callers or records in a pool name.
+"""``WorkerNetworks``: the addresses at which an index may follow workers named by callers or by pool records.
 
-Without it a tenant could have the index connect to anything that the index's host can reach, itself included. Workers
-that the operator names by a flag are not judged.
+Without it a tenant could make the index connect to any host it reaches, itself included. Workers named by a
+flag are exempt.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from kvpool.errors import ConfigError
 from kvpool.key.names import check_tenant
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-_Network = ipaddress.IPv4Network | ipaddress.IPv6Network | str  # the text: IPC
-IPC = "ipc"  # among networks: Unix sockets of the index's own host
+_Network = ipaddress.IPv4Network | ipaddress.IPv6Network | str  # str: IPC
+IPC = "ipc"  # Unix sockets of the index's own host
 MAX_NETWORKS = 1024
 _PORTS = {"http": 80, "https": 443}
 
 
 class WorkerNetworks:
-    """``networks``: such as ``10.0.0.0/8``, and ``ipc``, several with commas between; none: every address but those of
-    the host itself and its link. ``TENANT=`` before them: that tenant's workers are there and nowhere else, and no
-    other's are, but for tenants that name the same ones.
+    """``networks``: comma-separated, such as ``10.0.0.0/8`` or ``ipc``; none: every address except the host's
+    own and link-local ones. A ``TENANT=`` prefix reserves these networks for that tenant, and that tenant for
+    these networks; several tenants may name the same ones.
 
-    ``loopback``: whether addresses of the host itself are allowed besides. Immutable. Errors: ``ConfigError``.
+    ``loopback``: also allow the host's own addresses. Immutable. Errors: ``ConfigError``.
     """
 
     def __init__(self, networks: Sequence[str] = (), *, loopback: bool = False) -> None:
@@ -43,9 +43,9 @@ class WorkerNetworks:
         self._loopback = loopback
 
     def check(self, worker: Worker) -> None:
-        """Errors: ``ConfigError`` that names the field, for an address that is spelled out and not allowed.
+        """Errors: ``ConfigError`` that names the field, for a literal address that is not allowed.
 
-        A host name passes: what it resolves to is to be shown to ``allows``.
+        Host names pass here; check the addresses they resolve to with ``allows``.
         """
         for field, endpoint in _endpoints(worker):
             if not self._passes(worker.tenant, endpoint):
@@ -73,17 +73,17 @@ class WorkerNetworks:
             return IPC in self._own.get(tenant, self._shared)
         try:
             return self.allows(tenant, _host(endpoint))
-        except ValueError:  # a name, or nothing
+        except ValueError:  # a host name, or empty
             return True
 
 
 def places_of(worker: Worker) -> set[tuple[str, int]]:
-    """(host, port) by which it is reached."""
+    """The (host, port) pairs that reach this worker."""
     return {place for _, endpoint in _endpoints(worker) if (place := _place(endpoint)) is not None}
 
 
 def one_spelling(endpoint: str) -> str:
-    """An endpoint as all that differ from it in spelling alone have it: ``tcp://HOST:PORT`` or ``ipc://PATH``."""
+    """The canonical spelling of an endpoint: ``tcp://HOST:PORT`` or ``ipc://PATH``."""
     scheme, _, rest = endpoint.partition("://")
     if scheme != "tcp":
         return f"{scheme}://{os.path.normpath(rest)}"
@@ -95,14 +95,14 @@ def one_spelling(endpoint: str) -> str:
 
 
 def unmapped(address: str) -> _Address:
-    """An IP address, without the interface behind a ``%``; IPv4 where it is IPv4 in IPv6. Errors: ``ValueError``."""
+    """An IP address without its ``%`` interface, IPv4-mapped IPv6 as IPv4. Errors: ``ValueError``."""
     found = ipaddress.ip_address(address.partition("%")[0])
     mapped = found.ipv4_mapped if isinstance(found, ipaddress.IPv6Address) else None
     return found if mapped is None else mapped
 
 
 def _endpoints(worker: Worker) -> list[tuple[str, str]]:
-    """(field, where it says to connect)."""
+    """(field, host to connect to)."""
     named = [
         (f"{field} of rank {publisher.dp_rank}", str(getattr(publisher, field)))
         for publisher in worker.publishers
@@ -114,7 +114,7 @@ def _endpoints(worker: Worker) -> list[tuple[str, str]]:
 def _host(endpoint: str) -> str:
     try:
         return urlsplit(endpoint).hostname or ""
-    except ValueError:  # no URL: nothing connects to it
+    except ValueError:  # not a URL, so never connected to
         return ""
 
 

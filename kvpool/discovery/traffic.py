@@ -1,11 +1,12 @@
-"""``Traffic``: how much of what was asked for lately had been asked for before: the most that any cache could spare.
+"""``Traffic``: the share of requested tokens that was requested before: the upper bound of any cache's hit
+ratio.
 
-Distinct blocks are counted by HyperLogLog: of a block's hash, 12 bits name a register, and the register keeps the
-longest run of leading zeros among the other 52. Registers of different times and workers are put together by their
-maximum, so one number of the whole fleet comes out, however often its workers asked for the same block.
+HyperLogLog counts distinct blocks: 12 bits of a block's hash name a register, which keeps the longest run of
+leading zeros of the other 52. The maximum of registers merges times and workers, so repeated blocks count
+once across a fleet.
 
-A window is made of whole slots: of 5 minutes within the last hour, of an hour before that. So it is up to one slot
-longer than its name says. Memory: 38 slots of 4 KiB. Threads: whoever owns it, one at a time.
+A window consists of whole slots: 5 minutes each within the last hour, an hour each before that. It is up to
+one slot longer than its name. Memory: 38 slots of 4 KiB. Threads: not thread-safe.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ HASH_NBYTES = 8  # of each block's hash
 WINDOWS: Mapping[str, float] = {"15m": 900.0, "1h": 3600.0, "24h": 86400.0}
 SLOT_S = 300.0
 LONG_SLOT_S = 3600.0
-SLOTS = 12  # whole ones beside the one that is being filled
+SLOTS = 12  # whole slots beside the one being filled
 LONG_SLOTS = 24
 MAX_DOCUMENT_NBYTES = 16 << 10
 MAX_TOKENS = 1e15
@@ -36,9 +37,10 @@ Registers = npt.NDArray[np.uint8]
 
 @dataclass
 class Seen:
-    """What was asked for within some time.
+    """Traffic of one span of time.
 
-    ``block_tokens``: tokens of whole blocks, of all ``prompt_tokens``; of these, ``spared_tokens`` were not computed.
+    ``block_tokens``: tokens in whole blocks, out of all ``prompt_tokens``; ``spared_tokens`` of them were not
+    computed.
     """
 
     registers: Registers = field(default_factory=lambda: np.zeros(REGISTERS, np.uint8))
@@ -48,7 +50,6 @@ class Seen:
     spared_tokens: int = 0
 
     def include(self, other: Seen) -> None:
-        """Put ``other`` to it."""
         np.maximum(self.registers, other.registers, out=self.registers)
         self.blocks += other.blocks
         self.block_tokens += other.block_tokens
@@ -57,7 +58,7 @@ class Seen:
 
     @property
     def distinct(self) -> float:
-        """About how many different blocks there were."""
+        """Estimated number of distinct blocks."""
         counts = np.bincount(self.registers, minlength=1)
         zeros = int(counts[0])
         estimate = (
@@ -72,7 +73,7 @@ class Seen:
 
     @property
     def ceiling(self) -> float:
-        """The share of the prompts' tokens in blocks that had been asked for before; 0 where nothing was asked for."""
+        """Share of prompt tokens in blocks that were requested before; 0 without requests."""
         if not self.blocks or not self.prompt_tokens:
             return 0.0
         repeated = max(0.0, 1 - self.distinct / self.blocks)
@@ -80,7 +81,7 @@ class Seen:
 
     @property
     def hit_ratio(self) -> float:
-        """The share of the prompts' tokens that were not computed; 0 where nothing was asked for."""
+        """Share of prompt tokens that were not computed; 0 without requests."""
         return self.spared_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
@@ -90,7 +91,7 @@ class _Slot(NamedTuple):
 
 
 class Traffic:
-    """What one engine was asked for in the last 24 hours. ``clock``: in seconds."""
+    """One engine's traffic of the last 24 hours. ``clock``: in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -100,10 +101,10 @@ class Traffic:
     def add(
         self, hashes: bytes, hash_nbytes: int, *, salt: int, block_tokens: int, prompt_tokens: int
     ) -> None:
-        """A prompt of ``prompt_tokens`` was asked for.
+        """Count a prompt of ``prompt_tokens``.
 
-        ``hashes``: of its full blocks, ``hash_nbytes`` (8 or more) each; ``block_tokens`` of one. ``salt``: 64 bits of
-        what keeps them apart from equal hashes of others.
+        ``hashes``: of its full blocks, ``hash_nbytes`` (at least 8) each, ``block_tokens`` a block. ``salt``:
+        64 bits that separate them from equal hashes of other namespaces.
         """
         self._turn()
         seen = self._short[-1].seen
@@ -121,12 +122,11 @@ class Traffic:
         np.maximum.at(seen.registers, places, runs.astype(np.uint8))
 
     def spare(self, tokens: int) -> None:
-        """So many tokens of prompts were not computed."""
         self._turn()
         self._short[-1].seen.spared_tokens += tokens
 
     def windows(self) -> dict[str, Seen]:
-        """By name of the window."""
+        """By window name."""
         self._turn()
         now = self._short[-1].number
         found = {}
@@ -143,7 +143,7 @@ class Traffic:
         return int(self._clock() // SLOT_S)
 
     def _turn(self) -> None:
-        """Begin another slot where it is time; what is over an hour old goes to the slot of its hour."""
+        """Begin a new slot when due; move slots older than an hour into the slot of their hour."""
         now = self._number()
         if self._short[-1].number == now:
             return
@@ -159,7 +159,6 @@ class Traffic:
 
 
 def pack_traffic(windows: Mapping[str, Seen]) -> bytes:
-    """What ``Traffic.windows`` gives, as a document."""
     table = {
         name: [
             seen.registers.tobytes(),
@@ -175,7 +174,7 @@ def pack_traffic(windows: Mapping[str, Seen]) -> bytes:
 
 
 def unpack_traffic(document: bytes) -> dict[str, Seen] | None:
-    """What a document says; None when it is none that this version can read."""
+    """The inverse of ``pack_traffic``; None when this version cannot read it."""
     if len(document) > MAX_DOCUMENT_NBYTES:
         return None
     try:
@@ -188,7 +187,7 @@ def unpack_traffic(document: bytes) -> dict[str, Seen] | None:
 
 
 def together(documents: Iterable[bytes]) -> dict[str, Seen]:
-    """What several engines were asked for, by window. Documents that cannot be read are passed over."""
+    """Merge several engines' documents, by window; unreadable ones are skipped."""
     found = {name: Seen() for name in WINDOWS}
     for document in documents:
         for name, seen in (unpack_traffic(document) or {}).items():

@@ -1,7 +1,4 @@
-"""``Worker``: what the index has to know of a vLLM worker to follow it, and who is told what it publishes.
-
-Everything here is immutable; nothing blocks.
-"""
+"""``Worker``: the address card of a vLLM worker that the index follows. Immutable; nothing blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import NamedTuple
 
 DEFAULT_TENANT = "default"
 MAX_DP_RANK = 65535
-MAX_WORKERS = 16384  # that one index follows
+MAX_WORKERS = 16384  # of one index
 DEFAULT_ALGORITHM = "sha256_cbor"
 
 
@@ -18,8 +15,8 @@ DEFAULT_ALGORITHM = "sha256_cbor"
 class Publisher:
     """Where one data-parallel rank publishes its KV events (``vllm/distributed/kv_events.py``).
 
-    ``events``: ``tcp://HOST:PORT`` of its PUB socket; ``push``: it brings them; empty: they are switched off.
-    ``replay``: of its ROUTER socket; empty: it has none.
+    ``events``: ``tcp://HOST:PORT`` of its PUB socket; ``push``: events are pushed to the index; empty: events
+    are off. ``replay``: of its ROUTER socket; empty: none.
     """
 
     dp_rank: int
@@ -29,12 +26,12 @@ class Publisher:
 
 @dataclass(frozen=True)
 class Worker:
-    """One worker, known by tenant and name.
+    """One worker, identified by tenant and name.
 
-    ``block_tokens``: tokens of a block that is hashed. ``hash_seed_id``: ``kvpool.key.hashing.seed_id`` of the seed
-    it hashes with. ``address``: where it serves requests, such as ``http://10.0.0.7:8000``; empty: not known.
-    ``incarnation``: another text at each start; empty: the index finds out by itself. ``namespace``: 32 hex
-    digits, whose blocks in the pool it can load; empty: none.
+    ``block_tokens``: tokens of a hashed block. ``hash_seed_id``: ``kvpool.key.hashing.seed_id`` of its seed.
+    ``address``: of its API, such as ``http://10.0.0.7:8000``; empty: unknown. ``incarnation``: differs at
+    each start; empty: the index detects restarts. ``namespace``: 32 hex digits, of the pool blocks it can
+    load; empty: none.
     """
 
     name: str
@@ -55,7 +52,7 @@ class Worker:
 
 
 class Position(NamedTuple):
-    """The last batch of a rank that was applied: its number, and its digest (``kvpool.index.rank``)."""
+    """Number and digest (``kvpool.index.rank``) of the last applied batch of a rank."""
 
     sequence: int
     batch_digest: int

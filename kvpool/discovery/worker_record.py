@@ -1,6 +1,6 @@
-"""The record of one data-parallel rank in the pool, by which an index finds its worker. Pure.
+"""The pool record of one data-parallel rank, from which an index builds its worker. Pure.
 
-A msgpack map under ``kvpool:TENANT:worker:RANK:NAME``. Tenant, rank and name stand in the key and nowhere else.
+A msgpack map under ``kvpool:TENANT:worker:RANK:NAME``; tenant, rank and name stand only in the key.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ MAX_RECORD_NBYTES = 16 << 10
 MIN_LEASE_S = 1.0
 MAX_LEASE_S = 3600.0
 DEFAULT_LEASE_S = 10.0
-RENEWALS = 3  # in one lease
-READ_S = DEFAULT_LEASE_S / RENEWALS  # a longer lease is renewed as often, since requests are read then
-# A request outlives the pause between two readings, and is over when the rank may be asked again
-# (``kvpool.vllm.events.INTERVAL_S``): so what is asked then is asked since the answer.
+RENEWALS = 3  # per lease
+READ_S = DEFAULT_LEASE_S / RENEWALS  # longer leases are renewed as often, because each renewal reads requests
+# Longer than the pause between two readings, shorter than ``kvpool.vllm.events.INTERVAL_S``, after which a
+# rank may be requested again: no request outlives its answer.
 REQUEST_LEASE_S = 5.0
 
-# Fields of the record and of Worker.
 _TEXTS = ("model", "hash_algorithm", "hash_seed_id", "address", "incarnation", "namespace")
 _FIELDS = {"version", "block_tokens", "events", "replay", "lease_s", *_TEXTS}
 
 
 class WorkerRecord(NamedTuple):
-    """One rank as it announced itself: ``worker`` has one publisher."""
+    """One rank as announced: ``worker`` has one publisher."""
 
     worker: Worker
     lease_s: float
@@ -67,10 +66,10 @@ def pack_worker(worker: Worker, lease_s: float) -> tuple[str, bytes]:
 
 
 def unpack_worker(key: str, record: bytes) -> WorkerRecord | None:
-    """What a record says; None when it is nothing that this version can read and follow.
+    """Parse a record; None when this version cannot follow it.
 
-    Fields that are not known are passed over: a later version may add some, and changes its number when the rest
-    means something else.
+    Unknown fields are ignored: later versions may add some, and change the version number if the rest changes
+    meaning.
     """
     parsed = parse_worker_key(key)
     if parsed is None or len(record) > MAX_RECORD_NBYTES:
@@ -100,11 +99,11 @@ def unpack_worker(key: str, record: bytes) -> WorkerRecord | None:
 
 
 def merge_ranks(announced: Iterable[WorkerRecord]) -> tuple[dict[str, Worker], list[str]]:
-    """The workers that some ranks make up, by id; and a sentence for each rank that cannot be one of its worker's.
+    """Merge ranks into workers, by id; and a sentence for each rank that contradicts its worker.
 
-    Ranks of one tenant and name are one worker if all but publisher, incarnation and namespace is the same; the lowest
-    rank decides. The worker is another incarnation whenever a rank is, comes or goes. Ranks whose caches were reset
-    have a namespace each: then nothing can be said of what the worker finds in the pool.
+    Ranks of one tenant and name form one worker if they agree on all but publisher, incarnation and
+    namespace; the lowest rank decides. The worker's incarnation changes whenever a rank's does, or a rank
+    comes or goes. Ranks whose caches were reset have different namespaces; the worker then has none.
     """
     ranks: dict[str, list[Worker]] = {}
     for one in announced:

@@ -1,7 +1,7 @@
-"""``WorkerWatch``: reads the workers' records in the pool, and leaves requests for incomplete ranks.
+"""``WorkerWatch``: reads the workers' records in the pool, and requests the blocks of incomplete ranks.
 
-An index leaves a request beside the record of a rank (``Announcer`` reads both at once), and renews it until it knows
-all blocks of the rank. The request has no content; any index may have left it.
+A request lies beside the rank's record (``Announcer`` reads both at once), without content. Any index may
+write it, and renews it until it knows all blocks of the rank.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from kvpool.key.key import is_request_key, is_traffic_key, request_key, tenant_p
 from kvpool.store.store import Store
 
 REQUEST = b"tell all you hold"
-REQUEST_EVERY_S = 2.0  # a request is renewed that often
-MAX_REQUESTS = 32  # ranks in one round
+REQUEST_EVERY_S = 2.0  # renewal of a request
+MAX_REQUESTS = 32  # per round
 INTERVAL_S = 1.0
 TENANTS_INTERVAL_S = 5.0
-REFUSED_S = 10.0  # until announcements that could not be read are tried again
-REFUSED_TIMES = 10  # as long as that took, at least: one tenant takes a tenth of the watch's time at most
-KEEP_S = 60.0  # many rounds of a watch, failed ones included
+REFUSED_S = 10.0  # pause before refused announcements are read again
+REFUSED_TIMES = 10  # pause at least ten times the read: a tenant takes a tenth of the watch's time at most
+KEEP_S = 60.0  # many rounds of a watch, failed rounds included
 CLOSE_S = 5.0
-MAX_LOGGED = 1024  # sentences that are remembered so that they are logged once
+MAX_LOGGED = 1024  # sentences already logged, so that each is logged once
 
 logger = logging.getLogger("kvpool.index")
 
@@ -36,37 +36,35 @@ logger = logging.getLogger("kvpool.index")
 @dataclass
 class _Known:
     record: WorkerRecord
-    missing: bool = False  # from the pool, which proves nothing yet
+    missing: bool = False  # since the pool was lost, which proves nothing yet
 
 
 @dataclass
 class _Tenant:
     known: dict[str, _Known] = field(default_factory=dict)  # by key
     refused: bool = False  # its announcements cannot be read
-    next_s: float = 0.0  # when they are read again
-    unproven_since_s: float | None = None  # until a lease later, a missing record proves nothing
+    next_s: float = 0.0  # next reading
+    unproven_since_s: float | None = None  # a missing record proves nothing until a lease later
     unreadable_records: int = 0
 
 
 class WorkerWatch:
-    """Reads the records of all workers every ``interval_s`` seconds, from a thread of its own.
+    """Reads the records of all workers every ``interval_s`` seconds, from its own thread.
 
-    ``on_worker(worker, keep_s)`` is called for every worker in every round, in a round that failed, too: it is to be
-    kept for ``keep_s`` seconds unless something else is said. ``on_gone(worker_id)``: it has stopped, or its lease has
-    ended. ``on_pool_lost(tenant)``: what the pool held of this tenant is gone; None: the pool's server was started
-    anew. ``incomplete()``: (worker id, data-parallel rank) of those that are to tell all they hold; those that announce
-    themselves here are asked, a few in each round, and ``on_requested(worker_id, dp_rank)`` is called.
-    ``tenants``: only these, whether they are listed or not; None: all in the pool's list of tenants, read every 5
-    seconds. ``life``: of the pool (``Store.server_run_id``) as it was when what is known of it was read; empty: nothing
-    is known.
+    ``on_worker(worker, keep_s)``: called for every worker in every round, failed rounds included; keep the
+    worker for ``keep_s`` seconds unless told otherwise. ``on_gone(worker_id)``: it stopped, or its lease
+    ended. ``on_pool_lost(tenant)``: the pool lost this tenant's data; None: its server restarted.
+    ``incomplete()``: (worker id, data-parallel rank) of incomplete ranks; a few announced ones are requested
+    each round, each followed by ``on_requested(worker_id, dp_rank)``. ``tenants``: watch only these, listed
+    or not; None: all in the pool's list, read every 5 seconds. ``life``: the pool's ``Store.server_run_id``
+    when the caller's state was saved; empty: no saved state.
 
-    A record that is not there any more means that its worker is gone, with one exception: where the pool could not be
-    read, was started anew or was emptied, workers had no chance to renew their records, and each gets a whole lease
-    from the first round in which the pool answers. The same holds for one tenant whose announcements cannot be read,
-    such as one that has put something else in their place: that costs the other tenants nothing.
+    A missing record means a stopped worker, unless workers had no chance to renew it. After an outage, a
+    restart or a flush of the pool, each worker gets a whole lease from the first answered round. The same
+    holds for one tenant whose announcements are unreadable, at no cost to other tenants.
 
-    All calls come from the watch's thread and must not block for long; what they raise is logged. Problems are
-    logged once, an outage once. The store must stay open until ``close`` has returned.
+    Callbacks run in the watch's thread and must not block for long; their exceptions are logged. Each problem
+    and each outage is logged once. The store must stay open until ``close`` has returned.
     """
 
     def __init__(
@@ -88,10 +86,10 @@ class WorkerWatch:
         self._all_tenants = tenants is None
         self._tenants = {tenant: _Tenant() for tenant in sorted(set(tenants or ()))}
         for tenant in self._tenants:
-            tenant_prefix(tenant)  # judges it
+            tenant_prefix(tenant)  # validates the tenant
         self._interval_s = interval_s
-        self.rounds = 0  # in which the pool answered, and all that follows from it was told
-        self.life = life  # of the pool, as it was read last
+        self.rounds = 0  # answered rounds whose callbacks have all run
+        self.life = life  # of the pool, at the last reading
         self._closing = threading.Event()
         # The fields below: its thread only.
         self._workers: dict[str, Worker] = {}  # by id, as last reported
@@ -104,16 +102,16 @@ class WorkerWatch:
 
     @property
     def unreadable_records(self) -> int:
-        """Records that were no worker's when they were read last. Any thread."""
+        """Records that were no worker's at the last reading. Any thread."""
         return sum(tenant.unreadable_records for tenant in tuple(self._tenants.values()))
 
     @property
     def tenants(self) -> tuple[str, ...]:
-        """Whose records are read. Any thread."""
+        """The watched tenants. Any thread."""
         return tuple(self._tenants)
 
     def close(self) -> None:
-        """End the thread; again does nothing. Blocking, for at most ``CLOSE_S`` seconds."""
+        """End the thread; idempotent. Blocks for at most ``CLOSE_S`` seconds."""
         self._closing.set()
         self._thread.join(CLOSE_S)
 
@@ -148,7 +146,9 @@ class WorkerWatch:
             self._call("workers cannot be asked for all they hold", self._request)
 
     def _look_at_server(self) -> bool:
-        """Whether it was started since the last round, and what that says of all tenants. Errors: ``KVPoolError``."""
+        """Whether the server restarted since the last round; if so, mark all tenants. Errors:
+        ``KVPoolError``.
+        """
         life = self._store.server_run_id()
         started_anew = bool(self.life and life and life != self.life)
         if started_anew or self._away:
@@ -167,13 +167,13 @@ class WorkerWatch:
         except AnnouncementsRefused as error:
             self._log_once(f"the tenants of the pool cannot be listed; name them with --tenant: {error}")
             listed = []
-        # One of whose workers something is known is asked about until they are gone.
+        # Tenants with known workers are read until those workers are gone.
         kept = {name: tenant for name, tenant in self._tenants.items() if tenant.known or name in listed}
         self._tenants = kept | {name: _Tenant() for name in listed if name not in kept}
         self._list_at_s = time.monotonic() + TENANTS_INTERVAL_S
 
     def _look_at(self, name: str, tenant: _Tenant, started_anew: bool) -> None:
-        """What one tenant announces. Errors: ``KVPoolError`` when the pool does not answer."""
+        """Read one tenant's announcements. Errors: ``KVPoolError`` when the pool does not answer."""
         now_s = time.monotonic()
         if now_s < tenant.next_s:
             return
@@ -206,7 +206,7 @@ class WorkerWatch:
                 del tenant.known[key]
         tenant.known |= {key: _Known(announced) for key, announced in found.items()}
         if self._all_tenants and not tenant.known:
-            tenant.next_s = now_s + TENANTS_INTERVAL_S  # most of a day's tenants have no worker any more
+            tenant.next_s = now_s + TENANTS_INTERVAL_S  # most tenants in the list have no worker any more
 
     def _unpacked(self, key: str, record: bytes) -> WorkerRecord | None:
         announced = unpack_worker(key, record)
@@ -215,9 +215,9 @@ class WorkerWatch:
         return announced
 
     def _is_emptied(self, name: str, tenant: _Tenant, found: dict[str, WorkerRecord]) -> bool:
-        """Whether a tenant that has just had workers has nothing in the pool any more.
+        """Whether the pool was emptied of a tenant that just had workers.
 
-        Workers leave the facts of their namespace there for 30 days: one that stops does not look like this.
+        Stopped workers leave their namespace's facts for 30 days; an emptied tenant has none.
         """
         if found or all(known.missing for known in tenant.known.values()):
             return False
@@ -235,7 +235,7 @@ class WorkerWatch:
         self._workers = workers
 
     def _request(self) -> None:
-        """Leave a request for each rank that is incomplete, those first that were asked longest ago."""
+        """Request incomplete ranks, longest unrequested first."""
         now_s = time.monotonic()
         incomplete = set(self._incomplete())
         ranks = {

@@ -1,1 +1,1 @@
-"""What content is called, and how bytes prove that they are it: keys, namespaces, layouts, hashes, records."""
+"""Names of content and proofs that bytes match them: keys, namespaces, layouts, hashes, records."""

@@ -1,14 +1,16 @@
-"""The digest of a checkpoint: which weights lie in a folder, wherever it is mounted and whatever it is called.
+"""The digest of a checkpoint identifies the weights in a folder, wherever it is mounted and whatever its
+name.
 
-Of each file that weights are loaded from, the digest covers the name, the size, the header whole (safetensors) or head
-and tail (the others), the start of every tensor, and 4 KiB at 16,384 places spread over all files. A checkpoint of up
-to 64 MiB is read in full. What differs in fewer places than that can have an equal digest.
+The digest covers each weights file's name, size, header (safetensors, whole) or head and tail (other
+formats), the start of every tensor, and 4 KiB at 16,384 places spread over all files. Checkpoints up to 64
+MiB are read in full. Differences in fewer places can go unnoticed.
 
-Beside the weights it covers the configuration, without the fields that say where it came from; and, where that names
-code of its own (``auto_map``), the code. Formats: safetensors (https://github.com/huggingface/safetensors), the zip
-files of ``torch.save`` (their directory, at the end, has a CRC of every tensor), gguf.
+It also covers the configuration without its origin fields, and code that the configuration names
+(``auto_map``). Formats: safetensors (https://github.com/huggingface/safetensors), zip files of ``torch.save``
+(the directory at the end has a CRC per tensor), gguf.
 
-Threads: one call makes daemon threads of its own; ``_Reading._lock`` guards its fields, nothing is read under it.
+Threads: each call makes its own daemon threads; ``_Reading._lock`` guards its fields, reads happen outside of
+it.
 """
 
 from __future__ import annotations
@@ -27,20 +29,20 @@ from typing import Any, NamedTuple
 from kvpool.errors import ConfigError
 
 TIMEOUT_S = 60.0
-WHOLE_NBYTES = 64 << 20  # of a checkpoint up to this size every byte is read
+WHOLE_NBYTES = 64 << 20  # smaller checkpoints are read in full
 SPOTS = 16_384
 SPOT_NBYTES = 4096
 TENSOR_SPOT_NBYTES = 1024
-EDGE_NBYTES = 1 << 20  # of the head and of the tail of a file that is not safetensors
+EDGE_NBYTES = 1 << 20  # head and tail of files other than safetensors
 MAX_HEADER_NBYTES = 128 << 20  # safetensors itself allows 100 MB
-MAX_TEXT_NBYTES = 16 << 20  # of a configuration, or of a file of code
-PIECE_SPOTS = 512  # what one thread reads at a time
+MAX_TEXT_NBYTES = 16 << 20  # of a configuration or a code file
+PIECE_SPOTS = 512  # read at a time by one thread
 PIECE_NBYTES = 64 << 20
 READ_NBYTES = 1 << 20
-THREADS = 8  # reads of a cold or distant disk wait; these wait together
+THREADS = 8  # so that waits on a cold or distant disk overlap
 
 WEIGHTS_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
-# Lie beside weights and are not loaded for inference (``filter_files_not_needed_for_inference`` of vLLM).
+# Files beside the weights that inference does not load (``filter_files_not_needed_for_inference`` of vLLM).
 _NOT_WEIGHTS = frozenset(("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"))
 _CONFIGS = ("config.json", "params.json", "adapter_config.json")
 _WHERE_IT_CAME_FROM = frozenset(
@@ -49,7 +51,7 @@ _WHERE_IT_CAME_FROM = frozenset(
 
 
 class CheckpointDigest(NamedTuple):
-    """``hex``: 32 lowercase hex digits. ``files``, ``nbytes``: of weights. ``read_nbytes``: what was read of it."""
+    """``hex``: 32 lowercase hex digits. ``files``, ``nbytes``: of weights. ``read_nbytes``: the bytes read."""
 
     hex: str
     files: int
@@ -63,11 +65,11 @@ def checkpoint_digest(
     suffixes: Sequence[str] = WEIGHTS_SUFFIXES,
     timeout_s: float = TIMEOUT_S,
 ) -> CheckpointDigest:
-    """The digest of the weights in ``path``: a folder of a checkpoint or of an adapter, or one file.
+    """The digest of the weights in ``path``: the folder of a checkpoint or an adapter, or a single file.
 
-    Of a folder, the files with the first of ``suffixes`` that any has are taken: those that an engine loads.
-    Blocking, for at most ``timeout_s`` seconds, also when the disk hangs; reads of up to 8 threads at a time.
-    Errors: ``ConfigError``: no weights, a file that cannot be read or is not whole, or out of time.
+    In a folder, the first of ``suffixes`` with any files decides, as in an engine. Blocks for at most
+    ``timeout_s`` seconds, even on a hanging disk; up to 8 reads at a time. Errors: ``ConfigError``: no
+    weights, an unreadable or truncated file, or out of time.
     """
     reading = _Reading(Path(path), tuple(suffixes), time.monotonic() + timeout_s)
     digest = reading.wait()
@@ -80,7 +82,7 @@ def checkpoint_digest(
 
 
 class _OutOfTime(Exception):
-    """The deadline of a digest has come."""
+    """The deadline has passed."""
 
 
 class _File(NamedTuple):
@@ -90,14 +92,14 @@ class _File(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Places of one file, read and hashed by one thread."""
+    """Places of one file for one thread."""
 
     file: _File
     spots: Sequence[tuple[int, int]]  # (offset, bytes), ascending
 
 
 class _Reading:
-    """One digest under way. Its threads are daemons: a disk that hangs must not keep the process from ending."""
+    """One digest in progress, on daemon threads: a hanging disk must not keep the process alive."""
 
     def __init__(self, path: Path, suffixes: tuple[str, ...], until: float) -> None:
         self._path, self._suffixes, self._until = path, suffixes, until
@@ -109,7 +111,7 @@ class _Reading:
         self._error: Exception | None = None
 
     def wait(self) -> CheckpointDigest | None:
-        """None: the time was over first."""
+        """None: out of time."""
         self._start(self._make)
         self._ended.wait(max(0.0, self._until - time.monotonic()))
         with self._lock:
@@ -208,10 +210,7 @@ class _Reading:
 
 
 def _weights_files(path: Path, suffixes: Sequence[str] = WEIGHTS_SUFFIXES) -> list[_File]:
-    """The files of ``path`` that weights are loaded from, by name; links are followed.
-
-    Errors: ``ConfigError``; ``OSError``.
-    """
+    """The weights files of ``path``, by name; links are followed. Errors: ``ConfigError``; ``OSError``."""
     if path.is_dir():
         for suffix in suffixes:
             found = sorted(one for one in path.glob(f"*{suffix}") if one.name not in _NOT_WEIGHTS)
@@ -231,7 +230,7 @@ def _file(path: Path) -> _File:
 
 
 def _spots(file: _File, count: int) -> list[tuple[int, int]]:
-    """Places of a file, ascending: the ends that describe it, its tensors' starts, and ``count`` spread evenly."""
+    """Places of a file, ascending: its descriptive ends, its tensors' starts, and ``count`` spread evenly."""
     spots = []
     start = 0
     if file.path.suffix == ".safetensors":
@@ -243,7 +242,7 @@ def _spots(file: _File, count: int) -> list[tuple[int, int]]:
         spots += [(0, edge), (file.nbytes - edge, edge)]
     stride = (file.nbytes - start) / count
     for index in range(count):
-        # Not at equal distances: rows of a matrix are.
+        # Unequal distances, because rows of a matrix are equally spaced.
         within = (index * 2654435761 % (1 << 32)) / (1 << 32)
         offset = int(start + (index + within) * stride)
         spots.append((offset, min(SPOT_NBYTES, file.nbytes - offset)))
@@ -251,7 +250,7 @@ def _spots(file: _File, count: int) -> list[tuple[int, int]]:
 
 
 def _safetensors(file: _File) -> tuple[int, list[tuple[int, int]]]:
-    """(where the data begins, the start of each tensor) of a safetensors file."""
+    """(start of the data, start of each tensor) of a safetensors file."""
     with file.path.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if not 0 < length <= min(MAX_HEADER_NBYTES, file.nbytes - 8):
@@ -275,7 +274,7 @@ def _safetensors(file: _File) -> tuple[int, list[tuple[int, int]]]:
 
 
 def _configuration(path: Path) -> list[object]:
-    """What the folder says of its weights; nothing for a single file."""
+    """The folder's configuration; empty for a single file."""
     if not path.is_dir():
         return []
     said: list[object] = []

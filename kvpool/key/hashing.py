@@ -26,16 +26,16 @@ MAX_BLOCK_TOKENS = 1 << 20
 
 _PICKLING = {"sha256": "sha256_cbor", "xxhash": "xxhash_cbor"}
 
-Multimodal = tuple[str, int, int]  # identifier, offset, length; both in tokens of the prompt
+Multimodal = tuple[str, int, int]  # identifier, offset, length; the last two in tokens of the prompt
 
 
 class BlockHasher:
     """The block hashes of prompts, as vLLM computes them with ``--prefix-caching-hash-algo`` set to
     ``algorithm``.
 
-    ``block_tokens``: vLLM's hash block size. ``seed``: what ``PYTHONHASHSEED`` is for the engines; None: it
-    is not set, which only ``sha256_cbor`` allows. Prompts given as embeddings have no hash here.
-    Immutable; any thread may call any method. Errors: ``ConfigError``.
+    ``block_tokens``: vLLM's hash block size. ``seed``: the engines' ``PYTHONHASHSEED``; None: unset, which
+    only ``sha256_cbor`` allows. Prompts of embeddings have no hash here. Immutable and thread-safe. Errors:
+    ``ConfigError``.
     """
 
     __slots__ = ("_algorithm", "_block_tokens", "_none_hash")
@@ -66,7 +66,6 @@ class BlockHasher:
 
     @property
     def block_tokens(self) -> int:
-        """Tokens in a block."""
         return self._block_tokens
 
     @property
@@ -82,12 +81,11 @@ class BlockHasher:
         cache_salt: str | None = None,
         multimodal: Sequence[Multimodal] = (),
     ) -> list[bytes]:
-        """One digest per full block of the prompt, in order; tokens behind the last full block do not count.
+        """One digest per full block of the prompt, in order; trailing tokens are ignored.
 
-        ``token_ids``: ints from 0 to 2**64 - 1, or a contiguous buffer of them (16, 32 or 64 bits).
-        ``lora``: (name, path) of the adapter. ``multimodal``: (identifier, offset, length) of each item, in
-        tokens, by rising offset; the identifier is vLLM's ``MultiModalFeatureSpec.identifier``.
-        Errors: ``ConfigError``.
+        ``token_ids``: ints from 0 to 2**64 - 1, or a contiguous buffer of them (16, 32 or 64 bits). ``lora``:
+        (name, path) of the adapter. ``multimodal``: (identifier, offset, length) of each item, in tokens, by
+        rising offset; the identifier is vLLM's ``MultiModalFeatureSpec.identifier``. Errors: ``ConfigError``.
         """
         extras = self._extras(len_tokens(token_ids) // self._block_tokens, lora, cache_salt, multimodal)
         try:
@@ -103,11 +101,10 @@ class BlockHasher:
         cache_salt: str | None = None,
         multimodal: Sequence[Multimodal] = (),
     ) -> bytes:
-        """What KV events carry for the same blocks: the last 8 digest bytes of each, as one little-endian u64
-        each.
+        """The same blocks as KV events name them: the last 8 digest bytes of each, as a little-endian u64.
 
         Eight bytes per full block; ``int.from_bytes(digest[-8:], "big")`` is the integer. Arguments and
-        errors are those of ``hashes``.
+        errors: as ``hashes``.
         """
         extras = self._extras(len_tokens(token_ids) // self._block_tokens, lora, cache_salt, multimodal)
         try:
@@ -127,7 +124,7 @@ class BlockHasher:
         cache_salt: str | None,
         multimodal: Sequence[Multimodal],
     ) -> dict[int, bytes]:
-        """The extra keys of each block that has some, by block, as CBOR."""
+        """CBOR of the extra keys of each block that has some."""
         of_all: list[tuple[str, ...]] = []
         if lora is not None:
             of_all.append(_lora_key(lora))
@@ -148,11 +145,10 @@ class BlockHasher:
 def _item_keys(
     items: Sequence[Multimodal], blocks: int, block_tokens: int
 ) -> dict[int, list[tuple[str, str, int]]]:
-    """``("mm", identifier, offset from the block's start)`` of the items that each block is given for.
+    """``("mm", identifier, offset from the block's start)`` of each block's items.
 
-    vLLM walks blocks and items together and stops at an item that reaches beyond the block: of items that
-    overlap each other, the later one stands only in blocks where the earlier one ends.
-    (``_gen_mm_extra_hash_keys``.)
+    vLLM walks blocks and items together and stops at an item that reaches beyond the block. A later
+    overlapping item stands only in blocks where the earlier item ends (``_gen_mm_extra_hash_keys``).
     """
     keys: dict[int, list[tuple[str, str, int]]] = {}
     if not items:
@@ -177,7 +173,6 @@ def _item_keys(
 
 
 def len_tokens(token_ids: Sequence[int] | Buffer) -> int:
-    """Number of token ids in a sequence or a buffer of ints."""
     try:
         return len(token_ids)  # type: ignore[arg-type]
     except TypeError as error:
@@ -206,7 +201,7 @@ def _checked_items(multimodal: Sequence[Multimodal]) -> list[Multimodal]:
 
 
 def seed_id(seed: str | None) -> str:
-    """What names a seed without telling it: 16 hex digits. ``seed``: as for ``BlockHasher``; it may be a secret."""
+    """16 hex digits that identify a seed without revealing it. ``seed``: as for ``BlockHasher``."""
     return hashlib.sha256(_text("seed", DEFAULT_SEED if seed is None else seed).encode()).hexdigest()[:16]
 
 

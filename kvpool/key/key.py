@@ -1,4 +1,4 @@
-"""What a key says and how it is spelled; no other module writes or reads a store key.
+"""The parts and spelling of store keys; no other module writes or parses them.
 
 A block's key is ``kvpool:{tenant}:{namespace}:{hash hex}:{group}:{rank}`` (without the braces) in printable
 ASCII:
@@ -8,7 +8,7 @@ ASCII:
 - hash: the engine's chained block hash, 16 to 128 lowercase hex digits;
 - group, rank: canonical decimals from 0 to 65535.
 
-Nothing here blocks, and every object here is immutable and may be shared between threads.
+Nothing here blocks; every object is immutable and thread-safe.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from kvpool.key.names import TENANT_PATTERN, WORKER_NAME_PATTERN, check_tenant, 
 BlockHash = NewType("BlockHash", bytes)
 Fact = str | int | bool
 
-KEY_PREFIX = "kvpool:"  # what every key starts with
+KEY_PREFIX = "kvpool:"
 FACTS_SUFFIX = ":facts"  # of the key of a namespace's facts
-EPOCH_FACT = "epoch"  # of one engine alone, whose weights may be others than those it started with
+EPOCH_FACT = "epoch"  # of one engine alone, whose weights may have changed since its start
 FINGERPRINT_NBYTES = 16
 MIN_HASH_NBYTES = 8
 MAX_HASH_NBYTES = 64
@@ -44,13 +44,11 @@ _KEY = re.compile(
 _FACTS_KEY = re.compile(rf"kvpool:({TENANT_PATTERN}):([0-9a-f]{{32}}){FACTS_SUFFIX}")
 _ANY_KEY = re.compile(rf"kvpool:({TENANT_PATTERN}):")
 _TRAFFIC_KEY = re.compile(rf"kvpool:({TENANT_PATTERN}):traffic:[0-9a-f]{{16}}")
-_ASKED = "?"  # which no worker's name has
+_ASKED = "?"  # impossible in a worker's name
 _WORKER_KEY = re.compile(rf"kvpool:({TENANT_PATTERN}):worker:({_INDEX_PATTERN}):({WORKER_NAME_PATTERN})")
 
 
 class BlockKey(NamedTuple):
-    """The parts of one block's key."""
-
     tenant: str
     fingerprint: bytes  # 16 bytes
     hash: BlockHash  # 8 to 64 bytes
@@ -59,7 +57,7 @@ class BlockKey(NamedTuple):
 
 
 class FoundKey(NamedTuple):
-    """A block's key as an index knows it: by the 64-bit form of the hash."""
+    """A block's key with the 64-bit form of its hash, as an index stores it."""
 
     tenant: str
     namespace: str  # 32 hex digits
@@ -69,16 +67,13 @@ class FoundKey(NamedTuple):
 
 
 def split_key(key: str) -> FoundKey:
-    """Take apart a key of which ``is_key`` was true: for who looks at millions of them."""
+    """Split a key for which ``is_key`` is true; fast enough for millions."""
     _, tenant, namespace, block_hash, group, rank = key.split(":")
     return FoundKey(tenant, namespace, int(block_hash[-16:], 16), int(group), int(rank))
 
 
 def parse_key(key: str) -> BlockKey:
-    """Take one block's key apart.
-
-    Errors: ``ConfigError`` when ``key`` is not spelled exactly as this module spells one.
-    """
+    """Parse one block's key. Errors: ``ConfigError`` unless it is spelled exactly as here."""
     match = _KEY.fullmatch(key) if isinstance(key, str) else None
     if match is None:
         raise ConfigError(f"{key!r} is not a kvpool key: kvpool:TENANT:NAMESPACE:HASH:GROUP:RANK")
@@ -89,60 +84,57 @@ def parse_key(key: str) -> BlockKey:
 
 
 def found_key(tenant: str, namespace: str, block_hash: str, group: str, rank: str) -> str | None:
-    """The key of parts that were found as text; None when they are not those of a block's key."""
+    """The key from its parts as text; None when they are not a block's."""
     key = f"{KEY_PREFIX}{tenant}:{namespace}:{block_hash}:{group}:{rank}"
     return key if is_key(key) else None
 
 
 def is_key(key: str) -> bool:
-    """Whether ``key`` is spelled as one block's key is."""
+    """Whether ``key`` is spelled as a block's key."""
     match = _KEY.fullmatch(key)
     return match is not None and int(match[4]) <= MAX_INDEX and int(match[5]) <= MAX_INDEX
 
 
 def rank_key(key: str, rank: int) -> str:
-    """The key of another rank's part of the block whose part ``key`` names."""
+    """The key of the same block's part on another rank."""
     return f"{key[: key.rindex(':') + 1]}{rank}"
 
 
 def tenant_prefix(tenant: str) -> str:
-    """What every key of ``tenant`` starts with."""
     return f"{KEY_PREFIX}{check_tenant(tenant)}:"
 
 
 def namespace_prefix(tenant: str, namespace: str) -> str:
-    """What every key of a tenant's namespace starts with; ``namespace``: its 32 hex digits."""
+    """Prefix of all keys in a tenant's namespace; ``namespace``: its 32 hex digits."""
     return f"{tenant_prefix(tenant)}{namespace}:"
 
 
 def tenant_of(key: str) -> str:
-    """Whose a key or announcement is; empty for one that names no tenant."""
+    """The tenant of a key or announcement; empty if it names none."""
     start, _, rest = key.partition(":")
     tenant, colon, _ = rest.partition(":")
     return tenant if f"{start}:" == KEY_PREFIX and colon else ""
 
 
 def parse_facts_key(key: str) -> tuple[str, str] | None:
-    """(tenant, namespace hex) of the key under which a namespace keeps its facts; None for any other key."""
+    """(tenant, namespace hex) of a namespace's facts key; None for any other key."""
     match = _FACTS_KEY.fullmatch(key)
     return (match[1], match[2]) if match else None
 
 
 def worker_key(tenant: str, name: str, dp_rank: int) -> str:
-    """Under which one data-parallel rank of a worker announces itself: ``kvpool:TENANT:worker:RANK:NAME``.
-
-    Errors: ``ConfigError``.
+    """The announcement key of one data-parallel rank: ``kvpool:TENANT:worker:RANK:NAME``. Errors:
+    ``ConfigError``.
     """
     return f"{workers_prefix(tenant)}{_index('dp_rank', dp_rank)}:{check_worker_name(name)}"
 
 
 def workers_prefix(tenant: str) -> str:
-    """What every key of ``worker_key`` starts with."""
     return tenant_prefix(tenant) + "worker:"
 
 
 def parse_worker_key(key: str) -> tuple[str, str, int] | None:
-    """(tenant, name, data-parallel rank) of what ``worker_key`` spells; None for any other key."""
+    """(tenant, name, data-parallel rank) of a ``worker_key``; None for any other key."""
     match = _WORKER_KEY.fullmatch(key)
     if match is None or int(match[2]) > MAX_INDEX:
         return None
@@ -150,46 +142,43 @@ def parse_worker_key(key: str) -> tuple[str, str, int] | None:
 
 
 def request_key(worker_key: str) -> str:
-    """Under which indexes ask a rank for all it holds: beside its record, so that one read brings both."""
+    """The key for requests of all blocks of a rank, beside its record so that one read returns both."""
     return worker_key + _ASKED
 
 
 def is_request_key(key: str) -> bool:
-    """Whether ``request_key`` spells keys like this."""
     return key.endswith(_ASKED) and parse_worker_key(key.removesuffix(_ASKED)) is not None
 
 
 def traffic_key(tenant: str, engine: str) -> str:
-    """Where an engine tells what it was asked for: ``kvpool:TENANT:traffic:ENGINE``. ``engine``: 16 hex digits."""
+    """The key of an engine's traffic: ``kvpool:TENANT:traffic:ENGINE``. ``engine``: 16 hex digits."""
     return f"{traffic_prefix(tenant)}{engine}"
 
 
 def traffic_prefix(tenant: str) -> str:
-    """What every key of ``traffic_key`` starts with."""
     return tenant_prefix(tenant) + "traffic:"
 
 
 def is_traffic_key(key: str) -> bool:
-    """Whether ``traffic_key`` spells keys like this."""
     return _TRAFFIC_KEY.fullmatch(key) is not None
 
 
 def parse_tenant(key: str) -> str | None:
-    """The tenant whose key this is; None if it is no key of ours."""
+    """The tenant of a kvpool key; None for any other key."""
     match = _ANY_KEY.match(key)
     return match[1] if match else None
 
 
 @dataclass(frozen=True, eq=False)
 class Namespace:
-    """A tenant and the facts under which its cached bytes mean the same thing to every worker.
+    """A tenant, and the facts under which its cached bytes mean the same to every worker.
 
-    ``facts`` is flat: names to str, int or bool (64-bit integers, text up to 4,096 characters, up to 4,096
-    facts). Of a subclass of str the characters count, and nothing else that such an object knows. Two namespaces
-    are equal when tenant and fingerprint are. The fingerprint is the first 16 bytes of SHA-256 over the facts as
-    JSON: keys sorted by code point, no spaces, UTF-8, only ``"``, ``\\`` and control characters escaped.
+    ``facts``: flat, names to str, int or bool (64-bit integers, text up to 4,096 characters, up to 4,096
+    facts). Subclasses of str count by their characters alone. Namespaces are equal when tenant and
+    fingerprint are. The fingerprint is the first 16 bytes of SHA-256 over the facts as JSON: keys sorted by
+    code point, no spaces, UTF-8, only ``"``, ``\\`` and control characters escaped.
 
-    Errors: ``ConfigError`` naming the tenant or the fact that is wrong.
+    Errors: ``ConfigError`` that names the tenant or the fact.
     """
 
     tenant: str
@@ -212,12 +201,12 @@ class Namespace:
 
     @property
     def hex(self) -> str:
-        """The fingerprint as it stands in keys: 32 lowercase hex digits."""
+        """The fingerprint as 32 lowercase hex digits, as in keys."""
         return self.fingerprint.hex()
 
     @property
     def facts_key(self) -> str:
-        """Under this key the pool keeps a readable record of the facts."""
+        """The pool key of the readable facts."""
         return f"{self._prefix[:-1]}{FACTS_SUFFIX}"
 
     def key(self, block_hash: bytes, group: int, rank: int) -> str:
@@ -225,10 +214,9 @@ class Namespace:
         return self.keys((block_hash,), group, rank)[0]
 
     def keys(self, block_hashes: Sequence[bytes], group: int, rank: int) -> list[str]:
-        """One key per block hash, in order; about 0.15 microseconds a key.
+        """A key per block hash, in order; about 0.15 microseconds each.
 
-        ``block_hashes``: digests of 8 to 64 bytes. ``group``, ``rank``: 0 to 65535.
-        Errors: ``ConfigError``.
+        ``block_hashes``: digests of 8 to 64 bytes. ``group``, ``rank``: 0 to 65535. Errors: ``ConfigError``.
         """
         prefix, suffix = self._prefix, f":{_index('group', group)}:{_index('rank', rank)}"
         if not block_hashes:
@@ -249,9 +237,9 @@ class Namespace:
 def differing_facts(
     ours: Mapping[str, Fact], theirs: Mapping[str, Fact]
 ) -> list[tuple[str, Fact | None, Fact | None]]:
-    """The facts on which two namespaces differ, by name: (name, ours, theirs); None where a side lacks it.
+    """The facts that differ, by name: (name, ours, theirs); None where a side lacks it.
 
-    ``True`` and ``1`` differ, as they do in the fingerprint.
+    ``True`` and ``1`` differ, as in the fingerprint.
     """
     differing: list[tuple[str, Fact | None, Fact | None]] = []
     for name in sorted(ours.keys() | theirs.keys()):
@@ -263,15 +251,13 @@ def differing_facts(
 
 @dataclass(frozen=True)
 class GroupLayout:
-    """How one block of one KV-cache group lies in a worker's memory, layer by layer.
+    """The memory layout of one block of one KV-cache group, layer by layer.
 
-    ``block_tokens``: tokens of what is stored under one key: one of the worker's blocks, or several.
-    ``payload_nbytes``: its bytes over all layers. ``layers``: layers in the group, in the order of the payload.
-    ``shapes`` and ``strides``: per layer, of one of the worker's blocks, outermost dimension first; strides in
-    elements.
-    ``attention``: ``"full"``, ``"sliding_window:1024"``, ``"mla"``, ...: whatever sets which tokens a block
-    serves.
-    Errors: ``ConfigError`` naming the field.
+    ``block_tokens``: tokens stored under one key: one or several of the worker's blocks. ``payload_nbytes``:
+    its bytes over all layers. ``layers``: number of layers, in payload order. ``shapes`` and ``strides``: per
+    layer, of one of the worker's blocks, outermost dimension first; strides in elements. ``attention``:
+    ``"full"``, ``"sliding_window:1024"``, ``"mla"``, ...: it decides which tokens a block serves. Errors:
+    ``ConfigError`` that names the field.
     """
 
     block_tokens: int
@@ -302,9 +288,9 @@ class GroupLayout:
 
 @dataclass(frozen=True)
 class Layout:
-    """The facts about one worker's KV memory that change the meaning of the bytes under a key.
+    """The facts of a worker's KV memory that change the meaning of bytes under a key.
 
-    ``kv_dtype``: element type, for example ``"bfloat16"`` or ``"fp8_e4m3"``. ``groups``: one per KV-cache
+    ``kv_dtype``: element type, such as ``"bfloat16"`` or ``"fp8_e4m3"``. ``groups``: a layout per KV-cache
     group, in the engine's order. Errors: ``ConfigError``.
     """
 
@@ -319,9 +305,9 @@ class Layout:
             raise ConfigError("layout: there is no KV-cache group")
 
     def facts(self) -> dict[str, Fact]:
-        """The layout as flat facts for a ``Namespace``, such as ``{"group0.block_tokens": 32}``.
+        """The layout as flat facts of a ``Namespace``, such as ``{"group0.block_tokens": 32}``.
 
-        Equal neighbouring layers are run together: ``group0.shapes`` is ``"30*2x32x8x128,2*2x32x4x128"``.
+        Equal neighbouring layers are merged: ``group0.shapes`` is ``"30*2x32x8x128,2*2x32x4x128"``.
         """
         facts: dict[str, Fact] = {"kv_dtype": self.kv_dtype, "groups": len(self.groups)}
         for index, group in enumerate(self.groups):
@@ -360,7 +346,7 @@ def _checked_facts(facts: Mapping[str, Fact]) -> dict[str, Fact]:
         if not isinstance(name, str) or not 1 <= len(name) <= MAX_FACT_CHARS:
             raise ConfigError(f"a fact's name is text of 1 to {MAX_FACT_CHARS} characters, not {name!r:.80}")
         if isinstance(value, str):
-            value = str.__str__(value)  # the characters, whatever the subclass says that it is
+            value = str.__str__(value)  # its characters, whatever a subclass overrides
             if len(value) > MAX_FACT_CHARS:
                 raise ConfigError(
                     f"fact {name!r}: text is at most {MAX_FACT_CHARS} characters, not {len(value)}"

@@ -1,5 +1,7 @@
-"""Names that stand in keys: the tenant, the first variable part of every key, so that one ACL pattern covers all that a
-tenant owns; and the name under which a worker announces itself."""
+"""Names in keys: the tenant, and the name under which a worker announces itself.
+
+The tenant is the first variable part of every key, so that one ACL pattern covers it.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,7 @@ _WORKER_NAME = re.compile(WORKER_NAME_PATTERN)
 
 
 def check_tenant(tenant: str) -> str:
-    """Return ``tenant`` if it can stand in a key.
-
-    Errors: ``ConfigError`` that says what is allowed.
-    """
+    """Return ``tenant`` if a key can contain it. Errors: ``ConfigError`` that says the allowed characters."""
     if not isinstance(tenant, str) or _TENANT.fullmatch(tenant) is None:
         raise ConfigError(
             f"tenant {tenant!r} is not allowed: use 1 to 64 letters, digits, underscores or hyphens"
@@ -26,10 +25,7 @@ def check_tenant(tenant: str) -> str:
 
 
 def check_worker_name(name: str) -> str:
-    """Return ``name`` if a worker of that name can be announced.
-
-    Errors: ``ConfigError`` that says what is allowed.
-    """
+    """Return ``name`` if a worker can announce it. Errors: ``ConfigError`` that says the allowed characters."""
     if not isinstance(name, str) or _WORKER_NAME.fullmatch(name) is None:
         raise ConfigError(
             f"worker name {name!r:.80} is not allowed: use 1 to 128 letters, digits and any of . _ : [ ] -"

@@ -1,7 +1,7 @@
-"""The record: a 64-byte header in front of every payload, which proves that the bytes are those of the key.
+"""The record: a 64-byte header before every payload, which proves that the bytes belong to the key.
 
-The header names the whole key but for the tenant, whose keyspace the server's own rules protect. Packing and
-verifying are native, in the threads that move the bytes; here the form is written down, and read for people.
+The header names the whole key except the tenant, whose keyspace the server's access rules protect. Native I/O
+threads pack and verify; this module documents the format and parses it for display.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ assert _HEADER.size == HEADER_NBYTES == _native.RECORD_HEADER_NBYTES
 
 
 class Header(NamedTuple):
-    """The fields of a record's header, in their order; see the format above."""
+    """The fields of a record's header, in order."""
 
     magic: bytes
     version: int
@@ -51,9 +51,8 @@ class Header(NamedTuple):
 
 
 def parse_header(header: bytes) -> Header:
-    """Take a header's 64 bytes apart; it judges nothing but their number: ``verify`` does.
-
-    Errors: ``ConfigError`` when there are not 64 of them.
+    """Parse a header's 64 bytes without judging them; see ``verify``. Errors: ``ConfigError`` for another
+    length.
     """
     if len(header) != HEADER_NBYTES:
         raise ConfigError(f"a record's header has {HEADER_NBYTES} bytes, not {len(header)}")
@@ -61,19 +60,17 @@ def parse_header(header: bytes) -> Header:
 
 
 def pack_header(key: str, payload: Buffer) -> bytes:
-    """The 64-byte header of ``payload`` (contiguous, not empty) under ``key``.
-
-    Native; holds nothing. Errors: ``ConfigError`` for a key that is none.
+    """The 64-byte header of ``payload`` (contiguous, not empty) under ``key``. Errors: ``ConfigError`` for an
+    invalid key.
     """
     parse_key(key)
     return _native.pack_header(key, payload)
 
 
 def verify(key: str, header: bytes, payload: Buffer) -> str | None:
-    """None if ``header`` and ``payload`` are a record of ``key``; else what is wrong, in words, first fault
-    first.
+    """None if ``header`` and ``payload`` are a record of ``key``; else the first fault in words.
 
-    Errors: ``ConfigError`` for a key that is none.
+    Errors: ``ConfigError`` for an invalid key.
     """
     parse_key(key)
     return _native.verify_record(key, header, payload)

@@ -1,6 +1,6 @@
-"""Stores: batches of buffers in and out of shared memory of some kind, by key.
+"""Stores move batches of buffers in and out of shared memory, by key.
 
-``open_store`` picks the store that a URL names; ``Store`` is what every one of them can do.
+``open_store`` picks the store of a URL; ``Store`` is their common interface.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ logger = logging.getLogger("kvpool.store")
 
 
 def open_store(url: str | StoreURL, *, threads: int | None = None, opened_by: str = "") -> Store:
-    """Open the store that ``url`` names: ``file:///dir``, ``valkey://host:6379`` or ``valkey+unix:///socket``.
+    """Open the store at ``url``: ``file:///dir``, ``valkey://host:6379`` or ``valkey+unix:///socket``.
 
-    ``threads``: threads that move bytes, 1 to 64, each with connections of its own to a server; None: what the
-    URL says, or 2. They are native ones unless the URL of a server names another client: ``?client=redis``.
-    ``opened_by``: whom connections to a server are named after, in ``CLIENT LIST``; empty: this host and process.
-    Blocking: a file store makes its directory; a server is asked once whether it is
-    there, for a few seconds at most. Close the store, or use ``with``.
-    Errors: ``ConfigError`` for a URL that is wrong, ``StoreUnavailable`` for a store that cannot be reached;
-    each one line that says what to do.
+    ``threads``: threads that move bytes, 1 to 64, each with its own connections to a server; None: as in the
+    URL, or 2. They are native unless the URL names another client: ``?client=redis``. ``opened_by``: names
+    the connections in ``CLIENT LIST``; empty: this host and process. Blocks: a file store makes its
+    directory; a server is pinged, for a few seconds at most. Close the store, or use ``with``. Errors:
+    ``ConfigError`` for a wrong URL, ``StoreUnavailable`` for an unreachable store; each one line that says
+    what to do.
     """
     parsed = url if isinstance(url, StoreURL) else StoreURL.parse(url)
     if threads is not None:
@@ -54,11 +53,10 @@ def open_store(url: str | StoreURL, *, threads: int | None = None, opened_by: st
 
 
 def open_for_inspection(url: str) -> Store:
-    """``open_store`` to read only: of a directory, which must be a pool, nothing is written or evicted, whatever the
-    capacity in ``url``.
+    """``open_store`` read-only: writes and evicts nothing in a directory, whatever the capacity in ``url``.
 
-    The rights of a server's user are not checked.
-    Errors: those of ``open_store``; ``ConfigError`` for a directory that is no pool.
+    The server user's rights are not checked. Errors: as ``open_store``; ``ConfigError`` for a directory that
+    is no pool.
     """
     parsed = StoreURL.parse(url)
     if parsed.scheme in SERVER_SCHEMES:

@@ -1,7 +1,7 @@
-"""A batch under way, the lookup among them, and the data path (``Engine``) that carries them out.
+"""A submitted batch, the lookup among them, and the data path (``Engine``) that runs it.
 
-Ownership: the engine's threads read or write the buffers until ``done()`` is true; from then on nothing touches them,
-nor keeps them exported. The batch itself holds them: dropping it is safe. Any thread may call any method.
+Ownership: the engine's threads own the buffers until ``done()``; afterwards nothing touches or exports them.
+The batch keeps them alive, so dropping it is safe. Any thread may call any method.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.key.key import MAX_HASH_NBYTES, MAX_INDEX, MIN_HASH_NBYTES
 
 MAX_TIMEOUT_S = 3600.0
-END_OF_ALL = 1 << 63  # tokens; behind the end of every prompt
-# A batch ends itself at its deadline; beyond it a caller waits this long for a thread that is inside a system call.
+END_OF_ALL = 1 << 63  # tokens; beyond every prompt
+# A batch ends itself at its deadline; a caller waits this much longer for a thread inside a system call.
 GRACE_S = 1.0
 
 
@@ -44,10 +44,10 @@ class Engine(Protocol):
 
 
 class LookupGroup(NamedTuple):
-    """The records of a prompt in one KV-cache group: neighbours, from its first token on.
+    """Consecutive records of a prompt in one KV-cache group, from its first token on.
 
-    ``hashes``: their block hashes, packed, each of ``hash_nbytes``. ``ranks``: a record is present when the parts of
-    ranks 0 to ``ranks`` - 1 are. ``sliding_window``: records behind a missing one are of use.
+    ``hashes``: packed block hashes of ``hash_nbytes`` each. ``ranks``: a record is present when its parts of
+    ranks 0 to ``ranks`` - 1 are. ``sliding_window``: records after a missing one are useful.
     """
 
     hashes: bytes
@@ -79,7 +79,7 @@ class LookupGroup(NamedTuple):
 
 
 class Batch:
-    """Puts, gets, existence checks or deletes that were submitted to a store. ``name``: for errors."""
+    """Submitted puts, gets, existence checks or deletes. ``name``: for errors."""
 
     def __init__(self, running: Running, name: str, timeout_s: float) -> None:
         self._running, self._name, self._timeout_s = running, name, timeout_s
@@ -90,25 +90,23 @@ class Batch:
         return self._running.done()
 
     def cancel(self) -> None:
-        """Give up what is not finished; never blocks. ``done()`` says when the buffers are free.
+        """Give up the unfinished keys; never blocks. ``done()`` says when the buffers are free.
 
-        What of a put was on its way to a server may still arrive there, whole, even after a later put of its key.
+        A put in flight may still reach the server, whole, even after a later put of its key.
         """
         self._running.cancel()
 
     def wait(self, timeout_s: float | None = None) -> list[bool]:
-        """One answer per key, in order: put: the store holds the value now; get: the buffer does; contains, delete: it
-        was present.
+        """An answer per key, in order: put: stored; get: read; contains, delete: it was present.
 
-        ``timeout_s``: seconds to wait here; None: until the batch ends, which its own deadline bounds.
-        Blocking, with the interpreter free. May be called again, and gives the same answer.
-        Errors: ``StoreUnavailable`` naming the first fault, when the deadline came first, when the batch was
-        cancelled, and when it has not ended after ``timeout_s``: then it still owns its buffers.
+        ``timeout_s``: seconds to wait here; None: until the batch's own deadline. Blocks without the GIL.
+        Repeated calls return the same answer. Errors: ``StoreUnavailable`` naming the first fault, past the
+        deadline, after a cancel, or after ``timeout_s``: then the batch still owns its buffers.
         """
         return [result in (_native.OK, _native.PRESENT) for result in self.results(timeout_s)]
 
     def results(self, timeout_s: float | None = None) -> bytes:
-        """As ``wait``, with the status that ``_native`` has for each answer, a byte each. Errors: as there."""
+        """As ``wait``, with ``_native``'s status byte per answer."""
         if timeout_s is None:
             end_s = self._deadline_s + GRACE_S
         else:
@@ -126,12 +124,12 @@ class Batch:
         return results
 
     def settle(self, timeout_s: float) -> None:
-        """Wait until the batch has ended, well or badly, for at most ``timeout_s`` seconds; no fault is raised."""
+        """Wait at most ``timeout_s`` seconds for the end of the batch; raises no fault."""
         with contextlib.suppress(StoreUnavailable):
             self.wait(timeout_s)
 
     def abandon(self) -> None:
-        """Cancel, and wait until nothing uses the buffers any more; blocking, for at most a second."""
+        """Cancel, and wait until nothing uses the buffers; blocks for at most a second."""
         if not self._running.done():
             self._running.cancel()
             self._running.wait(GRACE_S)
@@ -141,7 +139,7 @@ class Batch:
 
 
 class Lookup(Batch):
-    """A lookup under way. ``order``: the places of ``groups``, as they were asked for, in the caller's order."""
+    """A submitted lookup. ``order``: the sent ``groups``' places in the caller's order."""
 
     def __init__(
         self,
@@ -155,11 +153,10 @@ class Lookup(Batch):
         self._groups, self._order = groups, order
 
     def records(self, timeout_s: float | None = None) -> list[bytes]:
-        """By group, in the order in which they were given, a byte a record: 1: all its parts are present, else 0.
+        """Per group, in the given order, a byte per record: 1: all its parts are present, else 0.
 
-        A 0 behind the first missing record of a group without a sliding window, and in any group beyond the last
-        token that such groups can serve, says nothing: the record may not have been asked for.
-        ``timeout_s``, blocking and errors: as ``wait``.
+        A 0 is unknown after a group's first miss without a sliding window, and beyond the last token that
+        such groups can serve. ``timeout_s``, blocking and errors: as ``wait``.
         """
         results = self.results(timeout_s)
         found: list[bytes] = [b""] * len(self._order)
@@ -171,7 +168,7 @@ class Lookup(Batch):
 
 
 def check_timeout(timeout_s: float) -> float:
-    """Return ``timeout_s`` if it is above 0 and at most 3,600 seconds. Errors: ``ConfigError``."""
+    """Return ``timeout_s`` if above 0 and at most 3,600 seconds. Errors: ``ConfigError``."""
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, (int, float)):
         raise ConfigError(f"timeout_s is a number of seconds, not {timeout_s!r:.40}")
     if not math.isfinite(timeout_s) or not 0 < timeout_s <= MAX_TIMEOUT_S:

@@ -1,6 +1,6 @@
-"""Buffers that a caller hands over, as flat bytes: checked and cast once, at the store's boundary.
+"""The caller's buffers as flat bytes, checked and cast once, at the store's boundary.
 
-A client that trusts ``len`` of a float16 view writes half of it; here only ``nbytes`` counts.
+A client that trusts ``len`` of a float16 view writes half of it; only ``nbytes`` counts here.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ from kvpool.errors import ConfigError
 
 
 class Destination(NamedTuple):
-    """Where a batch writes one value, and where that is copied to when it is a hit."""
+    """Target of one value, and where a hit is copied afterwards."""
 
     view: memoryview  # contiguous, writable
-    copy_to: memoryview | None  # the caller's own memory, when that is not contiguous
+    copy_to: memoryview | None  # the caller's memory, if not contiguous
 
 
 def source(buffer: Any, position: int) -> memoryview:
-    """A contiguous view of what ``buffer`` holds; one that is not contiguous is copied, in C order.
+    """A contiguous view of ``buffer``; a non-contiguous one is copied in C order.
 
-    ``position``: of the buffer in its batch, for the error. Errors: ``ConfigError``.
+    ``position``: in its batch, for the error. Errors: ``ConfigError``.
     """
     view = _view(buffer, position)
     return view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
 
 
 def destination(buffer: Any, position: int) -> Destination:
-    """A contiguous writable view for a value, which is a temporary one where ``buffer`` is not contiguous.
+    """A contiguous writable view for a value, a temporary one if ``buffer`` is not contiguous.
 
-    ``position``: of the buffer in its batch, for the error. Errors: ``ConfigError``.
+    ``position``: in its batch, for the error. Errors: ``ConfigError``.
     """
     view = _view(buffer, position)
     if view.readonly:
@@ -41,10 +41,10 @@ def destination(buffer: Any, position: int) -> Destination:
 
 
 def copy_back(destinations: Sequence[Destination], found: Sequence[bool]) -> None:
-    """Copy every hit that went to a temporary view into the caller's own memory."""
+    """Copy hits from temporary views into the caller's memory."""
     for (view, copy_to), hit in zip(destinations, found, strict=True):
         if hit and copy_to is not None:
-            import numpy  # only here: such buffers are made by numpy, so it is installed
+            import numpy  # lazily: only numpy makes such buffers, so it is installed
 
             target = numpy.asarray(copy_to)
             target[...] = numpy.frombuffer(view, dtype=target.dtype).reshape(target.shape)

@@ -1,4 +1,4 @@
-"""A store in a directory that every process of the host shares; on tmpfs it is memory.
+"""A store in a directory shared by all processes of the host; on tmpfs it is memory.
 
 The native engine owns the records and its threads; ``FileDocuments`` owns the leased documents beside them.
 """
@@ -33,7 +33,7 @@ from kvpool.store.store import (
 from kvpool.text import MAX_NBYTES
 
 MAX_FILE_NBYTES = MAX_DOCUMENT_NBYTES + MAX_ANNOUNCEMENT_KEY_CHARS + 128
-# A writer that dies between write and rename leaves a file of another name; it is deleted after this long.
+# A writer that dies between write and rename leaves a temporary file; it is deleted after this long.
 ORPHAN_AGE_S = 3600.0
 
 _FILE_NAME = re.compile(r"[0-9a-f]{32}")
@@ -46,13 +46,12 @@ _ADVICE = {
 
 
 class FileStore(Store):
-    """``file:///dir``: one file a record; full, it drops what was used longest ago, by any process.
+    """``file:///dir``: one file a record; a full store evicts the least recently used record of any process.
 
-    ``path``: absolute; made if it is not there, and refused if it holds anything and is no pool.
-    ``capacity_nbytes``: of all records in the directory; None: of a pool that is there, in which opening writes
-    nothing and nothing is evicted. ``threads``: native threads that read, write and verify.
-    Blocking: some file operations, however many records there are. Errors: ``ConfigError`` for a path that
-    cannot be such a directory, ``StoreUnavailable`` when the file system refuses.
+    ``path``: absolute; created if absent, refused if it is neither empty nor a pool. ``capacity_nbytes``: of
+    all records in the directory; None: open an existing pool without writing or evicting. ``threads``: native
+    threads that read, write and verify. Blocks for a few file operations, however many records exist. Errors:
+    ``ConfigError`` for an unusable path, ``StoreUnavailable`` when the file system refuses.
     """
 
     def __init__(self, path: str, capacity_nbytes: int | None, threads: int) -> None:
@@ -85,8 +84,8 @@ class FileStore(Store):
 
 
 def _blocks(name: str, root: Path, prefix: str) -> Iterator[StoredBlock]:
-    """The records below ``root``, where each lies in {bucket}/{tenant}.{namespace}.{hash}.{group}.{rank}; the bucket
-    is the last three digits of the hash.
+    """The records below ``root``, each at {bucket}/{tenant}.{namespace}.{hash}.{group}.{rank}; the bucket is
+    the hash's last three digits.
     """
     for bucket in _entries(name, root):
         for file in _entries(name, root / bucket):
@@ -100,7 +99,7 @@ def _blocks(name: str, root: Path, prefix: str) -> Iterator[StoredBlock]:
 
 
 def _record_nbytes(name: str, path: Path) -> int | None:
-    """None when it is gone, or a folder, which no store takes for a record."""
+    """None if gone, or a folder, which is never a record."""
     with _mapped(name, "cannot read a block's size"), contextlib.suppress(FileNotFoundError):
         status = path.lstat()
         return None if stat.S_ISDIR(status.st_mode) else status.st_size
@@ -108,7 +107,7 @@ def _record_nbytes(name: str, path: Path) -> int | None:
 
 
 def _entries(name: str, folder: Path) -> list[str]:
-    """What lies in ``folder``; nothing when it is gone, or is none."""
+    """The entries of ``folder``; empty if gone or no folder."""
     with _mapped(name, "cannot read a folder"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return os.listdir(folder)  # noqa: PTH208
     return []
@@ -121,14 +120,14 @@ class _Document(NamedTuple):
 
 
 class FileDocuments:
-    """Leased documents in a directory: one small file each, read and written without locks by any process.
+    """Leased documents in a directory: one small file each, shared by processes without locks.
 
-    A file is called by the first 32 hex digits of SHA-256 of its key and holds one msgpack map: ``key``, ``document``,
-    ``expires_unix_s``. It is renamed into its place, so a reader sees the old one or the new one, whole.
-    Leases are wall-clock time: the processes of a host share that clock and nothing else.
+    The file name is the first 32 hex digits of SHA-256 of the key; the content is a msgpack map: ``key``,
+    ``document``, ``expires_unix_s``. Renames make writes atomic. Leases are wall-clock time, the only clock
+    that a host's processes share.
 
-    Readers delete nothing: expired files go when another document is put. Only files with such names are deleted, and
-    none is reached through a symbolic link. Errors: ``StoreUnavailable``.
+    Readers delete nothing; each put deletes expired files. Only files with such names are deleted, never
+    through a symbolic link. Errors: ``StoreUnavailable``.
     """
 
     def __init__(self, root: Path, name: str) -> None:
@@ -216,7 +215,7 @@ class FileDocuments:
         return [found for found in read if found is not None and found.key.startswith(prefix)]
 
     def _make_directory(self) -> None:
-        """With the rights of the directory above, which may be shared by a group."""
+        """With the parent's rights, which may be shared by a group."""
         above = stat.S_IMODE(self._directory.parent.stat().st_mode)
         with contextlib.suppress(FileExistsError):
             self._directory.mkdir(mode=above & 0o770)
@@ -232,7 +231,7 @@ class FileDocuments:
             os.close(folder)
 
     def _sweep(self, folder: int) -> None:
-        """Remove what has run out, and what dead writers left."""
+        """Remove expired documents and dead writers' files."""
         now_unix_s = time.time()
         for name in _names(folder):
             if _FILE_NAME.fullmatch(name):
@@ -246,7 +245,7 @@ class FileDocuments:
                         os.unlink(name, dir_fd=folder)
 
     def _remove_expired(self, folder: int, name: str, now_unix_s: float) -> None:
-        """Take the file aside, look again, and put it back if it was renewed just before."""
+        """Move the file aside, check again, and restore it if it was just renewed."""
         aside = _beside(name)
         try:
             os.rename(name, aside, src_dir_fd=folder, dst_dir_fd=folder)
@@ -254,7 +253,7 @@ class FileDocuments:
             return
         found = _read(folder, aside)
         if found is not None and found.expires_unix_s > now_unix_s:
-            with contextlib.suppress(FileExistsError):  # renewed once more: that one stands
+            with contextlib.suppress(FileExistsError):  # renewed once more: keep the newer file
                 os.link(aside, name, src_dir_fd=folder, dst_dir_fd=folder)
         _unlink(folder, aside)
 
@@ -293,13 +292,13 @@ def _unlink(folder: int, name: str) -> bool:
 
 
 def _read(folder: int, name: str) -> _Document | None:
-    """What one file says; None when it is gone, too large, no file, or nothing that we wrote."""
+    """Parse one file; None when gone, too large, no file, or foreign."""
     try:
         file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
         with open(file, "rb") as opened:  # noqa: PTH123
             if not stat.S_ISREG(os.fstat(file).st_mode):
                 return None
-            packed = opened.read(MAX_FILE_NBYTES)  # of a larger file this is no whole document
+            packed = opened.read(MAX_FILE_NBYTES)  # cut off, a larger file is no whole document
         fields = msgpack.unpackb(packed, max_map_len=8, max_array_len=0, max_ext_len=0)
     except (OSError, ValueError, msgpack.UnpackException):
         return None
@@ -315,7 +314,7 @@ def _read(folder: int, name: str) -> _Document | None:
 
 @contextlib.contextmanager
 def _mapped(name: str, action: str, *, opening: bool = False) -> Iterator[None]:
-    """Turn the system's errors into ours: what failed, why, and what to do."""
+    """Map the system's errors to ours: what failed, why, and what to do."""
     try:
         yield
     except _native.RefusedDirectory as error:

@@ -1,7 +1,7 @@
-"""The store: batches of buffers by key, and leased documents, whatever memory is behind it.
+"""The store: batches of buffers by key, and leased documents, on any memory.
 
-Batch is the primitive, and a blocking call is a submit and a wait. ``Store`` checks what the caller gave; its engine
-carries out batches of checked keys and flat views, its documents keep what is announced.
+Batch is the primitive; a blocking call is a submit and a wait. ``Store`` checks arguments, its engine runs
+batches of checked keys and flat views, its documents keep announcements.
 
 Over 400 lines because each call's contract is written here.
 """
@@ -27,8 +27,8 @@ MAX_DOCUMENT_NBYTES = 64 << 10
 MAX_ANNOUNCEMENTS = 65536
 MAX_ANNOUNCEMENT_KEY_CHARS = 512
 MAX_LEASE_S = 366 * 86400.0
-SCAN_KEYS = 1000  # about so many at a time
-LOOK_KEYS = 128  # of scan_keys(): looking at more would hold the GIL for too long
+SCAN_KEYS = 1000  # per step, about
+LOOK_KEYS = 128  # per step of scan_keys(): more would hold the GIL too long
 
 # Counter of a store -> metric
 _GROWTH = {
@@ -43,17 +43,15 @@ _Store = TypeVar("_Store", bound="Store")
 
 
 class StoredBlock(NamedTuple):
-    """One block that lies in a store."""
-
     key: str
-    nbytes: int  # of its record: 64 more than the payload
+    nbytes: int  # of its record: the payload and 64 more
 
 
 class Usage(NamedTuple):
-    """How full one server of a store is, or the store. None: not known, or no limit."""
+    """The fill level of a server or a store. None: unknown, or unlimited."""
 
     server: str  # its address, or the store's own
-    up: bool = True  # it answers
+    up: bool = True
     used_nbytes: int | None = None
     capacity_nbytes: int | None = None
     keys: int | None = None
@@ -61,10 +59,10 @@ class Usage(NamedTuple):
 
 
 class Invalidations(NamedTuple):
-    """What came since the last call. ``keys``: blocks' keys that were written, evicted, deleted or expired, each once.
+    """Notices since the last call. ``keys``: written, evicted, deleted or expired block keys, each once.
 
-    ``emptied``: a database was flushed, perhaps another one. ``missed``: keys may have changed without a notice.
-    ``problem``: why some server sends no notices at present; empty: all do.
+    ``emptied``: a database was flushed, perhaps a different one. ``missed``: keys may have changed without a
+    notice. ``problem``: why a server sends no notices at present; empty: all do.
     """
 
     keys: list[str]
@@ -74,49 +72,48 @@ class Invalidations(NamedTuple):
 
 
 class Notices(Protocol):
-    """A notice is a hint: late, lost or duplicated. Check every key. For one thread."""
+    """Notices are hints: late, lost or duplicated. Check every key. Single-threaded."""
 
     def take(self, timeout_s: float) -> Invalidations:
-        """Wait for a notice, for at most ``timeout_s`` seconds and the time that finding the servers takes."""
+        """Wait for a notice, at most ``timeout_s`` seconds plus the time to find the servers."""
 
     def close(self) -> None:
-        """Unsubscribe; calling it again does nothing. Blocking, for a second or two."""
+        """Unsubscribe; idempotent. Blocks for a second or two."""
 
 
 class Documents(Protocol):
-    """Leased documents by key, for all processes that use the store. Any thread may call any method; all block."""
+    """Leased documents by key, for all processes on the store. Any thread; every call blocks."""
 
     def put(self, key: str, document: bytes, lease_s: float) -> None:
-        """Keep ``document`` for ``lease_s`` seconds instead of what was under ``key``."""
+        """Replace the document at ``key`` for ``lease_s`` seconds."""
 
     def remove(self, key: str) -> bool:
-        """End what is under ``key``; whether its lease still ran."""
+        """End the document at ``key``; whether its lease still ran."""
 
     def of(self, keys: Sequence[str]) -> dict[str, bytes]:
-        """Documents under exactly these keys whose lease still runs."""
+        """Unexpired documents under exactly these keys."""
 
     def all(self, prefix: str, suffix: str = "") -> dict[str, bytes]:
-        """Documents under keys with this beginning and end whose lease still runs."""
+        """Unexpired documents under keys with this beginning and end."""
 
     def tenants(self) -> list[str]:
         """The tenants with documents, sorted, as far as this user may list them."""
 
     def remove_all(self, prefix: str) -> int:
-        """Delete the documents under keys with ``prefix``; how many."""
+        """Delete the documents under ``prefix``; returns how many."""
 
 
 class Store(ABC):
     """Values by key, in batches; each answer stands at its key's place.
 
-    Keys are those of ``Namespace.keys``. Buffers are anything with the buffer protocol, of any element type:
-    their bytes count, not their elements. A key may stand twice in a batch. ``timeout_s`` bounds the whole
-    batch, in seconds (above 0, at most 3,600; None: 5). A miss is a value; a fault is ``StoreUnavailable``.
-    Any thread may call any method. Every call after ``close`` raises ``StoreClosed``; wrong arguments raise
-    ``ConfigError`` before anything is read or written.
+    Keys come from ``Namespace.keys``. Buffers are any buffer-protocol objects, counted in bytes, not
+    elements. A key may repeat in a batch. ``timeout_s`` bounds the whole batch, in seconds (above 0, at most
+    3,600; None: 5). A miss is a value; a fault is ``StoreUnavailable``. Any thread may call any method. Calls
+    after ``close`` raise ``StoreClosed``; wrong arguments raise ``ConfigError`` before any I/O.
     """
 
     def __init__(self, name: str, engine: Engine, documents: Documents) -> None:
-        self._name = name  # without secrets: it stands in errors and in repr
+        self._name = name  # without secrets, for errors and repr
         self._engine, self._documents = engine, documents
         self._closed = False
         self._released = False
@@ -126,23 +123,21 @@ class Store(ABC):
     def put_many(
         self, keys: Sequence[str], buffers: Sequence[Any], *, timeout_s: float | None = None
     ) -> list[bool]:
-        """Keep one value per key. False: the store had no room for it.
+        """Store a value per key, replacing the old one atomically. False: no room.
 
-        A value replaces the one that was there, at once and whole. A buffer that is not contiguous is copied
-        once.
-        Blocking, with the interpreter free. Errors: ``StoreUnavailable``, ``StoreClosed``, ``ConfigError``.
+        A buffer that is not contiguous is copied once. Blocks without the GIL. Errors: ``StoreUnavailable``,
+        ``StoreClosed``, ``ConfigError``.
         """
         return _finished(self.submit_put(keys, buffers, timeout_s=timeout_s))
 
     def get_many_into(
         self, keys: Sequence[str], buffers: Sequence[Any], *, timeout_s: float | None = None
     ) -> list[bool]:
-        """Read each key's value into its buffer, which has exactly the value's length. False: a miss.
+        """Read each value into its buffer of exactly the value's length. False: a miss.
 
         A value of another length, or one that fails verification, is deleted, counted, and a miss. After a
-        miss or a fault the content of the buffer is unspecified. A buffer that is not contiguous goes through
-        a copy.
-        Blocking, with the interpreter free. Errors: ``StoreUnavailable``, ``StoreClosed``, ``ConfigError``.
+        miss or a fault the buffer's content is unspecified. Non-contiguous buffers go through a copy. Blocks
+        without the GIL. Errors: ``StoreUnavailable``, ``StoreClosed``, ``ConfigError``.
         """
         destinations = [destination(buffer, position) for position, buffer in enumerate(buffers)]
         found = _finished(self._submit_get(keys, destinations, timeout_s))
@@ -150,23 +145,20 @@ class Store(ABC):
         return found
 
     def contains_many(self, keys: Sequence[str], *, timeout_s: float | None = None) -> list[bool]:
-        """Whether each key has a value now; it may be gone, or prove damaged, when it is read.
+        """Whether each key has a value now; it may vanish, or prove damaged, before a read.
 
-        Blocking, with the interpreter free. Errors: ``StoreUnavailable``, ``StoreClosed``, ``ConfigError``.
+        Blocks without the GIL. Errors: ``StoreUnavailable``, ``StoreClosed``, ``ConfigError``.
         """
         return _finished(self.submit_contains(keys, timeout_s=timeout_s))
 
     def touch_many(self, keys: Sequence[str], *, timeout_s: float | None = None) -> list[bool]:
-        """``contains_many``, and each value that is there counts as used now: it is evicted, and expires, later.
-
-        Blocking, with the interpreter free. Errors: ``StoreUnavailable``, ``StoreClosed``, ``ConfigError``.
-        """
+        """``contains_many``, and each present value counts as used: it is evicted, and expires, later."""
         return _finished(self.submit_touch(keys, timeout_s=timeout_s))
 
     def delete_many(self, keys: Sequence[str], *, timeout_s: float | None = None) -> int:
-        """Delete the keys' values; returns how many were there.
+        """Delete the keys' values; returns how many were present.
 
-        Blocking, with the interpreter free. Errors: ``StoreUnavailable``, ``StoreClosed``, ``ConfigError``.
+        Blocks without the GIL. Errors: ``StoreUnavailable``, ``StoreClosed``, ``ConfigError``.
         """
         return sum(_finished(self._begin(_native.DELETE, "delete", keys, None, timeout_s)))
 
@@ -175,18 +167,19 @@ class Store(ABC):
     def submit_put(
         self, keys: Sequence[str], buffers: Sequence[Any], *, timeout_s: float | None = None
     ) -> Batch:
-        """Begin ``put_many``. The buffers must not change until the transfer is done. Errors: as there."""
+        """Begin ``put_many``. The buffers must not change until ``done()``. Errors: as there."""
         views = [source(buffer, position) for position, buffer in enumerate(buffers)]
         return self._begin(_native.PUT, "put", keys, views, timeout_s)
 
     def submit_put_absent(
         self, keys: Sequence[str], buffers: Sequence[Any], *, timeout_s: float | None = None
     ) -> Batch:
-        """Begin to put the values that are not there; those that are count as used now, as in ``touch_many``.
+        """Begin to put the absent values; present ones count as used, as in ``touch_many``.
 
-        ``Batch.results`` has a byte a key: ``_native.OK``: put here; ``PRESENT``: it was there, or another put of
-        the key did it; ``NO_ROOM``. ``Batch.wait`` says which values are there now. A value that is there is not
-        compared with the buffer. The buffers must not change until the transfer is done. Errors: as ``put_many``.
+        ``Batch.results`` has a byte a key: ``_native.OK``: put here; ``PRESENT``: it was present, or another
+        put of the key stored it; ``NO_ROOM``. ``Batch.wait`` says which values are present now. A present
+        value is not compared with the buffer, which must not change until ``done()``. Errors: as
+        ``put_many``.
         """
         views = [source(buffer, position) for position, buffer in enumerate(buffers)]
         return self._begin(_native.PUT_ABSENT, "put absent", keys, views, timeout_s)
@@ -194,9 +187,9 @@ class Store(ABC):
     def submit_get(
         self, keys: Sequence[str], buffers: Sequence[Any], *, timeout_s: float | None = None
     ) -> Batch:
-        """Begin ``get_many_into``. The transfer owns the buffers until it is done. Errors: as there.
+        """Begin ``get_many_into``. The batch owns the buffers until ``done()``. Errors: as there.
 
-        A buffer that is not contiguous is refused here: it would need a copy when the transfer is done.
+        Non-contiguous buffers are refused: they would need a copy at the end.
         """
         destinations = [destination(buffer, position) for position, buffer in enumerate(buffers)]
         for position, (_, copy_to) in enumerate(destinations):
@@ -207,22 +200,19 @@ class Store(ABC):
         return self._submit_get(keys, destinations, timeout_s)
 
     def submit_contains(self, keys: Sequence[str], *, timeout_s: float | None = None) -> Batch:
-        """Begin ``contains_many``. Errors: as there."""
         return self._begin(_native.CONTAINS, "contains", keys, None, timeout_s)
 
     def submit_touch(self, keys: Sequence[str], *, timeout_s: float | None = None) -> Batch:
-        """Begin ``touch_many``. Errors: as there."""
         return self._begin(_native.TOUCH, "touch", keys, None, timeout_s)
 
     def submit_lookup(
         self, namespace: Namespace, groups: Sequence[LookupGroup], *, timeout_s: float | None = None
     ) -> Lookup:
-        """Ask which leading records of a prompt are here, as ``touch_many``, for as long as the answer is of use.
+        """Ask which leading records of a prompt are present, as ``touch_many``, while answers are useful.
 
-        Of any length: keys are spelled where they are sent, so this call is short.
-        Where a part of a record is missing, what only follows it is not asked for any more; groups that are not
-        with a sliding window are asked for first.
-        Errors: as ``touch_many``; too many lookups under way is ``StoreUnavailable``.
+        Any length: keys are spelled when sent, so this call is short. After a missing part, records that need
+        it are skipped; groups without a sliding window go first. Errors: as ``touch_many``;
+        ``StoreUnavailable`` for too many pending lookups.
         """
         self._check_open()
         timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else check_timeout(timeout_s)
@@ -240,11 +230,11 @@ class Store(ABC):
     # ------------------------------------------------------------------ leased documents
 
     def announce(self, key: str, document: bytes, *, lease_s: float) -> None:
-        """Keep a small document for ``lease_s`` seconds, instead of the one that was under ``key``.
+        """Keep a small document for ``lease_s`` seconds, replacing the one under ``key``.
 
-        ``key``: printable ASCII, 1 to 512 characters. ``document``: 1 to 65,536 bytes. A store keeps 65,536 of
-        them, a server as many for each tenant.
-        Blocking, for one small write. Errors: ``ConfigError``; ``StoreUnavailable`` when it cannot be kept.
+        ``key``: printable ASCII, 1 to 512 characters. ``document``: 1 to 65,536 bytes. A store keeps 65,536
+        of them, a server as many per tenant. Blocks for one small write. Errors: ``ConfigError``;
+        ``StoreUnavailable`` when it cannot be kept.
         """
         self._check_open()
         _check_announcement_key(key)
@@ -257,63 +247,62 @@ class Store(ABC):
         self._documents.put(key, document, float(lease_s))
 
     def withdraw(self, key: str) -> bool:
-        """End an announcement before its lease does; False if there was none under ``key``.
+        """End an announcement early; False if ``key`` had none.
 
-        Blocking, for one small write. Errors: ``ConfigError``; ``StoreUnavailable``, and then the lease ends it.
+        Blocks for one small write. Errors: ``ConfigError``; ``StoreUnavailable``, and then the lease ends it.
         """
         self._check_open()
         _check_announcement_key(key)
         return self._documents.remove(key)
 
     def announcements(self, prefix: str = "", suffix: str = "") -> dict[str, bytes]:
-        """The documents under keys that start with ``prefix`` and end with ``suffix`` whose lease still runs, by key.
+        """Unexpired documents under keys with this beginning and end, by key.
 
-        Those that have run out are removed on the way. Blocking, for one small read a document.
-        Errors: ``StoreUnavailable``, ``StoreClosed``; ``AnnouncementsRefused``, of a server, where they have more than
-        32 MiB.
+        Expired ones are removed on the way. Blocks for one small read a document. Errors:
+        ``StoreUnavailable``, ``StoreClosed``; ``AnnouncementsRefused`` above 32 MiB on a server.
         """
         self._check_open()
         return self._documents.all(prefix, suffix)
 
     def announced_under(self, keys: Sequence[str]) -> dict[str, bytes]:
-        """The documents under exactly these keys whose lease still runs, however many others there are.
+        """Unexpired documents under exactly these keys, at a cost independent of all others.
 
-        Blocking, for one small read a document. Errors: ``StoreUnavailable``, ``StoreClosed``.
+        Blocks for one small read a document. Errors: ``StoreUnavailable``, ``StoreClosed``.
         """
         self._check_open()
         return self._documents.of(keys)
 
     def announcing_tenants(self) -> list[str]:
-        """The tenants of which something was announced lately, sorted; of a server at most 4,096.
+        """Tenants with recent announcements, sorted; at most 4,096 of a server.
 
-        A tenant whose users may not list it is not among them. Blocking, for one small read.
-        Errors: ``StoreUnavailable``, ``StoreClosed``.
+        Tenants whose users may not list them are missing. Blocks for one small read. Errors:
+        ``StoreUnavailable``, ``StoreClosed``.
         """
         self._check_open()
         return self._documents.tenants()
 
     def server_run_id(self) -> str:
-        """A text that changes with each start of the server; empty without a server, or if it may not be asked.
+        """A text that changes with each start of the server; empty without a server, or without the right.
 
-        Blocking, for one small read. Errors: ``StoreUnavailable``, ``StoreClosed``.
+        Blocks for one small read. Errors: ``StoreUnavailable``, ``StoreClosed``.
         """
         self._check_open()
         return self._server_run_id()
 
     def usage(self) -> list[Usage]:
-        """How full each server of the store is; one that does not answer is not ``up``.
+        """The fill level of each server; a silent one is not ``up``.
 
-        Blocking, for one small read of each server. Errors: ``StoreUnavailable`` when it cannot be found out which
-        servers there are; ``StoreClosed``.
+        Blocks for one small read of each server. Errors: ``StoreUnavailable`` when the servers cannot be
+        found; ``StoreClosed``.
         """
         self._check_open()
         return self._usage()
 
     def withdraw_all(self, prefix: str) -> int:
-        """Delete the documents under keys that start with ``prefix``, those of other processes too; returns how many.
+        """Delete all processes' documents under ``prefix``; returns how many.
 
-        Announcers that run write theirs again. Blocking, for one small write a document.
-        Errors: ``StoreUnavailable``, ``StoreClosed``.
+        Running announcers write theirs again. Blocks for one small write a document. Errors:
+        ``StoreUnavailable``, ``StoreClosed``.
         """
         self._check_open()
         return self._documents.remove_all(prefix)
@@ -321,27 +310,26 @@ class Store(ABC):
     # ------------------------------------------------------------------ what is there
 
     def scan(self, prefix: str = KEY_PREFIX) -> Iterator[list[StoredBlock]]:
-        """The blocks under keys that start with ``prefix``, about a thousand at a time, in no order.
+        """Blocks under keys that start with ``prefix``, about a thousand at a time, in no order.
 
-        What is put or deleted meanwhile may be among them or not; a block may come twice, a block that stays
-        comes at least once. Deleting what was given is no harm. A look, not a use: it keeps nothing from
-        being evicted. For maintenance: it walks the whole pool.
-        Blocking at each step. Errors, at each step: ``StoreUnavailable``, ``StoreClosed``.
+        Concurrent puts and deletes may or may not show; a block may come twice, a lasting block comes at
+        least once. Deleting given blocks is safe. Scanning counts as no use. For maintenance: it walks the
+        whole pool, and blocks at each step. Errors, at each step: ``StoreUnavailable``, ``StoreClosed``.
         """
         self._check_open()
         return self._scan(prefix)
 
     def scan_keys(self, prefix: str = KEY_PREFIX) -> Iterator[list[str]]:
-        """As ``scan``, the keys alone: a list for every hundred or so that were walked, which may be empty.
+        """As ``scan``, keys alone: a list for every hundred or so walked keys, possibly empty.
 
-        What stays is given at least once; where it cannot be sure of that (servers changed), the last step fails.
-        Blocking at each step. Errors, at each step: ``StoreUnavailable``, ``StoreClosed``.
+        Lasting keys come at least once; if that is uncertain (servers changed), the last step fails. Blocks
+        at each step. Errors, at each step: ``StoreUnavailable``, ``StoreClosed``.
         """
         self._check_open()
         return self._scan_keys(prefix)
 
     def notices(self) -> Notices | None:
-        """Notices of keys that change from now on; None: there is no server.
+        """Notices of keys that change from now on; None without a server.
 
         Close it before the store. Never blocks. Errors: ``StoreClosed``.
         """
@@ -351,14 +339,14 @@ class Store(ABC):
     # ------------------------------------------------------------------ the rest
 
     def counters(self) -> dict[str, int]:
-        """What this store has done since it was opened, by name; never blocks for long."""
+        """Totals since the store was opened, by name; never blocks for long."""
         self._check_open()
         return self._engine.counters()
 
     def count_health(self, counters: Counters) -> None:
-        """Add to ``counters`` what the store has counted since the last call, and whether it is connected now.
+        """Add to ``counters`` the growth since the last call, and whether the store is connected.
 
-        A store without a server is never up or down. Does not block. Errors: ``StoreClosed``.
+        A store without a server is neither up nor down. Does not block. Errors: ``StoreClosed``.
         """
         found = self.counters()
         for name, metric in _GROWTH.items():
@@ -370,10 +358,9 @@ class Store(ABC):
             counters.set(metrics.UP, float(found["up_connections"] > 0))
 
     def close(self) -> None:
-        """Cancel what is under way, wait for it, and give everything back; calling it again does nothing.
+        """Cancel pending batches, wait for them, and release everything; idempotent.
 
-        Blocking, for at most ``DEFAULT_TIMEOUT_S`` seconds. Errors: ``StoreUnavailable`` if a thread is
-        stuck.
+        Blocks for at most ``DEFAULT_TIMEOUT_S`` seconds. Errors: ``StoreUnavailable`` if a thread is stuck.
         """
         self._closed = True
         if not self._released:
@@ -466,7 +453,7 @@ def _check_announcement_key(key: object) -> None:
 
 
 def _finished(batch: Batch) -> list[bool]:
-    """Wait for a batch of this call; if the wait itself fails, the batch is cancelled."""
+    """Wait for a batch of this call; cancel it if the wait fails."""
     try:
         return batch.wait()
     except BaseException:

@@ -1,4 +1,4 @@
-"""TLS settings of connections to a server: trusted authorities, client certificate, and what to change on a fault."""
+"""TLS settings of connections to a server: authorities, client certificate, and advice on a fault."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kvpool import _native
 
 @dataclass(frozen=True)
 class Tls:
-    """Absolute paths of PEM files: ``ca``, the authorities that are trusted, empty for the system's; ``cert`` and
-    ``key``, a client's certificate with its chain and the private key without a passphrase, both or none.
+    """Absolute paths of PEM files: ``ca``, the trusted authorities, empty for the system's; ``cert`` and
+    ``key``, a client's certificate chain and its private key without a passphrase, both or none.
 
-    The server's certificate must be for the host that the URL names; nothing switches that off.
+    The server's certificate must name the URL's host; no setting disables that.
     """
 
     ca: str = ""
@@ -25,7 +25,7 @@ class Tls:
         return self.ca, self.cert, self.key
 
     def context(self) -> ssl.SSLContext:
-        """For a client in Python; the files are read again. Errors: ``OSError``."""
+        """For a client in Python; reads the files again. Errors: ``OSError``."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.hostname_checks_common_name = False
@@ -34,12 +34,14 @@ class Tls:
         else:
             _trust_system(context)
         if self.cert:
-            context.load_cert_chain(self.cert, self.key, password="")  # it would ask on the terminal
+            context.load_cert_chain(
+                self.cert, self.key, password=""
+            )  # without it OpenSSL would prompt on the terminal
         return context
 
 
 def _trust_system(context: ssl.SSLContext) -> None:
-    """As the native client does: the places that OpenSSL knows; where this one was built elsewhere, the usual ones."""
+    """As the native client: OpenSSL's own places; if it was built elsewhere, the usual ones."""
     places = ssl.get_default_verify_paths()
     system = "" if places.cafile or places.capath else _native.system_authorities()
     if system:
@@ -48,7 +50,7 @@ def _trust_system(context: ssl.SSLContext) -> None:
         context.set_default_verify_paths()
 
 
-# What stands in the words of OpenSSL, or in our own -> what to change. The first that fits counts.
+# A phrase of OpenSSL's words or ours -> what to change. The first match counts.
 _ADVICE = {
     "certificate has expired": "renew the server's certificate",
     "certificate is not yet valid": "correct the server's certificate, or this host's clock",
@@ -72,6 +74,6 @@ _OTHERWISE = "check that the server runs there"
 
 
 def advice(words: str) -> str:
-    """What to change when connecting to a server has failed with ``words``, for the end of a line."""
+    """What to change after a failed connection with ``words``, for the end of a line."""
     folded = words.lower()
     return next((advised for sign, advised in _ADVICE.items() if sign in folded), _OTHERWISE)

@@ -1,4 +1,4 @@
-"""A store's URL, read once and checked: which store, where, how large."""
+"""A store's URL, parsed and checked once."""
 
 from __future__ import annotations
 
@@ -69,16 +69,14 @@ _UNIT_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 @dataclass(frozen=True)
 class StoreURL:
-    """What a store URL says.
+    """The parts of a store URL.
 
-    ``path``: absolute directory of a file store. ``capacity_nbytes``: most that the store
-    keeps, 0 where the server decides. ``threads``: native threads that move bytes, 1 to 64; each has a connection
-    of its own to each server. ``host``, ``port``: of a server; empty and 0 with a Unix socket, which is ``path``.
-    ``nodes``: (host, port) of nodes of a cluster, or of the sentinels that know the servers of ``service``.
-    ``password``, ``sentinel_password``: not in ``repr``. ``ttl_s``: how long a server keeps a value. ``client``:
-    of ``CLIENTS``, what moves the values to and from a server. ``opened_by``: whom connections are named after; not in
-    a URL. ``tls``: settings of TLS connections; None:
-    in plain.
+    ``path``: absolute directory of a file store. ``capacity_nbytes``: the store's limit, 0 where the server
+    decides. ``threads``: native threads that move bytes, 1 to 64, each with its own connection to each
+    server. ``host``, ``port``: of a server; empty and 0 with a Unix socket, which is ``path``. ``nodes``:
+    (host, port) of a cluster's nodes, or of the sentinels of ``service``. ``password``,
+    ``sentinel_password``: not in ``repr``. ``ttl_s``: a value's life on a server. ``client``: of ``CLIENTS``.
+    ``opened_by``: names the connections; not in a URL. ``tls``: None: in plain.
     """
 
     scheme: str
@@ -101,7 +99,7 @@ class StoreURL:
 
     @property
     def servers(self) -> tuple[str, ...]:
-        """The servers that the URL names, as ``host:port`` each, or a directory's or socket's path."""
+        """The URL's servers, as ``host:port`` each, or the path of a directory or socket."""
         if self.path:
             return (self.path,)
         nodes = self.nodes or ((self.host, self.port),)
@@ -147,7 +145,7 @@ class StoreURL:
 
 
 def _check_own_directory(url: str, path: str) -> None:
-    """A pool writes and deletes: the system's own directories are refused by name, full or empty."""
+    """Refuse the system's own directories by name, full or empty, because a pool writes and deletes."""
     place = posixpath.normpath("/" + path.lstrip("/"))
     if place in _SYSTEM_DIRECTORIES or place.startswith(("/proc/", "/sys/")):
         raise ConfigError(
@@ -170,7 +168,7 @@ def _shown(url: object) -> str:
 
 
 def _meant(url: object) -> str:
-    """A question about what lacks a scheme only, for the middle of a line."""
+    """The question whether only the scheme is missing, for the middle of a line."""
     if not isinstance(url, str) or len(url) > MAX_URL_CHARS:
         return ""
     host = _HOST.fullmatch(url)

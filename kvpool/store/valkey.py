@@ -1,7 +1,7 @@
-"""A store on Redis or Valkey servers that many hosts share: one, a cluster, or what sentinels watch.
+"""A store on Redis or Valkey servers shared by many hosts: one server, a cluster, or a service of sentinels.
 
-The native engine, or Python threads with redis-py or GLIDE, move the values; leased documents go over a connection that
-is kept besides.
+The native engine, or Python threads with redis-py or GLIDE, move the values; leased documents use a kept
+connection.
 """
 
 from __future__ import annotations
@@ -33,18 +33,17 @@ from kvpool.store.store import DEFAULT_TIMEOUT_S, Store, StoredBlock, Usage
 from kvpool.store.tls import advice
 from kvpool.store.url import StoreURL
 
-# How a server words that it will never let this user in.
+# Error prefixes of a permanent refusal.
 _SETTINGS = ("AUTH: ", "WRONGPASS", "NOAUTH", "NOPERM", "SELECT: ")
 
 
 class ValkeyStore(Store):
-    """``valkey://host:6379``: one HASH key a record, with a time to live; the server evicts when it is full.
+    """``valkey://host:6379``: one HASH key a record, with a time to live; a full server evicts.
 
-    ``url``: one of the schemes of ``SERVER_SCHEMES``; its ``threads`` is the number of connections.
-    Blocking: one connection is made and asked for a PING, for 2 seconds an address at most; of a cluster or of
-    sentinels, one after the other is asked for the servers of the pool.
-    Errors: ``ConfigError`` when the server refuses user, password or database, or a file for TLS cannot be used;
-    ``StoreUnavailable`` when it cannot be reached.
+    ``url``: of a scheme in ``SERVER_SCHEMES``; its ``threads`` is the number of connections. Blocks for a
+    dial and a PING, 2 seconds an address at most; cluster nodes and sentinels are asked in turn for the
+    pool's servers. Errors: ``ConfigError`` when the server refuses user, password or database, or a TLS file
+    is unusable; ``StoreUnavailable`` when it cannot be reached.
     """
 
     def __init__(self, url: StoreURL) -> None:
@@ -64,16 +63,13 @@ class ValkeyStore(Store):
                 self._watch.close()
 
     def refused_commands(self) -> list[MissingRight]:
-        """What its user may not ask a server of this store; nothing where that cannot be found out.
-
-        Blocking, for a few round trips.
-        """
-        with contextlib.suppress(Exception):  # whatever a client makes of what a server says
+        """Commands that a server refuses this user; empty if unknown. Blocks for a few round trips."""
+        with contextlib.suppress(Exception):  # any client error on any reply
             return refused_commands(self._primaries.url_of(SLOT))
         return []
 
     def _server_run_id(self) -> str:
-        """A digest of the run ids of all its servers; empty if one of them may not be asked."""
+        """A digest of all servers' run ids; empty if one refuses."""
         if not self._url.nodes:
             with self._kept.asked("cannot ask for its run_id", RUN_ID_S) as server:
                 return run_id_of(server)
@@ -95,7 +91,7 @@ class ValkeyStore(Store):
         before = self._primaries.find()
         for url in self._primaries.urls():
             yield from scan_keys(url, self._name, prefix)
-        # If they changed, keys may have moved from a server not yet scanned to one already scanned.
+        # If they changed, keys may have moved from an unscanned server to a scanned one.
         if self._primaries.find() != before:
             raise StoreUnavailable(f"{self._name}: its servers changed during the scan")
 
@@ -123,7 +119,8 @@ def _open_client(url: StoreURL, name: str) -> Engine:
         from kvpool.store.clients.glide import GlideLink as ClientLink  # type: ignore[assignment]
     links = [ClientLink(url) for _ in range(url.threads)]
     if url.tls is not None:
-        # The native client reads what the server says before it hangs up, and advises; redis-py and GLIDE do not.
+        # The native client reads the server's words before it hangs up, and advises; redis-py and GLIDE do
+        # not.
         _open_one(replace(url, threads=1), name).close(DEFAULT_TIMEOUT_S)
     try:
         return ClientExecutor(url, links)
@@ -166,7 +163,7 @@ def _open_one(url: StoreURL, name: str) -> _native.IoExecutor:
 def _of_any_server(
     url: StoreURL,
 ) -> tuple[str, str, int, float, int, tuple[str, str, str] | None, str, str]:
-    """The settings of the native executor for any server, in the order of ``_native``."""
+    """The native executor's settings for any server, in the order of ``_native``."""
     files = url.tls.files() if url.tls is not None else None
     return (
         url.user, url.password, url.database, url.ttl_s, url.threads, files, client_of(url), library_version()

@@ -1,1 +1,1 @@
-"""Stores on a server through other clients than the native one."""
+"""Stores on a server through clients other than the native one."""

@@ -1,15 +1,14 @@
-"""Batches that wait for a store's threads, which take them in slices; and whether the server is away.
+"""Batches waiting for a store's threads, which take them in slices; and a breaker for an unreachable server.
 
-A slice is consecutive keys of one batch, the last of which brings it to 1 MiB of values or beyond. A thread takes the
-next one of the oldest batch, puts after all others. So a batch runs on all connections, and the bytes under way are
-bounded. A batch that is cancelled or late ends at once for the keys that no thread has taken, and for the rest when
-their calls return, after ``MAX_CALL_S`` at the latest.
+A slice is consecutive keys of one batch up to at least 1 MiB of values. Threads take slices of the oldest
+batch first, puts last, so a batch uses all connections and in-flight bytes are bounded. A cancelled or late
+batch ends at once for untaken keys, and for taken ones when their calls return, within ``MAX_CALL_S``.
 
-When a link falls silent or cannot be dialled, the breaker opens: every key is a fault at once, in the thread that
-submits it. One thread dials again in pauses; when the server answers it, the breaker closes.
+A silent or undialable link opens the breaker: every key is a fault at once, in the submitting thread. One
+thread dials again after pauses; a successful dial closes the breaker.
 
 Threads: any thread may call any method. ``_changed`` (a condition) guards all fields and those of every
-``QueuedBatch``; no call to a server is made under it. Buffers are touched only by the thread that holds their slice.
+``QueuedBatch``; no call to a server is made under it. The thread that holds a slice owns its buffers.
 """
 
 from __future__ import annotations
@@ -24,10 +23,11 @@ from kvpool import _native
 from kvpool.store.clients.link import LinkFault
 from kvpool.store.clients.lookup_keys import LookupKeys
 
-SLICE_NBYTES = 1 << 20  # of values; a slice takes no more keys once it has so many
+SLICE_NBYTES = 1 << 20  # of values; a slice that reaches this is full
 SLICE_KEYS = 256
 MAX_QUEUED_KEYS = 1 << 20
-# Pauses between dials while a server is away. With PROBE_S below a second: it is used again that soon after its return.
+# Pauses between dials of an unreachable server. With PROBE_S below a second in all, so recovery is noticed
+# that soon.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.4
 
 _COUNTERS = (
@@ -62,7 +62,7 @@ _PUTS = (_native.PUT, _native.PUT_ABSENT)
 
 
 class _Breaker(NamedTuple):
-    """While a server is away: why, and until when it is not dialled. Closed: ``why`` is empty."""
+    """The reason and the next dial of an open breaker; an empty ``why``: closed."""
 
     why: str = ""
     pause_s: float = 0.0
@@ -70,7 +70,7 @@ class _Breaker(NamedTuple):
 
 
 class QueuedBatch:
-    """A batch inside the queue; see ``_native.Batch``. ``lookup``: its keys are spelled as threads take them."""
+    """A batch in the queue; see ``_native.Batch``. ``lookup``: its keys are spelled when taken."""
 
     def __init__(
         self,
@@ -84,10 +84,10 @@ class QueuedBatch:
         self.lookup = keys if isinstance(keys, LookupKeys) else None
         self.deadline_s = time.monotonic() + timeout_s
         self.statuses = bytearray([_native.CANCELLED]) * len(keys)
-        self.next = 0  # first key that no thread has taken
-        # Keys that count as waiting in the queue.
+        self.next = 0  # first untaken key
+        # Keys that count against the queue's limit.
         self.weight = min(1, len(keys)) if self.lookup is not None else len(keys)
-        self.slices = 0  # under way
+        self.slices = 0  # in flight
         self.cancelled = False
         self.fault: str | None = None
         self.ended = threading.Event()
@@ -119,7 +119,7 @@ class QueuedBatch:
 
 
 class Slice(NamedTuple):
-    """Keys of a batch, from ``start`` up to ``end``, in the hands of one thread."""
+    """Keys ``start`` to ``end`` of a batch, taken by one thread."""
 
     batch: QueuedBatch
     start: int
@@ -127,7 +127,7 @@ class Slice(NamedTuple):
 
 
 class Probe(NamedTuple):
-    """An order to dial, to find out whether the server is back."""
+    """An order to dial an unreachable server."""
 
 
 class BatchQueue:
@@ -137,7 +137,7 @@ class BatchQueue:
         self._closing = False
         self._failures = 0
         self._breaker = _Breaker()
-        self._probing = False  # a thread dials, to close the breaker
+        self._probing = False  # a thread dials to close the breaker
         self._counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
 
     # ------------------------------------------------------------------ for callers of the store
@@ -161,7 +161,7 @@ class BatchQueue:
         return batch
 
     def give_up(self, batch: QueuedBatch, status: int) -> None:
-        """End the keys that no thread has taken with ``status``; slices under way end by themselves."""
+        """End untaken keys with ``status``; slices in flight end by themselves."""
         with self._changed:
             if not batch.ended.is_set():
                 batch.cancelled = batch.cancelled or status == _native.CANCELLED
@@ -175,7 +175,7 @@ class BatchQueue:
             return counters
 
     def close(self) -> None:
-        """Cancel what waits; ``take`` gives None from now on."""
+        """Cancel waiting batches; ``take`` returns None from now on."""
         with self._changed:
             self._closing = True
             for batch in list(self._queue):
@@ -186,7 +186,7 @@ class BatchQueue:
     # ------------------------------------------------------------------ for the store's threads
 
     def take(self) -> Slice | Probe | None:
-        """What a thread is to do next; blocks until there is something. None: the store closes."""
+        """The next task of a thread; blocks until one exists. None: the store closes."""
         with self._changed:
             while True:
                 if not self._queue:
@@ -220,7 +220,7 @@ class BatchQueue:
                 return Slice(batch, start, end)
 
     def put_down(self, batch: QueuedBatch, start: int, statuses: Sequence[int], fault: str | None) -> None:
-        """The results of one slice, whose buffers the caller does not touch any more."""
+        """Results of one slice, whose buffers are free from now on."""
         with self._changed:
             batch.statuses[start : start + len(statuses)] = bytes(statuses)
             batch.fault = batch.fault or fault
@@ -238,17 +238,15 @@ class BatchQueue:
             self._end_if_over(batch)
 
     def count(self, name: str, times: int = 1) -> None:
-        """Add to one counter."""
         with self._changed:
             self._counters[name] += times
 
     def failures(self) -> int:
-        """How often a link failed: a thread that finds this changed checks its own link."""
+        """Number of link failures: a thread that sees it change checks its own link."""
         with self._changed:
             return self._failures
 
     def failed(self) -> None:
-        """A link failed."""
         with self._changed:
             self._failures += 1
 
@@ -259,13 +257,13 @@ class BatchQueue:
                 self._open_breaker(_Breaker(why))
 
     def check_not_away(self) -> None:
-        """Errors: ``LinkFault`` that says why, while the breaker is open."""
+        """Errors: ``LinkFault`` with the reason while the breaker is open."""
         with self._changed:
             if self._breaker.why:
                 raise LinkFault(self._breaker.why)
 
     def dialled(self, failure: str | None) -> None:
-        """A thread has dialled; ``failure``: why that failed, or None."""
+        """Result of a dial; ``failure``: its reason, or None."""
         with self._changed:
             self._probing = False
             if failure is None:
@@ -278,7 +276,7 @@ class BatchQueue:
     # ------------------------------------------------------------------ the caller holds the lock
 
     def _drop_rest(self, batch: QueuedBatch, status: int) -> None:
-        """Give every key that no thread has taken ``status``."""
+        """End every untaken key with ``status``."""
         rest = len(batch.keys) - batch.next
         if rest:
             batch.statuses[batch.next :] = bytes([status]) * rest
@@ -289,7 +287,7 @@ class BatchQueue:
         self._end_if_over(batch)
 
     def _skip_unwanted(self, batch: QueuedBatch, lookup: LookupKeys) -> None:
-        """Keys of a lookup that are no longer worth asking for are misses."""
+        """Record lookup keys no longer worth asking as misses."""
         wanted = lookup.next_wanted(batch.next)
         batch.statuses[batch.next : wanted] = bytes([_native.MISS]) * (wanted - batch.next)
         batch.next = wanted
@@ -303,7 +301,7 @@ class BatchQueue:
         batch.weight = weight
 
     def _end_if_over(self, batch: QueuedBatch) -> None:
-        """Release the buffers and set ``ended`` if nothing of the batch is left."""
+        """Release the buffers and set ``ended`` once all keys have results."""
         if batch.slices or batch.next < len(batch.keys) or batch.ended.is_set():
             return
         batch.views = None
@@ -313,7 +311,7 @@ class BatchQueue:
         self._counters[_COUNTED_ALWAYS.get(status) or _COUNTED[operation, status]] += times
 
     def _refuse_queued(self) -> None:
-        """The server is away: every key that waits is a fault."""
+        """Fail every waiting key, because the server is unreachable."""
         for batch in list(self._queue):
             batch.fault = batch.fault or self._breaker.why
             self._counters["refused"] += len(batch.keys) - batch.next

@@ -1,4 +1,4 @@
-"""The engine of a store through a client whose calls block: a few threads, each with a link, take slices of batches.
+"""The engine of a store on a blocking client: threads with a link each take slices of batches.
 
 Threads: any may call ``ClientExecutor``; its queue has the lock.
 """
@@ -32,19 +32,19 @@ from kvpool.store.clients.link import (
 from kvpool.store.clients.lookup_keys import LookupKeys
 from kvpool.store.url import StoreURL
 
-PROBE_S = 0.5  # for a dial while the server is away; under TLS DIAL_S, for it enters a busy interpreter dozens of times
-MAX_CALL_S = 4.0  # one call, so that close() can wait for it
+PROBE_S = 0.5  # dial of an unreachable server; under TLS DIAL_S, because it enters a busy interpreter dozens of times
+MAX_CALL_S = 4.0  # per call, so that close() can wait for it
 DIAL_S = 2.0
-LOOKS = 8  # at the time to live of a key in use, in each of its times to live
-MAX_LOOKED = 1 << 17  # keys that a thread remembers having looked at
+LOOKS = 8  # checks of a used key's time to live, per time to live
+MAX_LOOKED = 1 << 17  # checked keys that a thread remembers
 
-_Outcome = tuple[Sequence[int], str | None]  # a status a key, and the first fault in words
+_Outcome = tuple[Sequence[int], str | None]  # a status per key, and the first fault in words
 
 
 class ClientExecutor:
-    """Threads that move values through a client whose calls block; see ``_native.IoExecutor``.
+    """Threads that move values through a blocking client; see ``_native.IoExecutor``.
 
-    ``links``: one a thread. Blocking: one link is dialled. Errors: ``LinkFault``.
+    ``links``: a link per thread. Blocks to dial the first. Errors: ``LinkFault``.
     """
 
     def __init__(self, url: StoreURL, links: Sequence[Link]) -> None:
@@ -53,7 +53,7 @@ class ClientExecutor:
         probe_s = PROBE_S if url.tls is None else DIAL_S
         threads = [LinkThread(self._queue, link, ttl_s=url.ttl_s, probe_s=probe_s) for link in links]
         threads[0].open()
-        # Daemons: a program that forgets to close the store ends all the same.
+        # Daemons, so that a program that forgets to close the store still ends.
         self._threads = [
             threading.Thread(target=thread.run, name=f"kvpool-{url.client}-{index}", daemon=True)
             for index, thread in enumerate(threads)
@@ -76,7 +76,7 @@ class ClientExecutor:
         return self._queue.counters()
 
     def close(self, timeout_s: float) -> bool:
-        if os.getpid() != self._pid:  # in a forked child no thread runs, and the lock may be held for ever
+        if os.getpid() != self._pid:  # a forked child has no threads, and the lock may be held for ever
             return True
         self._queue.close()
         end_s = time.monotonic() + timeout_s
@@ -97,26 +97,24 @@ class ClientExecutor:
 
 
 class LinkThread:
-    """One thread with its link: takes slices, makes their one or two calls, and reports the results.
+    """One thread and its link: takes slices, makes their calls, and reports results.
 
-    ``run`` is the thread; ``open`` is called before it starts. All fields belong to it. ``probe_s``: how long a dial
-    may take while the server is away.
+    ``run`` is the thread; ``open`` is called before it starts. The thread owns all fields. ``probe_s``: limit
+    of a dial to an unreachable server.
     """
 
     def __init__(self, queue: BatchQueue, link: Link, *, ttl_s: float, probe_s: float) -> None:
         self._queue, self._link, self._probe_s = queue, link, probe_s
         self._ttl_s, self._ttl_ms = ttl_s, int(ttl_s * 1000)
         self._is_up = False
-        self._may_touch = True  # this user may TOUCH, as far as is known
-        self._may_renew = True  # and ask for times to live
-        self._looked: dict[
-            bytes, int
-        ] = {}  # key in use -> the span in which its time to live was last looked at
-        self._in_use: list[bytes] = []  # keys whose time to live is looked at next
-        self._failures = 0  # of the queue, when this link last worked
+        self._may_touch = True  # until refused: TOUCH
+        self._may_renew = True  # until refused: times to live
+        self._looked: dict[bytes, int] = {}  # used key -> the span of its last check
+        self._in_use: list[bytes] = []  # used keys to check next
+        self._failures = 0  # the queue's count when this link last worked
 
     def open(self) -> None:
-        """Dial for the first time. Errors: ``LinkFault``; then nothing is left open."""
+        """Dial for the first time. Errors: ``LinkFault``, with nothing left open."""
         try:
             self._dial(DIAL_S)
         except LinkFault:
@@ -146,7 +144,7 @@ class LinkThread:
             if isinstance(error, LinkSilent):
                 self._queue.fell_silent(str(error))
             words = str(error)
-        except Exception as error:  # any error of a client: no thread is lost to a reply
+        except Exception as error:  # any client error: a thread survives every reply
             self._fail()
             words = f"{type(error).__name__}: {error}"
         if time.monotonic() >= batch.deadline_s:
@@ -219,7 +217,7 @@ class LinkThread:
         outcomes: list[int | ErrorReply] = []
         damaged: list[bytes] = []
         for place, (key, view) in enumerate(zip(keys, views, strict=True)):
-            reply, replies[place] = replies[place], None  # one value at a time is held twice
+            reply, replies[place] = replies[place], None  # only one value at a time is held twice
             if isinstance(reply, ErrorReply) and not reply.startswith("WRONGTYPE"):
                 outcomes.append(reply)
                 continue
@@ -232,14 +230,14 @@ class LinkThread:
                 self._queue.count("damaged")
                 self._queue.count(f"damaged_{damage}")
         if damaged:
-            # Before the miss is reported, so that a caller who sees it does not find the record again.
+            # Before the miss is reported, so that its caller does not find the record again.
             self._exchange(batch, [(b"UNLINK", key) for key in damaged])
         return _outcome(outcomes)
 
     # ------------------------------------------------------------------ times to live
 
     def _use(self, keys: Sequence[bytes], *, begins: bool = False) -> None:
-        """These were used. ``begins``: and put, so that their time to live begins now."""
+        """Record uses. ``begins``: after a put, which starts the time to live."""
         span_s = max(self._ttl_s / LOOKS, 1e-3)
         span = int(time.monotonic() / span_s)
         due = [key for key in keys if self._looked.get(key) != span]
@@ -250,7 +248,7 @@ class LinkThread:
             self._in_use += due
 
     def _renew(self) -> None:
-        """Look at the keys in use, and restart the time to live of those that have used a quarter of it."""
+        """Restart the time to live of used keys that have spent a quarter of it."""
         keys, self._in_use = self._in_use, []
         if not keys or not self._is_up:
             return
@@ -263,13 +261,13 @@ class LinkThread:
             old = [key for key, ms in zip(keys, left, strict=True) if -1 <= ms <= oldest_ms]
             if old:
                 self._link.exchange([(b"PEXPIRE", key, b"%d" % self._ttl_ms) for key in old], MAX_CALL_S)
-        except Exception:  # a fault of the link, or any error of a client
+        except Exception:  # a link fault, or any client error
             self._fail()
 
     # ------------------------------------------------------------------ the link
 
     def _exchange(self, batch: QueuedBatch, commands: Sequence[Command]) -> list[Any]:
-        """Replies to all of ``commands``, over a link that is dialled first if it is down."""
+        """Replies to all ``commands``, over a link that is dialled if down."""
         if self._is_up and self._link.is_stale():
             self._down()
         if not self._is_up or self._failures != self._queue.failures():
@@ -297,17 +295,16 @@ class LinkThread:
         if not self._is_up:
             self._queue.count("connections")
             self._queue.count("up_connections")
-            self._may_touch = self._may_renew = True  # its rights may have changed
+            self._may_touch = self._may_renew = True  # the user's rights may have changed
         self._is_up, self._failures = True, failures
 
     def _fail(self) -> None:
-        """Drop the link; the other threads check theirs before they use them."""
+        """Drop the link; other threads check theirs before the next use."""
         if self._is_up:
             self._queue.failed()
         self._down()
 
     def _down(self) -> None:
-        """Drop the link; the next slice dials."""
         if self._is_up:
             self._is_up = False
             self._queue.count("disconnections")
@@ -316,7 +313,7 @@ class LinkThread:
 
 
 def _left(batch: QueuedBatch) -> float:
-    """Seconds until the deadline of ``batch``. Errors: ``LinkFault`` when it has passed."""
+    """Seconds until the deadline of ``batch``. Errors: ``LinkFault`` past it."""
     left_s = batch.deadline_s - time.monotonic()
     if left_s <= 0:
         raise LinkFault("no answer in time")

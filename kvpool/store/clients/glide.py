@@ -1,8 +1,8 @@
-"""A link to a server through Valkey GLIDE (valkey-glide-sync), for what the native client does not have.
+"""A link through Valkey GLIDE (valkey-glide-sync), for features that the native client lacks.
 
-GLIDE reconnects by itself where a connection ends, and makes requests wait for that without a word of why; one that
-falls silent it keeps. So a client that failed is closed, and before the next one is made redis-py asks the server: one
-that is away, or refuses us, is a fault at once, with its words.
+GLIDE reconnects silently and holds requests meanwhile; it keeps silent connections. So a failed client is
+closed, and redis-py asks the server before the next is made: an absent or refusing server is a fault at once,
+in its own words.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvpool.text import with_extra
 if TYPE_CHECKING:
     import glide_sync
 
-# What GLIDE makes of the first word of an error reply that it has a kind for.
+# GLIDE replaces the first word of error replies it classifies.
 _KIND = re.compile(
     r"(?:An error was signalled by the server: - )?(BusyLoadingError|PermissionDenied|ReadOnly): "
 )
@@ -35,7 +35,7 @@ _RETRIES, _FACTOR_MS, _BASE = 6, 10, 2
 
 
 class GlideLink:
-    """One client of GLIDE; see ``Link``. Errors: ``ConfigError`` where GLIDE is not installed."""
+    """One GLIDE client; see ``Link``. Errors: ``ConfigError`` where GLIDE is not installed."""
 
     def __init__(self, url: StoreURL) -> None:
         try:
@@ -44,7 +44,7 @@ class GlideLink:
             raise ConfigError(
                 f"client=glide needs Valkey GLIDE, which is not installed: {with_extra('glide')}"
             ) from error
-        glide_sync.Logger.init(glide_sync.LogLevel.ERROR)  # unless the program has set it up already
+        glide_sync.Logger.init(glide_sync.LogLevel.ERROR)  # unless the program has configured it
         self._url = url
         self._client: glide_sync.GlideClient | None = None
 
@@ -58,7 +58,7 @@ class GlideLink:
                     return
             self.drop()
         self._client = _client(self._url, timeout_s)
-        # Not by its own setting, which is an error where the user may not do that. What it dials by itself has no name.
+        # GLIDE's own setting fails for users without the right. Its own redials have no name.
         with contextlib.suppress(LinkFault):
             self.exchange(
                 [tuple(map(str.encode, words)) for words in introduction(self._url, "values")], timeout_s
@@ -110,8 +110,8 @@ def _client(url: StoreURL, timeout_s: float) -> glide_sync.GlideClient:
             connection_timeout=timeout_ms, tls_config=_tls(url.tls) if url.tls is not None else None
         ),
     )
-    # What create() does, but for a hook that it leaves in the process for good, by which every child that is ever
-    # forked dials for this client: for one that could not be made, too.
+    # As create(), without its process-wide fork hook, by which every later child dials for this client, even
+    # for a failed one.
     kind: Any = glide_sync.GlideClient
     client: glide_sync.GlideClient = kind(configuration)
     try:
@@ -141,5 +141,5 @@ def _tls(tls: Tls) -> glide_sync.TlsAdvancedConfiguration:
 
 
 def _words(error: Exception) -> str:
-    """The server's words with the first one, or GLIDE's."""
+    """The server's words with their first word, or GLIDE's."""
     return _KIND.sub(lambda match: _WORDS[match[1]], str(error).strip())

@@ -1,6 +1,6 @@
 """One connection to a server through some client, and the commands that move records over it.
 
-``docs/explanation/stores.md``, "On the server", has the commands. A reply that fits no command is ``LinkFault``.
+Commands: ``docs/explanation/stores.md``, "On the server". An unexpected reply is ``LinkFault``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from kvpool import _native
 
-# The last bytes of a payload are stored beside the header, which keeps both fields inside the allocator's size classes.
+# The payload's last bytes lie beside the header, which keeps both fields inside the allocator's size classes.
 TAIL_NBYTES = 128
 PUT_COMMANDS = 4
 _UNEXPECTED = "its reply does not fit what it was asked"
@@ -19,11 +19,11 @@ Command = tuple[bytes | memoryview, ...]
 
 
 class LinkFault(Exception):
-    """No connection can be made, or the present one can no longer be used; says why."""
+    """No usable connection; says why."""
 
 
 class LinkSilent(LinkFault):
-    """No answer in time: the next call to the same server would wait as long."""
+    """No answer in time: the next call to this server would wait as long."""
 
 
 class LinkRefused(LinkFault):
@@ -31,32 +31,32 @@ class LinkRefused(LinkFault):
 
 
 class ErrorReply(str):
-    """An error reply in the server's words, its first word first; the connection can still be used."""
+    """An error reply in the server's words; the connection stays usable."""
 
     __slots__ = ()
 
 
 class Link(Protocol):
-    """Used by one thread; every call is bounded by its ``timeout_s``."""
+    """Used by one thread; ``timeout_s`` bounds every call."""
 
     def dial(self, timeout_s: float) -> None:
-        """Make sure that the server answers, over the present connection or a new one. Errors: ``LinkFault``."""
+        """Check that the server answers, over the present connection or a new one. Errors: ``LinkFault``."""
 
     def is_stale(self) -> bool:
-        """Whether the connection ended, or received an unexpected reply, since the last one."""
+        """Whether the connection ended or received an unexpected reply since the last exchange."""
 
     def exchange(self, commands: Sequence[Command], timeout_s: float) -> list[Any]:
-        """Send all, and return one reply each: bytes, int, list, None or ``ErrorReply``. Errors: ``LinkFault``."""
+        """Send all, and return a reply each: bytes, int, list, None or ``ErrorReply``. Errors: ``LinkFault``."""
 
     def drop(self) -> None:
         """Close the connection; ``dial`` makes the next one."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release everything."""
 
 
 def put_commands(key: bytes, view: memoryview, ttl_ms: bytes) -> list[Command]:
-    """One transaction: no record is left without a time to live, wherever the connection is cut."""
+    """A transaction, so that no record lacks a time to live wherever the connection is cut."""
     header = _native.pack_header(key.decode("ascii"), view)
     split = max(0, view.nbytes - TAIL_NBYTES)
     return [
@@ -68,7 +68,7 @@ def put_commands(key: bytes, view: memoryview, ttl_ms: bytes) -> list[Command]:
 
 
 def put_outcome(replies: Sequence[Any]) -> int | ErrorReply:
-    """The status of one key from the replies to ``put_commands``; of several errors the first says why."""
+    """A key's status from the replies to ``put_commands``; the first of several errors decides."""
     done = replies[-1] if isinstance(replies[-1], list) else []
     for reply in (*replies, *done):
         if isinstance(reply, ErrorReply):
@@ -79,7 +79,7 @@ def put_outcome(replies: Sequence[Any]) -> int | ErrorReply:
 
 
 def found(reply: Any) -> int | ErrorReply:
-    """The status of one key from the reply to EXISTS, TOUCH or UNLINK."""
+    """A key's status from the reply to EXISTS, TOUCH or UNLINK."""
     if isinstance(reply, ErrorReply):
         return reply
     if reply not in (0, 1):
@@ -88,7 +88,7 @@ def found(reply: Any) -> int | ErrorReply:
 
 
 def read_record(key: str, reply: Any, view: memoryview) -> str | None:
-    """Copy the record that HMGET answered into ``view``: "" if it is right, else its damage; None: a miss."""
+    """Copy a record from HMGET's reply into ``view``: "" if valid, else its damage; None: a miss."""
     if isinstance(reply, ErrorReply):  # a key of another type
         return "magic"
     if not isinstance(reply, list) or len(reply) != 2:
@@ -103,7 +103,7 @@ def read_record(key: str, reply: Any, view: memoryview) -> str | None:
     header, tail = head[: _native.RECORD_HEADER_NBYTES], head[_native.RECORD_HEADER_NBYTES :]
     split = max(0, view.nbytes - TAIL_NBYTES)
     if body is None or len(body) != split or len(tail) != view.nbytes - split:
-        # The header's own fields are judged first, as in every store.
+        # Header fields are judged first, as in every store.
         cause = _native.verify_record(key, header, view)
         return cause if cause not in (None, "checksum") else "length"
     view[:split], view[split:] = body, tail
@@ -111,5 +111,5 @@ def read_record(key: str, reply: Any, view: memoryview) -> str | None:
 
 
 def is_command_refused(words: str) -> bool:
-    """Whether an error is about the command, not the key: no right to it, or no such command."""
+    """Whether an error concerns the command rather than the key: no right, or unknown."""
     return words.startswith(("NOPERM", "ERR")) and "command" in words

@@ -10,16 +10,15 @@ from kvpool.store.batch import END_OF_ALL, LookupGroup
 
 
 class LookupKeys(Sequence[str]):
-    """The keys of a lookup, spelled when they are asked for: group by group, record by record, rank by rank.
+    """A lookup's keys, spelled on access: group by group, record by record, rank by rank.
 
-    As ``_native/store/lookup.h`` has them for the native engine. ``prefix``: what each starts with. The queue's lock
-    guards it.
+    The Python twin of ``_native/store/lookup.h``. ``prefix``: of every key. The queue's lock guards it.
     """
 
     def __init__(self, prefix: str, groups: Sequence[LookupGroup]) -> None:
         self._prefix, self.groups = prefix, groups
         self._ends: list[int] = []  # of each group's keys
-        self._end_tokens = END_OF_ALL  # of what may be used
+        self._end_tokens = END_OF_ALL  # of the usable prefix
         count = 0
         for group in groups:
             count += group.records * group.ranks
@@ -43,7 +42,7 @@ class LookupKeys(Sequence[str]):
         return f"{self._prefix}{block_hash}:{group.group}:{rank}"
 
     def next_wanted(self, index: int) -> int:
-        """The first key from ``index`` on that is still worth asking; the number of keys: none is."""
+        """First key from ``index`` on that is still worth asking; the number of keys: none is."""
         while index < len(self):
             group, end, record, _ = self._place(index)
             if (record + 1) * group.record_tokens <= self._end_tokens:
@@ -52,17 +51,17 @@ class LookupKeys(Sequence[str]):
         return index
 
     def take(self, start: int, statuses: Sequence[int]) -> None:
-        """Learn from the answers to the keys from ``start`` on what is not worth asking any more."""
+        """Learn from the answers to keys from ``start`` on which later keys are useless."""
         for index, status in enumerate(statuses, start):
             if status == _native.MISS:
                 group, _, record, _ = self._place(index)
                 if not group.sliding_window:
                     self._end_tokens = min(self._end_tokens, record * group.record_tokens)
             elif status != _native.OK:
-                self._end_tokens = 0  # there will be no answer
+                self._end_tokens = 0  # no answer will come
 
     def records(self, statuses: bytes) -> bytes:
-        """One status a record, of one a key. A part that was not answered makes its record a miss."""
+        """Fold a status per key into a status per record; an unanswered part makes its record a miss."""
         for bad in (_native.FAULT, _native.TIMED_OUT, _native.CANCELLED):
             if bad in statuses:
                 return bytes([bad]) * sum(group.records for group in self.groups)

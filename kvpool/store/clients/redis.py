@@ -1,7 +1,7 @@
-"""A link to a server through redis-py: for where the native client cannot be used, and to compare with.
+"""A link through redis-py: where the native client cannot be used, and for comparison.
 
-redis-py's own packer of large values joins and copies them; its pure-Python one sends a memoryview as it is, so that
-one is always used.
+redis-py's own packer joins and copies large values; its pure-Python one sends a memoryview as is, so it is
+always used.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from kvpool.store.clients.link import Command, ErrorReply, LinkFault, LinkRefuse
 from kvpool.store.server.connection import Bounded, deadline
 from kvpool.store.url import StoreURL
 
-MAX_STEP_S = 60.0  # each call has a deadline of its own below this
-PACKER_CUTOFF_NBYTES = 6000  # what is shorter is joined before it is sent, as redis-py does
+MAX_STEP_S = 60.0  # each call has a shorter deadline of its own
+PACKER_CUTOFF_NBYTES = 6000  # shorter parts are joined before sending, as in redis-py
 
-# redis-py takes the first word off the errors that it has a class for; from version 7 on it says which it was.
+# redis-py strips the first word of errors that have a class; version 7 and later keep it.
 _WORDS: dict[type[redis.RedisError], str] = {
     redis.exceptions.OutOfMemoryError: "OOM",
     redis.exceptions.NoPermissionError: "NOPERM",
@@ -32,7 +32,7 @@ _WORDS: dict[type[redis.RedisError], str] = {
 
 
 class RedisLink:
-    """One connection of redis-py; see ``Link``."""
+    """One redis-py connection; see ``Link``."""
 
     def __init__(self, url: StoreURL) -> None:
         self._url = url
@@ -74,7 +74,7 @@ class RedisLink:
             with deadline(timeout_s):
                 return self._exchange(commands)
         except (redis.TimeoutError, TimeoutError) as error:
-            # While bytes move, the server is slow and not silent.
+            # While bytes move, the server is slow but not silent.
             is_silent = time.monotonic() - link.moved_s >= timeout_s / 2
             raise (LinkSilent if is_silent else LinkFault)(_words(error)) from _alone(error)
         except (redis.RedisError, OSError) as error:
@@ -88,7 +88,7 @@ class RedisLink:
     close = drop
 
     def _exchange(self, commands: Sequence[Command]) -> list[Any]:
-        """As ``exchange``, with the errors of redis-py."""
+        """``exchange`` with redis-py's errors."""
         connection = self._connection
         connection.send_packed_command(connection.pack_commands(commands), check_health=False)
         return [_reply(connection) for _ in commands]
@@ -99,13 +99,13 @@ def _reply(connection: Any) -> Any:
         reply = connection.read_response(disable_decoding=True)
     except redis.ResponseError as error:
         return ErrorReply(_words(error))
-    if isinstance(reply, list):  # what EXEC says may hold errors
+    if isinstance(reply, list):  # EXEC's list may hold errors
         return [ErrorReply(_words(one)) if isinstance(one, redis.ResponseError) else one for one in reply]
     return reply
 
 
 def _alone(error: Exception) -> Exception:
-    """Without tracebacks: redis-py keeps some errors in cycles with its frames, and callers' buffers with them."""
+    """Strip tracebacks: redis-py keeps some errors in cycles with its frames, and so callers' buffers."""
     link: BaseException | None = error
     while link is not None:
         link.__traceback__ = None
@@ -114,7 +114,7 @@ def _alone(error: Exception) -> Exception:
 
 
 def _words(error: redis.RedisError | OSError) -> str:
-    """The server's words with the first one, or the system's."""
+    """The server's words with their first word, or the system's."""
     word = getattr(error, "status_code", None) or _WORDS.get(type(error), "")  # type: ignore[arg-type]
     return f"{word} {error}".strip() or type(error).__name__
 

@@ -1,1 +1,1 @@
-"""What every store on Redis or Valkey servers shares, whichever client moves its values."""
+"""Shared by every store on Redis or Valkey servers, whichever client moves the values."""

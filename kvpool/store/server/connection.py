@@ -1,7 +1,7 @@
-"""Connections of redis-py to a server, of which every step ends in time, however slowly the other side trickles.
+"""redis-py connections whose every step ends in time, even when the peer trickles bytes.
 
-redis-py's timeouts bound each call of the socket by itself; here the socket has a deadline. Each connection says whose
-it is: ``CLIENT LIST`` shows ``kvpool:ROLE:WHO``.
+redis-py bounds each socket call separately; this socket has a deadline. ``CLIENT LIST`` shows each connection
+as ``kvpool:ROLE:WHO``.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from kvpool.errors import AnnouncementsRefused, KVPoolError, RepliesTooLarge, St
 from kvpool.store.tls import Tls
 from kvpool.store.url import StoreURL
 
-# Until when all that this thread asks has to be answered (monotonic).
+# Deadline of all calls of this thread (monotonic).
 _END_S: ContextVar[float] = ContextVar("end_s", default=float("inf"))
-# Of all the replies to what this thread asks; None: each step has a room of its own.
+# Budget for all replies to this thread; None: a budget per step.
 _ROOM: ContextVar[_Room | None] = ContextVar("room", default=None)
 
-_NOT_IN_A_NAME = re.compile(r"[^!-~]+")  # of a connection: no spaces
+_NOT_IN_A_NAME = re.compile(r"[^!-~]+")  # of a connection's name: spaces are not allowed
 _NAME_CHARS = 100
-# Of what a server says in one step, or of one tenant's announcements, where no blocks are read: 32,768 ranks, their
+# Of replies in a step, or of one tenant's announcements, wherever no blocks are read: 32,768 ranks, their
 # names and their records are about 20 MiB.
 MAX_REPLIES_NBYTES = 32 << 20
 
 
 class _Room:
-    """How many bytes of replies may still come."""
+    """Bytes of replies that may still come."""
 
     def __init__(self, nbytes: int) -> None:
         self.left_nbytes = nbytes
@@ -53,18 +53,17 @@ class _Room:
 
 @functools.cache
 def library_version() -> str:
-    """Of the installed package."""
     return importlib.metadata.version("kvpool")
 
 
 def client_of(url: StoreURL) -> str:
-    """Whom connections of this store are named after: who opened it, or this host and process."""
+    """The WHO in names of this store's connections: its opener, or this host and process."""
     who = url.opened_by or f"{socket.gethostname()}.{os.getpid()}"
     return _NOT_IN_A_NAME.sub("-", who)[:_NAME_CHARS]
 
 
 def introduction(url: StoreURL, role: str) -> list[tuple[str, ...]]:
-    """What a connection says of itself."""
+    """Commands by which a connection names itself."""
     return [
         ("CLIENT", "SETNAME", f"kvpool:{role}:{client_of(url)}"),
         ("CLIENT", "SETINFO", "LIB-NAME", "kvpool"),
@@ -73,10 +72,10 @@ def introduction(url: StoreURL, role: str) -> list[tuple[str, ...]]:
 
 
 class DeadlineSocket(socket.socket):
-    """A connected socket of which every call that may block ends at ``deadline_s`` (monotonic).
+    """A connected socket whose blocking calls all end at ``deadline_s`` (monotonic).
 
-    ``moved_s``: when it last took or brought something. ``room``: for what it may still bring; beyond that it raises
-    ``RepliesTooLarge``.
+    ``moved_s``: time of the last byte in either direction. ``room``: bytes it may still receive; beyond that
+    it raises ``RepliesTooLarge``.
     """
 
     deadline_s = 0.0
@@ -126,22 +125,20 @@ class DeadlineSocket(socket.socket):
 
 
 class _TlsDeadlineSocket(DeadlineSocket, ssl.SSLSocket):
-    """The same under TLS."""
-
     def getpeername(self) -> Any:
         try:
             return super().getpeername()
         except OSError as error:
-            # Reset since it was connected. While it wraps, Python 3.11 would read from it then, and leave it open.
+            # A reset since the connect: while wrapping, Python 3.11 would read from it and leave it open.
             self.close()
             raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)) from error
 
 
 class Bounded(Connection):
-    """A connection of redis-py, over TCP, TLS or a Unix socket, of which a step takes at most ``step_s``.
+    """A redis-py connection over TCP, TLS or a Unix socket, whose steps take at most ``step_s``.
 
-    A step is to connect with all that is said then, or to send something and read the replies, of at most
-    ``max_replies_nbytes``. What is done under ``deadline`` ends by that deadline besides.
+    A step is a connect with its handshake, or a request with its replies of at most ``max_replies_nbytes``.
+    Steps inside ``deadline`` also end by that deadline.
     """
 
     def __init__(
@@ -167,7 +164,7 @@ class Bounded(Connection):
         self._url, self._role, self.step_s = url, role, step_s
         self._max_replies_nbytes = max_replies_nbytes
         self.socket: DeadlineSocket | None = None
-        self._dialled_s = float("inf")  # until when all of the dial under way has to be done
+        self._dialled_s = float("inf")  # deadline of the whole dial
 
     def connect(self) -> None:
         if self._sock is not None:
@@ -184,7 +181,7 @@ class Bounded(Connection):
         super().send_packed_command(command, check_health)  # type: ignore[no-untyped-call]
 
     def extend(self) -> None:
-        """A step begins now."""
+        """Begin a step."""
         if self.socket is not None:
             self.socket.deadline_s = self._end_s()
             self.socket.room = _ROOM.get() or _Room(self._max_replies_nbytes)
@@ -207,7 +204,7 @@ class Bounded(Connection):
         return self._url.path or f"{self._url.host}:{self._url.port}"
 
     def _introduce(self) -> None:
-        """Say who this is. Servers and rights that do not allow it do without."""
+        """Name this connection, unless the server or the user's rights refuse."""
         said = introduction(self._url, self._role)
         self.send_packed_command(self.pack_commands(said), False)  # type: ignore[no-untyped-call]
         for _ in said:
@@ -216,10 +213,10 @@ class Bounded(Connection):
 
 
 def connect(url: StoreURL, *, timeout_s: float, role: str) -> redis.Redis:
-    """A redis-py client for the server of ``url``: no retries, RESP2, ``timeout_s`` for each step. Close it.
+    """A redis-py client for the server of ``url``: no retries, RESP2, ``timeout_s`` per step. Close it.
 
-    ``role``: what it is for, in the names of its connections. More than ``MAX_REPLIES_NBYTES`` of replies in a step
-    raise ``RepliesTooLarge``.
+    ``role``: in its connections' names. More than ``MAX_REPLIES_NBYTES`` of replies in a step raise
+    ``RepliesTooLarge``.
     """
     pool = redis.ConnectionPool(
         Bounded, url=url, role=role, step_s=timeout_s, max_replies_nbytes=MAX_REPLIES_NBYTES, protocol=2
@@ -229,7 +226,7 @@ def connect(url: StoreURL, *, timeout_s: float, role: str) -> redis.Redis:
 
 @contextmanager
 def deadline(timeout_s: float) -> Iterator[None]:
-    """All that this thread asks of servers in the block is answered in ``timeout_s``, or fails."""
+    """Bound all of this thread's server calls in the block to ``timeout_s`` together."""
     before = _END_S.set(min(time.monotonic() + timeout_s, _END_S.get()))
     try:
         yield
@@ -239,7 +236,7 @@ def deadline(timeout_s: float) -> Iterator[None]:
 
 @contextmanager
 def max_replies(nbytes: int) -> Iterator[None]:
-    """All that servers say to this thread in the block has so many bytes at most, or raises ``RepliesTooLarge``."""
+    """Bound all replies to this thread in the block to ``nbytes``; beyond, ``RepliesTooLarge``."""
     before = _ROOM.set(_Room(nbytes))
     try:
         yield
@@ -248,11 +245,10 @@ def max_replies(nbytes: int) -> Iterator[None]:
 
 
 class KeptServer:
-    """One connection to where ``server`` says, kept between calls: for what is asked every few seconds. Any thread.
+    """One connection to the result of ``server``, kept between periodic calls. Any thread.
 
-    ``server`` is called before the first call, after a failure, and when it was called ``ASK_AGAIN_S`` ago.
-    A client that another one has replaced is closed by the last call that uses it.
-    ``_lock`` guards all fields below it; nothing is asked under it.
+    ``server`` is called before the first call, after a failure, and every ``ASK_AGAIN_S``. The last call on a
+    replaced client closes it. ``_lock`` guards all fields below it; no I/O under it.
     """
 
     STEP_S = 2.0
@@ -262,17 +258,17 @@ class KeptServer:
         self._server, self._name, self._role = server, name, role
         self._lock = threading.Lock()
         self._client: redis.Redis | None = None
-        self._calls: Counter[redis.Redis] = Counter()  # under way, by client
+        self._calls: Counter[redis.Redis] = Counter()  # calls in flight, by client
         self._url: StoreURL | None = None
         self._asked_s = 0.0
         self._closed = False
 
     @contextmanager
     def asked(self, action: str, timeout_s: float) -> Iterator[redis.Redis]:
-        """The server, for the requests of one call, all of which together take at most ``timeout_s``.
+        """The server, for one call's requests, which take at most ``timeout_s`` together.
 
-        Errors: ``StoreUnavailable`` with ``action``, whatever a client makes of what a server says;
-        ``AnnouncementsRefused`` where that is about the keys, not about the server.
+        Errors: ``StoreUnavailable`` with ``action`` for any client error; ``AnnouncementsRefused`` if it
+        concerns the keys, not the server.
         """
         client: redis.Redis | None = None
         try:
@@ -293,7 +289,7 @@ class KeptServer:
                 self._ended(client)
 
     def answers(self) -> bool:
-        """Whether the server answers a PING now. Blocking, for ``STEP_S`` at most."""
+        """Whether the server answers a PING. Blocks for at most ``STEP_S``."""
         try:
             with self.asked("cannot be reached", self.STEP_S) as server:
                 return bool(server.ping())
@@ -321,7 +317,7 @@ class KeptServer:
                 return self._client
             fresh = connect(url, timeout_s=self.STEP_S, role=self._role)
             self._calls[fresh] += 1
-            if self._closed:  # a call that came too late: its connection goes with it
+            if self._closed:  # a call after close: drop its connection too
                 return fresh
             old, self._client, self._url = self._client, fresh, url
             in_use = old in self._calls
@@ -330,7 +326,6 @@ class KeptServer:
         return fresh
 
     def _ended(self, client: redis.Redis) -> None:
-        """A call has ended."""
         with self._lock:
             self._calls[client] -= 1
             in_use = self._calls[client] > 0
@@ -348,7 +343,7 @@ def _is_about_keys(error: Exception) -> bool:
 
 
 def _dialled(url: StoreURL, end_s: float) -> socket.socket:
-    """A socket that is connected by ``end_s``. Errors: ``OSError``."""
+    """A socket connected by ``end_s``. Errors: ``OSError``."""
     if url.path:
         plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         return _connected(plain, url.path, end_s)
@@ -375,9 +370,9 @@ def _connected(plain: socket.socket, address: Any, end_s: float) -> socket.socke
 
 
 def _under_tls(plain: socket.socket, tls: Tls, host: str, end_s: float) -> DeadlineSocket:
-    """Takes ``plain`` over, and shakes hands until ``end_s`` at most. Errors: ``OSError``.
+    """Take over ``plain`` and shake hands until ``end_s`` at most. Errors: ``OSError``.
 
-    Not redis-py's own TLS: that one adds the system's authorities to the one that was named.
+    redis-py's own TLS also trusts the system's authorities beside the named one.
     """
     try:
         context = tls.context()

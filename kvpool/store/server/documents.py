@@ -30,15 +30,15 @@ from kvpool.key.key import parse_tenant, tenant_of
 from kvpool.store.server.connection import MAX_REPLIES_NBYTES, KeptServer, deadline, max_replies
 from kvpool.store.store import MAX_ANNOUNCEMENTS, MAX_DOCUMENT_NBYTES, MAX_LEASE_S, SCAN_KEYS
 
-WRITE_S = 4.0  # a whole call that writes, with the connection that it may need
-READ_S = 10.0  # one that reads, or takes away, what there is
-READ_SHARE = 0.8  # of it, to read all; the rest is for a PING, which tells whether the server itself is slow
+WRITE_S = 4.0  # a writing call, including its connect
+READ_S = 10.0  # a call that reads or removes
+READ_SHARE = 0.8  # for the reads; the rest is for a PING, which tells whether the server itself is slow
 MAX_TENANTS = 4096
-READ_AT_ONCE = 32  # documents in one request: 2 MiB of replies at most
+READ_AT_ONCE = 32  # documents per request: 2 MiB of replies at most
 INDEX_LEASE_MS = int(MAX_LEASE_S * 1e3)  # longer than any announcement
 LIST_LEASE_MS = 86_400_000  # of a tenant in the list
-REGISTER_S = 3600.0  # how often both are renewed
-CLOCK_S = 10.0  # how long the server's clock is reckoned from ours
+REGISTER_S = 3600.0  # renewal of both
+CLOCK_S = 10.0  # reuse of the measured clock offset
 
 logger = logging.getLogger("kvpool")
 
@@ -48,17 +48,17 @@ SLOT = 1209  # of every key that ends in {announced}
 class ServerDocuments:
     """The leased documents of a pool. Any thread may call any method.
 
-    ``server``: where they lie: in a cluster the node of ``SLOT``. ``name``: of the store.
+    ``server``: the node that holds them, in a cluster the node of ``SLOT``. ``name``: of the store.
 
-    Blocking: each call for at most ``WRITE_S`` or ``READ_S``, whatever the server does. Errors: ``StoreUnavailable``.
+    Blocks for at most ``WRITE_S`` or ``READ_S`` per call. Errors: ``StoreUnavailable``.
     """
 
     def __init__(self, server: KeptServer, name: str, *, in_cluster: bool = False) -> None:
         self._server, self._name, self._in_cluster = server, name, in_cluster
         self._word = "{announced}" if in_cluster else "announced"
         self._list = f"kvpool:::{self._word}"  # of the tenants
-        # Replaced whole, so that any thread may.
-        self._clock = (0, 0.0)  # ms that the server's clock is ahead of our monotonic one, and until when
+        # Replaced whole, so any thread may.
+        self._clock = (0, 0.0)  # ms by which the server's clock is ahead of our monotonic clock; valid until
         self._registered: dict[str, float] = {}  # tenant -> when it was listed
         self._warned_unlisted = False
 
@@ -67,7 +67,7 @@ class ServerDocuments:
         tenant = tenant_of(key)
         index = self._index(tenant)
         with self._server.asked("cannot keep an announcement", WRITE_S) as server:
-            # Together, so that no index entry is without its document, or the other way round.
+            # A transaction, so that document and index entry come and go together.
             with server.pipeline(transaction=True) as together:
                 together.set(f"{key}:{self._word}", document, px=lease_ms)
                 together.zadd(index, {key: self._now_ms(server) + lease_ms})
@@ -87,10 +87,10 @@ class ServerDocuments:
             return self._read(server, keys)
 
     def all(self, prefix: str, suffix: str = "") -> dict[str, bytes]:
-        """As ``Documents.all``; expired ones leave the index.
+        """As ``Documents.all``; expired entries leave the index.
 
-        Errors: ``AnnouncementsRefused`` also for a tenant that the server says too much of, or is too slow with, while
-        it answers others.
+        Errors: ``AnnouncementsRefused`` also for a tenant with too large or too slow replies while the server
+        answers others.
         """
         with deadline(READ_S):
             try:
@@ -107,14 +107,14 @@ class ServerDocuments:
             for tenant in self._tenants(server, prefix):
                 index = self._index(tenant)
                 with max_replies(MAX_REPLIES_NBYTES):
-                    # Atomic, and by the lease that stands now: one that was renewed just before stays.
+                    # Atomic against the present lease: a just renewed entry stays.
                     server.zremrangebyscore(index, "-inf", self._now_ms(server))
                     names = self._names(server, index, prefix)
                     documents |= self._read(server, [name for name in names if name.endswith(suffix)])
         return dict(sorted(documents.items()))
 
     def tenants(self) -> list[str]:
-        """The tenants in the list whose names are such."""
+        """The listed tenants with valid names."""
         with self._server.asked("cannot list the tenants", READ_S) as server:
             listed = self._tenants(server, "")
         return sorted(tenant for tenant in listed if parse_tenant(f"kvpool:{tenant}:") == tenant)
@@ -122,7 +122,7 @@ class ServerDocuments:
     def remove_all(self, prefix: str) -> int:
         """As ``Documents.remove_all``.
 
-        A prefix that names no tenant walks the server's keys for the tenants that are in no list.
+        A prefix without a tenant walks the server's keys, to find unlisted tenants.
         """
         removed = 0
         with self._server.asked("cannot take announcements back", READ_S) as server:
@@ -142,17 +142,17 @@ class ServerDocuments:
         return removed
 
     def _tenants(self, server: redis.Redis, prefix: str) -> list[str]:
-        """The one whose keys start with ``prefix``, or all in the list."""
+        """The tenant of ``prefix``, or all listed."""
         if tenant_of(prefix):
             return [tenant_of(prefix)]
         server.zremrangebyscore(self._list, "-inf", self._now_ms(server))
         return [_text(member) for member in server.zrange(self._list, 0, MAX_TENANTS - 1)]
 
     def _names(self, server: redis.Redis, index: str, prefix: str) -> list[str]:
-        """The announcements in the index of a tenant.
+        """The announcements in a tenant's index.
 
-        In a cluster one with a brace has another slot than its index: nobody can have announced it, and a question
-        that names it is refused whole.
+        In a cluster a name with a brace has another slot than its index: it is never announced, and a request
+        with it fails whole.
         """
         found = [_text(member) for member in server.zrange(index, 0, MAX_ANNOUNCEMENTS - 1)]
         return [key for key in found if key.startswith(prefix) and not (self._in_cluster and "{" in key)]
@@ -168,7 +168,7 @@ class ServerDocuments:
         return documents
 
     def _keep_bounded(self, server: redis.Redis, index: str, key: str) -> None:
-        """Take back what was announced if there are too many. Errors: ``StoreUnavailable``, then."""
+        """Undo an announcement beyond the limit. Errors: ``StoreUnavailable``, then."""
         if server.zcard(index) <= MAX_ANNOUNCEMENTS:
             return
         server.zremrangebyscore(index, "-inf", self._now_ms(server))
@@ -178,14 +178,14 @@ class ServerDocuments:
         raise StoreUnavailable(f"{self._name}: {MAX_ANNOUNCEMENTS} announcements are kept already")
 
     def _remove(self, server: redis.Redis, key: str) -> list[int]:
-        """How many documents, and entries of the index, went."""
+        """Number of removed documents, and of index entries."""
         with server.pipeline(transaction=True) as together:
             together.unlink(f"{key}:{self._word}")
             together.zrem(self._index(tenant_of(key)), key)
             return together.execute()
 
     def _register(self, server: redis.Redis, tenant: str, index: str) -> None:
-        """Keep the index of the tenant, and the tenant in the list of tenants."""
+        """Renew the tenant's index and its place in the list."""
         server.pexpire(index, INDEX_LEASE_MS)
         try:
             server.zadd(self._list, {tenant: self._now_ms(server) + LIST_LEASE_MS})
@@ -202,7 +202,7 @@ class ServerDocuments:
         self._registered[tenant] = time.monotonic()
 
     def _now_ms(self, server: redis.Redis) -> int:
-        """The server's clock: the hosts' own need not agree."""
+        """The server's clock, because hosts' clocks need not agree."""
         ahead_ms, until_s = self._clock
         now_s = time.monotonic()
         if now_s >= until_s:
@@ -213,7 +213,7 @@ class ServerDocuments:
         return ahead_ms + int(now_s * 1000)
 
     def _unregister(self, server: redis.Redis, tenant: str, index: str) -> None:
-        """Take a tenant without announcements off the list, unless one is announced just now."""
+        """Unlist a tenant without announcements, unless a concurrent call announces one."""
         with (
             contextlib.suppress(redis.exceptions.NoPermissionError, redis.exceptions.WatchError),
             server.pipeline(transaction=True) as together,
@@ -229,7 +229,7 @@ class ServerDocuments:
         return f"kvpool:{tenant}::{self._word}" if tenant else f"kvpool::untenanted:{self._word}"
 
     def _unlisted(self, server: redis.Redis) -> set[str]:
-        """The tenants that have an index, whether they are in the list or not."""
+        """All tenants with an index, listed or not."""
         found = server.scan_iter(match=self._index("*"), count=SCAN_KEYS)
         return {tenant_of(_text(name)) for name in found if name != self._list.encode()}
 

@@ -1,11 +1,11 @@
-"""Notices of keys that change, from Redis or Valkey: the invalidation messages of client tracking.
+"""Notices of changed keys from Redis or Valkey: the invalidation messages of client tracking.
 
-``CLIENT TRACKING ON BCAST PREFIX kvpool:``, redirected to the connection that asks. The server sends them for each
-write, deletion, eviction, expiry and flush, whatever its settings
+``CLIENT TRACKING ON BCAST PREFIX kvpool:``, redirected to the asking connection. The server sends them for
+each write, deletion, eviction, expiry and flush, whatever its settings
 (docs/decisions/0029-mark-and-sweep-the-pool.md).
 
-Threads: one a server, which only reads its connection and fills the ``_Inbox``, whose lock guards its fields. All else
-belongs to the thread that calls ``take``.
+Threads: one per server reads its connection and fills the ``_Inbox``, whose lock guards its fields. The
+thread that calls ``take`` owns everything else.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from kvpool.store.server.topology import Primaries
 from kvpool.store.store import Invalidations
 from kvpool.store.url import StoreURL
 
-TIMEOUT_S = 2.0  # of the connection and each reply
-POLL_S = 0.25  # a subscriber sees so late that it is to end
-PING_S = 5.0  # of silence, then the server is sent a PING
-LINGER_S = 0.01  # so long notices are gathered before take() returns
-SERVERS_S = 5.0  # between two looks at which servers there are
+TIMEOUT_S = 2.0  # of the connect and each reply
+POLL_S = 0.25  # latency of a subscriber's end
+PING_S = 5.0  # silence before a PING
+LINGER_S = 0.01  # notices are gathered this long before take() returns
+SERVERS_S = 5.0  # between two readings of the list of servers
 RETRY_S = 1.0
-REFUSED_S = 30.0  # until a server that refused, or said too much at once, is asked again
-MAX_KEYS = 1 << 16  # wait for take(); of more, all count as missed
+REFUSED_S = 30.0  # pause after a server refused, or sent too much
+MAX_KEYS = 1 << 16  # pending for take(); beyond it all keys count as missed
 CLOSE_S = 5.0
 
 CHANNEL = "__redis__:invalidate"
@@ -37,7 +37,7 @@ ADVICE = f"allow +client|id +client|tracking +subscribe &{CHANNEL}"
 
 
 class ServerNotices:
-    """Subscribes to each server of ``primaries``, again when one is lost or replaced. See ``Notices``.
+    """Subscribes to each server of ``primaries``, again after a loss or a replacement. See ``Notices``.
 
     ``name``: of the store, for error texts.
     """
@@ -60,7 +60,6 @@ class ServerNotices:
             subscriber.join()
 
     def _subscribe(self) -> None:
-        """Have one subscriber for each present server."""
         now_s = time.monotonic()
         if now_s >= self._asked_s + SERVERS_S:
             self._asked_s = now_s
@@ -79,7 +78,7 @@ class ServerNotices:
 
 
 class _Inbox:
-    """What came and was not taken yet."""
+    """Notices not yet taken."""
 
     def __init__(self) -> None:
         self.closed = threading.Event()
@@ -116,18 +115,18 @@ class _Inbox:
 
 
 class _Subscriber:
-    """Follows one server: a thread for each connection, the next one some time after the last was lost."""
+    """Follows one server: a thread per connection, restarted a while after each loss."""
 
     def __init__(self, url: StoreURL, name: str, inbox: _Inbox) -> None:
         self._url, self._name, self._inbox = url, name, inbox
         self._thread: threading.Thread | None = None
         self._dismissed = threading.Event()
-        # The thread writes these before it ends, the caller reads them.
+        # Written by the thread before it ends, read by the caller.
         self.problem = ""
         self._again_s = 0.0
 
     def open(self) -> None:
-        """Start the thread if there is none and the pause after the last one is over."""
+        """Start the thread if none runs and the pause is over."""
         if (self._thread is None or not self._thread.is_alive()) and time.monotonic() >= self._again_s:
             self._thread = threading.Thread(target=self._run, name="kvpool-notices", daemon=True)
             self._thread.start()
@@ -148,11 +147,12 @@ class _Subscriber:
                 closing(_Tracking(server)) as tracking,
             ):
                 self.problem = ""
-                self._inbox.miss()  # whatever was before
+                self._inbox.miss()  # a new connection missed earlier changes
                 while not (self._inbox.closed.is_set() or self._dismissed.is_set()):
                     tracking.read(self._inbox)
         except (redis.RedisError, OSError, ValueError, RepliesTooLarge) as error:
-            # Too large: who writes keys with names of many MiB would have them read, and a round made, every second.
+            # Too large counts as refusal: names of many MiB would otherwise cost a reading and a round every
+            # second.
             refused = isinstance(error, redis.exceptions.ResponseError | RepliesTooLarge)
             self._again_s = time.monotonic() + (REFUSED_S if refused else RETRY_S)
             advice = (
@@ -165,7 +165,7 @@ class _Tracking:
     """One tracked connection. Errors: redis-py's; ``ValueError`` for a malformed message."""
 
     def __init__(self, server: Any) -> None:
-        # Not redis-py's PubSub: it reconnects by itself, and the new connection is not tracked.
+        # redis-py's PubSub reconnects by itself, and the new connection is not tracked.
         self._connection: Any = server.connection_pool.make_connection()
         try:
             self._connection.connect()
@@ -179,8 +179,8 @@ class _Tracking:
         self._pinged = False
 
     def read(self, inbox: _Inbox) -> None:
-        """Wait for a message, for at most ``POLL_S``, and put it into ``inbox``."""
-        with deadline(POLL_S):  # else, behind the end of the last step, it would not wait at all
+        """Wait at most ``POLL_S`` for a message, and put it into ``inbox``."""
+        with deadline(POLL_S):  # past the last step's end it would not wait at all
             self._connection.extend()
             comes = self._connection.can_read(timeout=POLL_S)
         if comes:
@@ -208,7 +208,7 @@ class _Tracking:
 
 
 def _block_keys(told: Any) -> list[str] | None:
-    """The keys of blocks in a message; None: a flush."""
+    """Block keys in a message; None: a flush."""
     if told is None:
         return None
     if not isinstance(told, list):
@@ -218,7 +218,7 @@ def _block_keys(told: Any) -> list[str] | None:
 
 
 def refusal(url: StoreURL) -> str:
-    """Why the server of ``url`` refuses this user notices; empty: it does not. Blocking, for some seconds."""
+    """The server's reason to refuse this user notices; empty: none. Blocks for some seconds."""
     import redis
 
     try:

@@ -1,4 +1,4 @@
-"""What one Redis or Valkey server holds, how full it is, and what a user may do there."""
+"""One Redis or Valkey server: its content, fill level, and the user's rights."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvpool.store.url import SERVER_SCHEMES, StoreURL
 
 RUN_ID_S = 2.0
 USAGE_S = 2.0
-SCAN_S = 5.0  # of each request and reply
+SCAN_S = 5.0  # per request and reply
 RIGHTS_S = 2.0
 _SPECIAL = re.compile(r"([\\*?\[\]])")
 
-_KEY = f"{KEY_PREFIX}:rights"  # only its name matters; it belongs to no tenant
+_KEY = f"{KEY_PREFIX}:rights"  # only its name matters; no tenant owns it
 _BEGIN = (("MULTI",), ("EXEC",))
 _COMMANDS: tuple[tuple[str, ...], ...] = (
     ("HMGET", _KEY, "h", "b"),
@@ -32,7 +32,7 @@ _COMMANDS: tuple[tuple[str, ...], ...] = (
     ("PEXPIRE", _KEY, "1"),
     ("UNLINK", _KEY),
 )
-# command -> what it costs not to have it
+# command -> the cost of lacking it
 COSTS = {
     "MULTI": "nothing can be put",
     "EXEC": "nothing can be put",
@@ -47,11 +47,11 @@ COSTS = {
 
 
 def run_id(url: StoreURL, name: str) -> str:
-    """The run id of the server of ``url``; empty if it may not be asked. Errors: ``StoreUnavailable``."""
+    """The server's run id; empty if INFO is refused. Errors: ``StoreUnavailable``."""
     try:
         with connect(url, timeout_s=RUN_ID_S, role="life") as server:
             return run_id_of(server)
-    except Exception as error:  # whatever a client makes of what a server says
+    except Exception as error:  # any client error on any reply
         raise StoreUnavailable(f"{name}: cannot ask for its run_id: {error}") from error
 
 
@@ -63,12 +63,12 @@ def run_id_of(server: redis.Redis) -> str:
 
 
 def usage_of(url: StoreURL) -> Usage:
-    """How full the server of ``url`` is. Blocking, for a second or two. Never raises."""
+    """The server's fill level. Blocks for a second or two. Never raises."""
     (name,) = url.servers
     try:
         with connect(url, timeout_s=USAGE_S, role="usage") as server:
             return _usage(name, server)
-    except Exception:  # whatever a client makes of what a server says
+    except Exception:  # any client error on any reply
         return Usage(name, up=False)
 
 
@@ -88,7 +88,7 @@ def _usage(name: str, server: redis.Redis) -> Usage:
 
 
 def server_name(url: StoreURL) -> str:
-    """The name of the server of ``url`` for errors, without secrets."""
+    """The server's name for errors, without secrets."""
     assert url.scheme in SERVER_SCHEMES, url.scheme
     if url.nodes:
         hosts = ",".join(url.servers)
@@ -99,10 +99,10 @@ def server_name(url: StoreURL) -> str:
 
 
 def scan_server(url: StoreURL, name: str, prefix: str) -> Iterator[list[StoredBlock]]:
-    """``Store.scan`` on the server of ``url``; ``name``: of the store, for errors.
+    """``Store.scan`` on one server; ``name``: of the store, for errors.
 
-    The server walks about a thousand of its keys in each step, those of others among them; of these nothing but
-    the name is read. Errors: ``StoreUnavailable``; ``RepliesTooLarge`` for names, under ``prefix``, of many MiB.
+    Each step walks about a thousand keys, foreign ones included, of which only the names are read. Errors:
+    ``StoreUnavailable``; ``RepliesTooLarge`` for names under ``prefix`` of many MiB.
     """
     with _looking(url, name) as server:
         for keys in _walk(server, prefix, SCAN_KEYS):
@@ -111,7 +111,7 @@ def scan_server(url: StoreURL, name: str, prefix: str) -> Iterator[list[StoredBl
 
 
 def scan_keys(url: StoreURL, name: str, prefix: str) -> Iterator[list[str]]:
-    """``Store.scan_keys`` on the server of ``url``. Errors: as ``scan_server``."""
+    """``Store.scan_keys`` on one server. Errors: as ``scan_server``."""
     with _looking(url, name) as server:
         yield from _walk(server, prefix, LOOK_KEYS)
 
@@ -127,7 +127,7 @@ def _looking(url: StoreURL, name: str) -> Iterator[redis.Redis]:
 
 
 def _walk(server: redis.Redis, prefix: str, count: int) -> Iterator[list[str]]:
-    """The blocks' keys of each step, in which the server walks about ``count``."""
+    """The blocks' keys of each step of about ``count`` walked keys."""
     pattern = _SPECIAL.sub(r"\\\1", prefix) + "*"
     cursor = 0
     while True:
@@ -139,7 +139,7 @@ def _walk(server: redis.Redis, prefix: str, count: int) -> Iterator[list[str]]:
 
 
 def _sized(server: redis.Redis, keys: list[str]) -> list[StoredBlock]:
-    """The two fields of a record; what is no record has no bytes that anyone counts."""
+    """Blocks with the size of their two fields; foreign values count 0 bytes."""
     with server.pipeline(transaction=False) as together:
         for key in keys:
             together.hstrlen(key, "h")
@@ -153,7 +153,7 @@ def _sized(server: redis.Redis, keys: list[str]) -> list[StoredBlock]:
 
 
 class MissingRight(NamedTuple):
-    """A command that this user may not use, or that the server does not have; in its words."""
+    """A refused or unknown command, with the server's words."""
 
     command: str
     words: str
@@ -164,23 +164,23 @@ class MissingRight(NamedTuple):
 
 
 def refused_commands(url: StoreURL) -> list[MissingRight]:
-    """The commands of ``COSTS`` that the server of ``url`` refuses to its user.
+    """The commands of ``COSTS`` that the server refuses this user.
 
-    The commands are queued in a transaction that is never carried out: the server judges each when it is queued, by the
-    user's rights and by its own list of commands.
+    The commands are queued in a transaction that is never executed: the server judges each by rights and
+    command list when queued.
 
-    Blocking, for two round trips on a connection of its own. Errors: redis-py's, and ``ValueError`` for nonsense.
+    Blocks for two round trips on its own connection. Errors: redis-py's, and ``ValueError`` for nonsense.
     """
     with connect(url, timeout_s=RIGHTS_S, role="rights") as server:
         connection: Any = server.connection_pool.make_connection()
         try:
             connection.connect()
             refused = _asked(connection, _BEGIN)
-            if not refused:  # else what follows would be carried out
+            if not refused:  # otherwise the rest would be executed
                 refused = _asked(connection, (("MULTI",), *_COMMANDS))
             return refused
         finally:
-            connection.disconnect()  # and so the transaction is over
+            connection.disconnect()  # and so discards the transaction
 
 
 def _asked(connection: Any, commands: Sequence[tuple[str, ...]]) -> list[MissingRight]:
@@ -190,7 +190,7 @@ def _asked(connection: Any, commands: Sequence[tuple[str, ...]]) -> list[Missing
         try:
             connection.read_response()
         except redis.ResponseError as error:
-            # Rights about keys do not matter: this key belongs to no tenant.
+            # Refusals of the key do not matter: no tenant owns it.
             if "command" in str(error):
                 refused.append(MissingRight(command[0], str(error)))
     return refused

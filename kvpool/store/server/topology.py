@@ -1,7 +1,6 @@
-"""The servers that hold a pool's keys now: one that is named, a cluster's primaries, or the one that sentinels name.
+"""The servers that hold a pool's keys: a named one, a cluster's primaries, or the one that sentinels name.
 
-Asked over short connections of redis-py. Answers of servers are checked: a primary that sentinels
-name has to call itself one.
+Asked over short redis-py connections. Answers are checked: a primary named by sentinels must call itself one.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from kvpool.store.url import StoreURL
 if TYPE_CHECKING:
     import redis
 
-TIMEOUT_S = 1.0  # of each connection, request and reply
-FIND_S = 8.0  # of asking them all
+TIMEOUT_S = 1.0  # per connect, request and reply
+FIND_S = 8.0  # for all servers
 LAST_SLOT = 16383
 MAX_NODES = 1000
 MAX_RANGES = LAST_SLOT + 1
-PAUSE_S = 0.5  # between two askings: at most two a second, however much fails
+PAUSE_S = 0.5  # between two rounds: at most two a second, however much fails
 WAIT_S = 60.0
 JOIN_S = 5.0
 
@@ -35,7 +34,7 @@ Ranges = Sequence[tuple[int, int]]  # first and last slot
 
 
 class Primary(NamedTuple):
-    """One server, and the hash slots that it holds; no slots: all keys."""
+    """One server and its hash slots; no slots: all keys."""
 
     host: str
     port: int
@@ -46,22 +45,21 @@ class Primary(NamedTuple):
 
 
 class Primaries:
-    """Whom to ask for the servers of ``url``: those of the URL, and those that were found. Any thread.
+    """The servers to ask for topology: those of the URL, and discovered ones. Any thread.
 
     ``name``: of the store, for errors.
     """
 
     def __init__(self, url: StoreURL, name: str) -> None:
         self._url, self._name = url, name
-        self._asked = 0  # the next call begins with another one: views differ while a cluster changes
+        self._asked = 0  # the next call starts elsewhere: views differ while a cluster changes
         self._found: tuple[tuple[str, int], ...] = ()
 
     def find(self) -> list[Primary]:
-        """Ask one after the other until one of them answers sensibly.
+        """Ask servers in turn until one answers sensibly.
 
-        Blocking, for a second or two for each that does not answer, and ``FIND_S`` in all. Errors:
-        ``StoreUnavailable`` when none does,
-        ``ConfigError`` when one refuses for good; each with the words of the first that failed.
+        Blocks for a second or two per silent server, and ``FIND_S`` in all. Errors: ``StoreUnavailable`` when
+        none does, ``ConfigError`` for a permanent refusal; each with the first failure's words.
         """
         import redis
 
@@ -83,7 +81,7 @@ class Primaries:
             except ConfigError as error:
                 failure = failure or error
                 continue
-            except Exception as error:  # whatever a client makes of what a server says
+            except Exception as error:  # any client error on any reply
                 failure = failure or error
                 continue
             self._found = tuple((primary.host, primary.port) for primary in primaries)
@@ -100,13 +98,13 @@ class Primaries:
         ) from failure
 
     def urls(self) -> list[StoreURL]:
-        """``find()``, as a URL of each server by itself."""
+        """``find()``, as a URL per server."""
         if not self._url.nodes:
             return [self._url]
         return [self._at(primary.host, primary.port) for primary in self.find()]
 
     def url_of(self, slot: int) -> StoreURL:
-        """The server that holds this slot. Errors: as ``find()``; ``StoreUnavailable`` when none does."""
+        """The server of this slot. Errors: as ``find()``; ``StoreUnavailable`` for an unassigned slot."""
         if not self._url.nodes:
             return self._url
         for primary in self.find():
@@ -135,7 +133,7 @@ class Primaries:
         return _primaries(reply, host)
 
     def _named(self, host: str, port: int) -> Primary:
-        """The primary that this sentinel names, if it says so itself."""
+        """The primary named by this sentinel, if it confirms its role."""
         asked = replace(
             self._at(host, port),
             user=self._url.sentinel_user,
@@ -160,11 +158,11 @@ class Primaries:
 
 
 class TopologyWatch:
-    """Installs what ``primaries`` finds into ``topology``: once when it is made, then whenever it is stale.
+    """Installs ``primaries``' answer into ``topology``: at construction, then whenever it is stale.
 
-    Ownership: the caller closes it after the engine. A store that is dropped instead closes its topology, which ends
-    the thread, too. The thread keeps nothing else of the store alive.
-    Blocking: as ``Primaries.find``. Errors: those of the first asking; later ones mean asking again.
+    Ownership: the caller closes it after the engine; dropping the store closes its topology, which also ends
+    the thread. The thread holds no other reference to the store. Blocks as ``Primaries.find``. Errors: of the
+    first reading; later ones are retried.
     """
 
     def __init__(self, topology: _native.Topology, primaries: Primaries) -> None:
@@ -176,9 +174,9 @@ class TopologyWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; blocking, for as long as it asks just now: a second or two for each silent server."""
+        """End the thread; blocks for a reading in progress: a second or two per silent server."""
         if os.getpid() != self._pid:
-            return  # it did not come along into this process
+            return  # a forked child has no such thread
         self._closed.set()
         self._topology.close()
         self._thread.join(JOIN_S)
@@ -204,7 +202,7 @@ class TopologyWatch:
 
 
 class _Implausible(Exception):
-    """A server said what cannot be so, or not yet."""
+    """A server's answer is impossible, or premature."""
 
 
 def _as_it_is(reply: Any, **_: Any) -> Any:
@@ -212,7 +210,7 @@ def _as_it_is(reply: Any, **_: Any) -> Any:
 
 
 def _primaries(reply: Any, asked: str) -> list[Primary]:
-    """From what CLUSTER SLOTS says: ``[[first, last, [host, port, ...], ...], ...]``; no host: the one ``asked``."""
+    """Parse CLUSTER SLOTS: ``[[first, last, [host, port, ...], ...], ...]``; no host: the ``asked`` one."""
     if not isinstance(reply, list) or len(reply) > MAX_RANGES:
         raise _Implausible("its reply to CLUSTER SLOTS makes no sense")
     slots: dict[tuple[str, int], list[tuple[int, int]]] = {}
