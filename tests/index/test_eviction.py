@@ -18,7 +18,7 @@ from kvpool.index.snapshot import Snapshot
 from kvpool.index.table import Content
 from tests.support.fleets import a_worker, say
 from tests.support.oracle import Model, device_blocks
-from tests.support.wire import HASHES, batch, cleared, packed64, removed, steps, stored
+from tests.support.wire import HASHES, batch, cleared, packed64, steps, stored
 
 
 def prompts(seed: int, blocks: int) -> Iterator[list[int]]:
@@ -29,20 +29,6 @@ def prompts(seed: int, blocks: int) -> Iterator[list[int]]:
 
 
 # ---- never more than the truth
-
-
-def test_a_count_of_copies_does_not_outlive_its_block() -> None:
-    """Two copies, forgotten; one is removed, and a report of the other one comes: the engine has one."""
-    index = PrefixIndex(max_blocks=1)
-    index.apply("w", batch(stored([1], parent=9), stored([1], parent=9)))
-    assert index.counters()["copied_blocks"] == 1
-    index.apply("x", batch(stored([2])))
-    assert (device_blocks(index, [1]), index.counters()["copied_blocks"]) == (0, 0)
-    index.apply("w", batch(removed([1])))
-    index.apply("w", batch(stored([1])))
-    assert device_blocks(index, [1]) == 1
-    index.apply("w", batch(removed([1])))
-    assert device_blocks(index, [1]) == 0
 
 
 @settings(max_examples=200, deadline=None)
@@ -133,34 +119,7 @@ def test_what_a_cleared_worker_tells_is_whole_again() -> None:
     assert index.evicted("w") == 0
 
 
-def test_places_of_nobody_go_before_blocks_of_somebody() -> None:
-    index = PrefixIndex(max_blocks=10)
-    index.apply("a", batch(stored(list(range(5)))))
-    index.apply("b", batch(stored(list(range(5, 10)))))
-    index.remove_worker("a")
-    index.apply("b", batch(stored(list(range(10, 15)))))
-    assert device_blocks(index, list(range(5, 15)), "b") == 10
-    assert index.counters()["evicted"] == 0
-
-
 # ---- memory
-
-
-def test_a_budget_is_kept_by_all_who_share_it() -> None:
-    limit = 8 << 20
-    memory = MemoryBudget(limit)
-    first, second = PrefixIndex(memory=memory), PrefixIndex(memory=memory)
-    for prompt in prompts_of(4, 5000, 200):
-        first.apply("w", batch(stored(prompt)))
-    for prompt in prompts_of(5, 5000, 20):
-        second.apply("w", batch(stored(prompt)))
-    assert first.memory_nbytes + second.memory_nbytes == memory.used_nbytes
-    assert limit * 0.9 < memory.used_nbytes < limit + (1 << 20) + (256 << 10), "the second has its first MiB"
-    assert first.counters()["refused"] == second.counters()["refused"] == 0
-    assert len(first) > limit / 32
-    assert len(second) > (1 << 20) / 32
-    del first
-    assert memory.used_nbytes == second.memory_nbytes
 
 
 def test_sets_and_copies_are_memory_too() -> None:

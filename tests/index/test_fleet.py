@@ -5,13 +5,11 @@ Over 400 lines because the fleet is tested as one thing, with one clock.
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 import sys
 import threading
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +18,7 @@ from hypothesis import strategies as st
 
 from kvpool import BlockHasher, ConfigError, KVPoolError, MalformedEvents, UnknownModel
 from kvpool.discovery import admission
-from kvpool.index import Lookup, Publisher, Row, Worker, workers
+from kvpool.index import Lookup, Publisher, Row, workers
 from kvpool.index.fleet import Fleet
 from kvpool.index.table import PrefixIndex
 from kvpool.key.hashing import seed_id
@@ -184,23 +182,6 @@ def test_tokens_that_nobody_hashes_in_a_known_way_are_an_error() -> None:
     ):
         fleet.lookup("x", token_ids=[1, 2])
     assert len(fleet.lookup("x", hashes64=packed64([1]))) == 1
-
-
-def test_golden_answers() -> None:
-    """The vectors for any implementation, through the fleet: device and local blocks."""
-    path = Path(__file__).parents[1] / "golden" / "events.json"
-    for case in json.loads(path.read_text()):
-        fleet = Fleet()
-        fleet.add(a_worker(ranks=6), "flag")
-        ranks = sorted({row[0] for question in case["questions"] for row in question["rows"]})
-        if len(ranks) > 1:
-            continue  # one publisher never sends the batches of two ranks
-        for number, payload in enumerate(case["payloads"]):
-            say(fleet, "default/w", 0, number, bytes.fromhex(payload))
-        for question in case["questions"]:
-            first = next(iter(fleet.lookup("m", hashes64=bytes.fromhex(question["hashes64"]))))
-            expected = question["rows"][0] if question["rows"] else [0] * 7
-            assert (first.device_blocks, first.local_blocks) == (expected[1], expected[5]), case["name"]
 
 
 def test_a_rank_says_what_it_holds() -> None:
@@ -899,7 +880,3 @@ def test_against_a_plain_model(chance: random.Random) -> None:
             answer = fleet.lookup("m", hashes64=packed64(prompt))
             assert {(row.worker, row.dp_rank): row.device_blocks for row in answer} == leading
     assert fleet.totals().blocks == len(set().union(*held.values()))
-
-
-def test_a_worker_says_what_it_is() -> None:
-    assert Worker("n", "m", 16, seed_id(None), ()).id == "default/n"

@@ -40,32 +40,6 @@ def a_fleet(*events: dict[str, object], namespace: str = NAMESPACE) -> Fleet:
     return fleet
 
 
-def test_the_pool_goes_on_where_the_worker_ends() -> None:
-    fleet = a_fleet(stored(PROMPT[:3]), stored(PROMPT[3:], medium="STORAGE"))
-    assert row_of(fleet) == (3, 0, 10)
-    fleet = a_fleet(
-        stored(PROMPT[:2]), stored(PROMPT[2:4], medium="CPU"), stored(PROMPT[4:7], medium="STORAGE")
-    )
-    assert row_of(fleet) == (4, 0, 7)
-    assert row_of(a_fleet(stored(PROMPT[:3]), stored(PROMPT[:6], medium="STORAGE"))) == (3, 6, 6)
-    assert row_of(a_fleet(stored(PROMPT[:6]), stored(PROMPT[:3], medium="STORAGE"))) == (6, 3, 6)
-    assert row_of(a_fleet(stored(PROMPT[1:], medium="STORAGE"))) == (0, 0, 0)
-    assert row_of(a_fleet(stored(PROMPT))) == (10, 0, 10)
-
-
-def test_what_lies_behind_a_hole_in_both_is_not_reached() -> None:
-    fleet = a_fleet(stored(PROMPT[:3]), stored(PROMPT[3:5] + PROMPT[6:], medium="STORAGE"))
-    assert row_of(fleet) == (3, 0, 5)
-    fleet = a_fleet(stored(PROMPT[:3]), stored(PROMPT[4:], medium="STORAGE"))
-    assert row_of(fleet) == (3, 0, 3), "the pool begins one block too late"
-
-
-def test_blocks_of_the_worker_behind_its_first_hole_do_not_count() -> None:
-    """vLLM's own hit ends at the hole, and it looks for none behind what was loaded."""
-    fleet = a_fleet(stored(PROMPT[:3] + PROMPT[6:]), stored(PROMPT[3:6], medium="STORAGE"))
-    assert row_of(fleet) == (3, 0, 6)
-
-
 def test_a_worker_reaches_into_its_own_namespace_only() -> None:
     fleet = a_fleet(stored(PROMPT[:3]), stored(PROMPT[3:], medium="STORAGE"))
     for name, namespace in (("other", "b" * 32), ("none", "")):

@@ -6,8 +6,6 @@ Over 400 lines because the table is tested as one thing, on golden events.
 from __future__ import annotations
 
 import random
-import sys
-import threading
 from typing import Any
 
 import msgpack
@@ -32,78 +30,12 @@ from tests.support.wire import (
     stored,
 )
 
-# ---- what another index is known to get wrong (four blocks of 16 tokens, as it was reported)
-
-
-def test_a_duplicate_store_survives_one_remove() -> None:
-    index = PrefixIndex()
-    index.apply("w", batch(stored([1, 2, 3, 4])))
-    index.apply("w", batch(stored([4], parent=3)))  # the last block of a cached prompt, computed again
-    index.apply("w", batch(removed([4])))
-    assert device_blocks(index, [1, 2, 3, 4]) == 4
-    index.apply("w", batch(removed([4])))
-    assert device_blocks(index, [1, 2, 3, 4]) == 3
-
-
-def test_an_event_without_tokens_counts() -> None:
-    index = PrefixIndex()
-    index.apply("w", batch(stored([1, 2]), stored([3], medium="CPU", block_size=0, group_idx=0)))
-    (row,) = index.match(packed64([1, 2, 3]))
-    assert row == Match("w", 0, 2, 0, 0, 0, 3, 3, 3)
-
-
-def test_a_middle_block_may_go_and_come_back() -> None:
-    index = PrefixIndex()
-    prompt = list(range(1, 9))
-    index.apply("w", batch(stored(prompt)))
-    index.apply("w", batch(removed([4])))
-    assert device_blocks(index, prompt) == 3
-    index.apply("w", batch(stored([4], parent=3)))
-    assert device_blocks(index, prompt) == 8
-
-
-def test_reports_of_reused_blocks_do_not_add_up() -> None:
-    index = PrefixIndex()
-    index.apply("w", batch(stored([1, 2, 3], group_idx=0, kv_cache_spec_kind="full_attention")))
-    for _ in range(5):
-        report = stored([1, 2], group_idx=0, kv_cache_spec_kind="full_attention", session_id="s")
-        assert index.apply("w", batch(report)).repeated == 2
-    assert index.apply("w", batch(removed([2, 1], group_idx=0))).removed == 2
-    assert len(index.match(packed64([1]))) == 0
-
-
 FULL = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
 WINDOW = {
     "group_idx": 1,
     "kv_cache_spec_kind": "sliding_window",
     "kv_cache_spec_sliding_window": 33,
 }  # two blocks
-
-
-def test_a_window_needs_its_last_blocks_only() -> None:
-    index = PrefixIndex()
-    index.apply("w", batch(stored([1, 2, 3, 4, 5, 6], **FULL), stored([1, 2], **WINDOW)))
-    index.apply("w", batch(stored([3, 4, 5], parent=2, **WINDOW)))
-    assert device_blocks(index, [1, 2, 3, 4, 5, 6]) == 5
-    index.apply("w", batch(removed([1, 2], group_idx=1)))
-    assert device_blocks(index, [1, 2, 3, 4, 5, 6]) == 5
-    assert device_blocks(index, [1, 2, 3]) == 0, "of its two last blocks one is gone"
-    assert device_blocks(index, [1, 2, 3, 4]) == 4
-    index.apply("w", batch(removed([4], group_idx=1)))
-    assert device_blocks(index, [1, 2, 3, 4, 5, 6]) == 0
-    index.apply("w", batch(stored([4], parent=3, **WINDOW), removed([4], group_idx=0)))
-    assert device_blocks(index, [1, 2, 3, 4, 5, 6]) == 0, "full attention ends before the window begins"
-    index.apply("w", batch(removed([5, 4, 3], group_idx=1), removed([1, 2, 3, 5, 6], group_idx=0)))
-    assert len(index) == 0
-
-
-def test_a_prompt_shorter_than_its_window_needs_all_of_it() -> None:
-    index = PrefixIndex()
-    wide = WINDOW | {"kv_cache_spec_sliding_window": 1000}
-    index.apply("w", batch(stored([1, 2, 3], **FULL), stored([1, 2, 3], **wide)))
-    assert device_blocks(index, [1, 2, 3]) == 3
-    index.apply("w", batch(removed([1], group_idx=1)))
-    assert device_blocks(index, [1, 2, 3]) == 0
 
 
 def test_a_report_of_what_a_window_has_left_behind_is_not_believed() -> None:
@@ -120,22 +52,6 @@ def test_a_report_of_what_a_window_has_left_behind_is_not_believed() -> None:
     assert device_blocks(exact, [1, 2, 3]) == 3, "where nobody asks for reports, it is no report"
 
 
-def test_a_model_of_windows_has_rows() -> None:
-    index = PrefixIndex()
-    index.apply("w", batch(stored([1, 2, 3, 4], parent=9, **WINDOW), removed([1, 2], group_idx=1)))
-    assert device_blocks(index, [1, 2, 3, 4, 5]) == 4
-    assert device_blocks(index, [1, 2, 3]) == 0
-    assert device_blocks(index, [7, 8, 3, 4]) == 4, "what stands before the window is not asked for"
-
-
-def test_a_state_is_the_last_block() -> None:
-    index = PrefixIndex()
-    state = {"group_idx": 1, "kv_cache_spec_kind": "mamba"}
-    index.apply("w", batch(stored([1, 2, 3, 4], **FULL), stored([3], parent=2, **state)))
-    assert device_blocks(index, [1, 2, 3, 4]) == 3
-    assert device_blocks(index, [1, 2]) == 0
-
-
 def test_a_chunk_that_events_do_not_tell_needs_everything() -> None:
     chunk = {"group_idx": 1, "kv_cache_spec_kind": "chunked_local_attention"}
     told = batch(stored([1, 2, 3], **FULL), stored([1, 2, 3], **chunk))
@@ -143,30 +59,6 @@ def test_a_chunk_that_events_do_not_tell_needs_everything() -> None:
         index = PrefixIndex(reuse_reports=reuse_reports)
         index.apply("w", told)
         assert device_blocks(index, [1, 2, 3]) == blocks
-
-
-def test_larger_blocks_are_known_by_the_hash_of_their_end() -> None:
-    index = PrefixIndex(block_tokens=16, reuse_reports=False)
-    large = {"group_idx": 1, "kv_cache_spec_kind": "full_attention", "block_size": 32}
-    index.apply("w", batch(stored([1, 2, 3, 4, 5], **FULL), stored([2, 4], **large)))
-    assert device_blocks(index, [1, 2, 3, 4, 5]) == 4
-    assert device_blocks(index, [1, 2, 3]) == 2
-    index.apply("w", batch(stored([5], parent=4, **large | {"block_size": 16})))
-    assert device_blocks(index, [1, 2, 3, 4, 5]) == 4, "the end of a prompt in a smaller piece"
-    unknown = PrefixIndex(reuse_reports=False)
-    unknown.apply("w", batch(stored([1, 2, 3, 4, 5], **FULL), stored([2, 4], **large)))
-    assert device_blocks(unknown, [1, 2, 3, 4, 5]) == 0
-
-
-def test_windows_in_each_tier() -> None:
-    index = PrefixIndex()
-    for medium in ("CPU", "STORAGE"):
-        index.apply("w", batch(stored([1, 2, 3, 4], medium=medium, **FULL)))
-        index.apply("w", batch(*(stored([one], parent=one - 1, medium=medium, **WINDOW) for one in (3, 4))))
-    index.apply("w", batch(stored([1, 2], **FULL), stored([1, 2], **WINDOW)))
-    index.apply("w", batch(removed([3], medium="STORAGE", group_idx=1)))
-    (row,) = index.match(packed64([1, 2, 3, 4]))
-    assert row == Match("w", 0, 2, 4, 0, 0, 4, 4, 4)
 
 
 def test_a_rank_that_is_told_of_a_window_leaves_the_others_as_they_were() -> None:
@@ -182,14 +74,6 @@ def test_a_rank_that_is_told_of_a_window_leaves_the_others_as_they_were() -> Non
     index.remove_worker("w")
     index.apply("w", batch(stored([1, 2, 3])))
     assert sorted(index.match(packed64([1, 2, 3])).device_blocks) == [3, 3], "nothing is left of its groups"
-
-
-def test_a_pool_block_told_twice_is_gone_with_one_removal() -> None:
-    index = PrefixIndex()
-    for _ in range(2):
-        index.apply("w", batch(stored([1], medium="STORAGE", ownership="kvpool", locality="REMOTE")))
-    index.apply("w", batch(removed([1], medium="STORAGE", ownership="kvpool", locality="REMOTE")))
-    assert len(index) == 0
 
 
 def test_workers_that_share_a_pool_tell_one_holder() -> None:
@@ -213,17 +97,6 @@ def test_workers_that_share_a_pool_tell_one_holder() -> None:
         index.apply("a", batch(stored([1], medium="STORAGE")), pool="")
     with pytest.raises(ConfigError, match="pool must be a str"):
         index.apply("a", batch(stored([1])), pool=3)  # type: ignore[arg-type]
-
-
-def test_a_cleared_engine_keeps_its_pool() -> None:
-    index = PrefixIndex()
-    index.apply("w", batch(stored([1, 2]), stored([1], medium="STORAGE"), stored([2], medium="CPU")))
-    index.apply("w", batch(stored([1, 2]), dp_rank=1))
-    assert index.apply("w", batch(cleared(), dp_rank=0)).cleared_events == 1
-    assert set(index.match(packed64([1, 2]))) == {
-        Match("w", 0, 0, 0, 0, 1, 0, 1, 0),
-        Match("w", 1, 2, 0, 0, 0, 2, 2, 2),
-    }
 
 
 def test_the_hashes_of_a_prompt_find_its_blocks() -> None:
@@ -555,53 +428,3 @@ def test_a_round_in_many_steps_among_events() -> None:
     assert kept >= {*listed, *late}
     assert kept <= {*listed, *late, *told}
     assert went >= 40_000 - len(kept)
-
-
-# ---- threads
-
-
-def test_readers_see_whole_batches() -> None:
-    """A writer that replaces one prompt by another in one batch; nobody may see half of either."""
-    index = PrefixIndex()
-    blocks = list(range(1, 257))
-    fill, empty = batch(stored(blocks, parent=9)), batch(removed(blocks[::-1]))
-    question = packed64(blocks)
-    done = threading.Event()
-    seen: list[set[int]] = []
-
-    def read() -> None:
-        mine: set[int] = set()
-        while not done.is_set():
-            mine.update(index.match(question).device_blocks)
-        seen.append(mine)
-
-    readers = [threading.Thread(target=read) for _ in range(3)]
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        for reader in readers:
-            reader.start()
-        for _ in range(1500):
-            index.apply("w", fill)
-            index.apply("w", empty)
-    finally:
-        done.set()
-        for reader in readers:
-            reader.join()
-        sys.setswitchinterval(interval)
-    assert set().union(*seen) <= {256}
-    assert len(index) == 0
-
-
-def test_a_worker_that_is_removed_leaves_the_others_alone() -> None:
-    chance = random.Random(3)
-    index = PrefixIndex()
-    prompts = [[chance.getrandbits(64) for _ in range(64)] for _ in range(50)]
-    for number in range(40):
-        for prompt in chance.sample(prompts, 20):
-            index.apply(f"w{number}", batch(stored(prompt, parent=1)))
-    gone = {f"w{number}" for number in range(0, 40, 2)}
-    before = [{row for row in index.match(packed64(prompt)) if row.worker not in gone} for prompt in prompts]
-    for worker in gone:
-        assert index.remove_worker(worker)
-    assert [set(index.match(packed64(prompt))) for prompt in prompts] == before

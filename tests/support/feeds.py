@@ -17,6 +17,7 @@ from kvpool.errors import MalformedEvents
 from kvpool.index.follow.subscriber import END, Subscriber
 from kvpool.index.sequence import Sequence
 from kvpool.key.hashing import seed_id
+from tests.support.deadlines import eventually
 
 
 def worker_of(publisher: Publisher, name: str = "w") -> Worker:
@@ -194,6 +195,42 @@ class Heard:
     def gap(self, worker_id: str, dp_rank: int, *, closed: bool) -> None:
         self.gaps += not closed
         self.closed += closed
+
+
+class AmongOthers(Heard):
+    """Listens to one worker, and why the others are stale. ``held``: batches of others are not done until it is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others: list[str] = []
+        self.entered, self.held = threading.Event(), threading.Event()
+        self.of_others = 0
+
+    def mark(self, worker_id: str, dp_rank: int, *, stale: bool, problem: str = "") -> None:
+        if worker_id == "default/w":
+            super().mark(worker_id, dp_rank, stale=stale, problem=problem)
+        else:
+            self.others.append(problem)
+
+    def apply(self, worker_id: str, dp_rank: int, sequence: int, payload: bytes) -> None:
+        if worker_id == "default/w":
+            super().apply(worker_id, dp_rank, sequence, payload)
+            return
+        self.entered.set()
+        assert self.held.wait(WITHIN_S)
+        self.of_others += 1
+
+    def heard(self, worker_id: str, dp_rank: int) -> None:
+        if worker_id == "default/w":
+            super().heard(worker_id, dp_rank)
+
+    def reset(self, worker_id: str, dp_rank: int, problem: str, *, anew: bool = False) -> None:
+        if worker_id == "default/w":
+            super().reset(worker_id, dp_rank, problem, anew=anew)
+
+
+def followed(heard: Heard, numbers: list[int]) -> bool:
+    return eventually(lambda: heard.numbers == numbers and not heard.stale, within_s=WITHIN_S)
 
 
 @dataclass(eq=False)

@@ -17,44 +17,18 @@ from kvpool.index.follow import subscriber as module
 from kvpool.index.follow.subscriber import Subscriber
 from kvpool.index.limits import Limits
 from tests.support.deadlines import eventually
-from tests.support.feeds import WITHIN_S, Heard, follow, frames, misbehaving, raw_publisher, worker_of
+from tests.support.feeds import (
+    WITHIN_S,
+    AmongOthers,
+    Heard,
+    follow,
+    followed,
+    frames,
+    misbehaving,
+    raw_publisher,
+    worker_of,
+)
 from tests.support.networks import Names
-
-
-class AmongOthers(Heard):
-    """Listens to one worker, and why the others are stale. ``held``: batches of others are not done until it is set."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.others: list[str] = []
-        self.entered, self.held = threading.Event(), threading.Event()
-        self.of_others = 0
-
-    def mark(self, worker_id: str, dp_rank: int, *, stale: bool, problem: str = "") -> None:
-        if worker_id == "default/w":
-            super().mark(worker_id, dp_rank, stale=stale, problem=problem)
-        else:
-            self.others.append(problem)
-
-    def apply(self, worker_id: str, dp_rank: int, sequence: int, payload: bytes) -> None:
-        if worker_id == "default/w":
-            super().apply(worker_id, dp_rank, sequence, payload)
-            return
-        self.entered.set()
-        assert self.held.wait(WITHIN_S)
-        self.of_others += 1
-
-    def heard(self, worker_id: str, dp_rank: int) -> None:
-        if worker_id == "default/w":
-            super().heard(worker_id, dp_rank)
-
-    def reset(self, worker_id: str, dp_rank: int, problem: str, *, anew: bool = False) -> None:
-        if worker_id == "default/w":
-            super().reset(worker_id, dp_rank, problem, anew=anew)
-
-
-def followed(heard: Heard, numbers: list[int]) -> bool:
-    return eventually(lambda: heard.numbers == numbers and not heard.stale, within_s=WITHIN_S)
 
 
 def test_a_name_that_does_not_resolve_makes_only_its_own_rank_stale(names: Names, short: None) -> None:

@@ -6,17 +6,10 @@ import logging
 
 import pytest
 
-from kvpool import IndexClient
-from kvpool.index import Worker
 from kvpool.index.fleet import Fleet
-from kvpool.index.follow.subscriber import Subscriber
 from kvpool.index.rank import LOOKAHEAD
-from tests.support.deadlines import eventually
-from tests.support.feeds import misbehaving
-from tests.support.fleets import a_worker, say, serving
+from tests.support.fleets import a_worker, say
 from tests.support.wire import batch, packed64, stored
-
-pytestmark = pytest.mark.usefixtures("grpc_started")
 
 AHEAD = batch(stored([1, 2], lookahead_token_ids=[[5], [6]]))
 
@@ -24,38 +17,18 @@ AHEAD = batch(stored([1, 2], lookahead_token_ids=[[5], [6]]))
 def test_a_worker_that_no_prompt_can_match_is_stale_and_says_why(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "kvpool.index")
     fleet = Fleet()
-    with (
-        misbehaving() as draft, misbehaving() as plain, serving(fleet, feed=Subscriber()) as served,
-        IndexClient(served.target) as client,
-    ):  # fmt: skip
-        try:
-            draft.publish(batch(stored([1, 2], lookahead_token_ids=[[5], [6]]), dp_rank=3))
-            plain.publish(batch(stored([1, 2]), dp_rank=3))
-            for name, publisher in (("draft", draft), ("plain", plain)):
-                client.register(Worker(name, "m", 16, fleet.seed_id, (publisher.publisher,)))
-
-            def problems() -> dict[str, tuple[bool, str]]:
-                return {
-                    status.worker.name: (rank.stale, rank.problem)
-                    for status in client.workers()
-                    for rank in status.publishers
-                }
-
-            expected = {"draft": (True, LOOKAHEAD), "plain": (False, "")}
-            assert eventually(lambda: problems() == expected), problems()
-            for number in range(3):  # and it stays so
-                draft.publish(batch(stored([3 + number], parent=2, lookahead_token_ids=[[7]]), dp_rank=3))
-            assert eventually(lambda: client.workers()[0].publishers[0].batches == 4)
-            assert problems() == expected
-            rows = {
-                row.worker: (row.device_blocks, row.stale)
-                for row in client.lookup("m", hashes64=packed64([1]))
-            }
-            assert rows == {"draft": (0, True), "plain": (1, False)}
-        finally:
-            served.fleet.close()
+    for name, told in (("draft", AHEAD), ("plain", batch(stored([1, 2])))):
+        fleet.add(a_worker(name), "call")
+        say(fleet, f"default/{name}", 0, 0, told)
+    for number in range(3):  # and it stays so
+        assert [(one.publishers[0].stale, one.publishers[0].problem) for one in fleet.workers()] == [
+            (True, LOOKAHEAD), (False, "")
+        ]  # fmt: skip
+        say(fleet, "default/draft", 0, 1 + number, batch(stored([3 + number], lookahead_token_ids=[[7]])))
+    rows = fleet.lookup("m", hashes64=packed64([1]))
+    assert (rows.device_blocks, rows.stale) == ((0, 1), (True, False))
     said = [line for line in caplog.messages if "EAGLE" in line]
-    assert said == [f"worker default/draft rank 3 is stale: {LOOKAHEAD}"], "once, and it names what to change"
+    assert said == [f"worker default/draft rank 0 is stale: {LOOKAHEAD}"], "once, and it names what to change"
     assert "disable_lookahead_block_hashes" in LOOKAHEAD
 
 

@@ -146,39 +146,6 @@ def test_after_a_gap_that_nothing_closes(store: Store, replay: bool) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_after_a_first_contact_that_came_too_late(store: Store) -> None:
-    with misbehaving() as publisher, announced(store, publisher.publisher) as announcer:
-        for block in range(1, 6):
-            publisher.publish(batch(stored([block], parent=9), dp_rank=3))
-        publisher.forget(3)
-        with following(store) as index:
-            assert eventually(lambda: index.holds([4, 5]) == 2, within_s=WITHIN_S)
-            _until_asked(index, announcer)
-            assert index.problem().endswith("its first 3 batches were not heard")
-            _publish_all(publisher, 1, 2, 3, 4, 5)
-            assert eventually(lambda: index.holds([1, 2, 3, 4, 5]) == 5, within_s=WITHIN_S)
-            assert index.problem() == ""
-            (status,) = index.fleet.workers()
-            assert status.publishers[0].resets == 0
-
-
-@pytest.mark.usefixtures("quick")
-def test_after_a_batch_that_cannot_be_read(store: Store) -> None:
-    with (
-        misbehaving() as publisher,
-        following(store) as index,
-        announced(store, publisher.publisher) as announcer,
-    ):
-        publisher.publish(batch(stored([1]), dp_rank=3))
-        assert eventually(lambda: index.holds([1]) == 1, within_s=WITHIN_S)
-        publisher.publish(b"\xc1")
-        assert eventually(lambda: index.holds([1]) == 0, within_s=WITHIN_S)
-        _until_asked(index, announcer)
-        _publish_all(publisher, 1)
-        assert eventually(lambda: index.holds([1]) == 1, within_s=WITHIN_S)
-
-
-@pytest.mark.usefixtures("quick")
 def test_who_has_told_all_is_not_asked(store: Store) -> None:
     with (
         misbehaving() as publisher,

@@ -15,7 +15,7 @@ from kvpool.index.follow.subscriber import Subscriber
 from kvpool.index.snapshot import Snapshot, pack, unpack
 from tests.support.deadlines import eventually
 from tests.support.feeds import Misbehaving, misbehaving, worker_of
-from tests.support.wire import batch, packed64, removed, stored
+from tests.support.wire import batch, packed64, stored
 
 WITHIN_S = 60.0
 PROMPT = list(range(1, 11))
@@ -102,19 +102,7 @@ def test_nobody_is_credited_before_the_publisher_has_answered() -> None:
             assert index.fleet.joining == 0
 
 
-def test_what_was_published_meanwhile_comes_by_replay() -> None:
-    with misbehaving() as publisher:
-        worker = worker_of(publisher.publisher)
-        snapshot = until_four(publisher)
-        publisher.publish(batch(removed([PROMPT[2]]), at_s=4))
-        publisher.publish(batch(stored([PROMPT[4]]), at_s=5))
-        publisher.forget(3)
-        with an_index(snapshot, [worker]) as index:
-            assert index.settles_at(2, 5)
-            assert index.problems() == (0, "")
-
-
-@pytest.mark.parametrize("published", [0, 2, 4, 7])
+@pytest.mark.parametrize("published", [0, 4])
 def test_a_publisher_that_was_started_anew_meanwhile(published: int) -> None:
     with misbehaving() as first:
         worker = worker_of(first.publisher)
@@ -134,31 +122,6 @@ def test_a_publisher_that_was_started_anew_meanwhile(published: int) -> None:
                 "what the first life held is not credited"
             )
             assert index.problems() == (1, "")
-
-
-def test_a_gap_wider_than_what_is_kept_begins_anew() -> None:
-    with misbehaving() as publisher:
-        worker = worker_of(publisher.publisher)
-        snapshot = until_four(publisher)
-        for number in range(4, 10):
-            publisher.publish(batch(stored([PROMPT[number]]), at_s=number))
-        publisher.forget(8)
-        with an_index(snapshot, [worker]) as index:
-            assert index.settles_at(0, 9), "the beginning of the prompt is not known any more"
-            assert index.problems()[0] == 1
-            (row,) = index.fleet.lookup("m", hashes64=packed64(PROMPT[8:]))
-            assert row.device_blocks == 2
-
-
-def test_a_worker_with_another_incarnation_is_another_start() -> None:
-    with misbehaving() as publisher:
-        snapshot = until_four(publisher)
-        publisher.forget(3)
-        worker = Worker("w", "m", 16, "0" * 16, (publisher.publisher,), incarnation="2")
-        with an_index(snapshot, [worker]) as index:
-            assert index.settles_at(0, 3), "only the last batch is still told"
-            (row,) = index.fleet.lookup("m", hashes64=packed64(PROMPT[3:]))
-            assert row.device_blocks == 1
 
 
 def test_a_replica_that_begins_with_a_peers_snapshot_and_is_cut_off_is_right_again() -> None:
