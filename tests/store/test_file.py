@@ -39,7 +39,6 @@ from tests.support.file_user import (
     RECORD_NBYTES,
     REPOSITORY,
     SMALL_CAPACITY_NBYTES,
-    VALUE_NBYTES,
     record_files,
     run_user,
 )
@@ -104,20 +103,10 @@ def cut(nbytes: int) -> Callable[[bytearray], None]:
 @pytest.mark.parametrize(
     "damage",
     [
-        pytest.param(flip(0), id="magic"),
-        pytest.param(flip(4), id="version"),
-        pytest.param(flip(6), id="flags"),
-        pytest.param(flip(8), id="payload_nbytes"),
-        pytest.param(flip(16), id="fingerprint"),
-        pytest.param(flip(32), id="hash"),
-        pytest.param(flip(52), id="group"),
-        pytest.param(flip(54), id="rank"),
         pytest.param(flip(56), id="checksum"),
         pytest.param(flip(64), id="first payload byte"),
         pytest.param(flip(-1), id="last payload byte"),
-        pytest.param(cut(0), id="empty"),
         pytest.param(cut(63), id="less than a header"),
-        pytest.param(cut(64), id="header only"),
         pytest.param(cut(-1), id="a byte short"),
         pytest.param(lambda record: record.extend(b"\0"), id="a byte long"),
     ],
@@ -128,7 +117,7 @@ def test_a_damaged_record_is_a_miss_and_goes(
     store.put_many([key(1)], [bytes(1000)])
     (path,) = record_files(root)
     record = bytearray(path.read_bytes())
-    damage(record)
+    damage(record)  # field by field: tests/native/store/file_test.cpp
     path.write_bytes(record)
     assert store.get_many_into([key(1)], [bytearray(1000)]) == [False]
     assert record_files(root) == []
@@ -182,16 +171,6 @@ def test_a_smaller_capacity_at_open_is_kept(root: Path) -> None:
 
 
 # ---------------------------------------------------------------------- several processes
-
-
-def test_processes_share_a_directory(root: Path) -> None:
-    users = [run_user("share", str(root), str(seed)) for seed in range(4)]
-    for user in users:
-        out, err = user.communicate(timeout=120)
-        assert user.returncode == 0, err
-        assert int(out) > 0
-    assert sum(path.stat().st_size for path in record_files(root)) <= 4 * MIB
-    assert {path.stat().st_size for path in record_files(root)} <= {VALUE_NBYTES + 64}
 
 
 def test_the_capacity_and_what_is_used_hold_under_many_writers(root: Path) -> None:
@@ -309,24 +288,19 @@ def test_a_fault_is_no_miss(root: Path, store: Store) -> None:
     assert store.put_many([key(2)], [b"value"]) == [True]
 
 
-def test_a_deadline_that_cannot_be_kept(root: Path) -> None:
-    with FileStore(str(root), 512 * MIB, 1) as store:
-        value = bytes(64 * MIB)
-        transfer = store.submit_put(keys(4), [value] * 4, timeout_s=0.001)
-        with pytest.raises(StoreUnavailable, match=r"put of 4 keys: no answer within 0\.001 s"):
-            transfer.wait()
-        assert transfer.done()
-        assert store.counters()["timed_out"] > 0
-        assert store.put_many([key(9)], [b"after"]) == [True]
-
-
-def test_waiting_less_than_the_batch_takes(root: Path) -> None:
-    with FileStore(str(root), 512 * MIB, 1) as store:
-        value = bytes(64 * MIB)
-        transfer = store.submit_put(keys(4), [value] * 4, timeout_s=60)
+def test_a_deadline_or_a_wait_that_is_too_short(root: Path) -> None:
+    with FileStore(str(root), MIB, 1) as store, (root / "usage").open("rb") as usage:
+        fcntl.flock(usage, fcntl.LOCK_EX)  # as another process that evicts: puts wait for it
+        late = store.submit_put([key(1)], [b"value"], timeout_s=0.02)
+        with pytest.raises(StoreUnavailable, match=r"put of 1 keys: no answer within 0\.02 s"):
+            late.wait()
+        waited_for = store.submit_put([key(2)], [b"value"], timeout_s=60)
         with pytest.raises(StoreUnavailable, match="still under way"):
-            transfer.wait(0.001)
-        assert transfer.wait() == [True] * 4
+            waited_for.wait(0.001)
+        fcntl.flock(usage, fcntl.LOCK_UN)
+        assert waited_for.wait() == [True]
+        assert store.counters()["timed_out"] == 1
+        assert store.contains_many(keys(3)) == [False, False, True]
 
 
 def test_a_store_does_not_survive_a_fork(root: Path, store: Store) -> None:

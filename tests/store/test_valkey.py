@@ -22,14 +22,15 @@ from tests.support.conformance import (
     payload,
 )
 from tests.support.deadlines import eventually
-from tests.support.servers import CLIENTS, ON_REDIS, ON_VALKEY, Server, with_client
+from tests.support.servers import CLIENTS, ON_VALKEY, Server, with_client
 
 
 class TestValkeyStore(ServerConformance):
     pass
 
 
-class TestValkeyStoreOnUnixSocket(ServerConformance):
+@ON_VALKEY
+class TestValkeyStoreOnUnixSocket(LightConformance):
     def url(self, server: Server) -> str:
         return f"valkey+unix://{server.socket_path}?connections=1"
 
@@ -39,18 +40,8 @@ class TestRedisStore(OtherClientConformance):
     client = "redis"
 
 
-@ON_REDIS
-class TestRedisStoreOnRedis(LightConformance):
-    client = "redis"
-
-
 @ON_VALKEY
 class TestGlideStore(OtherClientConformance):
-    client = "glide"
-
-
-@ON_REDIS
-class TestGlideStoreOnRedis(LightConformance):
     client = "glide"
 
 
@@ -67,15 +58,6 @@ def test_a_record_on_the_server_is_one_hash(server: Server, store: Store, nbytes
         b"h": pack_header(key(1), value) + value[nbytes - tail :],
         b"b": value[: nbytes - tail],
     }
-
-
-def test_a_record_written_by_another_client_is_read(server: Server, store: Store) -> None:
-    value = payload(1, 5000)
-    header = pack_header(key(1), value)
-    server.client.hset(key(1), mapping={"h": header + value[-128:], "b": value[:-128]})
-    target = bytearray(5000)
-    assert store.get_many_into([key(1)], [target]) == [True]
-    assert target == value
 
 
 @pytest.mark.parametrize("writer", CLIENTS)
@@ -210,12 +192,6 @@ def test_glide_that_is_not_installed_is_named(server: Server, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "glide_sync", None)
     with pytest.raises(ConfigError, match="with its extra glide"):
         open_store(f"{server.url}?client=glide")
-
-
-def test_glide_without_info_says_what_it_needs(server: Server) -> None:
-    server.client.acl_setuser("few", enabled=True, passwords=["+p"], keys=["*"], commands=["+ping", "+hset"])
-    with pytest.raises(ConfigError, match=r"GLIDE needs \+info"):
-        open_store(f"valkey://few:p@127.0.0.1:{server.port}?client=glide")
 
 
 def test_a_value_larger_than_the_limit_has_no_room_and_others_go_on(server: Server, store: Store) -> None:

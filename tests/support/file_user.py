@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -17,29 +16,6 @@ from tests.support.conformance import (
 )
 
 VALUE_NBYTES = 300_000
-
-
-def share(directory: str, seed: str) -> None:
-    """Put, get and delete among keys that all such processes use; every hit must be the key's own value."""
-    chance = random.Random(int(seed))
-    hits = 0
-    with FileStore(directory, 4 * MIB, 2) as store:  # room for 13 of 40 values: evictions all the time
-        for _ in range(60):
-            chosen = chance.sample(range(40), 4)
-            names = [key(number) for number in chosen]
-            store.put_many(names, [payload(number, VALUE_NBYTES) for number in chosen], timeout_s=60)
-            targets = [bytearray(VALUE_NBYTES) for _ in chosen]
-            for number, hit, target in zip(
-                chosen, store.get_many_into(names, targets, timeout_s=60), targets, strict=True
-            ):
-                hits += hit
-                assert not hit or target == payload(number, VALUE_NBYTES), (
-                    f"key {number} holds something else"
-                )
-            store.delete_many(names[:1], timeout_s=60)
-        counters = store.counters()
-    assert counters["damaged"] == counters["faults"] == counters["timed_out"] == 0, counters
-    print(hits)
 
 
 SMALL_CAPACITY_NBYTES = 4 * MIB
@@ -112,7 +88,6 @@ def open_as_nobody(directory: str) -> None:
 
 if __name__ == "__main__":
     {
-        "share": share,
         "fill": fill,
         "put_for_ever": put_for_ever,
         "open_as_nobody": open_as_nobody,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.store.store import Store
 from tests.support.conformance import OpenStore, StoreConformance, key, keys, payload
 from tests.support.credentials import Authority
-from tests.support.deadlines import MARGIN_S, ends_within, eventually
+from tests.support.deadlines import MARGIN_S, eventually
 from tests.support.servers import SERVERS, Cluster, Server
 from tests.support.store_traffic import Traffic, serves
 
@@ -82,13 +81,6 @@ def puts_and_gets(store: Store, count: int = MANY, timeout_s: float = 5) -> None
     assert targets == values
 
 
-def gets_all(store: Store, count: int = MANY) -> None:
-    values = [payload(number, 50_000 + number) for number in range(count)]
-    targets = [bytearray(len(value)) for value in values]
-    assert all(store.get_many_into(keys(count), targets))
-    assert targets == values
-
-
 # ---------------------------------------------------------------------- where keys are
 
 
@@ -128,41 +120,6 @@ def test_the_doctor_names_the_nodes(cluster: Cluster, capsys: pytest.CaptureFixt
     assert "cannot be reached" not in said
 
 
-# ---------------------------------------------------------------------- slots that move
-
-
-def test_a_slot_moves_while_it_is_used(cluster: Cluster, store: Store) -> None:
-    puts_and_gets(store)
-    moving = slot(cluster, key(1))
-    giver = cluster.holder(moving)
-    to = next(server for server in cluster.servers if server is not giver)
-    try:
-        cluster.begin_move(moving, to)
-        gets_all(store)  # what is there is read where it is
-        assert store.delete_many([key(1)]) == 1
-        asked = store.counters()["asked"]
-        puts_and_gets(store)  # what is not goes to its next place
-        assert store.counters()["asked"] > asked
-        assert held(to).count(key(1)) == 1
-        cluster.move_keys(moving, giver, to)
-        gets_all(store)
-        assert store.counters()["moved"] == 0
-        cluster.end_move(moving, to)
-        gets_all(store)
-        assert store.counters()["moved"] >= 1
-
-        def is_known() -> bool:
-            before = store.counters()["moved"]
-            gets_all(store)
-            return store.counters()["moved"] == before
-
-        assert eventually(is_known)
-    finally:
-        cluster.begin_move(moving, giver)
-        cluster.move_keys(moving, to, giver)
-        cluster.end_move(moving, giver)
-
-
 def test_slots_move_under_load(cluster: Cluster, store: Store) -> None:
     moving = {slot(cluster, name) for name in keys(8)}
     with Traffic(store, timeout_s=5.0) as traffic:
@@ -182,9 +139,6 @@ def test_slots_move_under_load(cluster: Cluster, store: Store) -> None:
     assert counters["damaged"] == counters["disconnections"] == 0
 
 
-# ---------------------------------------------------------------------- nodes that go
-
-
 def test_a_primary_is_killed_under_load_and_its_replica_takes_over(with_replicas: Cluster) -> None:
     cluster = with_replicas
     with open_store(cluster.url) as store:
@@ -196,72 +150,6 @@ def test_a_primary_is_killed_under_load_and_its_replica_takes_over(with_replicas
         assert traffic.longest_s < 2.0 + MARGIN_S
         puts_and_gets(store)
         assert store.counters()["damaged"] == 0
-
-
-def test_keys_of_a_dead_node_are_faults_at_once_and_those_of_the_others_are_served(
-    with_replicas: Cluster,
-) -> None:
-    cluster = with_replicas
-    with open_store(cluster.url) as store:
-        puts_and_gets(store)
-        dead = cluster.holder(slot(cluster, key(1)))
-        holders = {number: cluster.holder(slot(cluster, key(number))) for number in range(MANY)}
-        replica = next(
-            server for server in cluster.servers if server.info("role") == "slave" and
-            int(server.info("master_port")) == dead.port
-        )  # fmt: skip
-        replica.kill()
-        dead.kill()
-        assert eventually(lambda: not serves(store))
-
-        def at_once() -> bool:
-            started = time.monotonic()
-            with pytest.raises(StoreUnavailable):
-                store.contains_many([key(1)], timeout_s=60)
-            return time.monotonic() - started < 20
-
-        assert eventually(at_once)
-        others = [key(number) for number, holder in holders.items() if holder is not dead]
-        assert store.contains_many(others, timeout_s=60) == [True] * len(others)
-        dead.start()  # without its keys, with its slots
-        assert eventually(lambda: serves(store))
-        puts_and_gets(store)
-
-
-def test_a_node_that_is_stopped_holds_up_nobody_else(cluster: Cluster, store: Store) -> None:
-    puts_and_gets(store)
-    stopped = cluster.holder(slot(cluster, key(1)))
-    numbers = range(MANY)
-    others = [number for number in numbers if cluster.holder(slot(cluster, key(number))) is not stopped]
-    theirs = [key(number) for number in numbers if number not in others]
-    stopped.stop()
-    try:
-        stuck = store.submit_contains(theirs, timeout_s=600)
-        for _ in range(20):
-            targets = [bytearray(50_000 + number) for number in others]
-            assert all(store.get_many_into([key(number) for number in others], targets, timeout_s=60))
-            assert [bytes(target) for target in targets] == [payload(n, 50_000 + n) for n in others]
-        assert not stuck.done()
-        stuck.cancel()
-        with ends_within(1.0), pytest.raises(StoreUnavailable):
-            store.put_many(theirs, [bytes(50_000)] * len(theirs), timeout_s=1.0)
-    finally:
-        stopped.go_on()
-    assert eventually(lambda: serves(store))
-    puts_and_gets(store)
-
-
-def test_closing_while_nobody_answers(cluster: Cluster) -> None:
-    store = open_store(cluster.url)
-    for server in cluster.servers:
-        server.stop()
-    try:
-        with pytest.raises(StoreUnavailable):
-            store.contains_many(keys(MANY), timeout_s=0.5)
-        store.close()
-    finally:
-        for server in cluster.servers:
-            server.go_on()
 
 
 def test_a_store_that_is_dropped_leaves_no_thread(cluster: Cluster) -> None:

@@ -13,7 +13,7 @@ from kvpool.store.server import documents as server_announcements
 from kvpool.store.store import Store
 from tests.support.conformance import key
 from tests.support.deadlines import ends_within, eventually
-from tests.support.misbehaving import Peer, misbehaving
+from tests.support.misbehaving import Peer, misbehaving, says
 from tests.support.servers import Server, with_client
 
 CALLS: dict[str, Callable[[Store], object]] = {
@@ -75,6 +75,15 @@ def test_nonsense_is_a_fault_like_any_other(
         server.misbehave(lambda peer, words, good: peer.send(nonsense))
         with contextlib.suppress(StoreUnavailable):
             CALLS[name](store)
+
+
+def test_a_server_that_loads_its_data_says_so() -> None:
+    with misbehaving() as server, open_store(server.url) as store:
+        server.misbehave(says(b"-LOADING Redis is loading the dataset in memory\r\n"), when_dialled=True)
+        with pytest.raises(StoreUnavailable, match="is loading"):
+            store.announce("kvpool:t:x", b"x", lease_s=60)
+        with pytest.raises(StoreUnavailable, match="LOADING"):
+            open_store(server.url)
 
 
 # ---------------------------------------------------------------------- names and number

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import redis
 
 from kvpool import open_store
 from kvpool.errors import StoreUnavailable
-from kvpool.store.store import Store
-from tests.support.conformance import MIB, key, keys, payload
+from tests.support.conformance import MIB, key, payload
 from tests.support.deadlines import ends_within, eventually
-from tests.support.exchange import ANOTHER, NEW, OLD, TIMEOUT_S, Exchange, on_the_server
+from tests.support.exchange import ANOTHER, TIMEOUT_S, Exchange
 from tests.support.proxy import Harm, Proxy, Way, proxied
 from tests.support.servers import ON_VALKEY, Server, with_client
 from tests.support.soak import LONG_SOAK
@@ -64,13 +63,6 @@ def url_through(proxy: Proxy, client: str, connections: int) -> str:
     """With all that a dial can ask for: user, password and database."""
     url = f"valkey://worker:hunter2@127.0.0.1:{proxy.port}/3?connections={connections}"
     return with_client(url, client)
-
-
-def answers(store: Store) -> bool:
-    with contextlib.suppress(StoreUnavailable):
-        store.contains_many(keys(2))
-        return True
-    return False
 
 
 def line_positions(said: bytes) -> list[int]:
@@ -179,45 +171,6 @@ def test_a_value_larger_than_the_sockets_hold_is_cut(
         assert store.counters().get("connections", count) == count
 
 
-@pytest.mark.parametrize(
-    ("verb", "way", "nbytes"),
-    [
-        pytest.param("put", Way.ASKED, 40, id="in the head of a put"),
-        pytest.param("put", Way.ASKED, 2500, id="in the payload of a put"),
-        pytest.param("put", Way.ANSWERED, 0, id="before the reply to a put"),
-        pytest.param("put", Way.ANSWERED, 4, id="in the replies to a put"),
-        pytest.param("get", Way.ASKED, 30, id="in a get"),
-        pytest.param("get", Way.ANSWERED, 0, id="before the reply to a get"),
-        pytest.param("get", Way.ANSWERED, 50, id="in the header of a value"),
-        pytest.param("get", Way.ANSWERED, 2500, id="in a value"),
-        pytest.param("get", Way.ANSWERED, 7500, id="in the second value"),
-        pytest.param("contains", Way.ANSWERED, 4, id="between the replies to EXISTS"),
-    ],
-)
-def test_a_connection_that_falls_silent_costs_the_deadline(
-    server: Server, direct: redis.Redis, client: str, verb: str, way: Way, nbytes: int
-) -> None:
-    for number, value in enumerate(OLD):
-        direct.hset(key(number), mapping=on_the_server(number, value))
-    targets = [bytearray(5000), bytearray(5000)]
-    with proxied(server.port) as proxy, open_store(url_through(proxy, client, connections=1)) as store:
-        assert serves(store, ANOTHER)
-        calls: dict[str, Callable[[], object]] = {
-            "put": lambda: store.put_many(keys(2), NEW, timeout_s=0.3),
-            "get": lambda: store.get_many_into(keys(2), targets, timeout_s=0.3),
-            "contains": lambda: store.contains_many(keys(2), timeout_s=0.3),
-        }
-        proxy.arm(way, nbytes, Harm.SILENCE)
-        with ends_within(0.3), pytest.raises(StoreUnavailable):
-            calls[verb]()
-        assert proxy.harmed == 1
-        assert eventually(lambda: serves(store, ANOTHER))
-        assert store.get_many_into(keys(2), targets) == [True, True]
-        assert all(target in (OLD[n], NEW[n]) for n, target in enumerate(targets))
-        assert verb == "put" or targets == OLD
-        assert store.counters()["damaged"] == 0
-
-
 @pytest.mark.parametrize("way", Way)
 def test_a_dial_that_falls_silent(server: Server, direct: redis.Redis, client: str, way: Way) -> None:
     with proxied(server.port) as proxy:
@@ -226,23 +179,6 @@ def test_a_dial_that_falls_silent(server: Server, direct: redis.Redis, client: s
         with ends_within(2.0), pytest.raises(StoreUnavailable, match="cannot connect"):
             open_store(url)
         assert proxy.harmed == 1
-        with open_store(url) as store:
-            assert eventually(lambda: answers(store))  # a put would dial a connection of its own
-            proxy.arm(way, 0, Harm.SILENCE, of_all=True)
-            server.client.client_kill_filter(_type="normal", skipme=True)
-            if client == "native":  # it dials again without being asked
-                assert eventually(lambda: proxy.harmed > 1)
-            with ends_within(0.3), pytest.raises(StoreUnavailable):
-                store.contains_many(keys(2), timeout_s=0.3)
-
-            def dials_again() -> bool:
-                with contextlib.suppress(StoreUnavailable):
-                    store.contains_many(keys(2), timeout_s=0.3)
-                return proxy.harmed > 1
-
-            assert eventually(dials_again)
-            proxy.disarm()
-            assert eventually(lambda: serves(store))
 
 
 def test_connections_that_are_cut_again_and_again_under_traffic(

@@ -43,9 +43,7 @@ def _fill(store: Store, blocks: int, payload: bytes) -> int:
     ("payload_nbytes", "maxmemory_nbytes"),
     [
         pytest.param(64 * KIB, 192 * MIB, id="64KiB"),
-        pytest.param(512 * KIB, 192 * MIB, id="512KiB"),
         pytest.param(MIB, 256 * MIB, id="1MiB"),
-        pytest.param(2 * MIB, 256 * MIB, id="2MiB"),
         pytest.param(4 * MIB, 256 * MIB, id="4MiB"),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ from kvpool.store import StoreURL, open_for_inspection
 from kvpool.store.server.server import COSTS, refused_commands
 from tests.support.conformance import key, keys, payload
 from tests.support.credentials import url_of
-from tests.support.servers import Server, running, with_client
+from tests.support.servers import Server, with_client
 
 
 def test_the_documented_rights_are_enough(server: Server, client: str) -> None:
@@ -68,25 +67,6 @@ def test_a_refused_put_harms_no_load(server: Server, client: str) -> None:
             with pytest.raises(StoreUnavailable, match=r"(?i)permission"):
                 put.wait()
         assert store.contains_many([key(20)]) == [False]
-        assert store.counters().get("disconnections", 0) == 0
-
-
-@pytest.mark.parametrize("client", ["native", "redis"])  # GLIDE ends its connection when EXEC fails like this
-def test_a_server_without_a_command_harms_no_load(client: str, tmp_path: Path) -> None:
-    """It is renamed, as some operators do: an error without a word of its own."""
-    value = payload(1, 100_000)
-    (tmp_path / "renamed").mkdir()
-    with (
-        running("redis-server", tmp_path / "renamed", "--rename-command", "HSET", "keep") as server,
-        open_store(with_client(server.url, client)) as store,
-    ):
-        assert [one.command for one in refused_commands(StoreURL.parse(server.url))] == ["HSET"]
-        for _ in range(20):
-            put = store.submit_put(keys(8), [value] * 8)
-            assert store.contains_many(keys(8)) == [False] * 8
-            assert store.get_many_into([key(9)], [bytearray(5)]) == [False]
-            with pytest.raises(StoreUnavailable, match="unknown command"):
-                put.wait()
         assert store.counters().get("disconnections", 0) == 0
 
 

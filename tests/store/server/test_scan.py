@@ -73,7 +73,7 @@ def test_only_servers_have_notices(store: Store, request: pytest.FixtureRequest)
     if notices is not None:
         notices.close()
     store.close()
-    for look in (store.notices, store.scan_keys):
+    for look in (store.notices, store.scan, store.scan_keys, lambda: store.withdraw_all("kvpool:")):
         with pytest.raises(StoreClosed):
             look()
 
@@ -102,14 +102,6 @@ def test_announcements_are_no_blocks_and_go_by_prefix(store: Store) -> None:
     assert store.withdraw_all(tenant_prefix("tenant-1")) == 2
     assert list(store.announcements()) == ["kvpool:tenant-10:worker:a"]
     assert store.withdraw_all(tenant_prefix("tenant-1")) == 0
-
-
-def test_a_closed_store_is_not_looked_through(store: Store) -> None:
-    store.close()
-    with pytest.raises(StoreClosed):
-        store.scan()
-    with pytest.raises(StoreClosed):
-        store.withdraw_all("kvpool:")
 
 
 def test_what_is_no_record_of_a_directory_is_passed_over(tmp_path: Path) -> None:
