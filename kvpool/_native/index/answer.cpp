@@ -65,7 +65,7 @@ Answer Rows::answer(const Table& table, std::span<const std::byte> hashes, std::
     if (const auto row = row_of_.find(holder); row != row_of_.end()) {
       std::uint32_t device = matches.columns[kDevice][match], local = matches.columns[kLocal][match];
       std::uint32_t loadable = matches.loadable.empty() ? local : matches.loadable[match];
-      if (found[row->second]) {  // its batches have named other ranks: it has what all of them have
+      if (found[row->second]) {  // its batches named other ranks: this rank has the blocks of all of them
         device = std::min(device, answer.device[row->second]);
         local = std::min(local, answer.local[row->second]);
         loadable = std::min(loadable, answer.loadable[row->second]);
@@ -108,7 +108,7 @@ void Rows::read_state(std::size_t row, std::int64_t now_ms, Answer& answer) cons
       static_cast<std::uint32_t>(std::clamp<std::int64_t>(now_ms - state.heard_at_ms, 0, kMaxStaleness_ms));
   answer.stale[row] = state.stale ? 1 : 0;
   if (answer.stale[row] != 0) answer.device[row] = answer.local[row] = answer.loadable[row] = 0;
-  // What it holds of nothing but the pool; and of the pool as it was when the other rows were read.
+  // A rank without local blocks has the pool's alone, as read with the other rows.
   answer.loadable[row] = std::max(answer.loadable[row], answer.pool[row]);
 }
 
@@ -116,7 +116,7 @@ std::string Rows::pack(const Answer& answer) const {
   const std::size_t count = rows_.size();
   std::string out;
   if (count == 0) return out;
-  out.reserve(packed_rows_.size() + count * 30);  // enough but for sequences of four and more bytes
+  out.reserve(packed_rows_.size() + count * 30);  // enough, except for sequences of four and more bytes
   out = packed_rows_;
   const auto column = [&](unsigned field, const auto& numbers) {
     append_column(out, field, count, [&](std::size_t i) { return numbers[i]; });

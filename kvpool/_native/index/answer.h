@@ -1,9 +1,9 @@
-// What an index answers about a prompt: a row for every rank that is asked about, and LookupResponse packed from them
+// The index's answer about a prompt: a row for every candidate rank, and LookupResponse packed from them
 // (protos/kvpool/v1/index.proto).
 //
-// A row is true as of its sequence. A writer of what a rank holds makes its version odd before and even after, under
-// the rank's lock, which is not known here. answer() reads the versions, asks the table, reads the states and reads the
-// versions again; ranks whose version moved or was odd are in Answer::moved, and are asked again() under their locks
+// A row is true as of its sequence. A writer of a rank's blocks makes its version odd before and even after,
+// under the rank's lock, which is the caller's. answer() reads versions, table, states and versions again.
+// Ranks whose version moved or was odd are in Answer::moved; again() reads them under their locks
 // (docs/decisions/0026-check-answers-by-version.md).
 #pragma once
 
@@ -21,16 +21,15 @@
 
 namespace kvpool {
 
-// What an index knows of a rank beside its blocks. Read by any thread, written by one at a time.
+// A rank's state beside its blocks. Any thread reads; one at a time writes.
 struct RankState {
   std::atomic<std::uint64_t> version{0};  // odd: a change is under way
   std::atomic<std::uint64_t> sequence{0};
   std::atomic<std::int64_t> heard_at_ms{0};
   std::atomic<bool> stale{true};
-  std::atomic<bool> has_feed{false};  // it publishes what it holds, so that silence says something
+  std::atomic<bool> has_feed{false};  // it publishes events, so silence means something
 };
 
-// Fields of LookupResponse.
 namespace lookup_response {
 enum Field : unsigned {
   kWorker = 1,
@@ -55,7 +54,7 @@ struct Answer {
   std::vector<std::uint64_t> sequences;
   std::vector<std::uint32_t> staleness_ms;
   std::vector<std::uint8_t> stale;
-  std::vector<std::size_t> moved;  // rows that may not belong together yet
+  std::vector<std::size_t> moved;  // rows to read again
 };
 
 // The ranks of an answer, in its order. Immutable.
@@ -67,11 +66,11 @@ class Rows {
     std::string address;
     std::uint32_t block_tokens;
     std::string holder;  // the rank's name in the table
-    std::string pool;    // the name of what it can load from the pool; empty: nothing
+    std::string pool;    // holder of its loadable pool blocks; empty: none
     const RankState* state;
   };
 
-  // are_all: these are all ranks of the table, but for some that joined or left just now.
+  // are_all: all ranks of the table, up to joins and leaves of the moment.
   Rows(std::vector<Row> rows, bool are_all);
 
   std::size_t size() const { return rows_.size(); }
@@ -80,10 +79,10 @@ class Rows {
   // hashes: packed 64-bit integers. now_ms: by the clock of heard_at_ms. Throws as Table::match().
   Answer answer(const Table& table, std::span<const std::byte> hashes, std::int64_t now_ms,
                 Patience patience = Patience::kFull) const;
-  // One row of the answer once more, under the lock of its rank.
+  // Reads one row again, under the lock of its rank.
   void again(std::size_t row, const Table& table, std::span<const std::byte> hashes, std::int64_t now_ms,
              Answer& answer, Patience patience = Patience::kFull) const;
-  // As protobuf serializes a LookupResponse of it.
+  // A serialized LookupResponse.
   std::string pack(const Answer& answer) const;
 
  private:
@@ -94,7 +93,7 @@ class Rows {
   std::unordered_map<std::string_view, std::uint32_t> row_of_;                // by holder
   std::unordered_map<std::string_view, std::vector<std::uint32_t>> rows_of_;  // by pool
   std::vector<std::string_view> holders_;                                     // and pools
-  std::string packed_rows_;  // the fields that are the same in every answer; they come first
+  std::string packed_rows_;  // the fields that no prompt changes; they come first
 };
 
 }  // namespace kvpool

@@ -1,11 +1,11 @@
-// Digests of blocks, and of further copies of them: sums of these are the same in every table that holds the same.
+// Digests of blocks and of their further copies: their sums are equal in tables with equal blocks.
 #pragma once
 
 #include <cstdint>
 
 namespace kvpool {
 
-// The finalizer of splitmix64. Part of what a digest means: replicas compare them.
+// The finalizer of splitmix64. Part of the digest's definition: replicas compare sums.
 inline std::uint64_t mix(std::uint64_t value) {
   value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ULL;
   value = (value ^ (value >> 27)) * 0x94d049bb133111ebULL;

@@ -1,4 +1,3 @@
-// The decoder of event batches.
 #include "index/events.h"
 
 #include <array>
@@ -8,14 +7,14 @@
 namespace kvpool {
 namespace {
 
-// msgpack's first bytes (github.com/msgpack/msgpack/blob/master/spec.md).
+// First bytes in msgpack (github.com/msgpack/msgpack/blob/master/spec.md).
 constexpr std::uint8_t kFixMap = 0x80, kFixArray = 0x90, kFixStr = 0xa0, kNil = 0xc0, kNegative = 0xe0;
 constexpr std::uint8_t kBin8 = 0xc4, kUint8 = 0xcc, kUint64 = 0xcf, kInt8 = 0xd0, kInt64 = 0xd3;
 constexpr std::uint8_t kStr8 = 0xd9, kArray16 = 0xdc, kMap16 = 0xde, kMap32 = 0xdf;
 
 constexpr std::uint8_t kVaries = 0xff;
 
-// Bytes behind the first one of a scalar; kVaries for what carries a length, for containers, and for 0xc1.
+// Bytes behind the first of a scalar; kVaries for values with a length, for containers, and for 0xc1.
 constexpr std::array<std::uint8_t, 256> kScalarNbytes = [] {
   std::array<std::uint8_t, 256> nbytes{};
   for (unsigned first = kFixMap; first < kNil; ++first) nbytes[first] = kVaries;
@@ -73,7 +72,7 @@ class Reader {
     const std::uint8_t first = byte();
     if (first < kFixMap) return first;
     if (first >= kUint8 && first <= kUint64) return big_endian(std::size_t{1} << (first - kUint8));
-    if (first >= kInt8 && first <= kInt64) {  // signed, and yet not negative: legal
+    if (first >= kInt8 && first <= kInt64) {  // a signed type with a non-negative value: legal
       const std::size_t nbytes = std::size_t{1} << (first - kInt8);
       const std::uint64_t value = big_endian(nbytes);
       if (value >> (8 * nbytes - 1) == 0) return value;
@@ -82,7 +81,7 @@ class Reader {
     fail(std::string(what) + " is not a whole number from 0");
   }
 
-  // An integer, or at least 8 bytes of which the last 8 are one, big-endian.
+  // An integer, or at least 8 bytes whose last 8 are a big-endian integer.
   std::uint64_t hash() {
     if (at_ != end_ && *at_ >= kBin8 && *at_ < kBin8 + 3) {
       const std::uint8_t first = byte();
@@ -94,7 +93,7 @@ class Reader {
     return number("a block hash");
   }
 
-  // Steps over one value of any kind.
+  // Skips one value of any kind.
   void skip() {
     std::array<std::uint64_t, kMaxNesting> pending;
     unsigned depth = 0;
@@ -155,12 +154,12 @@ class Reader {
       --at_;
       fail(std::string(what) + " has the wrong type");
     }
-    // Every value has at least one byte: a count that cannot be true never becomes an allocation.
+    // Every value has at least one byte: an impossible count never becomes an allocation.
     if (count * per_item > static_cast<std::uint64_t>(end_ - at_)) fail("the batch ends too early");
     return static_cast<std::size_t>(count);
   }
 
-  // Steps over what stands behind `first`, but for the values inside a container: returns how many there are.
+  // Skips the bytes behind `first`; returns the number of values inside, for a container.
   std::uint64_t skip_head(std::uint8_t first) {
     if (first < kFixArray) return 2ULL * (first & 0x0fU);
     if (first < kFixStr) return first & 0x0fU;
@@ -190,8 +189,8 @@ std::optional<Tier> tier_of(std::string_view medium) {
   return std::nullopt;
 }
 
-// KVCacheSpecKind in vllm/v1/kv_cache_interface.py. A kind that is not known here is taken to need everything:
-// that can only credit less.
+// KVCacheSpecKind in vllm/v1/kv_cache_interface.py. An unknown kind counts as needing every block, which only
+// lowers credits.
 Reach reach_of(std::string_view kind) {
   if (kind == "sliding_window" || kind == "sliding_window_mla") return Reach::kWindow;
   if (kind == "mamba") return Reach::kState;
@@ -199,7 +198,7 @@ Reach reach_of(std::string_view kind) {
   return Reach::kWhole;
 }
 
-// Before vLLM 0.24 an event is an array: its type, and then its fields, in the order in which they were added.
+// Before vLLM 0.24 an event is an array: its type, then its fields, in their historical order.
 constexpr std::array<std::string_view, 11> kStoredFields = {"block_hashes",
                                                             "parent_block_hash",
                                                             "token_ids",
@@ -238,7 +237,7 @@ class Decoder {
     return static_cast<std::uint32_t>(value);
   }
 
-  // An event, and what has been read of it so far.
+  // An event, and its fields read so far.
   struct Reading {
     Event event{};
     bool known = true, has_type = false, has_hashes = false, has_parent = false, has_medium = false;

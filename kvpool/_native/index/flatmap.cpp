@@ -1,4 +1,3 @@
-// Segments of the map: made, split, evicted from and swept; the seed.
 #include "index/flatmap.h"
 
 #include <algorithm>
@@ -10,7 +9,7 @@ namespace {
 
 constexpr std::size_t kFirstBuckets = 4;
 
-// Above this a segment grows: longer chains would make searches slow, and one bucket must stay unpassed.
+// A segment grows above this: long chains slow searches, and one bucket must stay unpassed.
 constexpr std::size_t limit_of(std::size_t capacity) { return capacity - capacity / 8; }
 
 }  // namespace
@@ -80,7 +79,7 @@ std::uint32_t* FlatMap::insert_new(Segment& segment, std::uint64_t mixed, std::u
       ++segment.size;
       return &bucket.value[entry];
     }
-    ++bucket.passed;  // at most one a key of the segment: 2,560
+    ++bucket.passed;  // at most one per key of the segment: 2,560
   }
 }
 
@@ -114,7 +113,7 @@ bool FlatMap::make_room(std::uint64_t mixed) {
     } else {
       if (full->depth == kMaxDepth) return false;
       if (full->depth == depth_) {
-        // 24 bytes for each 2,000 entries or so.
+        // 24 bytes per about 2,000 entries.
         std::vector<Entrance> wider(directory_.size() * 2);
         for (std::size_t i = 0; i < wider.size(); ++i) wider[i] = directory_[i / 2];
         directory_ = std::move(wider);
@@ -132,7 +131,7 @@ bool FlatMap::make_room(std::uint64_t mixed) {
   }
 }
 
-// `high` takes what has the next bit set.
+// `high` gets entries with the next bit set.
 void FlatMap::refill(const Segment& from, Segment& low, Segment& high) const {
   for (std::size_t i = 0; i <= from.mask; ++i) {
     const Bucket& bucket = from.buckets[i];

@@ -1,14 +1,14 @@
 // A hash map of 64-bit keys and 32-bit values that grows a little at a time: extendible hashing over segments
-// of at most 32 KiB. A full segment is split in two; nothing ever rehashes the whole map, so the longest pause
-// of an insertion is one split (about 20 us), at a thousand entries and at a hundred million.
+// of at most 32 KiB. A full segment is split in two; the whole map is never rehashed. The longest pause of an
+// insertion is one split (about 20 us), at a thousand entries and at a hundred million.
 //
-// A bucket is one cache line of five entries. Entries that do not fit go to the next bucket; how many went past
-// is counted, so that a search knows where to stop and an erasure leaves no tombstone.
+// A bucket is one cache line of five entries. Other entries go to the next bucket; a count of passed entries
+// tells a search where to stop, so an erasure leaves no tombstone.
 //
-// Which entries are cold is kept in bits that a bucket had to spare: how many rounds of the hand an entry survives. The
-// hand of evict() goes round the buckets of a segment, erases what survives no more rounds, and takes one from the rest.
-// What is new survives one. What is touch()ed survives three: where much is new, the hand may go round at once to find
-// something cold, and what is touched all the time must outlast that.
+// Spare bits of a bucket hold each entry's rounds: how often it survives the hand of evict(). The hand goes
+// round a segment's buckets, erases entries without rounds, and takes one round from the rest. New entries
+// have one, touch()ed entries three: under many insertions the hand may go round at once, and hot entries
+// must outlast it.
 //
 // No locks: the owner has one. touch() may run beside find(), touch() and visits that change nothing.
 #pragma once
@@ -30,53 +30,53 @@ class FlatMap {
  public:
   static constexpr std::size_t kBucketEntries = 5;
   static constexpr std::size_t kSegmentBuckets = 512;
-  // Keys are mixed with a secret seed, so only chance can fill one segment again and again;
-  // where that reaches this many bits, insert() refuses.
+  // Keys are mixed with a secret seed, so only chance fills one segment repeatedly; at this many bits,
+  // insert() refuses.
   static constexpr unsigned kMaxDepth = 24;
 
   explicit FlatMap(std::uint64_t seed);
   FlatMap(const FlatMap&) = delete;
   FlatMap& operator=(const FlatMap&) = delete;
 
-  // Where a search for a key begins. Holds until the next insert().
+  // Where a search for a key begins. Valid until the next insert().
   struct Place;
 
-  // Null when it is not there. The pointer holds until the next insert() or erase().
+  // Null: absent. The pointer is valid until the next insert() or erase().
   std::uint32_t* find(std::uint64_t key);
   const std::uint32_t* find(std::uint64_t key) const;
-  // As find(), and it is not cold from now on.
+  // As find(), and the entry counts as hot.
   std::uint32_t* touch(std::uint64_t key);
   const std::uint32_t* touch(const Place& place, std::uint64_t key) const;
-  // (the value's place, whether it is new); a value that is there stays as it is. Null: no room (kMaxDepth), or none
-  // without another segment where the map may not grow.
+  // (the value's place, whether it is new); a present value stays. Null: no room (kMaxDepth), or a new
+  // segment is needed and the map may not grow.
   std::pair<std::uint32_t*, bool> insert(std::uint64_t key, std::uint32_t value, bool may_grow = true);
   bool erase(std::uint64_t key);
 
-  // Has the first cache line that find(key) will look at loaded.
+  // Prefetches the first cache line of find(key).
   Place prefetch(std::uint64_t key) const;
 
-  // Erases what is_dead(value) says of one segment, the one at `cursor`, and moves the cursor to the next one; a
-  // cursor that starts at 0 and comes back to 0 has met every entry that stayed in the map meanwhile.
+  // Erases the entries of one segment, at `cursor`, whose value is_dead(); moves the cursor to the next
+  // segment. From 0 back to 0 it meets every entry that stays in the map.
   template <typename IsDead>
   void sweep_segment(std::uint64_t& cursor, IsDead is_dead);
 
-  // Erases the next entry of the segment that `key` belongs to that is cold, or of which is_dead(value) says so, and
-  // calls leaves(key, value) before. False: the segment is empty.
+  // Erases the next cold or is_dead(value) entry of the segment of `key`; calls leaves(key, value) before.
+  // False: the segment is empty.
   template <typename IsDead, typename Leaves>
   bool evict(std::uint64_t key, IsDead is_dead, Leaves leaves);
 
-  // Calls visit(key, value) for each entry, in no particular order.
+  // Calls visit(key, value) for each entry, unordered.
   template <typename Visit>
   void for_each(Visit visit) const;
 
-  // Calls visit(key, value) for the entries of one segment, and moves the cursor as sweep_segment() does. visit may
-  // erase the entry that it is given, and change nothing else.
+  // Calls visit(key, value) for the entries of one segment; moves the cursor as sweep_segment(). visit may
+  // erase its entry, and change nothing else.
   template <typename Visit>
   void visit_segment(std::uint64_t& cursor, Visit visit) const;
 
   std::size_t size() const { return size_; }
   std::size_t nbytes() const;
-  // How often an entry stands behind a bucket that it would rather be in: 0 when there are no entries.
+  // How many buckets entries are displaced by, in sum; 0 when empty.
   std::uint64_t passes() const;
 
  private:
@@ -86,8 +86,8 @@ class FlatMap {
   struct alignas(64) Bucket {
     std::uint64_t key[kBucketEntries];
     std::uint32_t value[kBucketEntries];
-    std::uint16_t passed;  // entries that were sent on from here, by this bucket or to it from one before
-    // Bit i: entry i is there. Above, two bits an entry: rounds of the hand that it survives.
+    std::uint16_t passed;  // entries that went on from here, or through here
+    // Bit i: entry i is present. Above, two bits an entry: its rounds.
     std::uint16_t state;
 
     bool is_used(std::size_t entry) const { return (state >> entry & 1) != 0; }
@@ -113,15 +113,15 @@ class FlatMap {
     std::uint32_t hand = 0;    // the bucket where evict() goes on
   };
 
-  // What a search needs of a segment, one dependent load nearer.
+  // A segment's fields for searches, one dependent load nearer.
   struct Entrance {
     Bucket* buckets;
     std::size_t mask;
     Segment* segment;
   };
 
-  // A bijection (the finalizer of MurmurHash3): equal only for equal keys. Its high bits choose the segment, its
-  // low ones the bucket.
+  // A bijection (the finalizer of MurmurHash3): equal only for equal keys. High bits choose the segment, low
+  // bits the bucket.
   std::uint64_t mix(std::uint64_t key) const {
     key ^= seed_;
     key = (key ^ (key >> 33)) * 0xff51afd7ed558ccdULL;
@@ -144,8 +144,7 @@ class FlatMap {
   unsigned depth_ = 0;  // log2 of the directory's size
   std::size_t segments_nbytes_ = 0;
   std::vector<std::unique_ptr<Segment>> segments_;
-  std::vector<Entrance>
-      directory_;  // by the high bits of the mixed key; a segment may stand in it many times
+  std::vector<Entrance> directory_;  // by the high bits of the mixed key; a segment may be in it many times
   std::size_t size_ = 0;
 };
 
@@ -166,7 +165,7 @@ std::uint32_t* FlatMap::find_at(const Place& place, std::uint64_t key) {
   std::size_t i = place.bucket;
   do {
     Bucket& bucket = place.buckets[i];
-    // Without branches: which entry it is cannot be predicted, and five guesses cost more than five comparisons.
+    // Without branches: five mispredictions cost more than five comparisons.
     unsigned equal = 0;
     for (std::size_t entry = 0; entry < kBucketEntries; ++entry) {
       equal |= static_cast<unsigned>(bucket.key[entry] == key) << entry;
@@ -178,7 +177,7 @@ std::uint32_t* FlatMap::find_at(const Place& place, std::uint64_t key) {
       const auto entry = static_cast<std::size_t>(std::countr_zero(equal));
       if constexpr (kTouches) {
         const unsigned rounds = kRoundsOfTouched << Bucket::shift_of(entry);
-        // Looked at first: a line that one reader writes is taken from all others.
+        // Read first: writing a cache line takes it from all other readers.
         if ((seen & rounds) != rounds) {
           state.fetch_or(static_cast<std::uint16_t>(rounds), std::memory_order_relaxed);
         }
@@ -187,7 +186,7 @@ std::uint32_t* FlatMap::find_at(const Place& place, std::uint64_t key) {
     }
     if (bucket.passed == 0) return nullptr;
     i = (i + 1) & place.mask;
-  } while (i != place.bucket);  // many erasures may leave every bucket passed by something
+  } while (i != place.bucket);  // many erasures may leave every bucket with passed entries
   return nullptr;
 }
 
@@ -222,7 +221,7 @@ void FlatMap::visit_segment(std::uint64_t& cursor, Visit visit) const {
       if ((state >> entry & 1U) != 0) visit(bucket.key[entry], bucket.value[entry]);
     }
   }
-  // The first mixed key behind the segment; wraps to 0 behind the last one.
+  // The first mixed key behind the segment; wraps to 0 behind the last.
   const unsigned shift = 64 - segment.depth;
   cursor = segment.depth == 0 ? 0 : ((cursor >> shift) + 1) << shift;
 }
@@ -230,14 +229,14 @@ void FlatMap::visit_segment(std::uint64_t& cursor, Visit visit) const {
 template <typename IsDead, typename Leaves>
 bool FlatMap::evict(std::uint64_t key, IsDead is_dead, Leaves leaves) {
   Segment& segment = *directory_[directory_index(mix(key))].segment;
-  // Until all have come to the end of their rounds, at most.
+  // Until all entries are out of rounds, at most.
   for (std::size_t step = 0; step <= kRoundsOfTouched * (segment.mask + 1) + segment.mask; ++step) {
     Bucket& bucket = segment.buckets[segment.hand];
     for (std::size_t entry = 0; entry < kBucketEntries; ++entry) {
       if (!bucket.is_used(entry)) continue;
       if (bucket.rounds(entry) != 0 && !is_dead(bucket.value[entry])) continue;
       leaves(bucket.key[entry], bucket.value[entry]);
-      return erase(bucket.key[entry]);  // the hand stays: there may be more of them
+      return erase(bucket.key[entry]);  // the hand stays: the bucket may have more
     }
     for (std::size_t entry = 0; entry < kBucketEntries; ++entry) {
       if (bucket.is_used(entry)) bucket.set(entry, true, bucket.rounds(entry) - 1);

@@ -1,4 +1,3 @@
-// Sets of holders: found by content, counted, dropped.
 #include "index/holders.h"
 
 #include <algorithm>
@@ -82,7 +81,7 @@ SetId HolderSets::intern(std::span<const Holding> holdings, std::uint64_t digest
   try {
     fill(set, holdings);
     set.digest = digest;
-    // Two different sets of one digest: the second one is never found, and costs memory only.
+    // A second set with an equal digest is never found, and costs memory only.
     set.interned = known == nullptr && by_digest_.insert(digest, fresh).second;
   } catch (...) {
     free(fresh);
@@ -154,7 +153,7 @@ std::size_t HolderSets::drop(std::span<const Tiers> gone) {
     const auto hit = [&](Holding holding) { return (holding.tiers() & gone[holding.holder()]) != 0; };
     if (std::ranges::none_of(before, hit)) continue;
 
-    // In place, so that no lack of memory can stop it half way.
+    // In place, so that no allocation can fail half way.
     unintern(id);
     Holding* const all = set.many ? set.many.get() : set.few;
     std::uint32_t left = 0;

@@ -1,7 +1,8 @@
-// Who may hold a block, and hash-consed sets of them: a block keeps the 32-bit number of its set, so it costs
-// the same whether 8 or 256 workers hold it, and dropping a worker touches sets, not blocks.
+// Holders of blocks, and hash-consed sets of them. A block keeps its set's 32-bit number: it costs the same
+// with 8 or 256 workers, and dropping a worker touches sets, not blocks.
 //
-// A holder is one KV-cache group of one data-parallel rank of one worker; a holding is a holder and its tiers.
+// A holder is one KV-cache group of one data-parallel rank of one worker; a holding is a holder and its
+// tiers.
 //
 // No locks: the owner has one.
 #pragma once
@@ -55,16 +56,16 @@ class HolderSets {
   std::span<const Holding> operator[](SetId set) const { return at(set).holdings(); }
   Tiers tiers(SetId set, HolderId holder) const;
 
-  // The set that differs from `set` by one holder. No block counts for the answer yet: move() one there.
+  // The set that differs from `set` by one holder. It has no block yet: move() one there.
   SetId with(SetId set, HolderId holder, Tier tier);
   SetId without(SetId set, HolderId holder, Tier tier);
   // The set of exactly these holdings, at least one, by holder, rising. move() a block there.
   SetId of(std::span<const Holding> holdings);
-  // One block goes from one set to another, or comes from or goes to kNobody. A set without blocks is freed.
+  // Moves one block between sets, kNobody included. A set without blocks is freed.
   void move(SetId from, SetId to);
 
-  // Takes the tiers in `gone`, by holder, out of every set; returns how many blocks have no holder any more. Their
-  // sets stay, empty, until move() has taken the last block away.
+  // Removes the tiers in `gone`, by holder, from every set; returns how many blocks lost their last holder.
+  // Their sets stay, empty, until move() takes the last block away.
   std::size_t drop(std::span<const Tiers> gone);
 
   // Sets in use.
@@ -81,18 +82,18 @@ class HolderSets {
   struct Set {
     std::span<const Holding> holdings() const { return {many ? many.get() : few, count}; }
 
-    std::uint64_t digest = 0;      // of the holdings: a sum, so that it changes with them
-    std::uint32_t blocks = 0;      // that have this set; 0: free
-    std::uint32_t generation = 0;  // +1 each time this number is freed: memos of before do not count
+    std::uint64_t digest = 0;      // of the holdings: a sum, changed with them
+    std::uint32_t blocks = 0;      // of this set; 0: free
+    std::uint32_t generation = 0;  // +1 each time this number is freed: invalidates older memos
     std::uint32_t count = 0;
-    std::uint32_t many_count = 0;  // for which there is room in `many`
-    bool interned = false;         // found by its digest; a set that drop() made equal to another one is not
+    std::uint32_t many_count = 0;  // capacity of `many`
+    bool interned = false;         // found by its digest; false where drop() made it equal to another set
     Holding few[kInPlace];
     std::unique_ptr<Holding[]> many;
     SetId next_free = kNobody;
   };
 
-  // with() and without() of late: blocks of one prompt take the same step one after the other.
+  // Recent with() and without(): blocks of one prompt take the same step in a row.
   struct Memo {
     SetId from = kNobody;
     SetId to = kNobody;
@@ -114,7 +115,7 @@ class HolderSets {
 
   std::uint64_t seed_;
   std::vector<std::unique_ptr<Set[]>> chunks_;
-  SetId used_ = 0;  // numbers that were ever given out
+  SetId used_ = 0;  // numbers ever used
   SetId free_ = kNobody;
   std::size_t size_ = 0;
   std::size_t many_nbytes_ = 0;

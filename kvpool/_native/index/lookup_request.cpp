@@ -8,10 +8,9 @@ namespace {
 
 constexpr std::size_t kTokenNbytes = 4;
 
-// Tags of one byte: field number and wire type 2, which every field here has.
+// Tags of one byte: field number and wire type 2, as all fields here.
 constexpr std::uint8_t tag_of(unsigned field) { return static_cast<std::uint8_t>(field << 3 | 2); }
 
-// Fields of a message, one after the other.
 class Fields {
  public:
   explicit Fields(std::string_view message) : left_(message) {}
@@ -45,7 +44,7 @@ bool is_ascii(std::string_view text) {
   return std::ranges::all_of(text, [](char c) { return static_cast<unsigned char>(c) < 0x80; });
 }
 
-// is_plain: nothing but the tokens themselves enters their hash.
+// is_plain: only the tokens enter their hash.
 bool read_scope(std::string_view message, LookupRequest& request, bool& is_plain) {
   unsigned seen = 0;
   for (Fields fields(message); !fields.done();) {

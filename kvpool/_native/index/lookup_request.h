@@ -18,8 +18,8 @@ struct LookupRequest {
   bool in_tokens = false;  // packed u32 token ids; else packed u64 block hashes
 };
 
-// Nothing: the message is malformed, or has something that is not read here, and protobuf has to judge it: text or a
-// chat, an adapter, a salt or images beside tokens, a field twice, an unknown field, text that is not ASCII.
+// Nothing: malformed or unusual, for protobuf to judge: text or a chat, an adapter, a salt or images beside
+// tokens, a repeated or unknown field, non-ASCII text.
 std::optional<LookupRequest> read_lookup_request(std::span<const std::byte> message);
 
 }  // namespace kvpool

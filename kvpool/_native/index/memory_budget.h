@@ -1,4 +1,4 @@
-// What several tables may take together, and what each of them takes. Any thread.
+// Memory of several tables together, and of each. Any thread.
 #pragma once
 
 #include <atomic>
@@ -18,7 +18,7 @@ struct MemoryBudget {
 // One table's part. Its owner has a lock.
 class BudgetShare {
  public:
-  // A table may always have this much: one that comes when the others have taken all is of some use, too.
+  // Every table may have this much, so that a late table works beside full ones.
   static constexpr std::size_t kFloorNbytes = std::size_t{1} << 20;
 
   explicit BudgetShare(std::shared_ptr<MemoryBudget> budget) : budget_(std::move(budget)) {}

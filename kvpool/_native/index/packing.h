@@ -1,4 +1,4 @@
-// How protobuf writes what an index answers: varints, texts, columns of packed numbers.
+// Protobuf's writing of answers: varints, texts, columns of packed numbers.
 #pragma once
 
 #include <bit>

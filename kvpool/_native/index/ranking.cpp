@@ -14,7 +14,6 @@ using packing::append_text;
 
 namespace {
 
-// Fields of RouteResponse.
 enum Field : unsigned {
   kRows = 1,
   kTrust,
@@ -34,11 +33,11 @@ enum Field : unsigned {
   kUnreachable,
 };
 
-constexpr double kFreeUsage = 0.8;   // of a KV cache, up to which it costs nothing
+constexpr double kFreeUsage = 0.8;   // share of a KV cache that costs nothing
 constexpr double kMeanOf = 8;        // requests
 constexpr double kFirstCost = 8192;  // at most, of the first request at a rank
 
-// Half to even, as Python rounds. Never negative here, and below 2^63 by the limits of what it is made of.
+// Half to even, as Python rounds. Never negative here, and below 2^63 by the limits of its inputs.
 std::uint64_t rounded(double value) { return static_cast<std::uint64_t>(std::nearbyint(value)); }
 
 }  // namespace
@@ -58,7 +57,7 @@ std::uint64_t permille(const Load& load) { return rounded(load.kv_usage * 1000);
 
 void RankLoad::pick(std::uint64_t number, double cost) {
   picked = number;
-  // One long prompt among short ones moves the mean to less than twice what it was.
+  // One long prompt among short ones less than doubles the mean.
   cost = std::min(cost, request_cost ? kMeanOf * *request_cost : kFirstCost);
   request_cost = request_cost ? *request_cost + (cost - *request_cost) / kMeanOf : cost;
 }
@@ -67,13 +66,13 @@ double queue_cost(const Load& load, const Costs& costs, double waiting, double a
   const double told = load.queued_tokens ? static_cast<double>(*load.queued_tokens)
                                          : waiting * static_cast<double>(load.waiting);
   const double queued = std::max(0.0, told - age_s * costs.speed);
-  // Of a KV cache that is half full a request takes blocks as of an empty one.
+  // A half-full KV cache admits requests as an empty one does.
   const double tight = std::max(0.0, load.kv_usage - kFreeUsage) / (1 - kFreeUsage);
   return queued + costs.running * static_cast<double>(load.running) + costs.usage * tight;
 }
 
 Ranking::Ranking(std::vector<Part> parts, const Options& options) : parts_(std::move(parts)) {
-  double sum = 0;  // a number of 64 bits is too small for thousands of the longest queues that can be told
+  double sum = 0;  // 64-bit integers overflow for thousands of the longest queues
   std::uint64_t known = 0;
   for (std::uint32_t part = 0; part < parts_.size(); ++part) {
     for (std::uint32_t row = 0; row < parts_[part].rows->size(); ++row) {
@@ -83,7 +82,7 @@ Ranking::Ranking(std::vector<Part> parts, const Options& options) : parts_(std::
       ++known;
     }
   }
-  // A load that is not known is taken for the mean of those that are.
+  // An unknown load counts as the mean of the known.
   const std::uint64_t typical = known == 0 ? 0 : rounded(sum / static_cast<double>(known));
   for (Pick& pick : picks_) {
     if (!pick.load) pick.queue += typical;

@@ -1,7 +1,7 @@
-// Where a request should go: the ranks of some answers by what the prompt would cost there, and RouteResponse packed from
-// them (protos/kvpool/v1/index.proto). kvpool/index/place/router.py has the formula.
+// Ranks of some answers sorted by the prompt's cost there, and RouteResponse packed from them
+// (protos/kvpool/v1/index.proto). kvpool/index/place/router.py has the formula.
 //
-// No locks: what is ranked does not change meanwhile.
+// No locks: the inputs do not change meanwhile.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +18,7 @@ namespace kvpool {
 struct Load {
   std::uint32_t running = 0;  // requests
   std::uint32_t waiting = 0;
-  std::optional<std::uint64_t> queued_tokens;  // nothing: not known
+  std::optional<std::uint64_t> queued_tokens;  // nothing: unknown
   double kv_usage = 0;                         // from 0 to 1
 };
 
@@ -26,7 +26,7 @@ struct Load {
 enum class LoadSource : std::uint8_t { kNone, kReported, kScraped };
 enum class Trust : std::uint8_t { kExact = 1, kDegraded, kFallback };
 
-// What was last said of how busy a rank is, and what was promised to it. Times are seconds of one clock.
+// A rank's last load, and the costs reserved there. Times are seconds of one clock.
 struct RankLoad {
   struct Known {
     const Load* load;
@@ -35,33 +35,33 @@ struct RankLoad {
     bool asleep;
   };
 
-  // The later of both sources, where it is not older than keep_s; nothing: there is none.
+  // The later of both sources, if at most keep_s old; else nothing.
   std::optional<Known> known(double now_s, double keep_s) const;
 
   Load reported, scraped;
   std::optional<double> reported_at_s, scraped_at_s;
-  std::optional<double> failed_at_s;  // since the last page that was read
+  std::optional<double> failed_at_s;  // since the last page
   bool asleep = false;                // as scraped
-  std::optional<double> pool_cost;    // of a token from the pool, as measured; nothing: not known
-  // Of the requests that were placed here, mostly the last ones; nothing: none was.
+  std::optional<double> pool_cost;    // per token from the pool, measured; nothing: unknown
+  // Mean of recently placed requests; nothing: none yet.
   std::optional<double> request_cost;
   std::uint64_t reserved_cost = 0;
-  std::uint64_t picked = 0;  // when it was last the best, counted
+  std::uint64_t picked = 0;  // number of its last pick
 
-  // It is the best for a request of this cost.
+  // The rank is the best for a request of this cost.
   void pick(std::uint64_t number, double cost);
 };
 
-// Coefficients, in tokens of a prompt to compute. `speed`: tokens of prompts that a rank computes in a second, by which
-// a queue is shorter than it was told.
+// Coefficients, in tokens of a prompt to compute. `speed`: prompt tokens that a rank computes in a second, by
+// which a reported queue has shrunk.
 struct Costs {
   double local, pool, waiting, running, usage, speed;
-  // What is known of a rank takes the place of `pool`, or `waiting`.
+  // A rank's measured value replaces `pool`, or `waiting`.
   bool measures_pool, measures_waiting;
 };
 
 std::uint64_t permille(const Load& load);  // of its KV cache in use
-// What is there before a request, without reservations. `waiting`: of a request that waits.
+// Work before a request, without reservations. `waiting`: of a waiting request.
 double queue_cost(const Load& load, const Costs& costs, double waiting, double age_s);
 
 class Ranking {
@@ -69,7 +69,7 @@ class Ranking {
   struct Part {
     const Rows* rows;
     const Answer* answer;
-    std::vector<const RankLoad*> loads;  // by row; null: nothing was ever said
+    std::vector<const RankLoad*> loads;  // by row; null: no load yet
   };
   struct Options {
     Costs costs;
@@ -87,7 +87,7 @@ class Ranking {
     bool unreachable = false;
     std::uint32_t load_age_ms = 0;
     std::uint64_t prefill = 0, fetch = 0, queue = 0, reserved = 0, picked = 0;
-    std::optional<Load> load;  // nothing: not known
+    std::optional<Load> load;  // nothing: unknown
     std::uint64_t cost() const { return prefill + fetch + queue; }
   };
 

@@ -1,4 +1,3 @@
-// Spans of blocks that are held, and what several of them have in common.
 #include "index/spans.h"
 
 #include <algorithm>
@@ -34,7 +33,7 @@ std::uint64_t longest(const Spans& spans, std::uint64_t unit) {
 void add_held(Spans& spans, std::uint64_t begin, std::uint64_t end, std::uint32_t last,
               std::uint32_t stride) {
   if (begin != 0 && last == 0) return;
-  // What goes back to the beginning is enough, however short.
+  // A prefix from the beginning is enough, however short.
   const std::uint64_t first = begin == 0 ? 1 : begin + last;
   if (first <= end) spans.push_back({first * stride, end * stride});
 }
@@ -88,13 +87,13 @@ std::uint64_t SetRuns::hash_at(std::uint64_t block) const {
   return hash;
 }
 
-// False: there is no further run, and all blocks were read.
+// False: all blocks were read, and no run follows.
 bool SetRuns::read_next() {
   constexpr SetId kNoSet = ~SetId{0};
   const SetId last = runs_.empty() ? kNoSet : runs_.back().set;
   const FlatMap& blocks = *blocks_;
   const std::uint64_t count = count_;
-  // Nothing else is changed by writing one: what the map is made of stays in registers.
+  // `places` aliases nothing: the map's fields stay in registers.
   FlatMap::Place* __restrict const places = places_.data();
   const auto hash_at = [hashes = hashes_.data(), stride = stride_](std::uint64_t block) {
     std::uint64_t hash;

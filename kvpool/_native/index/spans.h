@@ -1,5 +1,5 @@
-// From which lengths of a prompt's prefix an engine could go on, where a group of its layers needs only the last
-// blocks of a prefix, or has larger blocks than those that are hashed.
+// Prefix lengths from which an engine could go on, for groups that need only the last blocks of a prefix, or
+// have larger blocks than the hashed ones.
 //
 // Lengths are counted in hashed blocks. No locks: the owner of the table has one.
 #pragma once
@@ -23,21 +23,21 @@ struct Span {
   std::uint64_t last;
 };
 
-// Rising and apart from each other.
+// Rising and disjoint.
 using Spans = std::vector<Span>;
 
-// Leaves in `spans` what is in `others`, too.
+// Intersects `spans` with `others`.
 void keep_common(Spans& spans, const Spans& others);
 
-// The greatest multiple of `unit` in one of the spans; 0: none.
+// The greatest multiple of `unit` in a span; 0: none.
 std::uint64_t longest(const Spans& spans, std::uint64_t unit);
 
-// Adds what a group can go on from that holds its blocks from `begin` up to `end`, each as large as `stride` hashed
-// ones: a prefix needs the last `last` of its blocks, 0: all of them.
+// Adds the lengths from which a group with blocks from `begin` up to `end`, each of `stride` hashed blocks,
+// could go on. A prefix needs the last `last` of its blocks, 0: all.
 void add_held(Spans& spans, std::uint64_t begin, std::uint64_t end, std::uint32_t last, std::uint32_t stride);
 
-// Throws std::invalid_argument for a prompt that goes in circles, as no chain of hashes does: each hash at 2^k - 1 is
-// compared with the 2^k that follow (Brent), so circles are found that are shorter than half of the prompt. 3 us for 8,192.
+// Throws std::invalid_argument for circular hashes, which no hash chain has. Each hash at 2^k - 1 is compared
+// with the 2^k that follow (Brent): finds circles shorter than half of the prompt. 3 us for 8,192.
 void check_circles(std::span<const std::byte> hashes);
 
 // A match would take longer than others should wait for it.
@@ -46,17 +46,17 @@ class TooMuchWork : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// A match would take longer than an event loop should be held up, or waits for a batch: it is to be asked in a thread.
+// A match would hold an event loop too long, or waits for a batch: ask in a thread.
 class NotAtOnce : public std::runtime_error {
  public:
   NotAtOnce() : std::runtime_error("the table does not answer this at once") {}
 };
 
-// How long a match may take. kAtOnce: for an event loop, in which others wait for it; it waits for no lock either.
+// How long a match may take. kAtOnce: for an event loop: short, and waits for no lock.
 enum class Patience : std::uint8_t { kFull, kAtOnce };
 
-// The sets of holders at the ends of a prompt's blocks of `stride` hashed ones, neighbours with one set together. Read
-// on demand: a prompt without holders costs one look.
+// Runs of equal holder sets at the ends of a prompt's blocks of `stride` hashed ones. Read on demand: a
+// prompt without holders costs one look.
 class SetRuns {
  public:
   struct Run {
@@ -67,9 +67,9 @@ class SetRuns {
   SetRuns(const FlatMap& blocks, std::span<const std::byte> hashes, std::uint32_t stride);
 
   std::uint64_t count() const { return count_; }  // blocks of the stride
-  // Null: the prompt has no more of them. Holds until the next call.
+  // Null: behind the last run. Valid until the next call.
   const Run* at(std::size_t index);
-  // The number of the run that a block, below count(), is in.
+  // The number of the run with this block, below count().
   std::size_t index_of(std::uint64_t block);
 
  private:
@@ -87,11 +87,10 @@ class SetRuns {
   std::array<FlatMap::Place, kAhead> places_;
 };
 
-// One prompt while it is matched.
 class Walk {
  public:
-  // So many looks at a holder take 40 to 60 ms. A prompt of 8,192 blocks at 1,000 workers that drop out one by one takes
-  // a sixtieth of them.
+  // Looks at a holder: 40 to 60 ms. A prompt of 8,192 blocks at 1,000 workers that drop out singly takes a
+  // sixtieth.
   static constexpr std::uint64_t kMaxLooks = std::uint64_t{1} << 25;
   // About 1 ms.
   static constexpr std::uint64_t kMaxLooksAtOnce = std::uint64_t{1} << 19;
@@ -105,7 +104,7 @@ class Walk {
 
   std::uint64_t count() const { return runs_.count(); }
   SetRuns& runs(std::uint32_t stride);
-  // Before so many holders are looked at. Throws TooMuchWork; kAtOnce: NotAtOnce.
+  // Before so many looks at holders. Throws TooMuchWork; kAtOnce: NotAtOnce.
   void spend(std::uint64_t looks) {
     if (looks > looks_left_) refuse();
     looks_left_ -= looks;

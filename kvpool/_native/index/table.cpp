@@ -1,4 +1,3 @@
-// Changes of the prefix index by events: stores and removals, and the room that stores need.
 #include "index/table.h"
 
 #include <algorithm>
@@ -12,7 +11,7 @@
 namespace kvpool {
 namespace {
 
-// How long an event loop waits for a batch: one of some blocks is over by then, and asking in a thread takes as long.
+// How long an event loop waits for a batch: a short batch ends by then, and a hop to a thread takes as long.
 constexpr std::chrono::microseconds kAtOnce{100};
 
 }  // namespace
@@ -63,13 +62,13 @@ Applied Table::apply(std::string_view worker, std::uint32_t default_rank, const 
   const std::uint32_t its_rank = batch.dp_rank.value_or(default_rank);
   unsigned drops = 0;
   Tiers empty = 0;  // of its rank: cleared, and nothing was stored since
-  // Events are short, so the loading goes on from one to the next.
+  // Events are short, so prefetching goes on across them.
   for (std::size_t i = 0; i < std::min(batch.hashes.size(), kAhead); ++i) blocks_.prefetch(batch.hashes[i]);
   for (const Event& event : batch.events) {
     if (drops > kMaxDrops) refuse(publisher, applied);
     if (event.kind == Event::Kind::kCleared) {
       ++applied.cleared_events;
-      // What vLLM clears is the engine's own memory; the pool outlives it.
+      // vLLM clears the engine's own memory; the pool outlives it.
       const Tiers gone = event.device_only ? tiers_of(Tier::kDevice) : kLocalTiers;
       if ((gone & ~empty) == 0) continue;
       empty |= gone;
@@ -80,7 +79,7 @@ Applied Table::apply(std::string_view worker, std::uint32_t default_rank, const 
     const std::uint32_t by = elsewhere ? worker_of(*pool) : publisher;
     const std::uint32_t dp_rank = elsewhere ? 0 : its_rank;
     if (event.kind == Event::Kind::kRemoved) {
-      // A removal does not say what its group needs, so it must not be what makes the group known.
+      // A removal does not name its group's kind, so it must not create the group.
       const auto holder = known_holder(by, dp_rank, event.group);
       if (holder) {
         remove(*holder, batch, event, applied);
@@ -88,7 +87,8 @@ Applied Table::apply(std::string_view worker, std::uint32_t default_rank, const 
         applied.unknown += event.count;
       }
     } else if (const auto holder = holder_of(by, dp_rank, event.group)) {
-      // In a worker's own name the pool's blocks, which may be larger, say nothing of what its memory holds.
+      // In a worker's own name the pool's blocks may be larger than those of its memory: they do not set the
+      // group's kind.
       if (elsewhere || event.tier != Tier::kPool) drops += learn_group(*holder, event);
       empty &= static_cast<Tiers>(~tiers_of(event.tier));
       store(*holder, batch, event, applied);
@@ -104,7 +104,7 @@ Applied Table::apply(std::string_view worker, std::uint32_t default_rank, const 
   return applied;
 }
 
-// What it held before is gone already, and what of the batch was applied must not stay.
+// Former blocks are gone already, and the batch's applied part must not stay.
 void Table::refuse(std::uint32_t worker, const Applied& applied) {
   drop(holders_of(workers_[worker].ranks), kAllTiers);
   account();
@@ -119,8 +119,8 @@ void Table::store(HolderId holder, const EventBatch& batch, const Event& event, 
   const bool may_report = event.tier == Tier::kDevice && reuse_reports_ && event.root;
   const bool counts_copies = event.tier == Tier::kDevice && !may_report;
   if (may_report && (holders_[holder].partial || holders_[holder].stride != 1)) {
-    // A report names every block from the root on, though only those at the end are surely there; of larger blocks
-    // not even the last one, which may be there in part.
+    // A report lists every block from the root on, but only the last ones are surely present. Of larger
+    // blocks not even the last is: it may be partial.
     const std::size_t sure = holders_[holder].stride == 1 ? holders_[holder].last : 0;
     const std::size_t believed = std::min(event.count, sure);
     applied.doubted += event.count - believed;
@@ -134,7 +134,7 @@ void Table::store(HolderId holder, const EventBatch& batch, const Event& event, 
     const bool may_grow = share_.may_grow();
     const bool full = held_ >= max_blocks_;
     std::uint32_t* set = full ? blocks_.touch(hash) : blocks_.insert(hash, kNobody, may_grow).first;
-    // A place that waits to be swept is no block yet: it is one more, too.
+    // A place that waits for the sweep is no block yet: it counts as new.
     if (set == nullptr || (full && sets_[*set].empty())) {
       set = make_room(hash, applied) ? blocks_.insert(hash, kNobody, may_grow).first : nullptr;
     }
@@ -155,7 +155,7 @@ void Table::store(HolderId holder, const EventBatch& batch, const Event& event, 
         holders_nbytes_ += more->nbytes();
       }
       const std::size_t nbytes_before = more->nbytes();
-      // Where there is no room for it the copy is not counted: less is credited than could be.
+      // Without room the copy is not counted: less is credited than could be.
       const auto [copies, is_new] = more->insert(hash, 0, may_grow);
       holders_nbytes_ += more->nbytes() - nbytes_before;
       if (copies != nullptr && *copies != ~std::uint32_t{0}) {
@@ -230,7 +230,7 @@ void Table::sweep(std::size_t segments) {
   }
 }
 
-// Where the block `hash` would stand: a place without a block, or of a cold block. False: there is none.
+// Frees a place for the block `hash`: an unused one, or a cold block's. False: none.
 bool Table::make_room(std::uint64_t hash, Applied& applied) {
   do {
     const bool evicted = blocks_.evict(
@@ -241,7 +241,7 @@ bool Table::make_room(std::uint64_t hash, Applied& applied) {
   return true;
 }
 
-// All that is known of a block, its copies as well: a count that outlived it would be more than the engine has.
+// Forgets a block with its copies: a surviving copy count would exceed the engine's.
 void Table::forget(std::uint64_t hash, SetId set, Applied& applied) {
   for (const Holding holding : sets_[set]) {
     GroupHolder& holder = holders_[holding.holder()];

@@ -1,27 +1,25 @@
-// The prefix index: which worker holds which block, by the engine's own 64-bit block hash, and how far a prompt's
-// leading blocks reach with each of them.
+// The prefix index: which worker holds which block, by the engine's own 64-bit block hash, and how many
+// leading blocks of a prompt each has.
 //
-// It never asks for a block's parent or its tokens, so holes, refills and events without tokens are all the same.
+// Parents and tokens of blocks do not matter, so holes, refills and events without tokens are all the same.
 //
-// How copies are counted (docs/decisions/0024-never-credit-above-the-engine.md): on the device tier a stored event adds
-// one physical copy of each of its blocks and a removed event takes one away, but a stored event from the root of
-// a prompt adds none of a block that is held: it may be a report of reused blocks. So no block is ever counted
-// more often than the engine has it. On the other tiers a block is there or is not.
+// Copies (docs/decisions/0024-never-credit-above-the-engine.md): on the device tier a stored event adds one
+// physical copy of each block and a removed event takes one away. A stored event from a prompt's root adds no
+// copy of a held block: it may be a report of reused blocks. So no count exceeds the engine's. Other tiers
+// have a block or not.
 //
-// A rank with one kind of group, which needs the whole prefix, is scored as the prompt is walked along. One with other
-// groups, too (sliding windows, states, larger blocks) is scored by what all of them could go on from (spans.h).
-// Of such a group a stored event from the root of a prompt is believed only as far as a report would be true
-// (docs/decisions/0024-never-credit-above-the-engine.md).
+// A rank with one kind of group, which needs the whole prefix, is scored along the prompt. A rank with other
+// groups (sliding windows, states, larger blocks) is scored by the lengths that all groups share (spans.h).
+// Of such a group, a stored event from a root is credited only as far as a report would be true.
 //
-// Who can list what a worker has in the pool settles the table with it in three steps
-// (docs/decisions/0029-mark-and-sweep-the-pool.md): doubt() everything the table credits, apply() what was listed
-// as stored events, expel() what is still in doubt. Any stored event ends the doubt about its blocks.
+// Mark and sweep against a listing of the pool (docs/decisions/0029-mark-and-sweep-the-pool.md): doubt()
+// marks every credited block, apply() the listed blocks as stored events, expel() sweeps the marked ones. Any
+// stored event unmarks its blocks.
 //
-// A full table (max_blocks, or its MemoryBudget) makes room by forgetting cold blocks, those that were neither stored
-// nor asked for in a while, with all that is known of them (docs/decisions/0025-split-segments-evict-by-clock.md).
-// Counts then are below the engine's, never above: from none they go up and down with its events.
+// A full table (max_blocks, or its MemoryBudget) evicts cold blocks, neither stored nor requested for a while
+// (docs/decisions/0025-split-segments-evict-by-clock.md). Counts are then below the engine's, never above.
 //
-// Any thread may call anything. One lock: match(), workers() and stats() share it, all others hold it alone.
+// Any thread. One lock: match(), workers() and stats() share it, all others hold it alone.
 #pragma once
 
 #include <array>
@@ -48,26 +46,26 @@
 
 namespace kvpool {
 
-// What happened to block hashes, one by one; events where it says so.
+// Changes of block hashes, or events where it says so.
 struct Applied {
   std::uint64_t stored = 0;    // new at this holder
-  std::uint64_t copied = 0;    // one more physical copy of what it holds
-  std::uint64_t repeated = 0;  // told again: nothing changed
+  std::uint64_t copied = 0;    // another physical copy at this holder
+  std::uint64_t repeated = 0;  // unchanged: stored before
   std::uint64_t removed = 0;   // gone from this holder
-  std::uint64_t uncopied = 0;  // one physical copy less, others are left
-  std::uint64_t unknown = 0;   // removed, but this holder did not have it
-  std::uint64_t refused = 0;   // stored, but there is no room for it
-  std::uint64_t doubted = 0;   // stored, but perhaps only a report of what is gone: not believed
+  std::uint64_t uncopied = 0;  // one physical copy fewer, others are left
+  std::uint64_t unknown = 0;   // removed, but not held by this holder
+  std::uint64_t refused = 0;   // stored, but without room
+  std::uint64_t doubted = 0;   // stored, but perhaps a report of a block that is gone: not credited
   std::uint64_t cleared_events = 0;
-  std::uint64_t skipped_events = 0;    // of an unknown type or in an unknown medium
-  std::uint64_t evicted = 0;           // cold blocks, of any worker, that left to make room
+  std::uint64_t skipped_events = 0;    // of an unknown type or medium
+  std::uint64_t evicted = 0;           // cold blocks, of any worker, that made room
   std::uint64_t lookahead_events = 0;  // with hashes that no prompt has (EventBatch)
 
   Applied& operator+=(const Applied& other);
 };
 
-// Leading blocks of a prompt, counted for each of these: every tier by itself, then unions of tiers, in which
-// each block may be in another one.
+// Leading blocks of a prompt: each tier alone, then unions of tiers, in which each block may be in another
+// tier.
 enum class Column : std::uint8_t { kDevice, kHost, kDisk, kPool, kLocal, kAny, kMemory };
 inline constexpr std::size_t kColumnCount = 7;
 
@@ -75,34 +73,33 @@ struct Matches {
   std::vector<std::shared_ptr<const std::string>> workers;  // by row
   std::vector<std::uint32_t> dp_ranks;
   std::array<std::vector<std::uint32_t>, kColumnCount> columns;
-  // How far a worker comes with what it holds itself (kLocal) and, from there on, its part of the pool. Only where
-  // match() was told of pools.
+  // A worker's local blocks (kLocal) and, from there on, its part of the pool. Only where match() had pools.
   std::vector<std::uint32_t> loadable;
 };
 
-// Under which name a worker's part of the pool is held, which must live as long as the call; empty: it has none.
+// Holder of a worker's part of the pool, a name that must live as long as the call; empty: none.
 using PoolOf = std::function<std::string_view(std::string_view worker)>;
 
-// Blocks that are held in each tier, by Tier.
+// Blocks in each tier.
 using TierBlocks = std::array<std::uint64_t, kTierCount>;
 
 struct TableStats {
   Applied applied;  // by all batches
   std::uint64_t batches = 0;
   std::uint64_t blocks = 0;       // with a holder
-  std::uint64_t holder_sets = 0;  // different sets of holders in use
+  std::uint64_t holder_sets = 0;  // distinct sets in use
   std::uint64_t workers = 0;
   std::uint64_t holders = 0;  // (worker, rank, group)s
-  std::uint64_t copies = 0;   // blocks at a holder that has more than one physical copy
+  std::uint64_t copies = 0;   // blocks at a holder with more than one physical copy
   std::uint64_t unswept = 0;  // places of blocks without a holder
   std::uint64_t nbytes = 0;
-  TierBlocks tier_blocks{};  // of all holders: a block counts once for each
+  TierBlocks tier_blocks{};  // per holder: a block counts once for each
 };
 
-// What one worker holds, comparable between tables: the same for the same holdings, however they came about.
+// One worker's blocks, comparable between tables, in whatever order they were stored.
 struct Content {
-  std::uint64_t digest = 0;  // of every block, its rank, group, tier and number of copies; 0: nothing
-  std::uint64_t blocks = 0;  // counted once for each rank, group and tier that has it
+  std::uint64_t digest = 0;  // of every block, its rank, group, tier and copies; 0: nothing
+  std::uint64_t blocks = 0;  // once per rank, group and tier
 };
 
 class Table {
@@ -110,48 +107,45 @@ class Table {
   static constexpr std::size_t kMaxBlocks = std::size_t{1} << 32;
   static constexpr std::size_t kMaxWorkerNbytes = 256;
 
-  // Blocks beyond max_blocks make others leave. Without reuse_reports, events from the root are believed, and add
-  // copies, like all others, which is exact as long as no engine reports reused blocks. block_tokens: of a block that is
-  // hashed; 0: not known, and groups are taken to have blocks of that size. budget: what all tables that share it may
-  // take; null: no limit.
+  // Blocks beyond max_blocks evict others. Without reuse_reports, events from a root count like all others:
+  // exact as long as no engine reports reused blocks. block_tokens: of a hashed block; 0: unknown, and groups
+  // have blocks of that size. budget: of all tables that share it; null: no limit.
   Table(std::size_t max_blocks, bool reuse_reports, std::uint32_t block_tokens = 0,
         std::shared_ptr<MemoryBudget> budget = nullptr);
-  // What was in another table. Blocks for which there is no room are refused, and counted; their holders are told to be
-  // short of them as of evicted() ones. Throws DamagedImage.
+  // From another table's image. Blocks without room are refused, and counted as evicted() for their holders.
+  // Throws DamagedImage.
   Table(std::size_t max_blocks, bool reuse_reports, std::uint32_t block_tokens,
         std::shared_ptr<MemoryBudget> budget, const TableImage& image);
   Table(const Table&) = delete;
   Table& operator=(const Table&) = delete;
 
-  // All of the batch, in its order; a match() sees all of it or nothing. default_rank: where the batch names none.
-  // pool: who holds what the batch says of the pool tier, as its rank 0; none: the worker itself.
-  // Throws ClearedTooOften for a batch that takes what is held away more than kMaxDrops times: then the worker holds
-  // nothing any more.
+  // All of the batch, in order; a match() sees all of it or nothing. default_rank: where the batch names
+  // none. pool: holder of the batch's pool blocks, as its rank 0; none: the worker itself. Throws
+  // ClearedTooOften for more than kMaxDrops clears of held blocks: then the worker's blocks are dropped.
   Applied apply(std::string_view worker, std::uint32_t default_rank, const EventBatch& batch,
                 std::optional<std::string_view> pool = std::nullopt);
 
-  // Rows: the ranks (of `workers` only, if given) that hold the first block in some tier, in no particular order.
-  // Throws std::invalid_argument for a prompt that goes in circles, TooMuchWork when others would wait for too long,
-  // NotAtOnce where there is not so much patience.
+  // Rows: the ranks (of `workers` only, if given) that hold the first block in some tier, unordered. Throws
+  // std::invalid_argument for circular hashes, TooMuchWork above its limit, NotAtOnce above that of kAtOnce.
   Matches match(std::span<const std::byte> hashes, const std::vector<std::string_view>* workers,
                 const PoolOf& pool_of = nullptr, Patience patience = Patience::kFull) const;
 
-  // False: not known.
+  // False: unknown.
   bool remove_worker(std::string_view worker);
   bool clear(std::string_view worker, std::optional<std::uint32_t> dp_rank, Tiers tiers);
 
-  // Doubts the blocks that the worker holds in the pool, in one segment of the table: begins with cursor 0, and
-  // returns the next one, 0 after the last. Doubts of an earlier round end when a round begins.
+  // Marks the worker's pool blocks in one segment of the table: begin with cursor 0; returns the next cursor,
+  // 0 after the last. Marks of an earlier round end when a round begins.
   std::uint64_t doubt(std::string_view worker, std::uint64_t cursor);
-  // Takes some doubted blocks from the worker's part of the pool: (how many it held, how many doubts are left).
+  // Sweeps some marked blocks of the worker's part of the pool: (held ones, marks left).
   std::pair<std::size_t, std::size_t> expel(std::string_view worker);
 
-  // Holdings of this worker that were evicted since they were last cleared; 0: none, or not known.
+  // Holdings of this worker that were evicted since its last clear; 0: none, or unknown.
   std::uint64_t evicted(std::string_view worker) const;
 
   std::vector<std::string> workers() const;
-  TierBlocks held_by(std::string_view worker) const;  // by all its ranks and groups; not known: nothing
-  // Nothing: not known.
+  TierBlocks held_by(std::string_view worker) const;  // by all its ranks and groups; unknown: zeros
+  // Nothing: unknown.
   std::optional<Content> content(std::string_view worker) const;
   TableStats stats() const;
   // Everything but the totals of batches. Readers go on meanwhile: about 10 ms for a million blocks.
@@ -161,12 +155,12 @@ class Table {
   static constexpr std::size_t kMaxRanks = 1024;  // of a worker
   static constexpr std::size_t kMaxGroups = 256;  // of a rank
   static constexpr std::size_t kMaxWorkers = 65536;
-  // Cache lines on their way while one block is looked at: enough to hide a miss of the last cache.
+  // Prefetched cache lines, enough to hide a miss of the last cache.
   static constexpr std::size_t kAhead = 16;
-  // Of one batch, each a walk over all sets: 5 ms for a million of them. An engine clears once in a batch, and its
-  // groups keep their kinds; who stores and clears in turns would hold up all others for as long as a batch is large.
+  // Of one batch, each a walk over all sets: 5 ms for a million. An engine clears once in a batch, and its
+  // groups keep their kinds; alternating stores and clears would block all others.
   static constexpr unsigned kMaxDrops = 16;
-  // One segment is swept for so many hashes of a batch, and one more for the batch.
+  // One segment is swept per so many hashes of a batch, and one more per batch.
   static constexpr std::size_t kHashesPerSweep = 1024;
 
   struct Doubts {
@@ -174,14 +168,14 @@ class Table {
     FlatMap blocks;
     std::uint64_t cursor = 0;  // of expel()
   };
-  // What a holder is, needs and has: one KV-cache group of one rank.
+  // One KV-cache group of one rank: its needs and sums.
   struct GroupHolder {
     std::uint32_t rank = 0;
     std::uint32_t group = 0;
     bool in_use = false;
     bool uniform = true;       // as its rank
-    bool partial = false;      // engines may report blocks of it that are gone
-    std::uint32_t last = 0;    // blocks at the end of a prefix that it needs; 0: all
+    bool partial = false;      // engines may report absent blocks of it
+    std::uint32_t last = 0;    // needed blocks at the end of a prefix; 0: all
     std::uint32_t stride = 1;  // hashed blocks in a block of the group
     std::uint64_t evicted = 0;
     TierBlocks blocks{};
@@ -189,13 +183,13 @@ class Table {
         digests{};  // sums over blocks and copies: a change costs one addition
     std::unique_ptr<FlatMap>
         more_copies;                 // on the device, beyond the first: number by block; null: none so far
-    std::unique_ptr<Doubts> doubts;  // about what is in the pool; null: no round goes on
+    std::unique_ptr<Doubts> doubts;  // about its pool blocks; null: no round is under way
   };
   struct Rank {
     std::uint32_t worker = 0;
     std::uint32_t dp_rank = 0;
     std::vector<HolderId> holders;
-    bool uniform = true;  // every group needs all of a prefix, in blocks as they are hashed
+    bool uniform = true;  // every group needs the whole prefix, in hashed blocks
   };
   struct Worker {
     std::shared_ptr<const std::string> name;
@@ -212,17 +206,17 @@ class Table {
   std::optional<HolderId> known_holder(std::uint32_t worker, std::uint32_t dp_rank,
                                        std::uint32_t group) const;
   std::optional<HolderId> holder_of(std::uint32_t worker, std::uint32_t dp_rank, std::uint32_t group);
-  // Whether it took what the holder has on the device away.
+  // Whether it dropped the holder's device blocks.
   bool learn_group(HolderId holder, const Event& event);
   void learn_uniform(std::uint32_t rank);
 
   void store(HolderId holder, const EventBatch& batch, const Event& event, Applied& applied);
   void remove(HolderId holder, const EventBatch& batch, const Event& event, Applied& applied);
-  // While the batch's hash number `at` is looked at, has what a later one will look at loaded.
+  // At the batch's hash `at`, prefetches for a later one.
   void load_ahead(const EventBatch& batch, std::size_t at) const;
   void enter(HolderId holder, Tier tier, std::uint64_t hash);
   void leave(HolderId holder, Tier tier, std::uint64_t hash);
-  // Whether they held any: that takes a walk over all sets.
+  // Whether any were held: then it walked over all sets.
   bool drop(std::span<const HolderId> holders, Tiers tiers);
   std::vector<HolderId> holders_of(std::span<const std::uint32_t> ranks) const;
   [[noreturn]] void refuse(std::uint32_t worker, const Applied& applied);
@@ -233,7 +227,7 @@ class Table {
   std::size_t nbytes() const;
   void account();
 
-  // Adds the rows of the ranks that are uniform, or hybrid. wanted: by worker; null: all.
+  // Adds the rows of uniform, or hybrid, ranks. wanted: by worker; null: all.
   void match_uniform(Walk& walk, const std::vector<bool>* wanted, Matches& matches) const;
   void match_hybrid(Walk& walk, const std::vector<bool>* wanted, Matches& matches) const;
   void find_held(const GroupHolder& holder, HolderId id, Walk& walk, std::uint64_t bound,
@@ -258,8 +252,8 @@ class Table {
 
   FlatMap blocks_;  // block hash -> set of holders
   HolderSets sets_;
-  std::size_t hybrid_ranks_ = 0;  // how many are not uniform
-  std::size_t held_ = 0;          // blocks with a holder; the others wait to be swept
+  std::size_t hybrid_ranks_ = 0;  // those not uniform
+  std::size_t held_ = 0;          // blocks with a holder; the others wait for the sweep
   std::uint64_t sweep_cursor_ = 0;
   std::size_t holders_nbytes_ = 0;  // of all more_copies and doubts
   BudgetShare share_;

@@ -1,4 +1,4 @@
-// A table that is settled with what was listed: doubts, and what of them is left. See table.h.
+// Mark and sweep. See table.h.
 
 #include "index/table.h"
 
@@ -17,9 +17,9 @@ std::uint64_t Table::doubt(std::string_view worker, std::uint64_t cursor) {
   }
   blocks_.visit_segment(cursor, [&](std::uint64_t hash, SetId set) {
     for (const HolderId holder : holders) {
-      // A holder without doubts has come, or was cleared, since the round began: what it holds was told of since.
+      // A holder without marks joined, or was cleared, since the round began: its blocks are newer.
       if (!holders_[holder].doubts || (sets_.tiers(set, holder) & tiers_of(Tier::kPool)) == 0) continue;
-      // Though there be no memory for it: what is not in doubt would be credited for good.
+      // Even above the memory limit: an unmarked block would be credited for good.
       FlatMap& doubted = holders_[holder].doubts->blocks;
       const std::size_t nbytes_before = doubted.nbytes();
       doubted.insert(hash, 0);

@@ -1,4 +1,3 @@
-// Images packed, unpacked and checked.
 #include "index/table_image.h"
 
 #include <algorithm>
@@ -24,7 +23,7 @@ struct Header {
 static_assert(sizeof(Header) == 32);
 
 constexpr std::array<char, 8> kMagic = {'K', 'V', 'P', 'T', 'A', 'B', 'L', 'E'};
-constexpr std::uint32_t kVersion = 2;  // 1 does not say what was evicted
+constexpr std::uint32_t kVersion = 2;  // 1 has no evictions
 constexpr std::size_t kMaxNameNbytes = 256;
 constexpr unsigned kTierBits = kTierCount;
 
@@ -71,7 +70,7 @@ class Reader {
     }
     throw DamagedImage(std::string("there are too many: ") + what);
   }
-  // How many things follow, of at least so many bytes each: what cannot be there is not made room for.
+  // The number of following items of at least so many bytes: memory is taken only for possible counts.
   std::size_t count(std::size_t nbytes_each, const char* what) {
     return static_cast<std::size_t>(number(left_.size() / nbytes_each, what));
   }
@@ -181,7 +180,7 @@ TableImage unpack_image(std::span<const std::byte> packed) {
   if (header.body_nbytes != body.size()) throw DamagedImage("its length is wrong");
   if (header.checksum != checksum_of(header, body)) throw DamagedImage("its checksum is wrong");
 
-  // From here on only a writer with a fault, or with bad intent, can be met.
+  // Below, only a faulty or hostile writer fails a check.
   Reader reader(body);
   TableImage image;
   const std::size_t holders = reader.count(7, "holders");

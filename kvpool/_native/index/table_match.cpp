@@ -1,4 +1,4 @@
-// How far the leading blocks of a prompt reach with each rank. See table.h.
+// Leading blocks of a prompt by rank. See table.h.
 #include <algorithm>
 #include <bit>
 #include <numeric>
@@ -20,7 +20,7 @@ constexpr std::array<Tiers, kColumnCount> kColumnTiers = {
     kMemoryTiers,
 };
 
-// Bit c: a block that is in these tiers counts for column c.
+// Bit c: a block in these tiers counts for column c.
 using Columns = std::uint8_t;
 constexpr std::array<Columns, kAllTiers + 1> kColumnsOf = [] {
   std::array<Columns, kAllTiers + 1> columns{};
@@ -47,14 +47,14 @@ struct Result {
   Counts blocks;
 };
 
-// One holder is looked for in a set: a search, where a walk along both takes a look each.
+// A search for one holder in a set, where a walk along both takes a look each.
 constexpr std::uint64_t kLooksOfSearch = 8;
 
-// Sets of a prompt that took their turn of late: runners only ever stop, so the second time changes nothing. A pool that
-// has lost every other block of what a thousand workers hold costs two turns then, and not one a block.
+// Recently processed sets of a prompt: runners only stop, so a second time changes nothing. A pool that lost
+// every other block of a thousand workers costs two passes then, not one a block.
 class Taken {
  public:
-  // Whether it is the first time, as far as is known.
+  // Whether this is the first time, as far as remembered.
   bool is_first(SetId set) {
     SetId& last = sets_[set % sets_.size()];
     const bool is_first = set == kNobody || last != set;
@@ -110,7 +110,7 @@ void Table::match_uniform(Walk& walk, const std::vector<bool>* wanted, Matches& 
     if (run == nullptr) break;
     if (!taken.is_first(run->set)) continue;
     const std::uint64_t reached = run->begin;
-    // Both are sorted by holder: a holder that still runs and is not in the set, or not in the right tiers, stops here.
+    // Both are sorted by holder: a running holder without the right tiers in the set stops here.
     const auto holdings = sets_[run->set];
     walk.spend(holdings.size() + runners.size());
     auto holding = holdings.begin();
@@ -135,7 +135,7 @@ void Table::match_uniform(Walk& walk, const std::vector<bool>* wanted, Matches& 
     }
   }
 
-  // A rank can use what all of its groups hold.
+  // A rank can use the blocks that all of its groups hold.
   const auto by_rank = [](const Result& a, const Result& b) { return a.rank < b.rank; };
   if (!std::ranges::is_sorted(results, by_rank)) std::ranges::sort(results, by_rank);
   for (std::size_t begin = 0, end = 0; begin < results.size(); begin = end) {
@@ -163,7 +163,7 @@ void Table::match_hybrid(Walk& walk, const std::vector<bool>* wanted, Matches& m
     if (rank.uniform || (wanted != nullptr && !(*wanted)[rank.worker])) continue;
     usable.fill({{1, count}});
     std::uint64_t bound = count, unit = 1;
-    // Those that need all of a prefix come first: no other is looked at behind the end of what they hold.
+    // Groups with the whole prefix come first: others are not read behind their end.
     for (const bool window : {false, true}) {
       for (const HolderId id : rank.holders) {
         const GroupHolder& holder = holders_[id];
@@ -187,14 +187,14 @@ void Table::match_hybrid(Walk& walk, const std::vector<bool>* wanted, Matches& m
   }
 }
 
-// What a holder holds of a prompt, by column, of its first `bound` hashed blocks at least.
+// A holder's blocks of a prompt, by column, of its first `bound` hashed blocks at least.
 void Table::find_held(const GroupHolder& holder, HolderId id, Walk& walk, std::uint64_t bound,
                       std::array<Spans, kColumnCount>& held) const {
   for (Spans& spans : held) spans.clear();
   std::array<std::uint64_t, kColumnCount> since{};
   Columns running = 0, from_root = kColumnsOf[kAllTiers];
   SetRuns& runs = walk.runs(holder.stride);
-  // A holder that needs all of a prefix is not looked for behind its first hole.
+  // A holder that needs the whole prefix ends at its first hole.
   for (std::size_t i = 0; holder.last != 0 || from_root != 0; ++i) {
     const SetRuns::Run* const run = runs.at(i);
     const std::uint64_t begin = run == nullptr ? runs.count() : run->begin;

@@ -1,7 +1,8 @@
-// How far a worker comes with what it holds itself and what its part of the pool holds from there on. See table.h.
+// How far local blocks reach, and the pool's part from there on. See table.h.
 //
-// As kvpool's connector has it (kvpool/vllm/plan.py, longest_hit): the engine goes on from its own hit, so the pool is
-// asked from there; a group that needs a whole prefix needs every block behind it in the pool, a window its last ones.
+// As in kvpool's connector (kvpool/vllm/plan.py, longest_hit): the engine goes on from its own hit, so the
+// pool matters from there; a whole-prefix group needs every later block in the pool, a sliding window its
+// last ones.
 #include <algorithm>
 #include <numeric>
 
@@ -41,7 +42,7 @@ void Table::add_loadable(Walk& walk, const PoolOf& pool_of, Matches& matches) co
   const Asked* last = nullptr;
   std::uint64_t reached = 0;
   for (const Asked& one : asked) {
-    // The run that the one before went on in: without windows it ends where it ends.
+    // Within the run of the one before: without windows it ends at the same block.
     const bool is_within = last != nullptr && last->pool == one.pool &&
                            (last->local == one.local || (ranks_[one.pool].uniform && one.local <= reached));
     if (!is_within) reached = reach(ranks_[one.pool], one.local, walk);
@@ -53,7 +54,7 @@ void Table::add_loadable(Walk& walk, const PoolOf& pool_of, Matches& matches) co
 std::uint64_t Table::reach(const Rank& pool, std::uint64_t local, Walk& walk) const {
   Spans usable = {{local + 1, walk.count()}};
   std::uint64_t unit = 1;
-  // Those that need all of a prefix come first: no other is looked at behind the end of what they hold.
+  // Groups with the whole prefix come first: others are not read behind their end.
   for (const bool window : {false, true}) {
     for (const HolderId id : pool.holders) {
       const GroupHolder& holder = holders_[id];
@@ -67,13 +68,13 @@ std::uint64_t Table::reach(const Rank& pool, std::uint64_t local, Walk& walk) co
   return std::max(local, longest(usable, unit));
 }
 
-// What a group could go on from that has the first `local` blocks of a prompt and takes the others of the pool, as far
-// as `bound` at least.
+// Lengths from which a group with the first `local` blocks could go on with the pool's, up to `bound` at
+// least.
 Spans Table::held_in_pool(HolderId id, std::uint64_t local, std::uint64_t bound, Walk& walk) const {
   constexpr std::uint64_t kLooks = 8;
   const GroupHolder& holder = holders_[id];
   SetRuns& runs = walk.runs(holder.stride);
-  // The local blocks may end within one of the group's: then all of it is needed.
+  // The local blocks may end within a group's block: then all of it is needed.
   const std::uint64_t from = local / holder.stride;
   Spans spans;
   if (from >= runs.count()) return spans;

@@ -9,7 +9,8 @@ namespace kvpool {
 Table::Table(std::size_t max_blocks, bool reuse_reports, std::uint32_t block_tokens,
              std::shared_ptr<MemoryBudget> budget, const TableImage& image)
     : Table(max_blocks, reuse_reports, block_tokens, std::move(budget)) {
-  // No other thread has this table yet: no lock. Holders are given out from 0 on, so a place in the image is a HolderId.
+  // No other thread has this table yet: no lock. Holders are numbered from 0, so an index in the image is a
+  // HolderId.
   for (std::size_t i = 0; i < image.holders.size(); ++i) {
     const TableImage::GroupHolder& holder = image.holders[i];
     const auto place = holder_of(worker_of(holder.worker), holder.dp_rank, holder.group);
@@ -25,7 +26,7 @@ Table::Table(std::size_t max_blocks, bool reuse_reports, std::uint32_t block_tok
   for (std::size_t i = 0; i < sets.size(); ++i) {
     sets[i] = sets_.of(image.set(i));
     sets_.move(kNobody,
-               sets[i]);  // until all blocks are in: one that is refused must not be what frees a set
+               sets[i]);  // until all blocks are in: a refused block must not free a set
   }
   for (std::size_t i = 0; i < image.hashes.size(); ++i) {
     if (i % kHashesPerSweep == 0) account();
@@ -35,7 +36,7 @@ Table::Table(std::size_t max_blocks, bool reuse_reports, std::uint32_t block_tok
     const auto [place, is_new] = blocks_.size() < max_blocks_ ? blocks_.insert(hash, set, share_.may_grow())
                                                               : std::pair(blocks_.find(hash), false);
     if (place == nullptr) {
-      // What was cold there is not in the image, so one block is as good as another.
+      // The image has no coldness, so any block may be refused.
       ++total_.refused;
       for (const Holding holding : sets_[set]) ++holders_[holding.holder()].evicted;
       continue;
@@ -65,7 +66,7 @@ Table::Table(std::size_t max_blocks, bool reuse_reports, std::uint32_t block_tok
     account();
     const auto [place, is_new] = more->insert(copies.hash, copies.more, share_.may_grow());
     holders_nbytes_ += more->nbytes() - nbytes_before;
-    if (place == nullptr) continue;  // no room for it: less is credited than could be
+    if (place == nullptr) continue;  // no room: less is credited than could be
     if (!is_new) throw DamagedImage("copies stand there twice");
     holders_[copies.holder].digests[static_cast<std::size_t>(Tier::kDevice)] +=
         copies.more * digest_of_copy(copies.hash);
@@ -95,7 +96,7 @@ TableImage Table::image() const {
   std::vector<std::uint32_t> set_places(sets_.limit(), kNowhere);
   blocks_.for_each([&](std::uint64_t hash, SetId set) {
     const auto holdings = sets_[set];
-    if (holdings.empty()) return;  // it waits to be swept
+    if (holdings.empty()) return;  // it waits for the sweep
     if (set_places[set] == kNowhere) {
       set_places[set] = static_cast<std::uint32_t>(image.set_ends.size());
       for (const Holding holding : holdings)

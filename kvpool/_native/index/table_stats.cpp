@@ -1,4 +1,4 @@
-// What a table says of its workers and of itself. See table.h.
+// Content and totals of a table. See table.h.
 
 #include "index/digests.h"
 #include "index/table.h"

@@ -1,4 +1,4 @@
-// Workers, ranks and groups of a table: how they come, what they need, how they go. See table.h.
+// Workers, ranks and groups of a table. See table.h.
 #include <algorithm>
 #include <stdexcept>
 
@@ -15,7 +15,7 @@ std::uint32_t take_place(std::vector<Thing>& things, std::vector<std::uint32_t>&
     return place;
   }
   things.emplace_back();
-  free.reserve(things.capacity());  // so that giving back never needs memory
+  free.reserve(things.capacity());  // so that giving back never allocates
   return static_cast<std::uint32_t>(things.size() - 1);
 }
 
@@ -94,7 +94,7 @@ bool Table::learn_group(HolderId id, const Event& event) {
   bool dropped = false;
   const std::uint32_t stride = holder.stride;
   const std::uint32_t needed = holder.last;
-  // The end of a prompt may be told in smaller pieces, so a group's blocks are as large as the largest.
+  // A prompt's end may be reported in smaller pieces, so a group's blocks are as large as the largest.
   if (block_tokens_ != 0 && event.block_tokens % block_tokens_ == 0) {
     holder.stride = std::max(holder.stride, event.block_tokens / block_tokens_);
   }
@@ -102,7 +102,7 @@ bool Table::learn_group(HolderId id, const Event& event) {
     const bool partial = event.reach != Reach::kWhole;
     std::uint32_t last = event.reach == Reach::kState ? 1 : 0;
     if (event.reach == Reach::kWindow) {
-      // As vLLM's SlidingWindowManager: what the next token sees, but at least one block.
+      // As vLLM's SlidingWindowManager: the next token's window, but at least one block.
       last = holder.last;
       if (event.window_tokens != 0 && event.block_tokens != 0) {
         last = std::max(1U, (event.window_tokens - 1 + event.block_tokens - 1) / event.block_tokens);
@@ -111,7 +111,7 @@ bool Table::learn_group(HolderId id, const Event& event) {
     if (partial != holder.partial || last != holder.last) {
       holder.partial = partial;
       holder.last = last;
-      // What was credited to it while its kind was taken for another.
+      // Credits of the group under a former kind.
       dropped = drop(std::span(&id, 1), tiers_of(Tier::kDevice));
     }
   }
@@ -132,13 +132,13 @@ void Table::learn_uniform(std::uint32_t id) {
 bool Table::drop(std::span<const HolderId> holders, Tiers tiers) {
   bool anything = false;
   for (const HolderId id : holders) {
-    // What it held is gone altogether: what it will be told to hold is whole again.
+    // With all its blocks gone, later ones are complete again.
     if ((tiers & kLocalTiers) == kLocalTiers) holders_[id].evicted = 0;
     for (unsigned tier = 0; tier < kTierCount; ++tier) {
       anything = anything || ((tiers >> tier & 1U) != 0 && holders_[id].blocks[tier] != 0);
     }
   }
-  // Walking over all sets for nothing is what a publisher of empty clears would make us do.
+  // Skips the walk over all sets for a publisher of empty clears.
   if (!anything) return false;
   std::vector<Tiers> gone(holders_.size());
   for (const HolderId id : holders) gone[id] = tiers;
@@ -152,7 +152,7 @@ bool Table::drop(std::span<const HolderId> holders, Tiers tiers) {
   return true;
 }
 
-// What a holder keeps beside its blocks of these tiers.
+// A holder's data beside its blocks of these tiers.
 void Table::let_go(GroupHolder& holder, Tiers tiers) {
   if (holder.more_copies && (tiers & tiers_of(Tier::kDevice)) != 0) {
     holders_nbytes_ -= holder.more_copies->nbytes();
@@ -183,7 +183,7 @@ bool Table::remove_worker(std::string_view worker) {
   if (known == worker_by_name_.end()) return false;
   const std::uint32_t place = known->second;
   drop(holders_of(workers_[place].ranks), kAllTiers);
-  // From here on nothing needs memory. The numbers may be given to others: no set names them any more.
+  // No allocation from here on. Numbers may be reused: no set names them any more.
   for (const std::uint32_t rank : workers_[place].ranks) {
     for (const HolderId holder : ranks_[rank].holders) {
       let_go(holders_[holder], kAllTiers);
