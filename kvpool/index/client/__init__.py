@@ -1,1 +1,1 @@
-"""The other side of the index's services: what asks it and publishes to it."""
+"""Clients of the index's services."""

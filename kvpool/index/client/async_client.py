@@ -27,18 +27,16 @@ if TYPE_CHECKING:
 
 
 class AsyncIndexClient:
-    """A connection to the index at ``HOST:PORT``; it is made with the first call, and again when it was lost.
+    """A connection to the index at ``HOST:PORT``, opened by the first call and again after a loss.
 
-    ``token``: the bearer token, for an index that asks for one; None: none.
-    ``tls_ca``: PEM file of the authorities that the index's certificate must be of; None: no TLS. ``tls_cert``,
-    ``tls_key``: of this client, for an index that demands a certificate. Without TLS a token crosses the network in the
-    clear.
+    ``token``: the bearer token; None: none. ``tls_ca``: PEM file of the authorities of the index's
+    certificate; None: no TLS, and a token crosses the network in the clear. ``tls_cert``, ``tls_key``: of
+    this client, for an index that demands a certificate. ``timeout_s``: the default deadline.
 
-    ``timeout_s``: the deadline of a call that names none. Made, used and closed in one event loop.
+    Made, used and closed in one event loop.
 
-    Errors, of every call: ``ConfigError`` for a wrong argument, ``UnknownModel``, and ``IndexUnavailable`` when no
-    index answers in time, or (``AccessDenied``) it does not let this client in. A router takes the last as "nothing is
-    known" and goes on.
+    Errors, of every call: ``ConfigError`` for a wrong argument, ``UnknownModel``, ``IndexUnavailable``
+    without a reply in time, ``AccessDenied`` for a missing right. A router goes on without an index then.
     """
 
     def __init__(
@@ -63,18 +61,18 @@ class AsyncIndexClient:
     ) -> Lookup:
         """How many leading blocks of a prompt each worker of its model holds: a row for every candidate rank.
 
-        The prompt: a model's name and the fields of a ``Prompt``, or a ``Prompt``. As ``token_ids`` the index hashes it
-        for each kind of worker; ``hashes64`` are asked everywhere. For ``text`` and ``chat`` the index must have the
-        model's tokenizer.
+        ``model``: a ``Prompt``, or a name with the fields of one. The index hashes ``token_ids`` for each
+        kind of worker; ``hashes64`` match as they are. ``text`` and ``chat`` need the model's tokenizer at
+        the index.
         """
         return await self._answer(calls.lookup_call(as_prompt(model, fields)), timeout_s)
 
     async def lookup_many(
         self, prompts: Sequence[Prompt], *, timeout_s: float | None = None
     ) -> list[Lookup | KVPoolError]:
-        """``lookup`` of up to 256 prompts in one message: for each its answer, or the error that it alone met.
+        """``lookup`` of up to 256 prompts in one message: for each its reply or its own error.
 
-        Errors: what concerns all of them, so also ``ConfigError`` of an index of an earlier version.
+        Errors: of all prompts, so also ``ConfigError`` of an index of an earlier version.
         """
         replies = await self._answer(calls.lookups_call(prompts), timeout_s)
         return [channel.answer(self._target, self._timeout_s, reply) for reply in replies]
@@ -90,12 +88,12 @@ class AsyncIndexClient:
         timeout_s: float | None = None,
         **fields: Unpack[PromptFields],
     ) -> Ranking:
-        """The workers' ranks by what a prompt would cost there, the cheapest first, with the terms of each cost.
+        """The ranks by a prompt's cost there, the cheapest first, with the terms of each cost.
 
-        The prompt as in ``lookup``. ``loads``: how busy candidates are now, where the caller knows; the index keeps it
-        for later questions, and reads the workers' metrics itself. ``limit``: most picks; None: all. ``reserve_s``:
-        count this prompt as load of the first pick for so long, for other routers; ``release`` ends it sooner.
-        ``prompt_tokens``: of the whole prompt, where it is given as hashes; None: of its full blocks.
+        The prompt as in ``lookup``. ``loads``: known loads of candidates; the index keeps them and also reads
+        workers' metrics itself. ``limit``: most picks; None: all. ``reserve_s``: count this prompt as load of
+        the first pick for so long, for other routers; ``release`` ends it sooner. ``prompt_tokens``: of the
+        whole prompt, if given as hashes; None: of its full blocks.
         """
         if "most" in fields:
             raise ConfigError("route takes limit= in place of most=")
@@ -108,16 +106,16 @@ class AsyncIndexClient:
     async def release(
         self, reservation: str, *, tenant: str = DEFAULT_TENANT, timeout_s: float | None = None
     ) -> bool:
-        """End a reservation of ``route``: the request is over, or its load shows. False if it has ended by itself."""
+        """End a reservation of ``route``: the request is over, or its load shows. False: it has ended by itself."""
         return await self._answer(calls.release_call(reservation, tenant), timeout_s)
 
     # async only: begin
 
     def stream(self) -> LookupStream:
-        """Many lookups over one call, for half the cost of a call each. Close it, or use it as a context manager.
+        """Many lookups over one call, at half the cost of a call each. Close it, or use ``with``.
 
-        Never blocks. Errors: ``IndexUnavailable`` when this client is closed; whether an index is there is found out
-        by the first lookup.
+        Never blocks. Errors: ``IndexUnavailable`` for a closed client; a missing index fails the first
+        lookup.
         """
         if self._closed:
             raise channel.closed(self._target)
@@ -133,16 +131,16 @@ class AsyncIndexClient:
     async def workers(
         self, *, tenant: str | None = None, model: str | None = None, timeout_s: float | None = None
     ) -> list[WorkerStatus]:
-        """Whom the index follows, by tenant and name, and how well. ``tenant``, ``model``: only these; None: all."""
+        """Status of each worker, by tenant and name. ``tenant``, ``model``: filters; None: all."""
         status = await self.status(tenant=tenant, model=model, timeout_s=timeout_s)
         return list(status.workers)
 
     async def status(
         self, *, tenant: str | None = None, model: str | None = None, timeout_s: float | None = None
     ) -> FleetStatus:
-        """``workers``, and what the index says of itself: hit ratios, blocks, memory.
+        """``workers``, and the index's own hit ratios, blocks and memory.
 
-        Workers come in pages, all of them within the deadline.
+        Workers come in pages, all within the deadline.
         """
         limit_s = self._timeout_s if timeout_s is None else channel.check_timeout_s(timeout_s)
         until_s = time.monotonic() + limit_s
@@ -158,10 +156,10 @@ class AsyncIndexClient:
     async def register(
         self, worker: Worker, lease_s: float | None = None, *, timeout_s: float | None = None
     ) -> bool:
-        """Have the index follow a worker that does not announce itself, for ``lease_s`` seconds or until removed.
+        """Have the index follow a worker without an announcement, for ``lease_s`` seconds or until removed.
 
-        To be called again before the lease ends. An empty ``hash_seed_id`` is that of the index. True when another
-        start of this worker was followed, and is forgotten.
+        Call again before the lease ends. An empty ``hash_seed_id`` is that of the index. True: another start
+        of this worker was followed, and is forgotten.
         """
         return await self._answer(calls.register_call(worker, lease_s), timeout_s)
 
@@ -172,14 +170,14 @@ class AsyncIndexClient:
         tenant: str = DEFAULT_TENANT,
         timeout_s: float | None = None,
     ) -> bool:
-        """Forget a worker and all it holds, until it announces itself again; False if it is not known."""
+        """Forget a worker and its blocks, until its next announcement; False: unknown."""
         return await self._answer(calls.remove_call(name, tenant), timeout_s)
 
     async def snapshot(self, *, timeout_s: float | None = None, max_nbytes: int | None = None) -> bytearray:
-        """All that the index knows, for ``kvpool.index.snapshot.unpack``; its bytes are not checked here.
+        """The index's state, for ``kvpool.index.snapshot.unpack``; its bytes are not checked here.
 
-        For an index that is about to start. Errors: also ``IndexUnavailable`` when that one is not warm itself, or
-        knows more than ``max_nbytes``.
+        For an index at its start. Errors: also ``IndexUnavailable`` for an index that is not warm, or above
+        ``max_nbytes``.
         """
         most_nbytes = MAX_SNAPSHOT_NBYTES if max_nbytes is None else max_nbytes
         limit_s = self._timeout_s if timeout_s is None else channel.check_timeout_s(timeout_s)
@@ -203,7 +201,7 @@ class AsyncIndexClient:
         return found
 
     async def close(self) -> None:
-        """End the connection, and calls under way with it. May be called again."""
+        """End the connection and its calls. Idempotent."""
         self._closed = True
         await self._channel.close()
 

@@ -27,14 +27,12 @@ from kvpool.index.protocol.messages import (
 )
 from kvpool.v1 import index_pb2 as pb
 
-PAGE_SIZE = 512  # workers that are asked for at once
+PAGE_SIZE = 512  # workers per request
 
 Answer = TypeVar("Answer")
 
 
 class Call(NamedTuple, Generic[Answer]):
-    """One request, and what makes a value of its reply."""
-
     method: str
     request: Any
     value: Callable[[Any], Answer]
@@ -45,12 +43,11 @@ class Call(NamedTuple, Generic[Answer]):
 
 
 def lookup_call(prompt: Prompt) -> Call[Lookup]:
-    """``Lookup``."""
     return Call("Lookup", encode_prompt(pb.LookupRequest, prompt), decode_lookup)
 
 
 def lookups_call(prompts: Sequence[Prompt]) -> Call[list[Any]]:
-    """``Lookup`` of many prompts in one message; its answer: a ``LookupResponse`` for each."""
+    """Many prompts in one message; returns a ``LookupResponse`` for each."""
     if not 1 <= len(prompts) <= MAX_REQUESTS:
         raise ConfigError(f"one message asks about 1 to {MAX_REQUESTS} prompts, not {len(prompts)}")
     request = pb.LookupRequest(requests=[encode_prompt(pb.LookupRequest, prompt) for prompt in prompts])
@@ -73,7 +70,7 @@ def route_call(
     reserve_s: float | None,
     prompt_tokens: int | None,
 ) -> Call[Ranking]:
-    """``Route``; the arguments are those of ``IndexClient.route``."""
+    """Arguments as in ``IndexClient.route``."""
     request = encode_prompt(pb.RouteRequest, prompt)
     if limit is not None and limit < 1:
         raise ConfigError(f"limit is the number of picks, 1 or more, not {limit}")
@@ -88,7 +85,7 @@ def route_call(
 
 
 def release_call(reservation: str, tenant: str) -> Call[bool]:
-    """``Release``; its answer: whether it was held."""
+    """Returns whether it was held."""
     try:
         request = pb.ReleaseRequest(tenant=tenant, reservation=reservation)
     except (TypeError, ValueError) as error:
@@ -97,7 +94,7 @@ def release_call(reservation: str, tenant: str) -> Call[bool]:
 
 
 def register_call(worker: Worker, lease_s: float | None) -> Call[bool]:
-    """``RegisterWorker``; its answer: whether another start of that name was followed."""
+    """Returns whether another start of that name was followed."""
     lease_ms = 0 if lease_s is None else whole_ms("a lease", lease_s)
     try:
         request = pb.RegisterWorkerRequest(worker=encode_worker(worker), lease_ms=lease_ms)
@@ -107,7 +104,7 @@ def register_call(worker: Worker, lease_s: float | None) -> Call[bool]:
 
 
 def remove_call(name: str, tenant: str) -> Call[bool]:
-    """``RemoveWorker``; its answer: whether it was known."""
+    """Returns whether it was known."""
     try:
         request = pb.RemoveWorkerRequest(tenant=tenant, name=name)
     except (TypeError, ValueError) as error:
@@ -116,7 +113,7 @@ def remove_call(name: str, tenant: str) -> Call[bool]:
 
 
 def status_call(tenant: str | None, model: str | None, page_token: str = "") -> Call[tuple[FleetStatus, str]]:
-    """``ListWorkers``; its answer: a page, and the token of the next one. An earlier index has one page of all."""
+    """Returns a page, and the token of the next. An earlier index has one page of all."""
     try:
         request = pb.ListWorkersRequest(
             tenant=tenant or "", model=model or "", page_size=PAGE_SIZE, page_token=page_token

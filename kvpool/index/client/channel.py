@@ -1,4 +1,4 @@
-"""How a client reaches an index: ``Access``, the channel, and what its errors mean."""
+"""Connections to an index: ``Access``, the channel, and its errors."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ PICKER = "envoy.service.ext_proc.v3.ExternalProcessor"
 OPTIONS = (
     ("grpc.max_send_message_length", MAX_REQUEST_NBYTES),
     ("grpc.max_receive_message_length", MAX_REPLY_NBYTES),
-    ("grpc.enable_http_proxy", 0),  # http_proxy in the environment is not meant for an index next door
+    ("grpc.enable_http_proxy", 0),  # a proxy in the environment is not meant for an index next door
     # An index that comes back is found again within a second.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 1000),  # also how long one attempt to connect may take
+    ("grpc.min_reconnect_backoff_ms", 1000),  # also the longest attempt to connect
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
 
 
 _OTHER_HOST = "its certificate is not for this host: dial a name or address that it holds"
-# What stands in gRPC's words when a handshake has failed -> what is wrong, and what to change. The first counts.
+# gRPC's words for a failed handshake -> the fault, and its remedy. The first match counts.
 _TLS_ADVICE = {
     "certificate has expired": "its certificate has expired: renew it",
     "certificate is not yet valid": "its certificate is not yet valid: correct it, or this host's clock",
@@ -57,7 +57,7 @@ _TLS_ADVICE = {
 
 NOTHING_LISTENS = "nothing listens there"
 _START, _CHECK = "; start one: kvpool index --listen ", "; check the address"
-# The same of a connection that was not made at all.
+# The same for a failed connection.
 _WHY = {
     "Connection refused": NOTHING_LISTENS,
     "Domain name not found": "the name of its host is not known",
@@ -78,9 +78,9 @@ _CODES = {code.value[0]: code for code in grpc.StatusCode}
 class Access:
     """``token``: the bearer token; None: none.
 
-    ``tls_ca``: path of the authorities, in PEM, that the certificate of the index must be of; None: no TLS.
-    ``tls_cert`` and ``tls_key``: paths of a certificate of this client and its private key, for an index that demands
-    one. Blocking: reads these files. Errors: ``ConfigError``.
+    ``tls_ca``: PEM file of the authorities of the index's certificate; None: no TLS. ``tls_cert``,
+    ``tls_key``: this client's certificate and key, for an index that demands them. Blocking: reads these
+    files. Errors: ``ConfigError``.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Access:
 
 
 def check_token(token: str) -> str:
-    """Return ``token`` if it can be one. Errors: ``ConfigError``, which does not show it."""
+    """Errors: ``ConfigError``, which does not show the token."""
     if not isinstance(token, str) or _TOKEN.fullmatch(token) is None:
         raise ConfigError(f"a token is 1 to {MAX_TOKEN_CHARS} printable ASCII characters without spaces")
     return token
@@ -115,7 +115,7 @@ def _packed(request: Any) -> bytes:
 
 
 def check_target(target: str) -> str:
-    """Return ``HOST:PORT`` if an index can be there. Errors: ``ConfigError``."""
+    """Returns a valid ``HOST:PORT``. Errors: ``ConfigError``."""
     _, port = parse_address(target)
     if port == 0:
         raise ConfigError(f"{target}: port 0 is for listening; write the port that kvpool index has printed")
@@ -123,7 +123,7 @@ def check_target(target: str) -> str:
 
 
 def check_timeout_s(timeout_s: float) -> float:
-    """Return ``timeout_s`` if a call can have it. Errors: ``ConfigError``."""
+    """Errors: ``ConfigError``."""
     if (
         isinstance(timeout_s, bool)
         or not isinstance(timeout_s, int | float)
@@ -136,7 +136,7 @@ def check_timeout_s(timeout_s: float) -> float:
 
 
 def open_calls(channel: Any, access: Access) -> dict[str, Any]:
-    """What calls each method of the index, by its name; of either kind of channel."""
+    """The index's methods by name; for either kind of channel."""
     return {
         name: partial(
             channel.unary_unary(f"/{SERVICE}/{name}", request_serializer=_packed),
@@ -147,13 +147,13 @@ def open_calls(channel: Any, access: Access) -> dict[str, Any]:
 
 
 def open_stream(channel: Any, access: Access, method: str = "LookupStream") -> Any:
-    """A call of a method with streams on both sides, under way."""
+    """A running call of a method with streams on both sides."""
     call = channel.stream_stream(f"/{SERVICE}/{method}", request_serializer=_packed)
     return call(metadata=access.metadata)
 
 
 def open_snapshot(channel: Any, access: Access, timeout_s: float) -> Any:
-    """The chunks of a ``Snapshot``, as they come."""
+    """The chunks of a ``Snapshot``, as they arrive."""
     call = channel.unary_stream(
         f"/{SERVICE}/Snapshot",
         request_serializer=_packed,
@@ -163,7 +163,7 @@ def open_snapshot(channel: Any, access: Access, timeout_s: float) -> Any:
 
 
 def is_serving(target: str, service: str, access: Access, timeout_s: float) -> bool:
-    """Whether the server at ``target`` says that it serves ``service`` (empty: itself). Blocking.
+    """Whether the server at ``target`` reports "serving" for ``service`` (empty: itself). Blocking.
 
     Errors: ``ConfigError``, ``IndexUnavailable``.
     """
@@ -180,7 +180,7 @@ def is_serving(target: str, service: str, access: Access, timeout_s: float) -> b
 
 
 def read(target: str, call: Call[Answer], reply: bytes) -> Answer:
-    """What the reply says. Errors: ``IndexUnavailable`` when it is no such reply."""
+    """The reply's value. Errors: ``IndexUnavailable`` for a malformed reply."""
     try:
         return call.decode(reply)
     except (DecodeError, ValueError) as error:
@@ -188,7 +188,7 @@ def read(target: str, call: Call[Answer], reply: bytes) -> Answer:
 
 
 def answer(target: str, timeout_s: float, reply: Any) -> Lookup | KVPoolError:
-    """What a ``LookupResponse`` says: rows, or why its request was refused."""
+    """The rows of a ``LookupResponse``, or its refusal."""
     if reply.status.code:
         code = _CODES.get(reply.status.code, grpc.StatusCode.INTERNAL)
         return refusal(target, timeout_s, code, reply.status.message)
@@ -199,24 +199,24 @@ def answer(target: str, timeout_s: float, reply: Any) -> Lookup | KVPoolError:
 
 
 def unreadable(target: str, method: str, error: Exception) -> KVPoolError:
-    """What a client says of a reply that is none."""
+    """A malformed reply."""
     return IndexUnavailable(
         f"what {target} replied to {method} is no reply of a kvpool index of this version: {error}"
     )
 
 
 def closed(target: str) -> KVPoolError:
-    """What a client says that was closed."""
+    """The client was closed."""
     return IndexUnavailable(f"this client of the index at {target} was closed")
 
 
 def no_push() -> KVPoolError:
-    """The answer to a caller of an earlier version."""
+    """For a caller of an earlier version."""
     return ConfigError(PUSH_GONE)
 
 
 def late(target: str, timeout_s: float) -> KVPoolError:
-    """What a client says of an answer that did not come in time."""
+    """The deadline has passed."""
     return IndexUnavailable(
         f"the index at {target} did not answer within {timeout_s:g} s: it is busy or stuck, or something else "
         "listens there; allow it more time, or go on without it"
@@ -224,37 +224,37 @@ def late(target: str, timeout_s: float) -> KVPoolError:
 
 
 def ended(target: str) -> KVPoolError:
-    """What a stream says that the index has ended."""
+    """The index has ended the stream."""
     return IndexUnavailable(f"this stream of lookups to the index at {target} has ended; make another")
 
 
 def unanswered(target: str, count: int) -> KVPoolError:
-    """What a stream says on which too much is under way."""
+    """Too many lookups wait on the stream."""
     return IndexUnavailable(
         f"{count} lookups wait for the index at {target} on this stream; no more are sent"
     )
 
 
 def without_advice(error: KVPoolError) -> str:
-    """An error's text without its "start one": for a caller that gives advice of its own."""
+    """An error's text without its "start one", for a caller with its own advice."""
     return str(error).partition(_START)[0].partition(_CHECK)[0]
 
 
 def _away(target: str, words: str) -> KVPoolError:
-    """The index does not answer. Operators cannot use gRPC's texts, so this says why in ours."""
+    """The index does not answer; the reason in our words, as gRPC's do not help operators."""
     why = next((why for sign, why in _WHY.items() if sign in words), "")
     advice = f"{_START}{target}" if why == NOTHING_LISTENS else _CHECK
     return IndexUnavailable(f"no index answers on {target}{why and ': '}{why}{advice}")
 
 
 def error_of(target: str, timeout_s: float, error: grpc.RpcError) -> KVPoolError:
-    """The error of ours for one of gRPC's."""
+    """Maps an error of gRPC's."""
     code: Any = error.code()
     return refusal(target, timeout_s, code, error.details() or "")
 
 
 def refusal(target: str, timeout_s: float, code: grpc.StatusCode, text: str) -> KVPoolError:
-    """The error of ours for a status of gRPC's, of a call or of one request on a stream."""
+    """Maps a status of gRPC's, of a call or of one request on a stream."""
     words = " ".join(text.split())
     detail = words[:MAX_DETAIL_CHARS]
     if code is grpc.StatusCode.INVALID_ARGUMENT:

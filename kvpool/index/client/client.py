@@ -28,19 +28,17 @@ if TYPE_CHECKING:
 
 
 class IndexClient:
-    """A connection to the index at ``HOST:PORT``; it is made with the first call, and again when it was lost.
+    """A connection to the index at ``HOST:PORT``, opened by the first call and again after a loss.
 
-    ``token``: the bearer token, for an index that asks for one; None: none.
-    ``tls_ca``: PEM file of the authorities that the index's certificate must be of; None: no TLS. ``tls_cert``,
-    ``tls_key``: of this client, for an index that demands a certificate. Without TLS a token crosses the network in the
-    clear.
+    ``token``: the bearer token; None: none. ``tls_ca``: PEM file of the authorities of the index's
+    certificate; None: no TLS, and a token crosses the network in the clear. ``tls_cert``, ``tls_key``: of
+    this client, for an index that demands a certificate. ``timeout_s``: the default deadline.
 
-    ``timeout_s``: the deadline of a call that names none. Any thread may call anything; a call blocks its thread until
+    Any thread may call anything; a call blocks its thread until
     the answer or the deadline. ``with`` closes it.
 
-    Errors, of every call: ``ConfigError`` for a wrong argument, ``UnknownModel``, and ``IndexUnavailable`` when no
-    index answers in time, or (``AccessDenied``) it does not let this client in. A router takes the last as "nothing is
-    known" and goes on.
+    Errors, of every call: ``ConfigError`` for a wrong argument, ``UnknownModel``, ``IndexUnavailable``
+    without a reply in time, ``AccessDenied`` for a missing right. A router goes on without an index then.
     """
 
     def __init__(
@@ -65,18 +63,18 @@ class IndexClient:
     ) -> Lookup:
         """How many leading blocks of a prompt each worker of its model holds: a row for every candidate rank.
 
-        The prompt: a model's name and the fields of a ``Prompt``, or a ``Prompt``. As ``token_ids`` the index hashes it
-        for each kind of worker; ``hashes64`` are asked everywhere. For ``text`` and ``chat`` the index must have the
-        model's tokenizer.
+        ``model``: a ``Prompt``, or a name with the fields of one. The index hashes ``token_ids`` for each
+        kind of worker; ``hashes64`` match as they are. ``text`` and ``chat`` need the model's tokenizer at
+        the index.
         """
         return self._answer(calls.lookup_call(as_prompt(model, fields)), timeout_s)
 
     def lookup_many(
         self, prompts: Sequence[Prompt], *, timeout_s: float | None = None
     ) -> list[Lookup | KVPoolError]:
-        """``lookup`` of up to 256 prompts in one message: for each its answer, or the error that it alone met.
+        """``lookup`` of up to 256 prompts in one message: for each its reply or its own error.
 
-        Errors: what concerns all of them, so also ``ConfigError`` of an index of an earlier version.
+        Errors: of all prompts, so also ``ConfigError`` of an index of an earlier version.
         """
         replies = self._answer(calls.lookups_call(prompts), timeout_s)
         return [channel.answer(self._target, self._timeout_s, reply) for reply in replies]
@@ -92,12 +90,12 @@ class IndexClient:
         timeout_s: float | None = None,
         **fields: Unpack[PromptFields],
     ) -> Ranking:
-        """The workers' ranks by what a prompt would cost there, the cheapest first, with the terms of each cost.
+        """The ranks by a prompt's cost there, the cheapest first, with the terms of each cost.
 
-        The prompt as in ``lookup``. ``loads``: how busy candidates are now, where the caller knows; the index keeps it
-        for later questions, and reads the workers' metrics itself. ``limit``: most picks; None: all. ``reserve_s``:
-        count this prompt as load of the first pick for so long, for other routers; ``release`` ends it sooner.
-        ``prompt_tokens``: of the whole prompt, where it is given as hashes; None: of its full blocks.
+        The prompt as in ``lookup``. ``loads``: known loads of candidates; the index keeps them and also reads
+        workers' metrics itself. ``limit``: most picks; None: all. ``reserve_s``: count this prompt as load of
+        the first pick for so long, for other routers; ``release`` ends it sooner. ``prompt_tokens``: of the
+        whole prompt, if given as hashes; None: of its full blocks.
         """
         if "most" in fields:
             raise ConfigError("route takes limit= in place of most=")
@@ -110,22 +108,22 @@ class IndexClient:
     def release(
         self, reservation: str, *, tenant: str = DEFAULT_TENANT, timeout_s: float | None = None
     ) -> bool:
-        """End a reservation of ``route``: the request is over, or its load shows. False if it has ended by itself."""
+        """End a reservation of ``route``: the request is over, or its load shows. False: it has ended by itself."""
         return self._answer(calls.release_call(reservation, tenant), timeout_s)
 
     def workers(
         self, *, tenant: str | None = None, model: str | None = None, timeout_s: float | None = None
     ) -> list[WorkerStatus]:
-        """Whom the index follows, by tenant and name, and how well. ``tenant``, ``model``: only these; None: all."""
+        """Status of each worker, by tenant and name. ``tenant``, ``model``: filters; None: all."""
         status = self.status(tenant=tenant, model=model, timeout_s=timeout_s)
         return list(status.workers)
 
     def status(
         self, *, tenant: str | None = None, model: str | None = None, timeout_s: float | None = None
     ) -> FleetStatus:
-        """``workers``, and what the index says of itself: hit ratios, blocks, memory.
+        """``workers``, and the index's own hit ratios, blocks and memory.
 
-        Workers come in pages, all of them within the deadline.
+        Workers come in pages, all within the deadline.
         """
         limit_s = self._timeout_s if timeout_s is None else channel.check_timeout_s(timeout_s)
         until_s = time.monotonic() + limit_s
@@ -141,10 +139,10 @@ class IndexClient:
     def register(
         self, worker: Worker, lease_s: float | None = None, *, timeout_s: float | None = None
     ) -> bool:
-        """Have the index follow a worker that does not announce itself, for ``lease_s`` seconds or until removed.
+        """Have the index follow a worker without an announcement, for ``lease_s`` seconds or until removed.
 
-        To be called again before the lease ends. An empty ``hash_seed_id`` is that of the index. True when another
-        start of this worker was followed, and is forgotten.
+        Call again before the lease ends. An empty ``hash_seed_id`` is that of the index. True: another start
+        of this worker was followed, and is forgotten.
         """
         return self._answer(calls.register_call(worker, lease_s), timeout_s)
 
@@ -155,14 +153,14 @@ class IndexClient:
         tenant: str = DEFAULT_TENANT,
         timeout_s: float | None = None,
     ) -> bool:
-        """Forget a worker and all it holds, until it announces itself again; False if it is not known."""
+        """Forget a worker and its blocks, until its next announcement; False: unknown."""
         return self._answer(calls.remove_call(name, tenant), timeout_s)
 
     def snapshot(self, *, timeout_s: float | None = None, max_nbytes: int | None = None) -> bytearray:
-        """All that the index knows, for ``kvpool.index.snapshot.unpack``; its bytes are not checked here.
+        """The index's state, for ``kvpool.index.snapshot.unpack``; its bytes are not checked here.
 
-        For an index that is about to start. Errors: also ``IndexUnavailable`` when that one is not warm itself, or
-        knows more than ``max_nbytes``.
+        For an index at its start. Errors: also ``IndexUnavailable`` for an index that is not warm, or above
+        ``max_nbytes``.
         """
         most_nbytes = MAX_SNAPSHOT_NBYTES if max_nbytes is None else max_nbytes
         limit_s = self._timeout_s if timeout_s is None else channel.check_timeout_s(timeout_s)
@@ -186,7 +184,7 @@ class IndexClient:
         return found
 
     def close(self) -> None:
-        """End the connection, and calls under way with it. May be called again."""
+        """End the connection and its calls. Idempotent."""
         self._closed = True
         self._channel.close()
 

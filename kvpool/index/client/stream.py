@@ -1,4 +1,4 @@
-"""``LookupStream``: one prompt after another asked over one call of the index, from one event loop."""
+"""``LookupStream``: many lookups over one call of the index, from one event loop."""
 
 from __future__ import annotations
 
@@ -21,22 +21,21 @@ from kvpool.v1 import index_pb2 as pb
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-MAX_WAITING = 1024  # lookups that have no answer yet
+MAX_WAITING = 1024  # lookups without an answer
 
 
 class LookupStream:
-    """Made by ``AsyncIndexClient.stream``; a context manager. Any number of tasks may ask at once.
+    """Made by ``AsyncIndexClient.stream``; a context manager. Any number of tasks may use it at once.
 
-    Each request has an id, under which it is answered or refused. When the stream ends (the index stops, or revokes the
+    Each request has an id, for its reply or refusal. When the stream ends (the index stops, or revokes the
     token), the oldest request gets the reason, all others ``IndexUnavailable``: make another stream.
 
-    An index of an earlier version answers without ids, in the order of the questions, and ends the stream with the
-    first question that it refuses.
+    An index of an earlier version replies without ids, in order, and ends the stream with its first refusal.
     """
 
     def __init__(self, target: str, call: Any, timeout_s: float) -> None:
         self._target, self._call, self._timeout_s = target, call, timeout_s
-        self._waiting: dict[int, asyncio.Future[Any]] = {}  # by id; in the order of the questions
+        self._waiting: dict[int, asyncio.Future[Any]] = {}  # by id; in the order of requests
         self._last_id = 0
         self._turn = asyncio.Lock()
         self._write: asyncio.Task[None] | None = None
@@ -74,7 +73,7 @@ class LookupStream:
         return [channel.answer(self._target, limit_s, one) for one in replies]
 
     async def close(self) -> None:
-        """End the call. May be called again."""
+        """Idempotent."""
         self._end(channel.closed(self._target))
         self._call.cancel()
         self._reader.cancel()
@@ -124,14 +123,14 @@ class LookupStream:
                 reply = pb.LookupResponse.FromString(packed)
                 answer = self._waiting.pop(reply.id, None) if reply.id else self._oldest()
                 if answer is None:
-                    break  # an answer to no question
+                    break  # for no request
                 if not answer.done():
                     answer.set_result(reply)
             self._end(channel.ended(self._target))
         except DecodeError as error:
             self._end(channel.unreadable(self._target, "LookupStream", error))
         except grpc.RpcError as error:
-            # gRPC puts a status of its own in the index's place when something was being sent as the call ended.
+            # gRPC replaces the index's status by its own when a write was under way at the end.
             if error.code() is not grpc.StatusCode.INTERNAL:
                 first = channel.error_of(self._target, self._timeout_s, error)
                 if (oldest := self._oldest()) is not None and not oldest.done():

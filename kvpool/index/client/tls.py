@@ -21,11 +21,12 @@ logger = logging.getLogger("kvpool.index")
 
 
 class ServerTls:
-    """What an index listens with. ``client_ca``: callers need a certificate of one of these authorities; empty: none.
+    """TLS of listening ports. ``client_ca``: authorities of callers' required certificates; empty: not
+    required.
 
-    ``context``: for servers of other kinds than gRPC's. What ``reload`` has read holds for connections that are made
-    from then on. It shares ``_make`` with gRPC's own threads, and ``_current`` with those of other servers; each
-    is replaced whole. Errors: ``ConfigError`` that names the file.
+    ``context``: for servers other than gRPC's. A ``reload`` holds for later connections. ``_make`` is shared
+    with gRPC's threads, ``_current`` with those of other servers; each is replaced whole. Errors:
+    ``ConfigError`` with the file.
     """
 
     def __init__(self, cert: str, key: str, client_ca: str = "") -> None:
@@ -33,14 +34,14 @@ class ServerTls:
         self._seen = self._state()
         self._make, self._current = self._read()
         _, self.context = self._read()
-        self.context.sni_callback = self._choose  # OpenSSL calls it at each handshake, a name or not
+        self.context.sni_callback = self._choose  # OpenSSL calls it at each handshake, with or without a name
 
     def credentials(self) -> grpc.ServerCredentials:
         """For one server of gRPC."""
         used = self._make
 
         def fresh() -> grpc.ServerCertificateConfiguration | None:
-            """gRPC asks at each handshake; None: nothing has changed."""
+            """gRPC calls it at each handshake; None: unchanged."""
             nonlocal used
             make = self._make
             if make is used:
@@ -53,9 +54,9 @@ class ServerTls:
         )
 
     def reload(self) -> None:
-        """Use the files from now on if they have changed. What cannot be used changes nothing, and is logged once.
+        """Use changed files from now on. Unusable ones change nothing, and are logged once.
 
-        Blocking: looks at some files.
+        Blocking: reads files.
         """
         if (seen := self._state()) == self._seen:
             return
@@ -86,9 +87,9 @@ class ServerTls:
 
 
 def channel_credentials(ca: str, cert: str = "", key: str = "") -> grpc.ChannelCredentials:
-    """What a client connects with. ``ca``: authorities of the index's certificate, which must be for the host dialled.
+    """TLS of a client. ``ca``: authorities of the index's certificate, which must be for the dialled host.
 
-    ``cert`` and ``key``: of the client, both or none. Errors: ``ConfigError`` that names the file.
+    ``cert`` and ``key``: of the client, both or none. Errors: ``ConfigError`` with the file.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     authorities = _authorities(context, "tls_ca", ca)
@@ -100,7 +101,7 @@ def channel_credentials(ca: str, cert: str = "", key: str = "") -> grpc.ChannelC
 
 
 def trusting(option: str, ca: str) -> ssl.SSLContext:
-    """For a client that trusts these authorities alone. Errors: ``ConfigError`` that names the option and the file."""
+    """Trusts these authorities alone. Errors: ``ConfigError`` with the option and the file."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     _authorities(context, option, ca)
     return context
@@ -117,7 +118,7 @@ def _authorities(context: ssl.SSLContext, option: str, path: str) -> bytes:
 
 def _judge_chain(context: ssl.SSLContext, what: str, cert: str, key: str) -> None:
     try:
-        context.load_cert_chain(cert, key, password="")  # it would ask on the terminal
+        context.load_cert_chain(cert, key, password="")  # OpenSSL would read it from the terminal
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", "") or "no PEM"
         raise ConfigError(
@@ -137,7 +138,7 @@ def _pem(option: str, path: str) -> bytes:
 
 
 def file_state(path: str) -> object:
-    """Something that changes when the file is replaced or written, goes or comes. Blocking: looks at one file."""
+    """A value that changes with the file. Blocking: looks at one file."""
     try:
         found = Path(path).stat()
     except OSError as error:

@@ -1,7 +1,7 @@
-"""``Endpoints``: where workers serve requests, as ``IP:PORT``: addresses name hosts, and proxies want numbers.
+"""``Endpoints``: workers' addresses as ``IP:PORT``: addresses name hosts, and proxies need numbers.
 
-One event loop. A name that was resolved once is answered at once from then on, with the addresses that were found
-last, so a name server that hangs or fails delays no request.
+One event loop. A name resolved before is answered at once with its last addresses, so a hanging name server
+delays no request.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from kvpool.errors import ConfigError, KVPoolError
 from kvpool.index.fleet import Fleet
 from kvpool.index.resolver import Addresses, Resolver, Unresolved
 
-MAX_NAMES = 16384  # whose addresses are remembered
-MAX_TENANTS = 64  # whose endpoints are
-PLACES_S = 1.0  # for so long: names are looked up every 5 s at most
+MAX_NAMES = 16384  # with remembered addresses
+MAX_TENANTS = 64  # with remembered endpoints
+PLACES_S = 1.0  # lifetime of a tenant's endpoints; names are looked up every 5 s at most
 
 
 class Url(NamedTuple):
-    """Of a worker: ``is_tls``, ``host`` (a name or a numeric address), ``port``. ``endpoint``: ``IP:PORT``; empty: the
-    host is a name.
+    """Of a worker: ``is_tls``, ``host`` (a name or a numeric address), ``port``. ``endpoint``: ``IP:PORT``;
+    empty: the host is a name.
     """
 
     is_tls: bool
@@ -41,13 +41,13 @@ class Url(NamedTuple):
 
     @property
     def authority(self) -> str:
-        """For the header ``Host``: with the port, also where that is the scheme's own."""
+        """For the header ``Host``: always with the port."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 @lru_cache(MAX_NAMES)
 def parse_url(address: str) -> Url:
-    """Errors: ``ConfigError`` for an address at which no request can be served."""
+    """Errors: ``ConfigError`` for an address that cannot serve requests."""
     if not address:
         raise ConfigError("its address is not known: say where it serves requests, address=http://HOST:PORT")
     try:
@@ -66,8 +66,9 @@ def parse_url(address: str) -> Url:
 
 
 class _Places(NamedTuple):
-    """Of a tenant's workers. ``workers``: all there were. ``names``: by endpoint. ``unknown``: addresses whose names
-    are looked up for the first time."""
+    """Of a tenant's workers. ``workers``: all of them then. ``names``: by endpoint. ``unknown``: addresses in
+    their first lookup.
+    """
 
     workers: list[Worker]
     made_s: float
@@ -96,8 +97,7 @@ class Endpoints:
         return self._endpoint(url, tenant, found, timeout_s)
 
     async def names_at(self, wanted: frozenset[str], tenant: str, timeout_s: float) -> list[str]:
-        """The workers of a tenant that serve at one of these ``IP:PORT``. Waits for names that were never resolved only
-        where none is found without them."""
+        """A tenant's workers at these ``IP:PORT``. Waits for first lookups only if none is found without."""
         places = self._places_of(tenant)
         if places.unknown and not places.names.keys() & wanted:
             await asyncio.gather(
@@ -135,7 +135,7 @@ class Endpoints:
         return places
 
     def _endpoint(self, url: Url, tenant: str, found: Future[Addresses], waited_s: float) -> str:
-        """As it is known now. Errors: ``Unresolved``; ``_Pending``: not yet."""
+        """As known now. Errors: ``Unresolved``; ``_Pending``: not yet."""
         known = self._known.get((tenant, url.host))
         if found.done():
             if (error := found.exception()) is None:

@@ -1,6 +1,6 @@
-"""``InferenceRequest``: the fields of a request to an OpenAI-compatible server by which it is placed. Pure.
+"""``InferenceRequest``: the fields of an OpenAI-compatible request that placing needs. Pure.
 
-Only the fields that placing needs are decoded. An unreadable request is placed by load: its engine reports the fault.
+Other fields stay undecoded. An unreadable request is placed by load: its engine reports the fault.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvpool.errors import ConfigError
 from kvpool.index import bounded_json
 from kvpool.index.prompt import TOKEN_NBYTES, Chat, Prompt
 
-# An engine renders the tokens of requests to these paths, at the path with "/render" behind it (vLLM 0.32).
+# An engine renders the tokens of these paths, under "/render" behind the path (vLLM 0.32).
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RENDERED = frozenset((COMPLETIONS, CHAT, "/v1/responses", "/v1/messages"))
 MODELS = "/v1/models/"  # with the name behind it
@@ -29,11 +29,11 @@ MAX_DELIMITER_NBYTES = 80  # 70 and its dashes (RFC 2046, 5.1.1)
 MAX_HEAD_NBYTES = 2048  # of a part
 MAX_NAME_NBYTES = 4096
 
-# With these an engine makes other tokens than a tokenizer by itself.
+# With these an engine's tokens differ from a bare tokenizer's.
 _RENDERED_BY_ENGINE = frozenset(
     ("add_special_tokens", "chat_template", "mm_processor_kwargs", "prompt_embeds", "truncate_prompt_tokens")
 )
-# Two requests that differ in these alone have the same tokens.
+# Fields that do not change the tokens.
 _NOT_OF_PROMPT = frozenset(
     (
         "best_of", "frequency_penalty", "logprobs", "max_completion_tokens", "max_output_tokens", "max_tokens",
@@ -43,7 +43,7 @@ _NOT_OF_PROMPT = frozenset(
 )  # fmt: skip
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-_PROMPT = msgspec.json.Decoder(str | list[_Token])  # ten times as fast as a look at each token in Python
+_PROMPT = msgspec.json.Decoder(str | list[_Token])  # ten times as fast as a check of each token in Python
 _PROMPTS = msgspec.json.Decoder(list[str | list[_Token]])
 _FORM = b"--"  # begins a form, and no JSON
 _IS_MODEL = re.compile(
@@ -59,8 +59,8 @@ _NAMED = msgspec.json.Decoder(_Named)
 
 
 class InferenceRequest(NamedTuple):
-    """``nbytes``: of its body. ``workers``: that may serve it, by name; None: all. ``model``: as the request names it;
-    empty: it names none. ``prompt``: the first of several; None: only an engine knows its tokens.
+    """``nbytes``: of its body. ``workers``: candidates by name; None: all. ``model``: as the request names
+    it; empty: none. ``prompt``: the first of several; None: only an engine knows its tokens.
     """
 
     path: str
@@ -81,7 +81,7 @@ class InferenceRequest(NamedTuple):
 def read_request(
     path: str, body: bytes, tenant: str = DEFAULT_TENANT, workers: Sequence[str] | None = None
 ) -> InferenceRequest:
-    """The request whose ``body`` was sent to ``path``. Errors: ``ConfigError``; it can still be placed by load."""
+    """``body``: as sent to ``path``. Errors: ``ConfigError``; such a request can still be placed by load."""
     path = path.partition("?")[0]
     if len(body) > MAX_READ_NBYTES:
         raise ConfigError(f"a body of {len(body)} bytes is not read, {MAX_READ_NBYTES} at most")
@@ -132,7 +132,7 @@ def _text(fields: dict[str, msgspec.Raw], name: str) -> str | None:
 
 
 def prompt_key(path: str, body: bytes) -> bytes:
-    """The same for two requests with the same tokens; ``read_request`` has read ``body``."""
+    """Equal for requests with equal tokens; ``read_request`` has read ``body``."""
     fields = _FIELDS.decode(body)
     digest = hashlib.blake2b(path.encode(), digest_size=16)
     for name in sorted(fields.keys() - _NOT_OF_PROMPT):
@@ -142,10 +142,10 @@ def prompt_key(path: str, body: bytes) -> bytes:
 
 
 def named_model(path: str, body: bytes) -> str:
-    """The model that a request names; empty where none can be read. Its other fields are skipped.
+    """The request's model; empty: unreadable. Other fields are skipped.
 
-    JSON takes 0.6 ms a MiB of text, at most 3.6 (numbers of one digit); a form 1 to 2 ms a MiB, at most 6 (dashes);
-    both hold the interpreter's lock, for bodies of up to 16 MiB.
+    JSON takes 0.6 ms a MiB of text, at most 3.6 (numbers of one digit); a form 1 to 2 ms a MiB, at most 6
+    (dashes); both hold the interpreter's lock, for bodies of up to 16 MiB.
     """
     path = path.partition("?")[0]
     if path.startswith(MODELS):

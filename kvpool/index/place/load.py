@@ -1,6 +1,6 @@
 """``Load``: how busy a worker's rank is; ``LoadBoard``: the last of each, with its ``Reservations``.
 
-``_lock`` guards who is in ``_ranks``; any thread may call anything, nothing blocks.
+Any thread; nothing blocks. ``_lock`` guards the members of ``_ranks``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from kvpool.errors import ConfigError
 LoadSource = Literal["none", "reported", "scraped"]
 LOAD_SOURCES: tuple[LoadSource, ...] = ("none", "reported", "scraped")  # by the native core's number
 
-KEEP_S = 10.0  # of a load, after which it is unknown
-KEEP_FAILED_S = 30.0  # that a page could not be read; it is asked for again within 12 s
+KEEP_S = 10.0  # of a load; unknown after
+KEEP_FAILED_S = 30.0  # of a failed page; pages are read again within 12 s
 MAX_KEPT = 65536  # ranks
 MAX_RESERVATIONS = 65536
 _MOST = (1 << 32) - 1
@@ -30,10 +30,10 @@ _MOST_TOKENS = (1 << 53) - 1
 
 @dataclass(frozen=True)
 class Load:
-    """What one data-parallel rank of one worker has to do.
+    """Work of one data-parallel rank of one worker.
 
-    ``running``, ``waiting``: requests. ``queued_tokens``: prompt tokens that wait to be computed; None: not known.
-    ``kv_usage``: from 0 to 1 (the KV cache is full). Errors: ``ConfigError``.
+    ``running``, ``waiting``: requests. ``queued_tokens``: prompt tokens that wait; None: unknown.
+    ``kv_usage``: 0 to 1 (the KV cache is full). Errors: ``ConfigError``.
     """
 
     worker: str
@@ -73,7 +73,7 @@ RankKey = tuple[str, int]  # worker's id, rank
 class LoadBoard:
     """The last load of each rank, for ``KEEP_S`` seconds, reported by a router or scraped.
 
-    ``clock``: seconds that only go up.
+    ``clock``: monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -81,7 +81,7 @@ class LoadBoard:
         self._lock = threading.Lock()
         self._ranks: dict[RankKey, _native.RankLoad] = {}
 
-    # A load of a rank beyond MAX_KEPT is not kept.
+    # Loads of ranks beyond MAX_KEPT are dropped.
 
     def report(self, worker_id: str, load: Load) -> None:
         self._at(worker_id, load.dp_rank).report(
@@ -94,22 +94,22 @@ class LoadBoard:
         )
 
     def measure(self, worker_id: str, dp_rank: int, pool_cost: float) -> None:
-        """The cost of a token from the pool, in tokens to compute; kept for as long as the rank is."""
+        """Cost per token from the pool, in tokens to compute; kept as long as the rank."""
         self._at(worker_id, dp_rank).pool_cost = pool_cost
 
     def fail(self, worker_id: str, dp_rank: int) -> None:
-        """The worker did not answer with its metrics."""
+        """The worker's metrics page failed."""
         self._at(worker_id, dp_rank).fail(self.clock())
 
     def reserve(self, worker_id: str, dp_rank: int, cost: int) -> None:
         self._at(worker_id, dp_rank).reserved_cost = cost
 
     def pick(self, worker_id: str, dp_rank: int, number: int, cost: float) -> None:
-        """A rank was the best of a choice of this number, for a request of this cost; numbers go up."""
+        """A rank was the best of choice ``number``, for a request of this cost; numbers rise."""
         self._at(worker_id, dp_rank).pick(number, cost)
 
     def get(self, worker_id: str, dp_rank: int) -> Known | None:
-        """None: no load came for ``KEEP_S`` seconds."""
+        """None: no load for ``KEEP_S`` seconds."""
         rank = self._ranks.get((worker_id, dp_rank))
         known = None if rank is None else rank.known(self.clock(), KEEP_S)
         if known is None:
@@ -138,19 +138,19 @@ class LoadBoard:
 
 
 class Reservations:
-    """Costs by rank, each until it is released or its time is over.
+    """Costs by rank, each until its release or its end.
 
-    Sums are written to ``loads``; for ends, in the next call. ``tenant_share``: the part of ``MAX_RESERVATIONS`` that
-    one tenant may have. One thread at a time.
+    Sums are written to ``loads``; ends count from the next call. ``tenant_share``: a tenant's largest share
+    of ``MAX_RESERVATIONS``. One thread at a time.
     """
 
     def __init__(self, clock: Callable[[], float], loads: LoadBoard, tenant_share: float = 1.0) -> None:
         self._clock, self._loads, self._tenant_share = clock, loads, tenant_share
-        self._of: Counter[str] = Counter()  # how many, by tenant
+        self._of: Counter[str] = Counter()  # number by tenant
         self._held: dict[str, tuple[str, RankKey, int]] = {}  # tenant, rank, cost
         self._ends: list[tuple[float, str]] = []  # a heap; may name released ones
         self._costs: Counter[RankKey] = Counter()
-        self._done_s: dict[RankKey, float] = {}  # when a rank should have done its work
+        self._done_s: dict[RankKey, float] = {}  # expected end of a rank's work
 
     def __len__(self) -> int:
         self.expire()
@@ -159,9 +159,9 @@ class Reservations:
     def add(
         self, tenant: str, worker_id: str, dp_rank: int, cost: int, keep_s: float, each_s: float | None = None
     ) -> str:
-        """Hold ``cost`` against a rank for ``keep_s`` seconds. Returns its name; "" when there are too many.
+        """Hold ``cost`` against a rank for ``keep_s`` seconds. Returns its name; "": too many.
 
-        ``each_s``: seconds in which the rank does a unit of cost; it is held until this work should be done, behind
+        ``each_s``: seconds per unit of cost at the rank; the reservation ends with the expected work, after
         earlier work.
         """
         self.expire()
@@ -184,7 +184,7 @@ class Reservations:
         return name
 
     def release(self, tenant: str, name: str) -> bool:
-        """End one of this tenant; False if there is none."""
+        """False: unknown, or of another tenant."""
         self.expire()
         if name not in self._held or self._held[name][0] != tenant:
             return False
@@ -192,7 +192,6 @@ class Reservations:
         return True
 
     def expire(self) -> None:
-        """End those whose time is over."""
         now_s = self._clock()
         while self._ends and self._ends[0][0] <= now_s:
             _, name = heapq.heappop(self._ends)

@@ -1,7 +1,7 @@
 """``read_page``: the load of a vLLM server's engines, from its metrics page. Pure.
 
-Names and labels are those of ``vllm/v1/metrics/loggers.py``: gauges with the labels ``model_name`` and ``engine``,
-the number of the data-parallel rank. What is read was written by another process.
+Names and labels are those of ``vllm/v1/metrics/loggers.py``: gauges with the labels ``model_name`` and
+``engine``, the data-parallel rank. Pages are untrusted.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ SLEEP = "vllm:engine_sleep_state"
 MAX_SAMPLES = 16384  # ten of each engine
 MAX_REQUESTS = (1 << 31) - 1
 
-HALF_LIFE_S = 600.0  # of times that were measured
-MIN_TOKENS = 4096.0  # from the pool, and computed, that have to be timed first
+HALF_LIFE_S = 600.0  # of measured times
+MIN_TOKENS = 4096.0  # from the pool, and computed, before a cost is known
 
-# A page is long, histograms mostly; only lines that begin with one of these are parsed.
+# A page is long, mostly histograms; only lines with one of these beginnings are parsed.
 _GATE = tuple(
     metric.name
     for metric in (
@@ -43,7 +43,7 @@ class BadPage(KVPoolError):
 
 
 class GateCounters(NamedTuple):
-    """Sums of the connector's cost gate since the engine began: tokens from the pool and tokens computed."""
+    """The connector's cost gate since the engine began: tokens from the pool, and computed tokens; sums."""
 
     load_tokens: float
     load_s: float
@@ -52,8 +52,7 @@ class GateCounters(NamedTuple):
 
 
 class Engine(NamedTuple):
-    """One engine. ``kv_usage``: from 0 to 1. ``asleep``: it does no work until it is woken. ``gate``: None: it has
-    none."""
+    """One engine. ``kv_usage``: 0 to 1. ``asleep``: no work until it wakes. ``gate``: None: no cost gate."""
 
     running: int = 0
     waiting: int = 0
@@ -63,7 +62,7 @@ class Engine(NamedTuple):
 
 
 def read_page(page: bytes) -> dict[int, Engine]:
-    """The engines on ``page``, by number. Errors: ``BadPage``; nothing of a page is taken then."""
+    """The engines on ``page``, by number. Errors: ``BadPage``, with no engine."""
     values: dict[tuple[str, int], float] = {}
     for name, engine, value in _samples(page):
         if (name, engine) in values:
@@ -101,7 +100,7 @@ def _samples(page: bytes) -> Iterator[tuple[str, int, float]]:
         except ValueError as error:
             raise BadPage(f"it cannot be parsed: {(str(error).splitlines() or ['?'])[0]:.120}") from error
         if name == SLEEP and labels.get("sleep_state") != "awake":
-            continue  # how it sleeps; one of the kinds has no name of its own
+            continue  # how it sleeps; one kind has no name of its own
         engine = labels.get("engine", "")
         if _ENGINE.fullmatch(engine) is None:
             raise BadPage(f"{name} names no engine by its number")
@@ -139,7 +138,7 @@ class PoolCost:
         self._sums = _NOTHING
 
     def update(self, counters: GateCounters, now_s: float) -> None:
-        """``counters``: the current ones; a smaller one tells of a new engine."""
+        """A smaller counter means a new engine."""
         if self._last_s is None or any(now < last for now, last in zip(counters, self._last, strict=True)):
             self._sums = counters
         else:

@@ -1,4 +1,4 @@
-"""``Placement``: where a request goes and why, or the ``Refusal`` that answers it. Pure."""
+"""``Placement``: a request's targets and reason, or the ``Refusal`` in its place. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORKER, MATCHED, BLOCKS, REASON = (
     "x-kvpool-worker", "x-kvpool-matched-blocks", "x-kvpool-prompt-blocks", "x-kvpool-reason",
 )  # fmt: skip
 RANK = "x-data-parallel-rank"  # vllm/entrypoints/serve/engine/serving.py
-OURS = (DESTINATION, WORKER, MATCHED, BLOCKS, REASON, RANK)  # dropped from what clients and workers send
+OURS = (DESTINATION, WORKER, MATCHED, BLOCKS, REASON, RANK)  # dropped from requests and workers' responses
 
 MAX_BODY_NBYTES = 16 << 20
 RETRY_AFTER_S = 1
@@ -30,7 +30,7 @@ _KINDS = {
 
 
 class Refusal(KVPoolError):
-    """The answer in the place of a worker's: an HTTP status, and why."""
+    """A response in place of a worker's: an HTTP status and the reason."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -52,7 +52,7 @@ class Refusal(KVPoolError):
 
 
 def hold(limits: Limits, have_nbytes: int, nbytes: int, host: str) -> None:
-    """Take room for more of a body that has ``have_nbytes``, of the host's part. Errors: ``Refusal``."""
+    """Take room for a body that grows from ``have_nbytes``, of the host's part. Errors: ``Refusal``."""
     if have_nbytes + nbytes > MAX_BODY_NBYTES:
         raise Refusal(413, f"a request has at most {MAX_BODY_NBYTES} bytes")
     if not limits.take(nbytes, INFERENCE, host=host):
@@ -60,8 +60,8 @@ def hold(limits: Limits, have_nbytes: int, nbytes: int, host: str) -> None:
 
 
 class Target(NamedTuple):
-    """A worker that can serve a request. ``endpoint``: ``IP:PORT``; ``address``: its URL. ``dp_rank``: None where the
-    worker has only one. ``matched_blocks``: of the prompt, those it need not compute.
+    """A worker for a request. ``endpoint``: ``IP:PORT``; ``address``: its URL. ``dp_rank``: None: its only
+    rank. ``matched_blocks``: of the prompt, need no compute.
     """
 
     endpoint: str
@@ -73,9 +73,9 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """``targets``: the best first, each with an endpoint of its own; empty: any worker will do. ``prompt_blocks``: 0
-    where unknown. ``detail``: more on the reason; may be empty. ``reservation``: of the best, for ``Placer.release``;
-    empty: none. ``held_blocks``: of the prompt, the most that one rank or the pool has.
+    """``targets``: the best first, each with its own endpoint; empty: any worker. ``prompt_blocks``: 0:
+    unknown. ``detail``: more on the reason; may be empty. ``reservation``: of the best, for
+    ``Placer.release``; empty: none. ``held_blocks``: of the prompt, the most of any rank or the pool.
     """
 
     tenant: str

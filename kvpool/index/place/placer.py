@@ -1,9 +1,10 @@
-"""``Placer``: places the requests of Envoy and of ``kvpool router``, each given by its path, headers and body.
+"""``Placer``: places the requests of Envoy and of ``kvpool router``, each given by its path, headers and
+body.
 
     body -> InferenceRequest -> Tokenizers, or Renderer: Prompt -> Router: Ranking -> Endpoints: Placement
 
-A request is placed by its prompt where the tokens are known in time, else by load. Only a request that no worker could
-take is refused: all other faults are the engine's to report. One event loop.
+A request is placed by its prompt if the tokens are known in time, else by load. It is refused only if no
+worker could take it: engines report all other faults. One event loop.
 """
 
 from __future__ import annotations
@@ -33,23 +34,24 @@ from kvpool.index.request_stats import Outcome, RequestStats
 from kvpool.index.table import NotAtOnce
 from kvpool.tracing import Tracing
 
-MAX_ENDPOINTS = 4  # the best, and where a proxy tries next
+MAX_ENDPOINTS = 4  # the best, and a proxy's next tries
 MAX_PICKS = 16  # ranks of a worker share its endpoint
-PLACE_S = 0.15  # Envoy waits 0.2 s for a picker unless it is told otherwise
+PLACE_S = 0.15  # Envoy waits 0.2 s for a picker by default
 RESERVE_S = 60.0  # for a reservation that is not released
-SHOWN_S = 2.0  # after which the metrics of a worker show what was placed there
+SHOWN_S = 2.0  # after which a worker's metrics show a placed request
 INLINE_NBYTES = 8 << 10  # of a body, above which a thread does the work; its text takes 2 ms at most
 INLINE_TOKENS_NBYTES = 64 << 10
 THREADS = 2
-MAX_UNDER_WAY = 64  # bodies that threads read
+MAX_UNDER_WAY = 64  # bodies in threads
 NOBODY = b"\0" * 8  # a prompt of one block that no worker holds
 
 logger = logging.getLogger("kvpool.index")
 
 
 class _Ranked(NamedTuple):
-    """A request with the ranking of its prompt; None: by load, for ``reason``. ``needs_render``: the tokens must come
-    from a worker's /render."""
+    """A request with the ranking of its prompt; None: by load, for ``reason``. ``needs_render``: the tokens
+    must come from a worker's /render.
+    """
 
     request: InferenceRequest
     ranking: NativeRanking | None = None
@@ -61,10 +63,10 @@ class _Ranked(NamedTuple):
 class Placer:
     """Places requests on the workers of ``fleet``, and counts them in ``stats``.
 
-    ``tokenizers``: for models whose tokens are made here; workers render those of others. ``serves``: whether the index
-    knows its fleet; until then a request without a worker may go to any. ``timeout_s``: for all of a placement.
-    ``max_waiting``: requests that may wait at a worker before it takes no more; None: any number. ``max_endpoints``:
-    that a placement names, 1 to ``MAX_ENDPOINTS``. ``shows``: whether ``headers`` tell where a request went, and why.
+    ``tokenizers``: by model; workers render other models' tokens. ``serves``: whether the index is warm;
+    until then a request without a worker may go to any. ``timeout_s``: of a whole placement. ``max_waiting``:
+    waiting requests above which a worker takes no more; None: any number. ``max_endpoints``: of a placement,
+    1 to ``MAX_ENDPOINTS``. ``shows``: whether ``headers`` name a request's worker and reason.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class Placer:
         self._under_way = 0
 
     def close(self) -> None:
-        """Blocking, for as long as the bodies that are read take."""
+        """Blocks until running reads of bodies end."""
         self._threads.shutdown(cancel_futures=True)
 
     async def place(
@@ -103,8 +105,9 @@ class Placer:
         tenant: str,
         subset: frozenset[str] | None = None,
     ) -> Placement:
-        """Where a request goes. ``subset``: ``IP:PORT`` of those that may serve it; None: all. Without targets: a fault
-        of ours, or the index does not know its fleet yet. Errors: ``Refusal``."""
+        """``subset``: ``IP:PORT`` of the candidates; None: all. No targets: a fault of ours, or a cold index.
+        Errors: ``Refusal``.
+        """
         began_s = time.perf_counter()
         outcome: Outcome | None = None  # None: the request was given up
         with self._tracing.span("kvpool.place", headers) as span:
@@ -131,11 +134,11 @@ class Placer:
                     self._stats.record_placement(time.perf_counter() - began_s, outcome)
 
     def models(self, tenant: str) -> list[str]:
-        """The names that requests can use, but those of adapters, which only workers know."""
+        """The models by name, without adapters, which only workers know."""
         return sorted({one.model for one in self._fleet.followed() if one.tenant == tenant and one.address})
 
     def headers(self, placement: Placement, target: Target | None = None) -> list[tuple[str, str]]:
-        """For the request and its response: where it went, and why. ``target``: None: the best, if any."""
+        """Worker and reason, for the request and its response. ``target``: None: the best, if any."""
         if not self._shows:
             return []
         headers: list[tuple[str, str]] = [(REASON, placement.reason)]
@@ -149,7 +152,7 @@ class Placer:
         self._release(placement.tenant, placement.reservation)
 
     def release_when_shown(self, placement: Placement) -> None:
-        """End its reservation once the worker's metrics show the request, if it has got there."""
+        """End its reservation once the worker's metrics should show the request."""
         if placement.reservation:
             left_s = placement.made_s + SHOWN_S - time.monotonic()
             asyncio.get_running_loop().call_later(max(0.0, left_s), self.release, placement)
@@ -189,7 +192,7 @@ class Placer:
         self, path: str, body: bytes, tenant: str, workers: Sequence[str] | None, ends_s: float
     ) -> _Ranked:
         def read(at_once: bool) -> _Ranked:
-            """Any thread; takes as long as the body is. Errors: ``NotAtOnce``."""
+            """Any thread; takes time with the body's size. Errors: ``NotAtOnce``."""
             try:
                 request = read_request(path, body, tenant, workers)
                 self._fleet.check_model(request.model, tenant)
@@ -225,7 +228,7 @@ class Placer:
     async def _rendered(
         self, request: InferenceRequest, headers: Mapping[str, str], body: bytes, ends_s: float
     ) -> NativeRanking | None:
-        """By the tokens that a worker makes; None: by load. Errors: ``NoTokens``."""
+        """By the tokens that a worker renders; None: by load. Errors: ``NoTokens``."""
         prompt = await self._renderer.prompt(
             request, body, headers, partial(self._renders, request), max(0.0, ends_s - time.monotonic())
         )
@@ -237,7 +240,7 @@ class Placer:
         return ranked.ranking if ranked else None
 
     async def _renders(self, request: InferenceRequest, without: Collection[str]) -> Url:
-        """The worker with the least to do, at none of these endpoints. Errors: ``KVPoolError``."""
+        """The least busy worker, at none of these endpoints. Errors: ``KVPoolError``."""
         for pick in (await self._by_load(request, takes_turn=False)).unpack().picks:
             if pick.unreachable:
                 continue
@@ -259,7 +262,7 @@ class Placer:
         return _Ranked(request, ranking)
 
     async def _by_load(self, request: InferenceRequest, *, takes_turn: bool = True) -> NativeRanking:
-        """Of the workers of its model; of all where none has that model. Errors: ``Refusal``."""
+        """Among the workers of its model; among all if none has it. Errors: ``Refusal``."""
         models = self._fleet.models(request.tenant)
         if request.model in models:
             models = [request.model]
@@ -288,8 +291,7 @@ class Placer:
         return ranked.ranking
 
     async def _in_thread(self, work: Callable[[bool], _Ranked], tenant: str, ends_s: float) -> _Ranked | None:
-        """``work``, not at once. None: it takes too long; a reservation that comes late, or after a cancellation, is
-        given back."""
+        """``work``, not at once. None: too late; a reservation after that, or after a cancellation, is released."""
 
         def give_back(done: asyncio.Future[_Ranked]) -> None:
             ranking = None if done.cancelled() or done.exception() else done.result().ranking
@@ -348,11 +350,11 @@ class Placer:
         )
 
     def _fit(self, picks: Sequence[Pick]) -> Sequence[Pick]:
-        """Those that may get the request. Errors: ``Refusal``."""
+        """Candidates for the request. Errors: ``Refusal``."""
         awake = [pick for pick in picks if not pick.asleep]
         if not awake:
             raise Refusal(503, "all workers sleep" if picks else "no worker has joined the index")
-        # Where none can be reached, the index may be the one that is cut off.
+        # If none is reachable, the index itself may be cut off.
         reachable = [pick for pick in awake if not pick.unreachable] or awake
         if self._max_waiting is None:
             return reachable

@@ -1,4 +1,4 @@
-"""``Ranking``: where to send a request, best first, as the index answers it. Immutable; nothing blocks."""
+"""``Ranking``: the index's picks for a request, best first. Immutable."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ TRUSTS: dict[int, Trust] = {1: "exact", 2: "degraded", 3: "fallback"}  # by the 
 class Pick(NamedTuple):
     """One data-parallel rank of one worker, and the cost of a prompt there, in tokens to compute.
 
-    ``cost`` is the sum of ``prefill_cost`` (tokens that no tier holds), ``fetch_cost`` (tokens that other tiers of the
-    worker, or the pool, hold) and ``queue_cost`` (the work before this request). The last is made of ``running`` and
-    ``waiting`` requests, ``queued_tokens`` (0 also where unknown), ``kv_usage_permille`` and ``reserved_cost`` of
-    reservations; ``load_source`` and ``load_age_ms`` name their origin.
+    ``cost`` is the sum of ``prefill_cost`` (tokens in no tier), ``fetch_cost`` (tokens in the worker's other
+    tiers or the pool) and ``queue_cost`` (earlier work). The last has ``running`` and ``waiting`` requests,
+    ``queued_tokens`` (0 also if unknown), ``kv_usage_permille`` and ``reserved_cost``; ``load_source`` and
+    ``load_age_ms`` are their origin.
 
-    ``trust``: ``exact``, its blocks are known; ``degraded``, they are not to be trusted now, so device and local blocks
-    count as none; ``fallback``, nothing is known. ``asleep``: its engine serves no requests now. ``unreachable``: it is
-    stale and answers nobody: place nothing there.
+    ``trust``: ``exact``: blocks are known; ``degraded``: stale, device and local blocks count as 0;
+    ``fallback``: nothing is known. ``asleep``: its engine serves no requests now. ``unreachable``: stale and
+    silent: place nothing there.
     """
 
     row: Row
@@ -76,9 +76,9 @@ class NativeRanking(NamedTuple):
     answers: Sequence[Answer]
 
     def matched(self) -> tuple[int, int, int, int]:
-        """Blocks of the prompt, and the most that one candidate has on its device, locally and in the pool."""
+        """Blocks of the prompt, and the most of any candidate on its device, locally and in the pool."""
         most = (0, 0, 0, 0)
-        for answer in self.answers:  # one, unless workers of the model differ in how they hash
+        for answer in self.answers:  # one, unless workers of the model hash differently
             prompt, device, local, pool = map(max, most, answer.rows.most())
             most = (prompt, device, local, pool)
         return most

@@ -1,7 +1,7 @@
-"""``Renderer``: the tokens of a request's prompt, as a worker makes them.
+"""``Renderer``: the tokens of a request's prompt, rendered by a worker.
 
-vLLM answers with the tokens of a request, also of images and of templates that are code, at the path of the request
-with ``/render`` behind it (``vllm/entrypoints/scale_out/render``). One event loop.
+vLLM renders the tokens of a request, images and code templates included, at the request's path with
+``/render`` behind it (``vllm/entrypoints/scale_out/render``). One event loop.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from kvpool.index.prompt import MAX_PROMPT_TOKENS, Prompt
 if TYPE_CHECKING:
     from kvpool.key.hashing import Multimodal
 
-RENDER_S = 10.0  # for a worker to say the tokens; a request waits less
-# For it to accept a connection: time is left for another one, where a request may wait for a second.
+RENDER_S = 10.0  # of a worker's reply; a request waits less
+# For a connection: leaves time for another, where a request may wait for a second.
 CONNECT_S = 0.25
 HANDSHAKE_S = 1.0  # the same with TLS: vLLM shakes hands between the steps of its API server
-KEEP_ALIVE_S = 4.0  # less than the 5 s after which vLLM closes a connection that is idle
+KEEP_ALIVE_S = 4.0  # less than the 5 s after which vLLM closes an idle connection
 MAX_RENDERED_NBYTES = 32 << 20
-INLINE_NBYTES = 64 << 10  # of an answer, above which a thread decodes it: 10,000 tokens, in a millisecond
+INLINE_NBYTES = 64 << 10  # of a reply, above which a thread decodes it: 10,000 tokens, in 1 ms
 MAX_TOKEN = (1 << 32) - 1
-MAX_KEPT_NBYTES = 64 << 20  # of tokens that are remembered
+MAX_KEPT_NBYTES = 64 << 20  # of remembered tokens
 ENTRY_NBYTES = 1024  # of memory beside them
 MAX_UNDER_WAY = 64
-WITHOUT_S = 30.0  # that a model's workers have no /render at a path is remembered
-AWAY_S = 5.0  # that a worker that could not be reached is not asked again
+WITHOUT_S = 30.0  # memory of a model's missing /render at a path
+AWAY_S = 5.0  # before an unreachable worker is tried again
 MAX_AWAY = 1024
 _NO_RENDER = (403, 404, 405)  # 403: vLLM without --enable-scale-out
 _NOT_OF_THIS = 501  # of vLLM, for a request's content, such as a data URL without an image
@@ -51,7 +51,7 @@ _NOT_REACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 logger = logging.getLogger("kvpool.index")
 
 
-# The worker to ask, at none of the endpoints that it is given.
+# Returns a worker, at none of the given endpoints.
 Choose = Callable[[Collection[str]], Awaitable[Url]]
 
 
@@ -84,10 +84,10 @@ _RENDERED = msgspec.json.Decoder(_Rendered | list[_Rendered])
 
 
 class Renderer:
-    """Remembers the tokens of prompts, also those that came too late for their request.
+    """Remembers the tokens of prompts, late ones included.
 
-    ``tls``: for workers at https; None: with the system's authorities. ``limits``: counts replies until they are
-    decoded; None: one of its own.
+    ``tls``: for workers at https; None: the system's authorities. ``limits``: counts undecoded replies; None:
+    its own.
     """
 
     def __init__(self, *, tls: ssl.SSLContext | None = None, limits: Limits | None = None) -> None:
@@ -95,8 +95,8 @@ class Renderer:
         self._known: OrderedDict[tuple[str, bytes], Prompt] = OrderedDict()
         self._known_nbytes = 0
         self._under_way: dict[tuple[str, bytes], asyncio.Task[Prompt]] = {}
-        self._without: dict[tuple[str, str, str], float] = {}  # until when, by tenant, model and path
-        self._away: dict[str, float] = {}  # until when, by endpoint of a worker; the oldest first
+        self._without: dict[tuple[str, str, str], float] = {}  # end of the memory, by tenant, model and path
+        self._away: dict[str, float] = {}  # end of the memory, by a worker's endpoint; the oldest first
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -114,8 +114,9 @@ class Renderer:
         choose: Choose,
         timeout_s: float,
     ) -> Prompt:
-        """The prompt of ``request``, in tokens, of all workers. ``headers``: of the request; a worker gets its
-        authorization. Errors: ``NoTokens``."""
+        """The prompt of ``request``, in tokens. ``headers``: of the request; a worker gets its authorization.
+        Errors: ``NoTokens``.
+        """
         if request.path not in RENDERED:
             raise NoTokens(f"requests to {request.path:.60} are placed by load")
         key = (request.tenant, prompt_key(request.path, body))
@@ -147,7 +148,7 @@ class Renderer:
     async def _make(
         self, request: InferenceRequest, body: bytes, headers: Mapping[str, str], choose: Choose
     ) -> Prompt:
-        """By one worker, or by a second where the first does not answer."""
+        """By a worker, or by a second after a failure."""
         now_s = time.monotonic()
         if self._without.get((request.tenant, request.model, request.path), 0.0) > now_s:
             raise NoTokens(f"the workers of {request.model} have no {request.path}/render")
@@ -221,7 +222,7 @@ class Renderer:
                 self._limits.give(len(packed), INFERENCE)
 
     def _set_aside(self, endpoint: str) -> None:
-        """Ask it no more for ``AWAY_S``."""
+        """No renders there for ``AWAY_S``."""
         self._away.pop(endpoint, None)
         self._away[endpoint] = time.monotonic() + AWAY_S
         if len(self._away) > MAX_AWAY:

@@ -1,17 +1,17 @@
 """``Router``: ranks the workers of a model by the cost of a prompt there, and holds reservations.
 
     cost    = prefill + fetch + queue
-    prefill = tokens of the prompt that it has to compute: those behind its loadable blocks
+    prefill = tokens of the prompt behind the loadable blocks
     fetch   = local * tokens that the worker holds behind its device blocks
             + pool * tokens that the pool holds behind those
-    queue   = prompt tokens that wait (not known: waiting * waiting requests), less speed * the age of the load
+    queue   = waiting prompt tokens (unknown: waiting * waiting requests), less speed * the age of the load
             + running * running requests
             + usage * (share of the KV cache in use - 0.8, not below 0) / 0.2 + reserved cost
 
 Ranks are scored and sorted natively (``kvpool/_native/index/ranking.h``).
 
-``_lock`` guards ``_reservations`` and ``_picks``: a choice and its reservation are one, so that routers that ask at
-the same time see each other's. Any thread may call anything; nothing blocks on I/O.
+Threads: any; no I/O. ``_lock`` guards ``_reservations`` and ``_picks``: choice and reservation are one step,
+so concurrent routers see each other's.
 """
 
 from __future__ import annotations
@@ -38,19 +38,18 @@ MAX_RESERVE_S = 600.0
 MAX_PROMPT_TOKENS = (1 << 32) - 1
 MAX_COEFFICIENT = 1e6
 POOL = 0.2  # of a token from the pool, until it is measured
-WAITING = 1024.0  # of a request that waits at a rank where none was placed yet
+WAITING = 1024.0  # of a waiting request at a rank without placements
 
 
 @dataclass(frozen=True)
 class Costs:
     """The coefficients of the formula above, in tokens of a prompt to compute.
 
-    ``local``, ``pool``: for each token that is fetched from the worker's other tiers, or from the pool; 1 would say
-    that fetching is no faster than computing. ``pool`` None: as measured of each rank, ``POOL`` where
-    unknown. ``waiting``: for each waiting request; None: the cost of the last requests placed at its rank,
-    and ``WAITING`` where none was. ``running``: for each running one. ``usage``: for a KV cache that is full; up to
-    four fifths it costs nothing. ``speed``: tokens of prompts that a worker computes in a second, by
-    which queues and reservations end. Errors: ``ConfigError``.
+    ``local``, ``pool``: per token from the worker's other tiers, or the pool; 1: fetching is as slow as
+    computing. ``pool`` None: as measured per rank, ``POOL`` if unknown. ``waiting``: per waiting request;
+    None: the mean cost of the rank's last placements, else ``WAITING``. ``running``: per running request.
+    ``usage``: for a full KV cache; up to four fifths it is free. ``speed``: prompt tokens that a worker
+    computes in a second, which shorten queues and reservations. Errors: ``ConfigError``.
     """
 
     local: float = 0.05
@@ -81,8 +80,8 @@ class Costs:
 class Router:
     """Places requests on the workers of ``fleet``.
 
-    ``loads``: how busy they are; the reader of their metrics writes it there. ``tenant_share``: the part of all
-    reservations that one tenant may have. ``clock``: seconds that only go up.
+    ``loads``: written by the scraper. ``tenant_share``: a tenant's largest share of reservations. ``clock``:
+    monotonic seconds.
     """
 
     def __init__(
@@ -100,7 +99,7 @@ class Router:
         self._packed_costs = self._costs.native()
         self._lock = threading.Lock()
         self._reservations = Reservations(clock, self.loads, tenant_share)
-        self._picks = 0  # choices that were made
+        self._picks = 0  # choices so far
 
     def route(
         self,
@@ -114,11 +113,11 @@ class Router:
     ) -> Ranking:
         """The ranks of a model's workers, the cheapest for this prompt first.
 
-        The prompt as in ``Fleet.lookup``. ``loads``: of candidates, as the caller knows them now; kept for later
-        questions, too. ``limit``: most picks; None: all. ``reserve_s``: count this prompt as load of the first pick for
-        so long, or until ``release``; not done while too many are. ``prompt_tokens``: of the whole prompt, where it is
-        given as hashes; None: of its full blocks. Ties go to the rank with the least load, then to the one that was
-        picked least recently. Errors: as ``Fleet.lookup``.
+        The prompt as in ``Fleet.lookup``. ``loads``: known loads of candidates, kept for later. ``limit``:
+        most picks; None: all. ``reserve_s``: count this prompt as load of the first pick for so long, or
+        until ``release``; skipped above the limit. ``prompt_tokens``: of the whole prompt, if given as
+        hashes; None: of its full blocks. Ties go to the least load, then to the least recent pick. Errors: as
+        ``Fleet.lookup``.
         """
         prompt = as_prompt(model, fields)
         return self.rank(
@@ -136,10 +135,11 @@ class Router:
         takes_turn: bool = True,
         at_once: bool = False,
     ) -> NativeRanking:
-        """``route``, not yet unpacked. ``prompts``: of several models of a tenant: their workers in one ranking.
+        """``route``, not yet unpacked. ``prompts``: of several models of a tenant: their workers in one
+        ranking.
 
-        ``until_computed``: where the load of the first pick is known, the reservation ends when the prompt should be
-        computed, if that is before ``reserve_s``. ``takes_turn`` False: only ask; nothing is picked or reserved.
+        ``until_computed``: with a known load, the first pick's reservation ends with the expected
+        computation, at ``reserve_s`` at the latest. ``takes_turn`` False: nothing is picked or reserved.
         ``at_once``: see ``Fleet.ask``.
         """
         if limit is not None and limit < 1:
@@ -174,7 +174,7 @@ class Router:
         return NativeRanking(native, reservation, answers)
 
     def release(self, tenant: str, reservation: str) -> bool:
-        """End a reservation before its time; False if it has ended, or is not of this tenant."""
+        """End a reservation early; False: it has ended, or is of another tenant."""
         with self._lock:
             return self._reservations.release(tenant, reservation)
 
@@ -192,7 +192,7 @@ class Router:
         self.loads.pick(*key, self._picks, min(cost, MAX_COEFFICIENT))
         if reserve_s is None:
             return ""
-        # What runs there shows in the load, where that is known.
+        # A known load already includes running work.
         ends = until_computed and self._costs.speed and self.loads.get(*key) is not None
         each_s = 1 / self._costs.speed if ends else None
         return self._reservations.add(key[0].partition("/")[0], *key, cost, reserve_s, each_s)

@@ -1,8 +1,8 @@
 """``Scraper``: reads the metrics pages of a fleet's workers, each once a second, in the index's event loop.
 
-Each worker is read by a task of its own, so a slow one delays no other; at most ``MAX_AT_A_TIME`` pages are
-under way, ``MAX_OF_TENANT`` of them of one tenant's workers: slow pages of one hide the loads of no other. Pages are
-parsed in a thread, and names are resolved by ``Resolver``. All state belongs to the event loop.
+Each worker has a task, so a slow page delays no other. ``MAX_AT_A_TIME`` pages are under way at most,
+``MAX_OF_TENANT`` per tenant. A thread parses pages, ``Resolver`` resolves names; the event loop owns all
+state.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ logger = logging.getLogger("kvpool.index")
 
 
 class Scraper:
-    """Tells ``loads`` how busy the workers of ``fleet`` are, and ``fleet`` which of them are asleep.
+    """Writes the load of each worker of ``fleet`` to ``loads``, and its sleep to ``fleet``.
 
-    A worker whose address is no HTTP URL is left out. ``tls``: for those at https; None: with the system's authorities.
-    Use it in one event loop: ``start``, ``close``.
+    Workers without an HTTP URL are left out. ``tls``: for workers at https; None: the system's authorities.
+    One event loop: ``start``, ``close``.
     """
 
     def __init__(
@@ -57,7 +57,9 @@ class Scraper:
         self._resolver = resolver or Resolver()
         self._parser = ThreadPoolExecutor(1, "kvpool-metrics-page")
         self._work = Work(MAX_AT_A_TIME, MAX_OF_TENANT)
-        self._readers: dict[tuple[str, str, tuple[int, ...]], asyncio.Task[None]] = {}  # by what they read
+        self._readers: dict[
+            tuple[str, str, tuple[int, ...]], asyncio.Task[None]
+        ] = {}  # by these arguments of _read
         self._task: asyncio.Task[None] | None = None
         # trust_env: a proxy in the environment is not meant for workers next door
         self._client = httpx.AsyncClient(
@@ -70,7 +72,6 @@ class Scraper:
         )
 
     def start(self) -> None:
-        """Read from now on."""
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
@@ -98,7 +99,7 @@ class Scraper:
     async def _read(self, worker_id: str, address: str, ranks: tuple[int, ...]) -> None:
         """A worker's page, again and again. A failure is logged once, and so is its end."""
         failures = 0
-        part = random.random()  # of the first pause: those that came together are not read together for ever
+        part = random.random()  # of the first pause: spreads workers that came together
         costs = {rank: PoolCost() for rank in ranks}
         tenant = worker_id.partition("/")[0]
         while True:
@@ -122,14 +123,14 @@ class Scraper:
     async def _take(
         self, worker_id: str, address: str, ranks: tuple[int, ...], costs: Mapping[int, PoolCost]
     ) -> None:
-        # Before the page is asked for: a batch that comes meanwhile may be of an engine that woke.
+        # Before the page is requested: a batch meanwhile may be of an engine that woke.
         followed = [self._fleet.rank(worker_id, rank) for rank in ranks]
         since = [0 if one is None else one.batches for one in followed]
         # Before Python 3.12, asyncio.wait_for forgets a cancellation that meets the page.
         with anyio.fail_after(DEADLINE_S):
             page = await self._page(f"{address.rstrip('/')}/metrics", worker_id.partition("/")[0])
         engines = await asyncio.get_running_loop().run_in_executor(self._parser, read_page, page)
-        if len(engines) == len(ranks) == 1:  # behind a balancer of its own, each rank is a server
+        if len(engines) == len(ranks) == 1:  # behind its own balancer, each rank is a server
             engines = {ranks[0]: next(iter(engines.values()))}
         name = worker_id.partition("/")[2]
         for rank, one, batches in zip(ranks, followed, since, strict=True):
@@ -149,7 +150,7 @@ class Scraper:
 
     async def _page(self, url: str, tenant: str) -> bytes:
         named = httpx.URL(url)
-        # httpx would look the name up in the event loop's few threads, which names that hang could take all of.
+        # httpx would resolve in the event loop's few threads, which hanging names could fill.
         port = named.port or (443 if named.scheme == "https" else 80)
         addresses = await asyncio.wrap_future(self._resolver.resolve(named.host, tenant, port))
         request = self._client.build_request(

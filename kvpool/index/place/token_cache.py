@@ -1,10 +1,10 @@
-"""``TokenCache``: the tokens of long texts, made piece by piece; pieces that were seen before are looked up.
+"""``TokenCache``: the tokens of long texts, made piece by piece; known pieces are looked up.
 
-Prompts grow: the next turn of a conversation repeats all of the last one. Making tokens takes 0.3 us a byte, a lookup a
-hundredth of that. A text is cut where the tokenizer cuts it whatever stands around: at special tokens, and behind
-``PIECE_CHARS`` between words. Whether a tokenizer does is tried out when it is loaded; where it does not, its texts are
-not cut. Runs of ``RUN_CHARS`` and more between special tokens are remembered whole, too: a chat of 220,000 characters
-is 27 lookups of runs, and those of the pieces behind the last.
+Prompts grow: a conversation's next turn repeats the last. Encoding takes 0.3 us a byte, a lookup a hundredth
+of that. Texts are cut where tokenizers cut regardless of context: at special tokens, and after
+``PIECE_CHARS`` between words. Each tokenizer is probed when loaded; one that fails gets whole texts. Runs of
+``RUN_CHARS`` and more between special tokens are remembered whole, too: a chat of 220,000 characters is 27
+lookups of runs, and those of the last pieces.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 PIECE_CHARS = 4096  # at least, of a piece that does not end at a special token
-SPECIAL_CHARS = 256  # at least, of one that does: to look a piece up takes as long as 10 of its characters
+SPECIAL_CHARS = 256  # at least, of one that does: a lookup takes as long as 10 characters
 RUN_CHARS = 2 * PIECE_CHARS
-MAX_PIECE_CHARS = 4 * PIECE_CHARS  # of a piece or run that is remembered
+MAX_PIECE_CHARS = 4 * PIECE_CHARS  # of a remembered piece or run
 MAX_NBYTES = 128 << 20
 ENTRY_NBYTES = 256  # of memory beside text and tokens
 
-# Before a space between letters, and before a mark of Chinese or Japanese text between them. The patterns by which
-# tokenizers of GPT-2, Llama 3, Qwen, DeepSeek and gpt-oss cut text all begin a new piece there. No digits: some count
-# them from the left.
+# Before a space between letters, and before a mark of Chinese or Japanese text between them. The patterns of
+# GPT-2, Llama 3, Qwen, DeepSeek and gpt-oss all begin a new piece there. No digits: some count them from the
+# left.
 _BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_])(?=[ 。，、！？；：][^\W\d_])")  # noqa: RUF001
 _PROBES = (
     "The quick brown fox jumps over the lazy dog, doesn't it?  Two spaces, three   spaces\tand a tab. ",
@@ -36,9 +36,9 @@ _PROBES = (
 
 
 class TokenCache:
-    """``encode``: the tokens of a text, without those that a tokenizer adds at its ends. Any thread may call anything.
+    """``encode``: the tokens of a text, without a tokenizer's own at the ends. Any thread.
 
-    ``added_tokens``: those that stand in a text for themselves. ``cuts``: whether texts are cut.
+    ``added_tokens``: matched verbatim in a text. ``cuts``: whether texts are cut.
     """
 
     def __init__(self, encode: Callable[[str], list[int]], added_tokens: Iterable[Any]) -> None:
@@ -48,7 +48,7 @@ class TokenCache:
         self._nbytes = 0
         added = list(added_tokens)
         self._special = _pattern([one.content for one in added if not one.normalized])
-        # Tokens that take the spaces beside them, or only stand as a word, depend on what stands around.
+        # Tokens that absorb neighbouring spaces, or match only whole words, depend on their context.
         plain = not any(one.lstrip or one.rstrip or one.single_word for one in added)
         spaced = any(_BETWEEN_WORDS.search(one.content) for one in added)
         self._piece_chars, self._special_chars, self._run_chars = PIECE_CHARS, SPECIAL_CHARS, RUN_CHARS
@@ -119,7 +119,7 @@ class TokenCache:
                 self._nbytes -= _nbytes(*self._known.popitem(last=False))
 
     def _is_exact(self, special: list[str]) -> bool:
-        """Whether a text in pieces has the tokens of the whole, wherever it may be cut."""
+        """Whether pieces give the tokens of the whole text, wherever it is cut."""
         mixed = "".join(probe + one for probe, one in zip(_PROBES * 2, [*special, *[""] * 8], strict=False))
         self._piece_chars = self._special_chars = 1
         try:
@@ -135,7 +135,7 @@ class TokenCache:
 def _pattern(contents: list[str]) -> re.Pattern[str] | None:
     if not contents:
         return None
-    # The longest of those that begin at a place, as the library has it.
+    # The longest token at a place, as in the library.
     return re.compile("|".join(re.escape(one) for one in sorted(contents, key=len, reverse=True)))
 
 

@@ -1,8 +1,8 @@
-"""``Tokenizer``: the tokens that vLLM makes of text and of chats, for one model.
+"""``Tokenizer``: vLLM's tokens of text and chats, for one model.
 
-As vLLM 0.32 makes them for a Hugging Face tokenizer in ``/v1/completions`` and
-``/v1/chat/completions`` (``vllm/renderers/hf.py``, ``chat_utils.py``); a test compares the two. Models that vLLM
-writes out with code of their own (Mistral's tokenizer, gpt-oss, DeepSeek V3.2 and the like) are not among them.
+As vLLM 0.32 makes them for a Hugging Face tokenizer in ``/v1/completions`` and ``/v1/chat/completions``
+(``vllm/renderers/hf.py``, ``chat_utils.py``); a test compares both. Models with renderers of their own in
+vLLM (Mistral's tokenizer, gpt-oss, DeepSeek V3.2) are excluded.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvpool.text import missing_extra
 
 _ROLES = ("assistant", "developer", "system", "tool", "user")
 _BILLING = "x-anthropic-billing-header"  # a first line that differs in each request; vLLM leaves it out
-# What the method of the library takes for itself; a caller must not say these.
+# Arguments of the library's method that a caller must not pass.
 _RESERVED = frozenset(
     (
         "add_generation_prompt", "chat_template", "conversation", "max_length", "messages", "padding",
@@ -36,13 +36,13 @@ THREADS = 2  # long texts must not hold up other work in threads
 
 
 class Tokenizer:
-    """Made by ``load``. Any thread may call anything; a call takes as long as its text is."""
+    """Made by ``load``. Any thread; a call takes time with its text's length."""
 
     def __init__(self, model: str, tokenizer: Any) -> None:
         self._model = model
         self._tokenizer = tokenizer
-        self._takes_parts: dict[str, bool] = {}  # by template; two threads would write the same
-        # The first call sets what further ones only read.
+        self._takes_parts: dict[str, bool] = {}  # by template; concurrent writes are equal
+        # The first call sets fields that later calls only read.
         self._before, self._behind = _ends(self._plain("a", special=True), self._plain("a"))
         self._cache = TokenCache(self._plain_fast, tokenizer.added_tokens_decoder.values())
 
@@ -58,14 +58,14 @@ class Tokenizer:
             raise missing_extra(error) from error
         try:
             tokenizer: Any = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        except Exception as error:  # of many kinds: files, the hub, classes that are not known
+        except Exception as error:  # of many kinds: files, the hub, unknown classes
             raise ConfigError(f"no tokenizer for {model} in {source}: {_why(source, error)}") from error
         if not tokenizer.is_fast:
             raise ConfigError(f"the tokenizer in {source} is not a fast one: send token ids for {model}")
         return cls(model, tokenizer)
 
     def of_text(self, text: str) -> array[int]:
-        """As for the ``prompt`` of ``/v1/completions``: with the special tokens that the tokenizer adds."""
+        """As for the ``prompt`` of ``/v1/completions``: with the tokenizer's special tokens."""
         tokens = self._encode(text)
         return self._before + tokens + self._behind
 
@@ -87,14 +87,14 @@ class Tokenizer:
         return tokens
 
     def _plain_fast(self, text: str) -> list[int]:
-        # What _plain ends in, with the settings that it has made: a call saves 20 us, and a hop to a pool of threads.
+        # The core of _plain, with its settings: a call saves 20 us, and a hop to a pool of threads.
         tokens: list[int] = self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
         return tokens
 
     def _encode(self, text: str) -> array[int]:
         try:
             return self._cache.tokens(text)
-        except (TypeError, UnicodeEncodeError) as error:  # half of a surrogate pair, which is no text in Rust
+        except (TypeError, UnicodeEncodeError) as error:  # half of a surrogate pair, not valid text in Rust
             raise ConfigError("the prompt is not Unicode text") from error
 
     def _template(self, tools: list[dict[str, Any]] | None) -> str:
@@ -119,14 +119,14 @@ class Tokenizer:
                 conversation, tools=tools, chat_template=template, tokenize=False,
                 add_generation_prompt=add_generation_prompt, **options,
             )  # fmt: skip
-        except Exception as error:  # whatever a template raises is about what it was given
+        except Exception as error:  # a template's error concerns its input
             raise ConfigError(
                 f"the chat template of {self._model} refuses this chat: {_first_line(error)}"
             ) from error
         return text
 
     def _parts(self, template: str) -> bool:
-        """Whether the template takes content as a list of parts: vLLM reads that from its loops, we try it out."""
+        """Whether the template takes content as a list of parts: vLLM reads its loops, we try."""
         takes = self._takes_parts.get(template)
         if takes is None:
             parts = [{"type": "text", "text": _PROBE}]
@@ -151,8 +151,9 @@ class Tokenizers:
         return model in self._by_model
 
     def tokens(self, prompt: Prompt) -> Prompt:
-        """The prompt with tokens in the place of its text or chat. Any thread; time grows with the text. Errors:
-        ``ConfigError``."""
+        """The prompt with tokens instead of its text or chat. Any thread; time grows with the text. Errors:
+        ``ConfigError``.
+        """
         tokenizer = self._by_model[prompt.model]
         if isinstance(prompt.chat, Chat):
             token_ids = tokenizer.of_chat(prompt.chat)
@@ -165,12 +166,12 @@ class Tokenizers:
         return await asyncio.get_running_loop().run_in_executor(self._threads, self.tokens, prompt)
 
     def close(self) -> None:
-        """Blocking, for as long as the longest text takes."""
+        """Blocks as long as the longest text takes."""
         self._threads.shutdown(cancel_futures=True)
 
 
 def _ends(whole: list[int], body: list[int]) -> tuple[array[int], array[int]]:
-    """The tokens that a tokenizer adds before and behind a text. Errors: ``ConfigError`` where it does more."""
+    """A tokenizer's own tokens before and behind a text. Errors: ``ConfigError`` for any other change."""
     for at in range(len(whole) - len(body) + 1):
         if whole[at : at + len(body)] == body:
             return array("I", whole[:at]), array("I", whole[at + len(body) :])
@@ -185,7 +186,7 @@ def _message(message: Any, in_parts: bool) -> dict[str, Any]:
     if role == "system":
         texts = [text for text in map(_without_billing, texts) if text is not None]
     made: dict[str, Any] = {"role": role}
-    if in_parts and role != "tool":  # vLLM joins those of a tool whatever the template takes
+    if in_parts and role != "tool":  # vLLM joins a tool's parts under any template
         made["content"] = [{"type": "text", "text": text} for text in texts]
     else:
         made["content"] = "\n".join(texts)
@@ -218,14 +219,14 @@ def _tool_call(call: Any) -> dict[str, Any]:
         try:
             arguments = json.loads(arguments) if arguments else {}
         except ValueError:
-            arguments = {}  # as vLLM has it: a bad call of the past does not end a conversation
+            arguments = {}  # as in vLLM: a bad call of the past does not end a conversation
     if not isinstance(arguments, Mapping):
         arguments = {}
     return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _tool(tool: Any) -> dict[str, Any]:
-    """With the fields, and in their order, that vLLM's own model of a request gives it."""
+    """With the fields of vLLM's request model, in its order."""
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ConfigError(f"a tool is a function with a name, not {tool!r:.60}")
@@ -236,7 +237,7 @@ def _tool(tool: Any) -> dict[str, Any]:
 
 
 def _without_developer(conversation: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For a template without the role: its messages become the system's, merged into the first message."""
+    """For a template without the role: its messages merge into a system message at the beginning."""
     if all(message["role"] != "developer" for message in conversation):
         return list(conversation)
     renamed = [
