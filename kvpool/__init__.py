@@ -1,7 +1,7 @@
 """kvpool: a shared KV cache for fleets of vLLM workers, on the Valkey or Redis you already run.
 
-The names below are the public surface; everything else is private. They are loaded on first use, so that
-``import kvpool`` costs milliseconds and pulls in neither torch, vllm, grpc nor pydantic.
+The names below are the public surface; everything else is private. They load on first use, so that ``import
+kvpool`` costs milliseconds and imports neither torch, vllm, grpc nor pydantic.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> object:
-    """Import the module behind a public name when it is first asked for (PEP 562)."""
+    """Import a public name on first use (PEP 562)."""
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'kvpool' has no attribute {name!r}")

@@ -1,7 +1,6 @@
-"""The one place that turns settings into values: the vLLM dict, ``KVPOOL_*`` in the environment, a TOML file.
+"""Settings from the vLLM dict, ``KVPOOL_*`` in the environment, and a TOML file, in this order of precedence.
 
-Where two sources name a setting, the vLLM dict wins over the environment and the environment over the file that
-``KVPOOL_CONFIG`` names. Nothing else in kvpool reads the environment.
+``KVPOOL_CONFIG`` names the file. Nothing else in kvpool reads the environment.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ CONFIG_VARIABLE = "KVPOOL_CONFIG"
 HASH_SEED_VARIABLE = "PYTHONHASHSEED"
 INDEX_TOKEN_VARIABLE = "KVPOOL_INDEX_TOKEN"  # noqa: S105 - a name
 MAX_CONFIG_FILE_NBYTES = 1 << 20
-_TYPO_LIKENESS = 0.8  # KVPOOL_PORT, which Kubernetes sets for a service named kvpool, is 0.5 of KVPOOL_POOL
+_TYPO_LIKENESS = 0.8  # Kubernetes' KVPOOL_PORT of a service named kvpool is 0.5 like KVPOOL_POOL
 _HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
 _WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,19}")
 
@@ -77,11 +76,10 @@ WeightsNeverChange = Annotated[
 
 
 class _Settings(BaseModel):
-    """What every use of a pool needs to know; strict, frozen, checked when it is made.
+    """Settings of every use of a pool; strict, frozen, validated.
 
-    Make it with ``load``. Every field is also a variable of the environment, ``KVPOOL_POOL`` and so on.
-    The pool's URL may hold a password: ``repr`` and ``str`` show it redacted; ``redact(url)`` does so
-    elsewhere.
+    Make it with ``load``. Every field is also an environment variable, such as ``KVPOOL_POOL``. The pool's
+    URL may hold a password: ``repr`` and ``str`` redact it.
     """
 
     model_config = ConfigDict(
@@ -89,7 +87,7 @@ class _Settings(BaseModel):
         protected_namespaces=(), validate_default=True,
     )  # fmt: skip
     PLACE: ClassVar[str] = "kv_connector_extra_config"
-    # Settings of earlier versions, each with the sentence that refuses it.
+    # Settings of earlier versions, each with its refusal.
     REMOVED: ClassVar[Mapping[str, str]] = {"budget_s": "write lookup_timeout_s instead"}
 
     pool: str = Field(
@@ -128,13 +126,12 @@ class _Settings(BaseModel):
     def load(
         cls: type[_Model], mapping: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
     ) -> _Model:
-        """Read the settings: ``mapping`` first, then ``environ``, then the TOML file named by
+        """Read the settings from ``mapping``, then ``environ``, then the TOML file named by
         ``KVPOOL_CONFIG``.
 
-        ``mapping``: vLLM's ``kv_connector_extra_config``; strict types, as JSON gives them. ``environ``: the
-        process's environment when None. The file holds the fields at its top level.
-        Blocking: reads one small file. Errors: ``ConfigError``, one line that names the setting and where it
-        stands.
+        ``mapping``: vLLM's ``kv_connector_extra_config``; strict types, as in JSON. ``environ``: None: the
+        process's. The file has the fields at its top level. Blocks to read a small file. Errors:
+        ``ConfigError``, one line that names the setting and its source.
         """
         environ = os.environ if environ is None else environ
         fields = cls.model_fields
@@ -157,13 +154,12 @@ class _Settings(BaseModel):
         try:
             return cls(**merged)
         except ValidationError as error:
-            # The chained error is left out on purpose: pydantic's text has many lines and may hold the
-            # password.
+            # Without the cause: pydantic's text has many lines and may hold the password.
             raise ConfigError(_one_line(error.errors(include_input=True), spelled, cls)) from None
 
 
 class PoolConfig(_Settings):
-    """What one worker needs to know to use a pool through the connector: ``kv_connector_extra_config``."""
+    """Settings of the connector: ``kv_connector_extra_config``."""
 
     REMOVED: ClassVar[Mapping[str, str]] = {
         **_Settings.REMOVED,
@@ -224,7 +220,7 @@ class PoolConfig(_Settings):
     @field_validator("blocks_per_record")
     @classmethod
     def _records_are_stored_whole(cls, blocks: int, info: ValidationInfo) -> int:
-        # The engine evicts its blocks one by one, so a record's never go together.
+        # The engine evicts blocks one by one, so a record's blocks never leave together.
         if blocks > 1 and info.data.get("store_policy") == "write_back":
             raise ValueError('"store_policy" "write_back" stores blocks one by one; set one of the two back')
         return blocks
@@ -236,18 +232,18 @@ class PoolConfig(_Settings):
 
 
 class TierConfig(_Settings):
-    """What the tier ``KVPoolTier`` needs to know: its entry in ``secondary_tiers``, without type and module_path."""
+    """Settings of the tier ``KVPoolTier``: its entry in ``secondary_tiers``, without type and module_path."""
 
     PLACE: ClassVar[str] = "the tier's entry in secondary_tiers"
 
-    # vLLM's interface of tiers reports little of this.
+    # vLLM's tier interface reports little of this.
     model_id: ModelId
     model_path: ModelPath = None
     weights_never_change: WeightsNeverChange = False
 
 
 class HiCacheConfig(_Settings):
-    """What SGLang's HiCache needs to know: ``--hicache-storage-backend-extra-config``, without SGLang's own keys."""
+    """Settings of SGLang's HiCache: ``--hicache-storage-backend-extra-config``, without SGLang's own keys."""
 
     PLACE: ClassVar[str] = "--hicache-storage-backend-extra-config"
     REMOVED: ClassVar[Mapping[str, str]] = {
@@ -258,7 +254,7 @@ class HiCacheConfig(_Settings):
         ),
     }
 
-    # Needed where the weights cannot be found, see ``kvpool.sglang.served``.
+    # Required where the weights' files cannot be found, see ``kvpool.sglang.served``.
     model_id: ModelId | None = None
     model_path: ModelPath = None
     weights_never_change: WeightsNeverChange = False
@@ -269,17 +265,17 @@ class HiCacheConfig(_Settings):
 
 
 def hash_seed(environ: Mapping[str, str] | None = None) -> str | None:
-    """The seed of vLLM's block hashes: ``PYTHONHASHSEED`` as text, or None when it is not set."""
+    """The seed of vLLM's block hashes: ``PYTHONHASHSEED`` as text, or None when unset."""
     return (os.environ if environ is None else environ).get(HASH_SEED_VARIABLE)
 
 
 def index_token(environ: Mapping[str, str] | None = None) -> str:
-    """The bearer token for an index, a secret: ``KVPOOL_INDEX_TOKEN``; empty when it is not set."""
+    """The secret bearer token for an index: ``KVPOOL_INDEX_TOKEN``; empty when unset."""
     return (os.environ if environ is None else environ).get(INDEX_TOKEN_VARIABLE, "")
 
 
 def _is_reachable(host: str) -> bool:
-    """Whether ``host`` can be an address of one host: a name, or an IP address but the one that means all."""
+    """Whether ``host`` can address a single host: a name, or an IP address other than the wildcard."""
     try:
         return not ipaddress.ip_address(host).is_unspecified
     except ValueError:
@@ -289,7 +285,9 @@ def _is_reachable(host: str) -> bool:
 def _from_environment(
     environ: Mapping[str, str], fields: Mapping[str, FieldInfo], removed: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Values of ``KVPOOL_*``; a near miss of a field is an error, others (Kubernetes sets some) are not."""
+    """Values of ``KVPOOL_*``. A near miss of a field is an error; other variables are ignored, since
+    Kubernetes sets some.
+    """
     values: dict[str, Any] = {}
     for variable in sorted(environ):
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable == CONFIG_VARIABLE:
@@ -308,7 +306,7 @@ def _from_environment(
 
 
 def _from_text(text: str, annotation: Any) -> str | int | float:
-    """The number or truth that a variable spells, where its field is one; the field judges any other text."""
+    """The number or boolean in a variable, for such a field; the field validates any other text."""
     if annotation is bool:
         return {"true": True, "1": True, "false": False, "0": False}.get(text.lower(), text)
     if annotation in (int, int | None, Nbytes | None) and _WHOLE_NUMBER.fullmatch(text):
@@ -322,7 +320,7 @@ def _from_text(text: str, annotation: Any) -> str | int | float:
 
 
 def _one_line(errors: list[ErrorDetails], spelled: Mapping[str, str], settings: type[_Settings]) -> str:
-    """The first thing that is wrong, in one sentence, without the value where that may be a secret."""
+    """The first error in a sentence, without the value where that may be a secret."""
     error = errors[0]
     name = str(error["loc"][0])
     if error["type"] == "missing":
@@ -337,9 +335,9 @@ def _one_line(errors: list[ErrorDetails], spelled: Mapping[str, str], settings: 
 
 
 def read_toml(path: str, named_by: str) -> dict[str, Any]:
-    """What the TOML file at ``path`` says; ``named_by``: the variable or option that names it.
+    """Parse the TOML file at ``path``; ``named_by``: the variable or option with this path.
 
-    Blocking: reads one small file. Errors: ``ConfigError``.
+    Blocks to read a small file. Errors: ``ConfigError``.
     """
     tomllib = _toml_reader(path)
     try:
@@ -357,7 +355,7 @@ def read_toml(path: str, named_by: str) -> dict[str, Any]:
 
 
 def _toml_reader(path: str) -> ModuleType:
-    for name in ("tomllib", "tomli"):  # in the standard library from Python 3.11
+    for name in ("tomllib", "tomli"):  # standard library from Python 3.11
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError:

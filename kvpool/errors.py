@@ -1,54 +1,56 @@
-"""The one error tree: everything that kvpool raises on purpose derives from ``KVPoolError``."""
+"""The error tree: every deliberate error of kvpool derives from ``KVPoolError``."""
 
 from __future__ import annotations
 
 
 class KVPoolError(Exception):
-    """Base of all errors raised by kvpool; its text is one line that says what to do next."""
+    """Base of all errors; its text is one line that says what to do next."""
 
 
 class ConfigError(KVPoolError, ValueError):
-    """A setting, URL, key or argument is wrong; nothing was started and nothing was changed."""
+    """A setting, URL, key or argument is wrong; nothing was started or changed."""
 
 
 class EngineRefused(ConfigError):
-    """The inference engine is configured in a way that kvpool does not support; names the setting."""
+    """kvpool does not support the engine's configuration; names the setting."""
 
 
 class StoreUnavailable(KVPoolError):
-    """The store could not answer in time or at all; a caller treats every key of the batch as a miss."""
+    """The store did not answer in time; a caller treats every key of the batch as a miss."""
 
 
 class AnnouncementsRefused(StoreUnavailable):
-    """The server answers, but not about these announcements: no right, keys of another kind, or far too many bytes.
+    """The server answers, but not for these announcements: no right, foreign types, or too many bytes.
 
-    Others of the same server may be read and written.
+    Other announcements on the server stay usable.
     """
 
 
 class RepliesTooLarge(StoreUnavailable):
-    """A server says more than its caller takes; the rest was not read. What others keep there may be read."""
+    """A server's reply exceeds the limit and was not read to its end. Other data on the server stays
+    readable.
+    """
 
 
 class StoreClosed(StoreUnavailable):
-    """The store was closed by this process; no further call on it will succeed."""
+    """This process closed the store; every further call fails."""
 
 
 class MalformedEvents(KVPoolError, ValueError):
-    """A batch of KV events is not what an engine sends; nothing of it was applied. Names the byte."""
+    """A batch of KV events is malformed and was not applied. Names the byte."""
 
 
 class SnapshotRefused(KVPoolError, ValueError):
-    """A snapshot of an index is damaged, too old, or of another version; the index starts without it."""
+    """An index snapshot is damaged, too old, or of another version; the index starts without it."""
 
 
 class IndexUnavailable(KVPoolError):
-    """The index could not answer in time or at all; a router goes on without it. Says which and what to do."""
+    """The index did not answer in time; a router continues without it. Says which index and what to do."""
 
 
 class AccessDenied(IndexUnavailable):
-    """The index does not let this caller in: no token, a wrong one, or one without the right for this tenant."""
+    """The index rejects this caller: a missing or wrong token, or no right for this tenant."""
 
 
 class UnknownModel(KVPoolError, LookupError):
-    """The index knows no worker of this model and tenant, or cannot hash tokens as any of them does."""
+    """The index has no worker of this model and tenant, or cannot hash as its workers do."""

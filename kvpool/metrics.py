@@ -1,12 +1,11 @@
-"""Every metric name of kvpool, with its help text: the only place where one is spelled.
+"""Every metric of kvpool with its help text; no other module spells a metric's name.
 
 Over 400 lines because it is the list of all metrics.
 
-``ALL`` are of the connector. Samples of them travel between processes as ``{key: sample}`` where the key is the
-metric's name, or ``name/value`` when the metric has a label (its label name is in ``Metric.label``). The sample of a
-counter is a number, summed over ranks and over time; that of a gauge a number, of which the lowest counts; that of a
-histogram a list of observations. ``INDEX`` and what follows it are of the index service, read when its page is asked
-for.
+``ALL`` are the connector's. Processes exchange their samples as ``{key: sample}``; the key is the metric's
+name, or ``name/value`` with a label (named by ``Metric.label``). A counter's sample is a number, summed over
+ranks and time; a gauge's a number, of which the lowest counts; a histogram's a list of observations.
+``INDEX`` and the following belong to the index service, which reads them per scrape.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from typing import NamedTuple
 
 # Seconds of a wait for the pool: from a lookup in the same rack to a slow load of a long prompt.
 WAIT_SECONDS = (1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
-MAX_OBSERVATIONS = 1024  # of one histogram and label between two looks; a step has one for each request
-REPEAT_S = 30.0  # a gauge that does not change is told again after so long
+MAX_OBSERVATIONS = 1024  # per histogram and label between two collections; a step has one per request
+REPEAT_S = 30.0  # an unchanged gauge is sent again after this
 
 Samples = dict[str, "float | list[float]"]
 
 
 class Metric(NamedTuple):
-    """``name`` as exported, its help text, and the name of its only label or "".
+    """``name`` as exported, its help text, and its only label's name or "".
 
-    ``buckets``: of a histogram. ``values``: of the label,
-    shown as 0 before the first one is counted: ``rate()`` does not see a series' first value.
+    ``buckets``: of a histogram. ``values``: of the label, exported as 0 at start, because ``rate()`` misses a
+    series' first value.
     """
 
     name: str
@@ -112,7 +111,7 @@ GATE_LOAD_TOKENS = Metric(
 GATE_LOAD_SECONDS = Metric(
     "kvpool_gate_load_seconds_total", "Seconds that those loads took, failed ones included."
 )
-# What came of a request, and where the tokens of its prompt came from.
+# Outcome of a request, and the source of its prompt's tokens.
 REQUEST_RESULTS = (
     "hit", "miss", "engine_cache", "load_failed", "no_answer", "too_slow", "too_short", "without", "switched_off",
 )  # fmt: skip
@@ -225,7 +224,7 @@ ALL: tuple[Metric, ...] = (
     GATE_LOAD_SECONDS,
 )
 
-# By the field of ``kvpool.index.answer.Totals`` that it shows.
+# By the field of ``kvpool.index.answer.Totals`` shown.
 INDEX: Mapping[str, Metric] = {
     "workers": Metric("kvpool_index_workers", "Workers that the index follows."),
     "ranks": Metric("kvpool_index_ranks", "Their data-parallel ranks."),
@@ -278,7 +277,7 @@ POOL_RECONCILER: Mapping[str, Metric] = {
         "When it rests, the index is right about the pool after so long, whatever was missed.",
     ),
 }
-# Of the pool's servers, as ``kvpool.index.follow.pool_status`` read them last; by the field of ``Usage``.
+# Of the pool's servers at ``kvpool.index.follow.pool_status``'s last reading; by the field of ``Usage``.
 POOL_SERVERS: Mapping[str, Metric] = {
     "up": Metric("kvpool_index_pool_up", "0: this server of the pool did not answer.", "server"),
     "used_nbytes": Metric("kvpool_index_pool_used_bytes", "Memory that it uses, all of it.", "server"),
@@ -344,35 +343,35 @@ BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in ALL}
 
 
 class Counters:
-    """Samples since the last ``take``; used by one thread. ``clock``: in seconds."""
+    """Samples since the last ``take``. Single-threaded. ``clock``: in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._samples: Samples = {}
         self._totals: dict[str, float] = {}
-        self._told: dict[str, tuple[float, float]] = {}  # of gauges: value, and when it is told again
+        self._told: dict[str, tuple[float, float]] = {}  # of gauges: value, and time of the next repetition
 
     def add(self, metric: Metric, amount: float = 1, label: str = "") -> None:
-        """Add ``amount`` to a counter; ``label`` must be given exactly for the metrics that have one."""
+        """Add to a counter; pass ``label`` exactly for metrics that have one."""
         key = _key(metric, label)
         if amount:
             self._samples[key] = _number(self._samples.get(key, 0)) + amount
 
     def add_growth(self, metric: Metric, total: float, label: str = "") -> None:
-        """Add what ``total``, a count kept elsewhere, has grown by since the last call."""
+        """Add the growth of ``total``, an external count, since the last call."""
         key = _key(metric, label)
         self.add(metric, total - self._totals.get(key, 0), label)
         self._totals[key] = total
 
     def observe(self, metric: Metric, value: float, label: str = "") -> None:
-        """Add one observation to a histogram. Beyond ``MAX_OBSERVATIONS`` they are dropped."""
+        """Add an observation to a histogram, up to ``MAX_OBSERVATIONS``."""
         observations = self._samples.setdefault(_key(metric, label), [])
         assert isinstance(observations, list)
         if len(observations) < MAX_OBSERVATIONS:
             observations.append(value)
 
     def set(self, metric: Metric, value: float, label: str = "") -> None:
-        """Set a gauge. It is among the samples when it has changed, and every ``REPEAT_S`` seconds."""
+        """Set a gauge, sampled on change and every ``REPEAT_S`` seconds."""
         key = _key(metric, label)
         now_s = self._clock()
         told, again_s = self._told.get(key, (value, now_s))
@@ -381,13 +380,13 @@ class Counters:
             self._samples[key] = value
 
     def take(self) -> Samples:
-        """Return the samples and start again from nothing."""
+        """Return the samples and reset."""
         samples, self._samples = self._samples, {}
         return samples
 
 
 def add_samples(into: Samples, samples: Mapping[str, float | list[float]]) -> None:
-    """Put ``samples`` and ``into`` together, key by key: sums, the lowest of gauges, all observations."""
+    """Merge ``samples`` into ``into``: sums of counters, lowest of gauges, all observations."""
     for key, sample in samples.items():
         if (had := into.get(key)) is None:
             into[key] = sample

@@ -1,4 +1,4 @@
-"""How kvpool reads and words what people write: sizes, misspelled names, URLs that hold a password."""
+"""Parsing and wording of human text: sizes, misspelled names, URLs with a password."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNIT_NBYTES = {
 }
 MAX_NBYTES = (1 << 63) - 1
 
-# Extra of kvpool -> what it brings, by the names that are imported.
+# kvpool's extra -> its packages, by import name.
 _EXTRAS = {
     "client": {"google", "grpc"},
     "index": {
@@ -32,8 +32,8 @@ _EXTRAS = {
 }  # fmt: skip
 
 _SIZE = re.compile(r"([0-9]{1,19}) ?([A-Za-z]*)")
-# The part of a URL that may hold credentials reaches to the last "@": a password can hold "/" or "@" itself. The scheme
-# may have been forgotten; what begins as a path has no credentials.
+# The userinfo of a URL reaches to the last "@", because passwords may contain "/" or "@". The scheme may be
+# missing; paths have no userinfo.
 _USERINFO = re.compile(r"\A([A-Za-z][A-Za-z0-9+.-]*://|(?![/.]))(.*)@", re.DOTALL)
 _SECRET_PARAMETER = re.compile(
     r"([?&;](?:[^=&;?]*(?:pass|secret|token|auth|cred)[^=&;?]*)=)[^&;#]*", re.IGNORECASE
@@ -42,7 +42,7 @@ _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):(?P<port>[
 
 
 def nearest(name: str, known: Iterable[str], *, likeness: float = 0.6) -> str | None:
-    """The known name that is most like ``name``; None when none is alike enough (0 to 1)."""
+    """The known name most like ``name``; None below ``likeness`` (0 to 1)."""
     candidates = sorted(known)
     folded = {candidate.lower(): candidate for candidate in reversed(candidates)}
     matches = difflib.get_close_matches(name.lower(), sorted(folded), n=1, cutoff=likeness)
@@ -50,7 +50,7 @@ def nearest(name: str, known: Iterable[str], *, likeness: float = 0.6) -> str | 
 
 
 def unknown(kind: str, name: str, known: Iterable[str]) -> str:
-    """One sentence for a name that is not known: with the nearest known one, or with all of them."""
+    """A sentence for an unknown name: with the nearest known name, or with all."""
     candidates = sorted(known)
     match = nearest(name, candidates)
     if match is not None:
@@ -59,7 +59,7 @@ def unknown(kind: str, name: str, known: Iterable[str]) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """``1 worker``, ``2 workers``: a regular noun in its number."""
+    """``1 worker``, ``2 workers``: for regular nouns."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
@@ -67,7 +67,7 @@ def parse_nbytes(text: str) -> int:
     """Bytes of a size such as ``10GiB``, ``500 MB`` or ``1048576``.
 
     Units: KiB MiB GiB TiB (powers of 1,024), kB MB GB TB (powers of 1,000), B or none. Whole numbers only.
-    Errors: ``ConfigError`` that says how to write one.
+    Errors: ``ConfigError`` that shows the spelling.
     """
     match = _SIZE.fullmatch(text.strip()) if text.isascii() else None
     if match is None or match[2] not in UNIT_NBYTES:
@@ -81,7 +81,7 @@ def parse_nbytes(text: str) -> int:
 
 
 def format_nbytes(nbytes: int) -> str:
-    """``nbytes`` in the largest binary unit that holds it exactly; ``parse_nbytes`` reads it back."""
+    """``nbytes`` in the largest exact binary unit; ``parse_nbytes`` inverts it."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if nbytes and nbytes % UNIT_NBYTES[unit] == 0:
             return f"{nbytes // UNIT_NBYTES[unit]}{unit}"
@@ -89,9 +89,9 @@ def format_nbytes(nbytes: int) -> str:
 
 
 def missing_extra(error: ModuleNotFoundError, extras: Sequence[str] = ("index", "tokenize")) -> Exception:
-    """What to raise instead: one line with what brings the package; else ``error`` itself.
+    """The error to raise instead: one line with the extra that brings the package; else ``error`` itself.
 
-    ``extras``: of kvpool; the first that brings it is named.
+    ``extras``: of kvpool; the first match is named.
     """
     package = (error.name or "").partition(".")[0]
     if package == "torch":
@@ -105,12 +105,12 @@ def missing_extra(error: ModuleNotFoundError, extras: Sequence[str] = ("index", 
 
 
 def with_extra(extra: str) -> str:
-    """What to do for a part of kvpool that was left out when it was installed."""
+    """How to install a missing part of kvpool."""
     return f"install kvpool with its extra {extra}, in a checkout: pip install '.[{extra}]'"
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Host and port of ``HOST:PORT`` or ``[IPv6]:PORT``; port 0 is one. Errors: ``ConfigError``."""
+    """Host and port of ``HOST:PORT`` or ``[IPv6]:PORT``; port 0 is valid. Errors: ``ConfigError``."""
     match = _ADDRESS.fullmatch(text) if isinstance(text, str) else None
     if match is None or int(match["port"]) > 65535:
         raise ConfigError(
@@ -120,7 +120,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def redact(url: str) -> str:
-    """``url`` without its secrets, fit for a log: passwords and secret-looking parameters become ``***``."""
+    """``url`` for logs: passwords and secret-looking parameters become ``***``."""
     if url.startswith("file:///"):
         return url
     match = _USERINFO.match(url)

@@ -1,7 +1,7 @@
-"""Spans of OpenTelemetry for requests that are traced: those whose ``traceparent`` (W3C) says that they are sampled.
+"""OpenTelemetry spans of traced requests: those whose ``traceparent`` (W3C) is sampled.
 
-Nothing is imported while traces are off, and a request without ``traceparent`` costs one look into its headers. Whoever
-sends the request decides what is sampled; no trace begins here. Threads: any.
+Nothing is imported while traces are off; a request without ``traceparent`` costs one header look-up. The
+sender decides about sampling; kvpool begins no trace. Threads: any.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from kvpool.errors import ConfigError
 from kvpool.text import with_extra
 
 HEADERS = ("traceparent", "tracestate")
-CLOSE_MS = 3000  # for what was not sent yet
+CLOSE_MS = 3000  # to flush unsent spans
 Value = str | int | float | bool
 
 
 class Span:
-    """One that is under way; of a request that is not traced it does nothing."""
+    """A span in progress; a no-op for untraced requests."""
 
     def __init__(self, span: Any = None) -> None:
         self._span = span
 
     def set(self, **attributes: Value) -> None:
-        """Attributes, each under ``kvpool.`` and its name."""
+        """Set attributes, each under ``kvpool.`` and its name."""
         if self._span is not None:
             for name, value in attributes.items():
                 self._span.set_attribute(f"kvpool.{name}", value)
@@ -36,16 +36,16 @@ _NO_SPAN = nullcontext(Span())
 
 
 class Tracing:
-    """Makes spans with ``tracer``; None: traces are off. ``provider``: what ``close`` ends."""
+    """Makes spans with ``tracer``; None: traces are off. ``close`` ends ``provider``."""
 
     def __init__(self, tracer: Any = None, provider: Any = None) -> None:
         self._tracer, self._provider = tracer, provider
 
     @classmethod
     def to(cls, endpoint: str, service: str) -> Tracing:
-        """Sends spans to a collector over OTLP, HTTP: ``endpoint`` is its base, such as http://otel:4318.
+        """Send spans to a collector over OTLP/HTTP: ``endpoint`` is its base, such as http://otel:4318.
 
-        They are sent from a thread; beyond 2,048 that wait, spans are dropped. Errors: ``ConfigError``.
+        A thread sends; above 2,048 waiting spans, new ones are dropped. Errors: ``ConfigError``.
         """
         if not endpoint.startswith(("http://", "https://")):
             raise ConfigError(f"--traces {endpoint}: write the collector's URL, such as http://otel:4318")
@@ -63,7 +63,7 @@ class Tracing:
 
     @classmethod
     def of_process(cls) -> Tracing:
-        """Sends spans where this process sends its own, such as vLLM with ``--otlp-traces-endpoint``."""
+        """Send spans where this process sends its own, such as vLLM with ``--otlp-traces-endpoint``."""
         try:
             from opentelemetry import trace
         except ModuleNotFoundError:
@@ -71,7 +71,7 @@ class Tracing:
         return cls(trace.get_tracer("kvpool"))
 
     def span(self, name: str, headers: Mapping[str, str]) -> AbstractContextManager[Span]:
-        """A span around the block, below what ``headers`` name."""
+        """A span around the block, child of the one in ``headers``."""
         if self._tracer is None or HEADERS[0] not in headers:
             return _NO_SPAN
         return self._under_way(name, headers)
@@ -79,7 +79,7 @@ class Tracing:
     def record(
         self, name: str, headers: Mapping[str, str] | None, seconds: float, **attributes: Value
     ) -> None:
-        """A span that took ``seconds`` and ends now."""
+        """Record a span of ``seconds`` that ends now."""
         if self._tracer is None or not headers or (context := _sampled(headers)) is None:
             return
         ended_ns = time.time_ns()
@@ -88,7 +88,7 @@ class Tracing:
         span.end(ended_ns)
 
     def close(self) -> None:
-        """Send what was not sent yet. Blocking, for some seconds at most."""
+        """Flush. Blocks for some seconds at most."""
         if self._provider is not None:
             self._provider.force_flush(CLOSE_MS)
             self._provider.shutdown()
@@ -108,7 +108,7 @@ class Tracing:
 
 
 def _sampled(headers: Mapping[str, str]) -> Any:
-    """The context that ``headers`` name; None: there is none, or it is not sampled."""
+    """The sampled context in ``headers``; None: absent or unsampled."""
     from opentelemetry import trace
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 

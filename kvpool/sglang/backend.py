@@ -1,17 +1,17 @@
 """KVPoolHiCache: the pool as the storage (L3) behind SGLang's hierarchical cache.
 
-Interface: ``sglang/srt/mem_cache/hicache_storage.py`` (``HiCacheStorage``). SGLang copies pages between the device and
-its own host memory; this moves pages between that memory and the pool, and nothing is copied on the way
-(``pages.py``). SGLang's threads wait inside these calls.
+Interface: ``sglang/srt/mem_cache/hicache_storage.py`` (``HiCacheStorage``). SGLang copies pages between the
+device and its host memory; this module moves them between that memory and the pool without a copy
+(``pages.py``). SGLang's threads block in these calls.
 
-Pages come as they lie in host memory (``*_v1``), or as one flat tensor each (the older calls, where ``interface_v1``
-is not set).
+Pages arrive as they lie in host memory (``*_v1``), or as a flat tensor each (the older calls, without
+``interface_v1``).
 
-A call that cannot be served is a miss and is counted (``fault``), and the next call is served as ever: nothing is
-raised into SGLang's threads, except by ``clear``, whose caller wants to know.
+A failed call is a miss and counted (``fault``); the next call works as before. Only ``clear`` raises into
+SGLang's threads, because its caller needs to know.
 
-Threads: any may call, and SGLang calls from four at once. ``_pages``, ``_keys`` and ``_mover`` are set once, by
-``register_mem_pool_host``, before the threads are started.
+Threads: any; SGLang calls from four at once. ``register_mem_pool_host`` sets ``_pages``, ``_keys`` and
+``_mover`` once, before the threads start.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from kvpool.store import open_store
 
 logger = logging.getLogger(__name__)
 
-# In the extra config, and not ours. SGLang takes others out of it before a backend sees it.
+# SGLang's own keys in the extra config. It removes others before a backend sees them.
 SGLANG_KEYS = frozenset(
     {"backend_name", "module_path", "class_name", "interface_v1", "allocator", "file_storage_path"}
 )
@@ -56,8 +56,8 @@ _T = TypeVar("_T")
 class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
     """Keeps SGLang's pages in a shared pool.
 
-    Settings: ``kvpool.config.HiCacheConfig``, in ``--hicache-storage-backend-extra-config``. Refuses to start, with one
-    sentence, when the pool, a setting or the kind of model is wrong.
+    Settings: ``kvpool.config.HiCacheConfig``, in ``--hicache-storage-backend-extra-config``. A wrong pool,
+    setting or kind of model refuses the start in one sentence.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
@@ -72,7 +72,9 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
         self._store = open_store(self._config.pool, threads=self._config.threads)
 
     def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:
-        """Learn where pages lie, and with it the namespace. Errors: ``ConfigError``; the store is closed then."""
+        """Take the pages' host memory, which completes the namespace. Errors: ``ConfigError``; the store is
+        closed then.
+        """
         try:
             pages = HostPages(mem_pool_host, self._config.kv_dtype)
             parallel = self._parallel
@@ -124,7 +126,9 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
             )
 
     def register_mem_host_pool_v2(self, host_pool: HostKVCache, host_pool_name: str) -> None:
-        """Refuse what is not keys and values of full attention. Errors: ``EngineRefused``; the store is closed."""
+        """Refuse anything but keys and values of full attention. Errors: ``EngineRefused``; the store is
+        closed.
+        """
         if host_pool_name != PoolName.KV:
             self.close()
             raise EngineRefused(
@@ -141,9 +145,9 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        """Load pages into their slots; True for those before the first that did not come.
+        """Load pages into their slots; True for those before the first failure.
 
-        Blocking, for at most ``max_load_s``; a pool that makes no progress for ``lookup_timeout_s`` ends it.
+        Blocks for at most ``max_load_s``, or ``lookup_timeout_s`` without progress.
         """
         keys = _listed(keys)
         loaded = self._guarded(
@@ -159,9 +163,9 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        """Store pages from their slots; True for those that are in the pool now.
+        """Store pages from their slots; True for those in the pool afterwards.
 
-        Blocking, for as long as the pool makes progress; nothing but other stores waits for it.
+        Blocks while the pool makes progress; only other stores wait for it.
         """
         keys = _listed(keys)
         return self._guarded(
@@ -174,7 +178,7 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
     # Which pages are there.
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """How many leading pages the pool has. Blocking, for at most ``lookup_timeout_s``."""
+        """How many leading pages the pool has. Blocks for at most ``lookup_timeout_s``."""
         return self._guarded(
             lambda _, mover: mover.leading(self._form(), _listed(keys)), 0, metrics.LOOKUP_FAILURES
         )
@@ -192,7 +196,7 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
     def batch_get(
         self, keys: list[str], target_locations: list[torch.Tensor] | None = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
-        """Load flat pages into tensors of theirs; None for the first that did not come, and for all behind it."""
+        """Load flat pages into their tensors; None from the first failure on."""
 
         def load(pages: HostPages, mover: PageMover) -> list[torch.Tensor | None]:
             targets = target_locations or [pages.empty_page() for _ in keys]
@@ -219,7 +223,7 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        """Store flat pages; whether all of them are in the pool now."""
+        """Store flat pages; whether the pool has all of them afterwards."""
 
         def save(_: HostPages, mover: PageMover) -> bool:
             return all(mover.save("flat", keys, [flat_bytes(value.contiguous()) for value in values or ()]))
@@ -230,11 +234,10 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
     # The rest.
 
     def clear(self) -> None:
-        """Delete what the pool has under the namespaces of this server: the pages of every server that shares them.
+        """Delete this server's namespaces from the pool, for every server that shares them.
 
-        After a flush, or other weights, those are this rank's own.
-
-        Blocking, for at most a minute. Errors: ``StoreUnavailable``, also when that was not enough.
+        After a flush or a weights update the namespaces are this rank's own. Blocks for at most a minute.
+        Errors: ``StoreUnavailable``, also when time ran out.
         """
         if self._pages is None:
             return
@@ -249,7 +252,9 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
                 self._store.delete_many([block.key for block in blocks])
 
     def get_stats(self) -> Any:
-        """SGLang's own ``StorageMetrics``; kvpool's counters go to the metrics page on the way. None after a fault."""
+        """SGLang's ``StorageMetrics``; also updates kvpool's counters on the metrics page. None after a
+        fault.
+        """
         return self._guarded(lambda _, mover: self._statistics(mover), None, metrics.LOOKUP_FAILURES, 0)
 
     def _statistics(self, mover: PageMover) -> Any:
@@ -267,17 +272,16 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
         )
 
     def close(self) -> None:
-        """Cancel what is under way, wait for it, and give everything back; a later call is a miss."""
+        """Cancel pending work, wait for it, and release everything; later calls are misses."""
         self._store.close()
 
     def _form(self) -> Form:
-        """The form of pages that SGLang asks for."""
         return "parts" if self._zero_copy else "flat"
 
     def _guarded(
         self, call: Callable[[HostPages, PageMover], _T], instead: _T, counter: Metric, amount: float = 1
     ) -> _T:
-        """The result of ``call``; ``instead`` before there is host memory, and when it raises."""
+        """The result of ``call``; ``instead`` before registration of host memory, and after an exception."""
         if self._pages is None or self._mover is None:
             return instead
         try:
@@ -291,9 +295,8 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
 
 
 def _rank(parallel: HiCacheStorageConfig) -> int:
-    """This rank's place in keys. Ranks that hold the same bytes have the same one; stages hold other layers.
-
-    Errors: ``EngineRefused``.
+    """This rank's place in keys: equal for ranks with equal bytes; pipeline stages differ. Errors:
+    ``EngineRefused``.
     """
     if parallel.dcp_size > 1:
         raise EngineRefused("decode context parallelism is not supported: start without --dcp-size")
@@ -307,7 +310,7 @@ def _rank(parallel: HiCacheStorageConfig) -> int:
 
 
 def _listed(keys: Any) -> list[Any]:
-    """Whatever is handed over as keys; nothing where that is none."""
+    """``keys`` as a list; empty for anything else."""
     try:
         return list(keys)
     except TypeError:

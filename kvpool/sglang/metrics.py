@@ -1,6 +1,6 @@
-"""kvpool's metrics in SGLang: counters of any thread, on the page of each process, and a log line for each change.
+"""kvpool's metrics in SGLang: counters of any thread, on each process's page, and a log line per change.
 
-SGLang's ``/metrics`` shows all of prometheus_client's registry.
+SGLang's ``/metrics`` shows prometheus_client's whole registry.
 
 Threads: any may count; ``show`` is the scheduler's. ``PoolState._lock`` guards ``_away`` and ``_faulty``,
 ``SharedCounters._lock`` its sums.
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class SharedCounters(Counters):
-    """``Counters`` that any thread may use."""
+    """Thread-safe ``Counters``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class PoolState:
             logger.warning("kvpool: the pool is back")
 
     def fault(self, what: str, error: Exception | None) -> None:
-        """Log the first call that could not be served; the caller counts all of them."""
+        """Log the first failed call; the caller counts all."""
         with self._lock:
             first, self._faulty = not self._faulty, True
         if first:
@@ -81,7 +81,7 @@ class PoolState:
             )  # fmt: skip
 
 
-@cache  # a registry takes a name once, and backends come and go
+@cache  # a registry accepts a name once, and backends come and go
 def _exported(metric: Metric) -> Any:
     labels = ["rank", metric.label] if metric.label else ["rank"]
     if metric.is_counter:
@@ -92,7 +92,7 @@ def _exported(metric: Metric) -> Any:
 
 
 def show(samples: Mapping[str, float | list[float]], rank: int) -> None:
-    """Add ``samples``, as ``Counters.take`` gives them, to what the page says of ``rank``."""
+    """Add ``samples``, as from ``Counters.take``, to the page under ``rank``."""
     for key, sample in samples.items():
         name, _, label = key.partition("/")
         metric = BY_NAME[name]

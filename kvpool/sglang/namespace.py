@@ -1,14 +1,14 @@
-"""PageKeys and Epoch: the keys of this server's pages, and whether they still belong to the weights of its start.
+"""PageKeys and Epoch: the keys of this server's pages, valid for the weights of its start.
 
-A page has two forms, each with a namespace: ``parts``, as it lies in host memory, and ``flat``, as one tensor.
+A page has two forms, each with a namespace: ``parts``, as in host memory, and ``flat``, as one tensor.
 
-SGLang tells a storage backend neither of a flush nor of weights that change in place. kvpool watches both: ``clear`` of
-the host memory's pool, which ``flush_cache`` calls when the storage threads have ended; and the functions of
-``WeightUpdater``, before they write. After either, the namespaces are this rank's own: each rank draws a random epoch.
- Of MLA, one rank writes for all; after an epoch the others miss its pages, which is safe.
+SGLang reports neither flushes nor in-place weight updates to a storage backend. kvpool watches both:
+``clear`` of the host memory's pool, which ``flush_cache`` calls when the storage threads have ended; and the
+functions of ``WeightUpdater``, before they write. Afterwards each rank draws a random epoch, so its
+namespaces are its own. With MLA, one rank writes for all; the others then miss its pages, which is safe.
 
-Threads: any; ``PageKeys._lock`` guards ``_namespaces``. Of an epoch the scheduler's thread writes each field in one
-step, and storage threads read.
+Threads: any; ``PageKeys._lock`` guards ``_namespaces``. The scheduler's thread writes each field of an epoch
+atomically, storage threads read.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from kvpool.sglang.served import argument, is_published
 logger = logging.getLogger(__name__)
 
 
-_HASH = re.compile(r"(?:[0-9a-f]{2}){8,64}")  # as a key of kvpool has it
+_HASH = re.compile(r"(?:[0-9a-f]{2}){8,64}")  # as in keys
 
 Form = Literal["parts", "flat"]
 
 
 class _Namespaces(NamedTuple):
-    """Those of one epoch, by the form of pages."""
+    """The namespaces of one epoch, by form of pages."""
 
     epoch: str
     parts: Namespace
@@ -46,7 +46,7 @@ class _Namespaces(NamedTuple):
 
 
 class PageKeys:
-    """``rank``: this rank's place in keys. ``weights_never_change``: a flush begins no epoch."""
+    """``rank``: this rank's place in keys. ``weights_never_change``: flushes begin no epoch."""
 
     def __init__(
         self, tenant: str, facts: Mapping[str, Fact], rank: int, epoch: Epoch, *, weights_never_change: bool
@@ -57,7 +57,7 @@ class PageKeys:
         self._namespaces = self._of_epoch("")
 
     def namespace(self, form: Form) -> Namespace:
-        """That of the current epoch."""
+        """The form's namespace in the current epoch."""
         epoch = self._epoch.since_update if self._weights_never_change else self._epoch.since_flush
         with self._lock:
             left = self._namespaces.epoch != epoch
@@ -74,7 +74,7 @@ class PageKeys:
         return found
 
     def keys(self, form: Form, hashes: list[bytes], width: int) -> list[str]:
-        """The keys of all ``width`` buffers of each page: those of one page follow each other."""
+        """The keys of each page's ``width`` buffers, page after page."""
         namespace = self.namespace(form)
         return list(
             chain.from_iterable(
@@ -89,7 +89,7 @@ class PageKeys:
 
 
 def is_hash(key: object) -> bool:
-    """Whether it is the hash of a page, as SGLang writes it."""
+    """Whether SGLang spells a page's hash like this."""
     return isinstance(key, str) and _HASH.fullmatch(key) is not None
 
 
@@ -100,7 +100,7 @@ _UPDATES = (
 
 
 class Epoch:
-    """``since_update``, ``since_flush``: another text after each; "" as long as there was none."""
+    """``since_update``, ``since_flush``: change with each; "" before the first."""
 
     def __init__(self) -> None:
         self.since_update = self.since_flush = ""
@@ -112,14 +112,13 @@ class Epoch:
         self.since_update = self.since_flush = secrets.token_hex(8)
 
 
-# They outlive a backend: one that is attached later goes on in the epoch of its host memory.
+# Outlive a backend: a later backend continues in its host memory's epoch.
 _epochs: weakref.WeakKeyDictionary[HostKVCache, Epoch] = weakref.WeakKeyDictionary()
 
 
 def epoch_of(pool: HostKVCache, *, weights_never_change: bool) -> Epoch:
-    """The epoch of what lies in this host memory, watched from now on.
-
-    Errors: ``EngineRefused`` where weights change by other ways than those that are watched.
+    """Watch this host memory and return its epoch. Errors: ``EngineRefused`` where weights can change
+    unwatched.
     """
     _watch_updates(required=not weights_never_change)
     epoch = _epochs.get(pool)
@@ -127,7 +126,7 @@ def epoch_of(pool: HostKVCache, *, weights_never_change: bool) -> Epoch:
         epoch = _epochs[pool] = Epoch()
         _watch_flushes(pool, epoch)
         if is_published() and argument("memory.hicache_storage_backend") is None:
-            epoch.flushed()  # attached to a running server, whose past is not known
+            epoch.flushed()  # attached to a running server with an unknown past
     return epoch
 
 

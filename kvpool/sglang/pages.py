@@ -1,11 +1,11 @@
 """HostPages and PageMover: SGLang's pages as buffers of its host memory, moved to and from the pool.
 
-SGLang tells a page's place by pointers and sizes (``HostKVCache.get_page_buffer_meta``): two buffers where the layout
-puts pages first, two a layer where it puts layers first, one for MLA. Each buffer is one record, whose group is the
-buffer's place in its page; nothing is gathered.
+SGLang locates a page by pointers and sizes (``HostKVCache.get_page_buffer_meta``): two buffers in a
+page-first layout, two a layer in a layer-first layout, one for MLA. Each buffer is one record, whose group is
+its place in the page; nothing is gathered.
 
-SGLang's threads wait inside ``PageMover``, so every batch has a deadline. A call returns when nothing touches the host
-memory any more: SGLang gives those pages to other requests. Each call has a ``BlockMover`` of its own.
+SGLang's threads wait inside ``PageMover``, so every batch has a deadline. SGLang reuses the pages after a
+call, so it returns only when nothing touches the host memory. Each call has its own ``BlockMover``.
 
 Threads: any, several at once; ``_lock`` guards ``_speeds``. ``HostPages`` does not block.
 """
@@ -31,7 +31,7 @@ from kvpool.store import Store
 from kvpool.transfer import BlockMover, HostMemory, Moved, Need, Record
 from kvpool.transfer.mover import PART_NBYTES
 
-# What changes the bytes of a page without changing its size. Those that a kind of pool does not have are left out.
+# Attributes that change a page's bytes but not its size; pools lack some.
 _SHAPE = (
     "start_layer", "end_layer", "layer_num", "target_layer_num", "head_num", "head_dim", "v_head_dim", "kv_lora_rank",
     "qk_rope_head_dim", "kv_cache_dim",
@@ -39,9 +39,9 @@ _SHAPE = (
 
 
 class HostPages:
-    """The pages of one host memory pool. ``kv_dtype``: as ``HiCacheConfig`` has it.
+    """The pages of one host memory pool. ``kv_dtype``: as in ``HiCacheConfig``.
 
-    Errors: ``EngineRefused`` for memory of which a page cannot be moved as it lies there.
+    Errors: ``EngineRefused`` for memory whose pages cannot move as they lie.
     """
 
     def __init__(self, pool: HostKVCache, kv_dtype: str | None) -> None:
@@ -73,9 +73,7 @@ class HostPages:
                 "page_first with --hicache-io-backend kernel, or page_first_direct with direct"
             ) from error
         whole_nbytes = self.page_tokens * int(pool.get_size_per_token())
-        if (
-            sum(self.part_nbytes) != whole_nbytes
-        ):  # MXFP8: its scales lie elsewhere, and SGLang does not name them
+        if sum(self.part_nbytes) != whole_nbytes:  # MXFP8: its scales lie elsewhere, unnamed by SGLang
             raise EngineRefused(
                 f"a page of {name} has {whole_nbytes} bytes, and SGLang says where {sum(self.part_nbytes)} of them "
                 "are: use another --kv-cache-dtype"
@@ -98,9 +96,9 @@ class HostPages:
                 self.facts[field] = int(value)
 
     def views(self, host_indices: torch.Tensor) -> list[memoryview]:
-        """The buffers of whole pages, page after page: views of the pool itself, which they keep alive.
+        """The buffers of whole pages, page after page: views that keep the pool alive.
 
-        ``host_indices``: one slot a token, page by page. Errors: ``ValueError`` for other indices.
+        ``host_indices``: a slot per token, page by page. Errors: ``ValueError`` for other indices.
         """
         if len(host_indices) % self.page_tokens:
             raise ValueError(f"{len(host_indices)} slots are not whole pages of {self.page_tokens} tokens")
@@ -108,11 +106,11 @@ class HostPages:
         return [self._view(pointer, nbytes) for pointer, nbytes in zip(pointers, sizes, strict=True)]
 
     def sizes(self, form: str) -> tuple[int, ...]:
-        """Bytes of each buffer of a page in this form: ``parts`` or ``flat``."""
+        """Bytes of each of a page's buffers in this form."""
         return self.part_nbytes if form == "parts" else (self.nbytes,)
 
     def empty_page(self) -> torch.Tensor:
-        """A flat page of its own, as SGLang's older interface hands over."""
+        """A new flat page, as in SGLang's older interface."""
         page: torch.Tensor = self._pool.get_dummy_flat_data_page()
         return page
 
@@ -125,9 +123,8 @@ class HostPages:
 
 
 def flat_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a tensor in CPU memory, where they are, for as long as the view lives.
-
-    Errors: ``EngineRefused`` when it is elsewhere, or not contiguous.
+    """The bytes of a contiguous CPU tensor, without a copy; the view keeps them alive. Errors:
+    ``EngineRefused``.
     """
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise EngineRefused(
@@ -141,15 +138,15 @@ def run_lengths(part_nbytes: Sequence[int]) -> str:
     return " + ".join(f"{count}*{nbytes}" for nbytes, count in Counter(part_nbytes).items())
 
 
-ASK_KEYS = 16384  # in one existence check: a page is many where the layout puts layers first
+ASK_KEYS = 16384  # per existence check: a layer-first page has many
 SETTLE_STEP_S = 1.0
-MAX_SPEEDS = 1024  # kept until SGLang asks for them
+MAX_SPEEDS = 1024  # kept until SGLang collects them
 
 Way = Literal["prefetch", "backup"]
 
 
 class PageMover:
-    """Moves ``pages`` of one server. Errors of its calls: ``StoreUnavailable``, after it was counted."""
+    """Moves ``pages`` of one server. Errors of its calls: ``StoreUnavailable``, already counted."""
 
     def __init__(
         self,
@@ -168,7 +165,7 @@ class PageMover:
         }
 
     def leading(self, form: Form, hashes: Sequence[str]) -> int:
-        """How many leading pages the pool has. Blocking, for at most ``lookup_timeout_s``."""
+        """How many leading pages the pool has. Blocks for at most ``lookup_timeout_s``."""
         width = len(self._pages.sizes(form))
         names = self._names(form, self._valid(hashes))
         self._count(metrics.LOOKUP_REQUESTS)
@@ -196,9 +193,9 @@ class PageMover:
         return found
 
     def load(self, form: Form, hashes: Sequence[str], views: Sequence[memoryview]) -> int:
-        """Load pages into ``views``; how many leading ones have come, and proved themselves.
+        """Load pages into ``views``; returns how many leading pages arrived and passed verification.
 
-        Blocking, for at most ``max_load_s``; a pool that makes no progress for ``lookup_timeout_s`` ends it.
+        Blocks for at most ``max_load_s``, or ``lookup_timeout_s`` without progress.
         """
         width = self._width(form, hashes, views)
         valid = self._valid(hashes)
@@ -221,9 +218,9 @@ class PageMover:
         return sum(moved.moved)
 
     def save(self, form: Form, hashes: Sequence[str], views: Sequence[memoryview]) -> list[bool]:
-        """Store the pages that the pool does not have; which of them it has now.
+        """Store the pages that the pool lacks; which of all it has afterwards.
 
-        Blocking, for as long as the pool makes progress; nothing but other stores waits for it.
+        Blocks while the pool makes progress; only other stores wait for it.
         """
         width = self._width(form, hashes, views)
         valid = [place for place, key in enumerate(hashes) if is_hash(key)]
@@ -248,7 +245,7 @@ class PageMover:
         return prefetched, backed_up
 
     def _move(self, form: Form, begin: Callable[[BlockMover[Record]], None]) -> Moved:
-        """Do one job, and wait until nothing of it touches a buffer any more, however this is left."""
+        """Run one job, and wait until it touches no buffer any more, even after an exception."""
         sizes = self._pages.sizes(form)
         part_items = len(sizes) * max(1, PART_NBYTES // sum(sizes))
         mover = BlockMover(self._store, HostMemory(part_items), self._state.counters)
@@ -269,14 +266,14 @@ class PageMover:
         return moved
 
     def _width(self, form: Form, hashes: Sequence[str], views: Sequence[memoryview]) -> int:
-        """Buffers of a page. Errors: ``ValueError`` when keys and buffers do not belong together."""
+        """Buffers per page. Errors: ``ValueError`` when keys and buffers do not match."""
         sizes = self._pages.sizes(form)
         if [view.nbytes for view in views] != list(sizes) * len(hashes):
             raise ValueError(f"{len(views)} buffers are not those of {len(hashes)} pages of {sizes} bytes")
         return len(sizes)
 
     def _valid(self, hashes: Sequence[str]) -> Sequence[str]:
-        """The hashes before the first that is none."""
+        """The hashes before the first invalid one."""
         place = next((place for place, key in enumerate(hashes) if not is_hash(key)), len(hashes))
         if place < len(hashes):
             self._state.fault(f"{hashes[place]!r:.80} is no hash of a page", None)

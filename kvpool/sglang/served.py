@@ -1,10 +1,10 @@
-"""What a server of SGLang serves: the facts of its weights, and of how it computes with them.
+"""The facts of an SGLang server's weights and computation.
 
-A backend is handed the served name of a model, which says nothing. Its process knows the rest: SGLang publishes the
-resolved arguments of the server (``sglang/srt/runtime_context.py``), and the files of the checkpoint are there to be
-digested. Where they are not, an operator vouches with ``model_id``.
+A backend receives only the served model name, which identifies nothing. Its process has the rest: the
+server's resolved arguments (``sglang/srt/runtime_context.py``), and the checkpoint's files to digest. Without
+files, an operator vouches with ``model_id``.
 
-Threads: any; called once, while a server starts. Blocking: reads the checkpoint as ``checkpoint_digest`` does.
+Threads: any; called once, at the server's start. Blocks as ``checkpoint_digest`` does.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from kvpool.key.checkpoint import WEIGHTS_SUFFIXES, checkpoint_digest
 from kvpool.key.key import MAX_FACT_CHARS, Fact
 from kvpool.key.served_weights import served_digest
 
-# Of the namespace ``model``: where files are and how they are fetched. Whatever else is in it is a fact, also what a
-# later version of SGLang adds.
+# Of the namespace ``model``: location and fetching of files. Everything else is a fact, including additions
+# of later versions of SGLang.
 _NO_FACTS = frozenset(
     (
         "model_path", "download_dir", "model_checksum", "startup_weight_load_mode", "weight_loader_disable_mmap",
@@ -41,7 +41,7 @@ _NO_FACTS = frozenset(
         "weight_cache_timeout", "is_startup_weight_load_overlap", "shared_experts", "revision", "custom_weight_loader",
     )
 )  # fmt: skip
-# Of other namespaces: what changes keys and values, or how they lie in a page. What a version lacks is left out.
+# Of other namespaces: arguments that change keys and values or their layout in a page. Versions lack some.
 _FACTS = (
     "exec.kernel.attention_backend", "exec.kernel.prefill_attention_backend", "exec.kernel.decode_attention_backend",
     "exec.kernel.prefill_kv_cache_dequant_dtype", "exec.kernel.enable_precise_embedding_interpolation",
@@ -51,9 +51,9 @@ _FACTS = (
     "mm.trust_mm_content_hashes", "lora.enable_lora", "lora.lora_target_modules", "lora.max_lora_rank",
     "spec.speculative_algorithm", "spec.speculative_draft_model_path", "spec.speculative_draft_model_revision",
 )  # fmt: skip
-_FILES = frozenset(("quantization_param_path", "decrypted_config_file"))  # told by what is in them
+_FILES = frozenset(("quantization_param_path", "decrypted_config_file"))  # identified by content
 _CHECKPOINT = (".safetensors", ".bin", ".pt")
-# What the loaders of these formats read from the folder; the others read something else.
+# Files that the loaders of these formats read from the folder; other formats read other sources.
 _SUFFIXES = {
     "auto": _CHECKPOINT,
     "layered": _CHECKPOINT,
@@ -67,7 +67,7 @@ _SUFFIXES = {
     "npcache": (".bin",),
     "gguf": (".gguf",),
 }
-# Weights that are not those of the folder.
+# Weights from outside of the folder.
 _OTHER_WEIGHTS = (
     "model.modelopt_checkpoint_restore_path", "model.quantize_and_serve", "model.rl_quant_profile",
     "model.checkpoint_engine_wait_weights_before_ready", "exec.moe.kt_weight_path",
@@ -75,7 +75,7 @@ _OTHER_WEIGHTS = (
 
 
 def served_facts(settings: HiCacheConfig) -> dict[str, Fact]:
-    """The facts of the server in this process. Errors: ``ConfigError``, one sentence that says what to do."""
+    """The facts of this process's server. Errors: ``ConfigError``, one sentence that says what to do."""
     facts: dict[str, Fact] = {
         "model": settings.model_id or "",
         "page_hash": _page_hash(),
@@ -94,7 +94,9 @@ def served_facts(settings: HiCacheConfig) -> dict[str, Fact]:
 
 
 def is_published() -> bool:
-    """Whether SGLang has told this process the arguments of the server: not where another program uses its parts."""
+    """Whether SGLang published the server's arguments in this process: false where another program uses its
+    parts.
+    """
     return bool(get_context().is_config_namespace_published("model"))
 
 
@@ -109,7 +111,7 @@ def _arguments() -> Iterator[tuple[str, Any]]:
 
 
 def argument(path: str) -> Any:
-    """The argument in effect, such as ``memory.hicache_storage_backend``; None where this version has none."""
+    """The argument in effect, such as ``memory.hicache_storage_backend``; None where this version lacks it."""
     space, *names = path.split(".")
     if not get_context().is_config_namespace_published(space):
         return None
@@ -165,9 +167,9 @@ def _weights(settings: HiCacheConfig) -> str:
 
 
 def _adapters() -> str:
-    """Of the adapters that the server was started with: SGLang's hash of a page has their name and path, and no more.
+    """Digest of the adapters at the server's start, because SGLang's page hash has only their name and path.
 
-    Those that are loaded later have a random name of their own there, and are not shared.
+    Adapters loaded later have a random name there, and are not shared.
     """
     found = []
     for adapter in argument("lora.lora_paths") or ():
@@ -182,7 +184,7 @@ def _adapters() -> str:
 
 
 def _folder(model: str, revision: Any) -> Path | None:
-    """Where the files of a path or of a hub's name lie: the server has fetched them before it makes a backend."""
+    """The folder of a path or a hub's name, already fetched by the server."""
     path = Path(model)
     try:
         if path.exists():
@@ -193,14 +195,14 @@ def _folder(model: str, revision: Any) -> Path | None:
                 model, revision=revision, cache_dir=cache, local_files_only=True
             )
         )
-    except (OSError, ValueError):  # not in the cache, or no name of a hub
+    except (OSError, ValueError):  # not cached, or no hub name
         return None
 
 
 def _page_hash() -> str:
-    """What SGLang's hash of a page is: of a probe, so that another way of hashing is another fact.
+    """SGLang's page hash of a probe, so that another hash function is another fact.
 
-    Errors: ``EngineRefused`` where adapters and salts are not part of it.
+    Errors: ``EngineRefused`` where the hash ignores adapters and salts.
     """
     plain, named = (
         get_storage_hash_str([1, 2], seed, page_size=2)[0]
@@ -214,7 +216,7 @@ def _page_hash() -> str:
 
 
 def _processor() -> str:
-    """FP8 is another format on some processors of AMD, and kernels differ."""
+    """The processor's kind: FP8 differs on some AMD processors, and so do kernels."""
     if torch.version.hip is not None and torch.cuda.is_available():
         return f"hip {torch.cuda.get_device_properties(0).gcnArchName}"
     return "cuda" if torch.version.cuda is not None and torch.cuda.is_available() else "other"

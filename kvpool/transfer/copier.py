@@ -1,11 +1,11 @@
 """Copies between the KV cache of one group of layers and staging slots, through scratch memory of the device.
 
-The payload of a record is that of its blocks, one after the other; the payload of a block is, for each layer of the
-group in order, the block's bytes in the layer's logical index order. A batch is gathered into the scratch by one launch
-for each stack of layers, and the scratch is copied to staging by one transfer for each run of neighbouring slots; back
-the same way. The ids of a batch's blocks lie in the scratch, too: a copy takes no memory of the device.
+A record's payload is the payloads of its blocks in order; a block's payload is its bytes of each layer in the
+layer's logical index order. A batch is gathered into the scratch by one launch per stack of layers; one
+transfer per run of neighbouring slots copies the scratch to staging, and the reverse. The blocks' ids also
+lie in the scratch, so that a copy allocates no device memory.
 
-Threads: called from the worker's model thread only, on a stream. Torch releases the interpreter lock inside each copy.
+Threads: the worker's model thread only, on a stream. Torch releases the GIL inside each copy.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _WIDTHS = {
     2: torch.int16,
     1: torch.uint8,
 }  # bytes of an element: few, wide ones
-_ID_NBYTES = 8  # the one width that all of torch's indexing takes
+_ID_NBYTES = 8  # the only width that all of torch's indexing takes
 
 
 class _Placed(NamedTuple):
-    """Where the blocks of some layers lie, in bytes: ``dims`` are (size, stride) pairs of one block."""
+    """Bytes of some layers' blocks: ``dims`` are (size, stride) pairs of one block."""
 
     storage: torch.UntypedStorage
     offset: int
@@ -43,7 +43,7 @@ class _Placed(NamedTuple):
 
 
 class _Stack(NamedTuple):
-    """Layers that one launch can copy: ``cache`` has shape ``[num_blocks, ...]``, its bytes begin at ``start``."""
+    """Layers copied by one launch: ``cache`` has shape ``[num_blocks, ...]``; its bytes begin at ``start``."""
 
     cache: torch.Tensor
     start: int
@@ -53,10 +53,9 @@ class _Stack(NamedTuple):
 class BlockCopier:
     """Gathers and scatters whole blocks of one group; ``layers`` are views of shape ``[num_blocks, ...]``.
 
-    Layers may be strided in any way, of different shapes and types, and may share storage with those of another group.
-    Neighbours that lie at equal distances in one storage, as vLLM 0.32 allocates them, are copied as one.
-    A slot takes a record: ``blocks_per_record`` blocks, ``payload_nbytes`` in all. ``scratch_nbytes``: of the scratch
-    that copies it.
+    Layers may have any strides, shapes and types, and may share storage with another group's. Equidistant
+    neighbours in one storage, as in vLLM 0.32, are copied as one. A slot takes a record:
+    ``blocks_per_record`` blocks, ``payload_nbytes`` in all. ``scratch_nbytes``: needed by a batch.
     """
 
     def __init__(self, layers: Sequence[torch.Tensor], blocks_per_record: int = 1) -> None:
@@ -83,15 +82,15 @@ class BlockCopier:
 
     @property
     def launches(self) -> int:
-        """How many launches a batch takes."""
+        """Launches per batch."""
         return len(self._stacks)
 
-    @torch.inference_mode()  # in which the layers may have been made, or the step is
+    @torch.inference_mode()  # matches layers or steps made in inference mode
     def rehearse(self, scratch: torch.Tensor) -> None:
         """Copy some blocks onto themselves, before an engine computes.
 
-        Torch loads a kernel at its first launch, which can stall the device and takes memory of it. It has one kernel
-        for a few blocks and one for many.
+        Torch loads a kernel at its first launch, which can stall the device and takes its memory. It has a
+        kernel for few blocks and another for many.
         """
         records = min(
             (self.num_blocks - 1) // self._blocks_per_record, scratch.numel() // self.scratch_nbytes
@@ -107,7 +106,7 @@ class BlockCopier:
     def gather(
         self, block_ids: Sequence[int], staging: Staging, slots: Sequence[int], scratch: torch.Tensor
     ) -> None:
-        """Copy the blocks into the slots, in order, as many to each as a record has."""
+        """Copy the blocks into the slots in order, a record's blocks to each."""
         assert all(block_ids), "block 0 is vLLM's null block, which holds nothing"
         rows, blocks = self._batch(block_ids, len(slots), scratch)
         for stack in self._stacks:
@@ -121,9 +120,9 @@ class BlockCopier:
     def scatter(
         self, block_ids: Sequence[int], staging: Staging, slots: Sequence[int], scratch: torch.Tensor
     ) -> None:
-        """Copy the slots into the blocks, in order, as many from each as a record has.
+        """Copy the slots into the blocks in order, a record's blocks from each.
 
-        ``block_ids`` are different from each other, but for 0 (vLLM's null block): what is for it goes nowhere.
+        ``block_ids`` are distinct except 0 (vLLM's null block), which discards its bytes.
         """
         rows, blocks = self._batch(block_ids, len(slots), scratch)
         for first, count in self._runs(staging, slots):
@@ -137,7 +136,7 @@ class BlockCopier:
     def _batch(
         self, block_ids: Sequence[int], records: int, scratch: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The scratch as one block a row, and the blocks' ids on the device."""
+        """The scratch as a block per row, and the blocks' ids on the device."""
         assert len(block_ids) == records * self._blocks_per_record
         # An index out of bounds ends an accelerator's context.
         assert all(0 <= block < self.num_blocks for block in block_ids)
@@ -149,18 +148,18 @@ class BlockCopier:
         return scratch[:nbytes].view(len(block_ids), self._block_nbytes), ids
 
     def _ids(self, block_ids: Sequence[int], most: int) -> torch.Tensor:
-        """The ids in host memory that a copy may read later.
+        """The ids in host memory, for a later copy.
 
-        From pageable memory the copy could wait for the stream. Pinning memory can stall the device, so each batch
-        takes as much: torch keeps what it has pinned, and gives it to the next one when the stream has read it.
-        The device is named, for an engine may have made another one torch's default.
+        A copy from pageable memory could wait for the stream. Pinning can stall the device, so each batch
+        takes the same size: torch reuses a pinned block once the stream has read it. The device is explicit,
+        because an engine may have changed torch's default.
         """
         pinned = self.device.type != "cpu"
         ids = torch.empty(most, dtype=torch.int64, device="cpu", pin_memory=pinned)[: len(block_ids)]
         return ids.copy_(torch.tensor(block_ids, dtype=torch.int64, device="cpu"))
 
     def _payloads(self, rows: torch.Tensor, first: int, count: int) -> torch.Tensor:
-        """The bytes of ``count`` records, one after the other."""
+        """The bytes of ``count`` consecutive records."""
         return rows[first * self._blocks_per_record : (first + count) * self._blocks_per_record].view(-1)
 
     @staticmethod
@@ -170,7 +169,7 @@ class BlockCopier:
         return part.view(rows.shape[0], *stack.cache.shape[1:])
 
     def _runs(self, staging: Staging, slots: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """(index of the first slot, count) of slots that one transfer can copy: neighbours that payloads fill."""
+        """(index of the first slot, count) of each run that one transfer copies: full neighbours."""
         first = 0
         for i in range(1, len(slots) + 1):
             joined = i < len(slots) and slots[i] == slots[i - 1] + 1
@@ -184,12 +183,12 @@ class BlockCopier:
 
 
 def _aligned(nbytes: int) -> int:
-    """Where ids may begin."""
+    """Round up to the alignment of ids."""
     return -(-nbytes // _ID_NBYTES) * _ID_NBYTES
 
 
 def _between_zeros(block_ids: Sequence[int]) -> Iterator[slice]:
-    """Where the blocks are that are not 0: as few slices as can be."""
+    """The fewest slices that cover the non-zero blocks."""
     zeros = [i for i, block in enumerate(block_ids) if block == 0]
     for before, after in zip([-1, *zeros], [*zeros, len(block_ids)], strict=True):
         if after > before + 1:
@@ -208,7 +207,7 @@ def _placed(layer: torch.Tensor) -> _Placed:
 
 
 def _merged(dims: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same bytes in the same order, with as few dimensions as can be."""
+    """The same bytes in the same order, with the fewest dimensions."""
     merged = [dims[-1]]
     for size, stride in reversed(dims[:-1]):
         inner_size, inner_stride = merged[0]
@@ -220,7 +219,7 @@ def _merged(dims: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _stacked(layers: list[_Placed]) -> Iterator[_Placed]:
-    """Neighbours of one shape, at equal distances in one storage, become one."""
+    """Merge neighbours of one shape at equal distances in one storage."""
     rest = list(layers)
     while rest:
         first, distance, count = rest[0], 0, 1
@@ -244,7 +243,7 @@ def _alike(one: _Placed, other: _Placed) -> bool:
 def _view(
     placed: _Placed, num_blocks: int, start: int, payload_nbytes: int, device: torch.device
 ) -> torch.Tensor:
-    """A tensor ``[num_blocks, ...]`` over the bytes, of the widest elements that cache and payload allow."""
+    """A tensor ``[num_blocks, ...]`` over the bytes, with the widest elements that cache and payload allow."""
     *outer, (size, stride) = placed.dims
     assert stride == 1, "the last dimension are the bytes of an element"
     multiples = [placed.storage.data_ptr(), placed.offset, placed.block_stride, start, payload_nbytes, size]

@@ -1,12 +1,12 @@
 """Devices, and their streams of copies between a KV cache and staging, beside the engine's own stream.
 
-Copies of a stream go one after the other. On an accelerator a copy begins when the engine's stream has come to the
-marks that it waits for, and its event is ready when it has ended. Only ``torch.accelerator``, ``torch.Stream`` and
-``torch.Event`` are used: what holds for one kind of device holds for the next. On the CPU ``submit`` ends the copy.
+A stream runs its copies in order. On an accelerator a copy begins after the engine's stream reached the marks
+it waits for; its event is ready at its end. Only ``torch.accelerator``, ``torch.Stream`` and ``torch.Event``
+are used, so that every kind of device behaves alike. On the CPU ``submit`` completes the copy.
 
-While a CUDA graph is captured nothing here may be called, by any thread: torch captures in a mode in which the query
-of an event, or pinning memory, ends the capture. vLLM captures in this same thread, before its first step. Copies that
-were submitted before go on beside a capture, and beside replays.
+During the capture of a CUDA graph no thread may call this module: torch's capture mode aborts when a thread
+queries an event or pins memory. vLLM captures in this same thread, before its first step. Submitted copies
+continue beside captures and replays.
 
 Threads: the worker's model thread only. Nothing here waits.
 """
@@ -21,8 +21,8 @@ import torch
 from kvpool.errors import ConfigError
 from kvpool.text import format_nbytes
 
-# Of a device's memory, for each stream: so much is copied by one launch and one transfer. More of it makes the time
-# between two transfers matter less; on the CPU it should stay in the cache.
+# Device memory per stream, and bytes per launch and transfer. A larger scratch amortizes the time between
+# transfers; on the CPU it should fit the cache.
 ACCELERATOR_SCRATCH_NBYTES = 64 << 20
 HOST_SCRATCH_NBYTES = 4 << 20
 
@@ -33,44 +33,44 @@ class Event(Protocol):
     """A point in a stream."""
 
     def query(self) -> bool:
-        """Whether the stream has come there; never waits. Raises what the device failed with."""
+        """Whether the stream has reached this point; never waits. Raises the device's errors."""
         ...
 
 
 class CopyStream(Protocol):
-    """A queue of copies, done in order, that all go through one piece of the device's memory."""
+    """A queue of copies, run in order through one piece of device memory."""
 
     scratch_nbytes: int
 
     def submit(self, copy: Copy, after: Sequence[Event]) -> Event:
-        """Do ``copy(scratch)`` when all of ``after`` are ready and what was submitted before is done.
+        """Run ``copy(scratch)`` after all of ``after`` and all earlier copies.
 
-        ``scratch``: bytes, one dimension. The event that is returned is ready when the copy is done.
+        ``scratch``: bytes, one dimension. Returns the event of its end.
         """
         ...
 
 
 class Device(Protocol):
-    """Where a KV cache lies, and the stream on which the engine computes."""
+    """The device of a KV cache, and the engine's stream on it."""
 
-    pinned: bool  # whether host memory must be pinned to be copied from and to beside the engine
+    pinned: bool  # asynchronous copies need pinned host memory
     scratch_nbytes: int
 
     def copy_stream(self, scratch_nbytes: int) -> CopyStream:
-        """A new stream of copies. Errors: ``ConfigError`` when there is no memory for its scratch."""
+        """A new stream of copies. Errors: ``ConfigError`` without memory for its scratch."""
         ...
 
     def mark(self) -> Event:
-        """Ready when the engine's stream has done all that it was given until now."""
+        """Ready when the engine's stream has finished its work so far."""
         ...
 
     def follow(self, event: Any) -> None:
-        """Have what the engine's stream is given from now on come after ``event``; does not wait."""
+        """Order the engine's further work after ``event``; does not wait."""
         ...
 
 
 class Done:
-    """The event of what is over."""
+    """A completed event."""
 
     def query(self) -> bool:
         return True
@@ -92,7 +92,7 @@ class Host:
         return DONE
 
     def follow(self, event: Any) -> None:
-        """Everything is over already."""
+        """Every copy is already complete."""
 
 
 class _HostCopyStream:
@@ -107,7 +107,7 @@ class _HostCopyStream:
 
 
 class Accelerator:
-    """What ``torch.accelerator`` drives. Not tried on a real one so far."""
+    """The device of ``torch.accelerator``. Untested on real hardware so far."""
 
     pinned = True
     scratch_nbytes = ACCELERATOR_SCRATCH_NBYTES
@@ -129,7 +129,7 @@ class _DeviceCopyStream:
     def __init__(self, device: torch.device, scratch_nbytes: int) -> None:
         self.scratch_nbytes = scratch_nbytes
         self._stream = torch.Stream(device)
-        # Made on its own stream, so that the allocator knows who uses it.
+        # On its own stream, so that the allocator knows the user.
         with self._stream:
             self._scratch = _scratch(scratch_nbytes, device)
 
@@ -145,7 +145,7 @@ class _DeviceCopyStream:
 def _scratch(nbytes: int, device: torch.device) -> torch.Tensor:
     try:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
-    except RuntimeError as error:  # torch.OutOfMemoryError is one
+    except RuntimeError as error:  # includes torch.OutOfMemoryError
         raise ConfigError(
             f"{device} has no {format_nbytes(nbytes)} left for copies of KV blocks; lower "
             "--gpu-memory-utilization a little, or VLLM_CPU_KVCACHE_SPACE on a CPU"
@@ -153,5 +153,5 @@ def _scratch(nbytes: int, device: torch.device) -> torch.Tensor:
 
 
 def device_of(device: torch.device) -> Device:
-    """What copies from and to a KV cache on ``device`` go by."""
+    """The ``Device`` for a KV cache on ``device``."""
     return Host() if device.type == "cpu" else Accelerator(device)

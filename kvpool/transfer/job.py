@@ -1,6 +1,6 @@
-"""What a ``BlockMover`` keeps of its work: jobs, which callers submit, and parts, each one batch under way.
+"""Work of a ``BlockMover``: jobs, which callers submit, and parts, each one batch in flight.
 
-Threads: those of the mover's owner.
+Threads: the mover's owner.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from kvpool.store import Batch
 from kvpool.transfer.device import Event
 
-COPY_PAUSE_S = 5e-5  # between two looks at a copy that is waited for: one of a part takes 0.1 ms at 40 GB/s
+COPY_PAUSE_S = 5e-5  # between polls of an awaited copy: a part takes 0.1 ms at 40 GB/s
 
 
 class Keyed(Protocol):
-    """What has a key in the store."""
+    """An item with a key in the store."""
 
     @property
     def key(self) -> str: ...
@@ -28,7 +28,7 @@ Item = TypeVar("Item", bound=Keyed)
 
 
 class Need(Enum):
-    """Which blocks of a load are of use when some are missing."""
+    """The useful blocks of a load with misses."""
 
     ALL = "none: the load fails as a whole"
     LEADING = "those before the first that is missing"
@@ -36,13 +36,13 @@ class Need(Enum):
 
 
 class Moved(NamedTuple):
-    """How one job ended. Nothing touches its memory any more."""
+    """The end of one job, whose memory is free."""
 
     job: Hashable
-    cause: str  # why not all of it was moved: a label of the metrics; "" when it was
-    moved: list[bool]  # by block: loaded, or in the pool now
-    missing: list[int]  # items that a load found not to be in the pool
-    sent: int  # blocks whose bytes were moved: not those that the pool had before
+    cause: str  # label of the metrics for an incomplete job; "" when complete
+    moved: list[bool]  # by block: loaded, or present in the pool
+    missing: list[int]  # items of a load that the pool lacks
+    sent: int  # blocks whose bytes moved: not those present before
     nbytes: int  # of them
     seconds: float
     error: Exception | None  # the exception behind ``cause``
@@ -54,7 +54,7 @@ class Moved(NamedTuple):
 
 @dataclass(eq=False)
 class Job(Generic[Item]):
-    """Items to load or to store; ``width`` consecutive ones make up a block."""
+    """Items to load or to store; each block is ``width`` consecutive items."""
 
     name: Hashable
     is_load: bool
@@ -62,14 +62,14 @@ class Job(Generic[Item]):
     timeout_s: float  # of each batch
     started: float
     deadline: float
-    after: Event  # a load may write its blocks from here on
+    after: Event  # a load may write its blocks after this
     priority: int = 0
     width: int = 1
     need: Need = Need.ALL
     short: bool = False  # more is wanted, and known to be missing
-    taken: int = 0  # items that parts have taken
+    taken: int = 0  # items taken by parts
     parts: int = 0
-    cause: str = ""  # why it failed; "" while it has not
+    cause: str = ""  # of its failure; "" so far
     error: Exception | None = None
     missing: list[int] = field(default_factory=list)
 
@@ -79,15 +79,15 @@ class Job(Generic[Item]):
 
     @property
     def pending(self) -> bool:
-        """Whether parts are still to be started."""
+        """Whether some parts have not started."""
         return self.taken < len(self.items) and not self.cause
 
     def blocks(self, items: bytearray) -> list[bool]:
-        """Of each block, whether all its items are set."""
+        """By block: whether all its items are set."""
         return [all(items[first : first + self.width]) for first in range(0, len(items), self.width)]
 
     def moved_blocks(self) -> list[bool]:
-        """Of each block, whether it was moved and is of use."""
+        """By block: whether it was moved and is useful."""
         moved = self.blocks(self.moved)
         if self.is_load and self.need is Need.ALL and self.cause:
             return [False] * len(moved)
@@ -98,7 +98,7 @@ class Job(Generic[Item]):
 
 
 class Stage(Enum):
-    """What a part waits for. A store goes GATHER (with staging), SEND; a load GET, SCATTER (with staging)."""
+    """The stage of a part. Stores: GATHER (with staging), SEND; loads: GET, SCATTER (with staging)."""
 
     GATHER = "blocks are copied to its slots"
     SEND = "the store takes what it does not have"
@@ -112,16 +112,16 @@ class Stage(Enum):
 
 @dataclass(eq=False)
 class Part(Generic[Item]):
-    """Some items of a job on their way, and the slots that it owns."""
+    """Some items of a job in flight, with the slots they own."""
 
     stage: Stage
     job: Job[Item]
     places: list[int]  # of its items in the job
     slots: list[Any]
     copy: Event | None = None  # of GATHER and SCATTER
-    transfer: Batch | None = None  # of the others
+    transfer: Batch | None = None  # of SEND and GET
     deadline: float = 0.0  # of the transfer
-    reported: bool = False  # as one that does not stop
+    reported: bool = False  # as a batch that does not stop
 
     @property
     def items(self) -> list[Item]:
@@ -143,13 +143,13 @@ class Part(Generic[Item]):
         return self.transfer.done()
 
     def cancel(self) -> None:
-        """A copy cannot be stopped, and is soon over."""
+        """Cancel its transfer; a copy cannot stop, but ends soon."""
         if not self.stage.copies:
             assert self.transfer is not None
             self.transfer.cancel()
 
     def settle(self, timeout_s: float) -> None:
-        """Wait until it is over, or for ``timeout_s``."""
+        """Wait at most ``timeout_s`` for its end."""
         if not self.stage.copies:
             assert self.transfer is not None
             self.transfer.settle(timeout_s)

@@ -1,11 +1,12 @@
-"""KVCacheMover: a ``BlockMover`` for the blocks of an engine's KV cache, through staging slots, beside the step loop.
+"""KVCacheMover: a ``BlockMover`` for the blocks of an engine's KV cache, through staging slots, beside the
+step loop.
 
-Copies run on two streams, one in each direction, behind what the engine computes: a gather waits for the forward that
-it was submitted after, a scatter for the one before its load. So a block may be given to another request when its tag
-is in ``Finished.staged``, and a load's blocks when it is in ``Finished.loads``; not earlier. The store's threads touch
-staging slots only, never the KV cache.
+Copies run on two streams, one per direction, ordered after the engine's work: a gather after the forward
+before it, a scatter after the forward before its load. A stored block may be reused once its tag is in
+``Finished.staged``, a load's blocks once it is in ``Finished.loads``. The store's threads touch staging slots
+only, never the KV cache.
 
-Threads: everything here belongs to the thread that calls it (the worker's model thread).
+Threads: the worker's model thread only.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from kvpool.transfer.job import Job, Moved, Part, Stage
 from kvpool.transfer.memory import LOAD_RESERVE, Staging, slot_size
 from kvpool.transfer.mover import PART_NBYTES, STORE_TIMEOUT_S, BlockMover
 
-ABANDON_AFTER_S = 0.25  # how long after its own deadline a batch may still be stopping
+ABANDON_AFTER_S = 0.25  # grace of a batch that stops after its own deadline
 
 
 class Block(NamedTuple):
-    """One record to move: its key, its group, and where its blocks are in the engine's KV cache.
+    """One record to move: its key, its group, and its blocks in the engine's KV cache.
 
-    0 stands where a load is to write nothing.
+    A load writes nothing to block 0.
     """
 
     key: str
@@ -41,16 +42,16 @@ class Block(NamedTuple):
 
 
 class KVCacheMemory:
-    """The KV cache behind ``staging``; ``copiers[g]`` moves the blocks of group g."""
+    """The KV cache behind ``staging``; ``copiers[g]`` moves group g."""
 
     patience_s = ABANDON_AFTER_S
 
     def __init__(self, copiers: Sequence[BlockCopier], staging_nbytes: int, device: Device) -> None:
-        """Errors: ``ConfigError`` when host or device has too little memory for copies, or cannot make one."""
+        """Errors: ``ConfigError`` when host or device lacks memory for copies, or a copy fails."""
         self._copiers = copiers
         self._device = device
         slot_nbytes = max(copier.payload_nbytes for copier in copiers)
-        # Not more than was asked for: of pinned memory torch takes the next power of two.
+        # Never above the request: torch rounds pinned memory up to a power of two.
         self.staging = Staging(slot_nbytes, max(2, staging_nbytes // slot_size(slot_nbytes)), device.pinned)
         record_nbytes = max(copier.scratch_nbytes for copier in copiers)
         scratch_nbytes = max(record_nbytes, min(device.scratch_nbytes, self.staging.slots * record_nbytes))
@@ -88,7 +89,7 @@ class KVCacheMemory:
     def gather(
         self, group: int, blocks: Sequence[Block], after: Event
     ) -> Iterator[tuple[slice, list[int], Event]]:
-        """Copy blocks of one group to slots: (which of them, their slots, ready when they are copied)."""
+        """Copy blocks of one group to slots; yields (slice of blocks, their slots, event of the copy)."""
         copier = self._copiers[group]
         at_once = self._gathers.scratch_nbytes // copier.scratch_nbytes
         for start in range(0, len(blocks), at_once):
@@ -101,7 +102,6 @@ class KVCacheMemory:
                 yield slice(start + first, start + first + len(part_slots)), part_slots, copy
 
     def scatter(self, parts: Sequence[Part[Block]]) -> Event:
-        """Copy filled slots to their blocks."""
         after = list({id(part.job): part.job.after for part in parts}.values())
         copy: Event = DONE
         for group, copier in enumerate(self._copiers):
@@ -116,7 +116,7 @@ class KVCacheMemory:
                 ids, slots = zip(*pairs[start : start + at_once], strict=True)
                 flat = [*chain.from_iterable(ids)]
                 copy = self._scatters.submit(partial(copier.scatter, flat, self.staging, slots), after)
-        return copy  # the last of them: a stream keeps the order
+        return copy  # the last event: a stream keeps the order
 
     def hold_engine(self) -> None:
         for stream in (self._gathers, self._scatters):
@@ -126,14 +126,13 @@ class KVCacheMemory:
         self._hold_engine_for(self._gathers)
 
     def _hold_engine_for(self, stream: CopyStream) -> None:
-        # Behind all that the stream was given, a copy that failed half-way included.
+        # Behind all earlier work of the stream, even a copy that failed half-way.
         self._device.follow(stream.submit(lambda scratch: None, []))
 
 
 class KVCacheMover(BlockMover[Block]):
-    """Loads blocks into a KV cache, and stores blocks of it, through ``staging_nbytes`` of host memory.
-
-    Loads are ``load``; stores are ``stage``.
+    """Loads blocks into a KV cache (``load``), and stores blocks of it (``stage``), through
+    ``staging_nbytes`` of host memory.
     """
 
     _memory: KVCacheMemory
@@ -148,7 +147,7 @@ class KVCacheMover(BlockMover[Block]):
         counters: Counters,
         device: Device | None = None,
     ) -> None:
-        """``device``: where the copiers' layers lie, when it is not told by their tensors."""
+        """``device``: of the copiers' layers; None: their tensors' device."""
         memory = KVCacheMemory(copiers, staging_nbytes, device or device_of(copiers[0].device))
         super().__init__(store, memory, counters)
         self._groups = len(copiers)
@@ -164,19 +163,19 @@ class KVCacheMover(BlockMover[Block]):
 
     @property
     def store_slots(self) -> int:
-        """How many records stores have in staging at most."""
+        """Most records of stores in staging."""
         return self.staging.slots - self._reserve
 
     @property
     def slots_in_use(self) -> int:
-        """Staging slots that are not free, those of abandoned transfers included."""
+        """Slots in use, including those of abandoned transfers."""
         return self.staging.slots - self.staging.free
 
     def stage(self, blocks: Sequence[Block], tags: Sequence[int]) -> None:
         """Copy ``blocks``, as the engine's stream leaves them, to staging and store them later.
 
-        Blocks for which there is no slot, or no bandwidth under the cap, are dropped and counted. The caller keeps
-        the others as they are until they are staged. Each tag comes once in ``Finished.staged`` and once in
+        Blocks without a slot or without bandwidth under the cap are dropped and counted. The caller keeps the
+        others unchanged until staged. Each tag appears once in ``Finished.staged`` and once in
         ``Finished.stores``, whose jobs are tuples of tags: a fault costs the blocks of one batch.
         """
         assert len(blocks) == len(tags)
@@ -194,7 +193,7 @@ class KVCacheMover(BlockMover[Block]):
                 self._stage(tuple(tags[i] for i in chosen[:allowed][places]), some[places], slots, copy)
 
     def hold_engine(self) -> None:
-        """Have what the engine computes from now on come after the copies of all stores until now."""
+        """Order the engine's further work after the copies of all stores so far."""
         self._memory.hold_engine_for_gathers()
 
     def _stage(self, tags: tuple[int, ...], blocks: list[Block], slots: list[int], copy: Event) -> None:
@@ -212,7 +211,7 @@ class KVCacheMover(BlockMover[Block]):
         self._finished.stores.append(Moved(tuple(tags), cause, [False] * len(tags), [], 0, 0, 0.0, None))
 
     def _allowed_blocks(self, payload_nbytes: int, wanted: int) -> int:
-        """How many of ``wanted`` blocks the cap on store bandwidth lets through now (a token bucket of 1 s)."""
+        """How many of ``wanted`` blocks the cap on store bandwidth allows now (a token bucket of 1 s)."""
         if not self._store_rate:
             return wanted
         now = time.monotonic()

@@ -1,8 +1,8 @@
-"""Memory: where the bytes of items lie while a store moves them: the caller's, or staging slots.
+"""``Memory`` of items while a store moves them: the caller's own, or staging slots.
 
 Staging is a fixed number of equal slots of host memory between the KV cache and the store. I/O threads and an
-accelerator's copies read and write slots while the engine goes on. A slot is handed out again only when nobody can
-touch it any more, so a late byte never lands in somebody's KV cache.
+accelerator's copies access slots while the engine continues. A slot is reused only after the last access, so
+a late byte never lands in another request's KV cache.
 
 Threads: the mover's owner acquires and releases; I/O threads touch the bytes of slots in use.
 """
@@ -21,17 +21,17 @@ from kvpool.text import format_nbytes
 from kvpool.transfer.device import DONE, Event
 from kvpool.transfer.job import Item, Part
 
-MAX_PARTS = 8  # of host memory under way at a time
+MAX_PARTS = 8  # in flight at a time, of host memory
 
 
 class Memory(Protocol[Item]):
-    """Where the bytes of items lie while the store moves them: each has a slot then."""
+    """Memory of items while the store moves them; each item has a slot."""
 
-    part_items: int  # most that a part has
-    patience_s: float  # how long after its deadline a batch is waited for; its slots stay taken until it ends
+    part_items: int  # most items per part
+    patience_s: float  # grace of a batch after its deadline; its slots stay taken until it ends
 
     def room(self, parts: int) -> int:
-        """How many items may be started, with ``parts`` under way."""
+        """How many items may start, with ``parts`` in flight."""
         ...
 
     def acquire(self, items: Sequence[Item]) -> list[Any]:
@@ -39,11 +39,11 @@ class Memory(Protocol[Item]):
         ...
 
     def release(self, slots: list[Any]) -> None:
-        """Give slots back that neither the store nor a copy touches any more."""
+        """Return slots that neither the store nor a copy touches."""
         ...
 
     def views(self, items: Sequence[Item], slots: Sequence[Any]) -> list[memoryview]:
-        """What the store reads or writes."""
+        """The buffers for the store."""
         ...
 
     def nbytes(self, item: Item) -> int:
@@ -51,15 +51,15 @@ class Memory(Protocol[Item]):
         ...
 
     def mark(self) -> Event:
-        """Ready when what loads write may be written."""
+        """Ready when loads may write their blocks."""
         ...
 
     def scatter(self, parts: Sequence[Part[Item]]) -> Event:
-        """Copy loaded slots on to where items belong; ready when that is done."""
+        """Copy loaded slots to their items' places; returns the event of its end."""
         ...
 
     def hold_engine(self) -> None:
-        """Have what the engine computes from now on come after copies under way."""
+        """Order the engine's further work after copies in flight."""
         ...
 
 
@@ -71,7 +71,7 @@ class Record(NamedTuple):
 
 
 class HostMemory:
-    """Memory of the caller, which is moved as it lies. It is the caller's again when its job is reported."""
+    """The caller's memory, moved in place; it returns to the caller when its job is reported."""
 
     patience_s = math.inf
 
@@ -101,31 +101,32 @@ class HostMemory:
     def hold_engine(self) -> None: ...
 
 
-# Of staging memory that nobody has set. Two steps: the engine fills one while the pool takes the one before. At most
-# 2 GiB: a link of 100 Gbit/s takes that in 0.17 s, and 8 ranks pin 16 GiB of a host; what is beyond it waits in the
+# Default staging memory: two steps, so that the engine fills one while the pool takes the other. At most 2
+# GiB: a link of 100 Gbit/s takes that in 0.17 s, and 8 ranks pin 16 GiB of a host; the excess waits in the
 # engine's own memory. At least 256 MiB, for loads.
 STAGED_STEPS = 2
 MIN_STAGING_NBYTES = 256 << 20
 MAX_STAGING_NBYTES = 2 << 30
-LOAD_RESERVE = 0.25  # the share of slots that stores leave to loads
-SLOT_ALIGNMENT = 64  # bytes; one cache line, so that two I/O threads never share one
+LOAD_RESERVE = 0.25  # the share of slots reserved for loads
+SLOT_ALIGNMENT = 64  # bytes; a cache line, so that two I/O threads never share one
 
 
 def default_nbytes(step_records: int, slot_nbytes: int) -> int:
-    """How much staging an engine gets that computes ``step_records`` records in a step at most."""
+    """Default staging of an engine that computes at most ``step_records`` records a step."""
     wanted = int(STAGED_STEPS * step_records * slot_nbytes / (1 - LOAD_RESERVE))
     return min(max(wanted, MIN_STAGING_NBYTES), MAX_STAGING_NBYTES)
 
 
 def slot_size(slot_nbytes: int) -> int:
-    """Bytes that a slot of ``slot_nbytes`` takes."""
+    """Bytes of an aligned slot."""
     return -(-slot_nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
 
 class Staging:
-    """``slots`` slots of at least ``slot_nbytes`` bytes each, in one allocation; ``tensor`` is all their bytes.
+    """``slots`` slots of at least ``slot_nbytes`` bytes each, in one allocation, ``tensor``.
 
-    ``pinned``: an accelerator copies from and to them by itself. Errors: ``ConfigError`` when the host cannot pin them.
+    ``pinned``: for an accelerator's asynchronous copies. Errors: ``ConfigError`` when the host cannot pin
+    them.
     """
 
     def __init__(self, slot_nbytes: int, slots: int, pinned: bool = False) -> None:
@@ -142,23 +143,23 @@ class Staging:
                 "set a lower staging_nbytes"
             ) from error
         self._bytes = memoryview(self.tensor.numpy().data).cast("B")
-        self._free = list(range(slots))  # a heap: slots that are neighbours are copied as one
+        self._free = list(range(slots))  # a heap: neighbouring slots are copied as one
         self._taken: set[int] = set()
 
     @property
     def free(self) -> int:
-        """Slots that can be acquired now."""
+        """Number of free slots."""
         return len(self._free)
 
     def acquire(self, count: int) -> list[int]:
-        """Take ``count`` slots, which must be free; the lowest ones, in order."""
+        """Take the ``count`` lowest free slots, in order."""
         assert 0 <= count <= len(self._free), f"{count} slots wanted, {len(self._free)} free"
         slots = [heapq.heappop(self._free) for _ in range(count)]
         self._taken.update(slots)
         return slots
 
     def release(self, slots: list[int]) -> None:
-        """Give slots back; the caller vouches that neither I/O nor a copy touches them any more."""
+        """Return slots; the caller guarantees that neither I/O nor a copy touches them."""
         for slot in slots:
             assert slot in self._taken, "a slot was released twice"
             self._taken.remove(slot)

@@ -1,14 +1,14 @@
 """BlockMover: batches of (key, buffer) to and from a store, for the connector, the tier and SGLang.
 
-A job is cut into parts; each part is one batch of the store with a deadline of its own, and a bounded number of them is
-under way. A load's part is a get. A store's part puts what is not there; what is there counts as used. Every job is
-reported once, cancelled ones too, with a verdict for each block, and when nothing touches its memory any more. Any
-exception of the store fails the job that met it, and no other.
+A job is cut into parts; each part is one store batch with its own deadline, and their number in flight is
+bounded. A load's part is a get. A store's part puts absent values; present ones count as used. Every job is
+reported once, even a cancelled one, with a verdict per block, when nothing touches its memory any more. A
+store's exception fails only its own job.
 
-Where the bytes lie is a ``Memory``: host memory of the caller (``HostMemory``), or an engine's KV cache behind staging
+``Memory`` holds the bytes: the caller's host memory (``HostMemory``), or an engine's KV cache behind staging
 slots and streams (``kvpool.transfer.kv_cache``).
 
-Threads: everything here belongs to the thread that calls it. Bytes move in the store's own threads.
+Threads: the calling thread only. Bytes move in the store's own threads.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from kvpool.transfer.memory import Memory
 
 logger = logging.getLogger(__name__)
 
-PART_NBYTES = 4 << 20  # a part is at least one block; more would delay its scatter, fewer cost more calls
-STORE_TIMEOUT_S = 5.0  # nothing waits for a store, so its deadline only bounds how long its memory is held
-STUCK_S = 1.0  # how long after its deadline a batch that has not ended fails its job
+PART_NBYTES = 4 << 20  # per part, at least one block; more would delay its scatter, fewer cost more calls
+STORE_TIMEOUT_S = 5.0  # nothing waits for a store; this bounds how long its memory is held
+STUCK_S = 1.0  # grace of a batch after its deadline, before its job fails
 SETTLE_STEP_S = 1.0
 
 
 class Finished(NamedTuple):
-    """What ended since the last poll; each job once.
+    """Ended work since the last poll; each job once.
 
-    ``staged``: tags of ``KVCacheMover.stage`` whose blocks are not read any more; before they are in ``stores``.
+    ``staged``: tags of ``KVCacheMover.stage`` whose blocks are no longer read; they precede ``stores``.
     """
 
     loads: list[Moved]
@@ -47,7 +47,7 @@ class Finished(NamedTuple):
 
     @property
     def stored(self) -> list[tuple[int, bool]]:
-        """(tag, now in the pool) of what was staged."""
+        """(tag, present in the pool) of staged records."""
         return [
             (tag, ok)
             for store in self.stores
@@ -56,9 +56,9 @@ class Finished(NamedTuple):
 
 
 class BlockMover(Generic[Item]):
-    """Owns every transfer in flight between ``memory`` and ``store``. The store is the owner's to close.
+    """Owns every transfer in flight between ``memory`` and ``store``; its owner closes the store.
 
-    No call here waits for the store, except ``poll`` for at most ``wait_s``, ``drain`` and ``close``.
+    Only ``poll`` (at most ``wait_s``), ``drain`` and ``close`` wait for the store.
     """
 
     def __init__(self, store: Store, memory: Memory[Item], counters: Counters) -> None:
@@ -66,13 +66,13 @@ class BlockMover(Generic[Item]):
         self._memory = memory
         self._counters = counters
         self._jobs: dict[Hashable, Job[Item]] = {}
-        self._parts: dict[Part[Item], None] = {}  # in the order in which they were started
+        self._parts: dict[Part[Item], None] = {}  # in starting order
         self._stopping: list[Part[Item]] = []  # cancelled; they only still own their slots
         self._finished = Finished([], [], [])
 
     @property
     def busy(self) -> bool:
-        """Whether a load or a store is under way."""
+        """Whether a load or a store is in flight."""
         return bool(self._jobs)
 
     def load(
@@ -89,8 +89,8 @@ class BlockMover(Generic[Item]):
     ) -> None:
         """Start to load ``items``; fails when no batch ends for ``timeout_s``, or after ``max_s`` in all.
 
-        Where room is short, jobs of a lower ``priority`` get it first, and of one priority the older ones.
-        ``short``: more is wanted, and known to be missing.
+        Scarce room goes to the lowest ``priority``, then to the oldest job. ``short``: more is wanted, and
+        known to be missing.
         """
         now, after = time.monotonic(), self._memory.mark()
         self._submit(Job(job, True, items, timeout_s, now, now + max_s, after, priority, width, need, short))
@@ -104,24 +104,26 @@ class BlockMover(Generic[Item]):
         priority: int = 1,
         width: int = 1,
     ) -> None:
-        """Start to store those of ``items`` that the pool does not have; they must not change until it is reported.
+        """Start to store the ``items`` that the pool lacks; they must not change until reported.
 
-        A value that the pool has no room for fails the job, and what is behind it is not sent.
+        A value without room in the pool fails the job, and later values are not sent.
         """
         now = time.monotonic()
         self._submit(Job(job, False, items, STORE_TIMEOUT_S, now, now + max_s, DONE, priority, width))
 
     def cancel(self, job: Hashable, cause: str = "cancelled") -> None:
-        """End a job early; it is reported by ``poll`` as failed, like any other. Unknown ones are passed over."""
+        """End a job early; ``poll`` reports it as failed. Unknown jobs are ignored."""
         if job in self._jobs:
             self._fail(self._jobs[job], cause)
 
     def moves(self, job: Hashable) -> bool:
-        """Whether this job is under way."""
+        """Whether this job is in flight."""
         return job in self._jobs
 
     def poll(self, wait_s: float = 0.0) -> Finished:
-        """Advance everything; waits up to ``wait_s`` only for a load or a copy in flight, and if nothing has ended."""
+        """Advance everything. Waits up to ``wait_s`` for a load or copy in flight, unless something has
+        ended.
+        """
         self._advance()
         if wait_s > 0 and not self._finished.loads and not self._finished.staged:
             awaited = [part for part in self._parts if part.stage.copies or part.job.is_load]
@@ -132,7 +134,7 @@ class BlockMover(Generic[Item]):
         return finished
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until nothing is in flight; True when that was in time. ``poll`` says what has ended."""
+        """Wait until nothing is in flight; True if in time. ``poll`` reports the ended jobs."""
         deadline = time.monotonic() + timeout_s
         self._advance()
         while self._parts and (left := deadline - time.monotonic()) > 0:
@@ -141,10 +143,7 @@ class BlockMover(Generic[Item]):
         return not self._parts
 
     def close(self) -> None:
-        """Cancel what is in flight, and wait until it has ended, or for the memory's ``patience_s``.
-
-        No job is reported any more.
-        """
+        """Cancel jobs in flight, and wait until they end, or for the memory's ``patience_s``. Reports no job."""
         for job in list(self._jobs.values()):
             self._fail(job, "cancelled")
         self._stopping += self._parts
@@ -191,14 +190,14 @@ class BlockMover(Generic[Item]):
         part.job.parts += 1
 
     def _end_part(self, part: Part[Item]) -> None:
-        """Nothing touches its slots any more."""
+        """Free a part whose slots nothing touches."""
         del self._parts[part]
         part.job.parts -= 1
         slots, part.slots = part.slots, []
         self._memory.release(slots)
 
     def _fail(self, job: Job[Item], cause: str, error: Exception | None = None, behind: int = -1) -> None:
-        """End a job early, or what of it is ``behind`` a place."""
+        """Fail a job, or its part ``behind`` a place."""
         if not job.cause:
             job.cause, job.error = cause, error
         for part in self._parts:
@@ -222,7 +221,7 @@ class BlockMover(Generic[Item]):
                 (self._finished.loads if job.is_load else self._finished.stores).append(
                     self._loaded(job, now) if job.is_load else self._stored(job, now)
                 )
-                job.items = ()  # whatever still refers to the job holds no memory of the caller
+                job.items = ()  # later references to the job hold no caller's memory
 
     def _loaded(self, job: Job[Item], now: float) -> Moved:
         if (job.missing or job.short) and not job.cause:
@@ -294,7 +293,7 @@ class BlockMover(Generic[Item]):
         if part.stage.copies:
             return
         if now > part.deadline + self._memory.patience_s:
-            # A batch that does not even stop at its deadline (a kernel stuck in I/O): go on without it.
+            # Abandon a batch that ignores its deadline (a kernel stuck in I/O).
             part.cancel()
             self._stopping.append(part)
             del self._parts[part]
@@ -306,7 +305,7 @@ class BlockMover(Generic[Item]):
             logger.warning("kvpool: %r does not stop; its memory is kept until it does", part.transfer)
 
     def _has_arrived(self, part: Part[Item]) -> bool:
-        """The store has filled the slots of a load, or not; whether there is something to copy on."""
+        """Take a load's result; whether slots remain to be scattered."""
         assert part.transfer is not None
         job = part.job
         try:
@@ -323,7 +322,7 @@ class BlockMover(Generic[Item]):
         return any(found)
 
     def _scatter(self, arrived: list[Part[Item]]) -> None:
-        """Copy what has arrived to its blocks, all that came together by as few launches as can be."""
+        """Scatter the arrived parts together, with as few launches as possible."""
         wanted = [part for part in arrived if not part.job.cause]
         if wanted:
             copy = self._memory.scatter(wanted)
@@ -334,7 +333,7 @@ class BlockMover(Generic[Item]):
                 self._end_part(part)
 
     def _go_on_storing(self, part: Part[Item]) -> None:
-        """What a store waited for has ended: do what comes next."""
+        """Begin the next stage of a store."""
         try:
             if part.stage is Stage.GATHER:
                 self._finished.staged.extend(cast("tuple[int, ...]", part.job.name))

@@ -1,7 +1,8 @@
-"""kvpool inside vLLM: ``kvpool.vllm`` is the module path of ``KVPoolConnector``, and of the tier ``KVPoolTier``.
+"""kvpool inside vLLM: ``kvpool.vllm`` is the module path of ``KVPoolConnector``, and of the tier
+``KVPoolTier``.
 
-Importing it also registers the connector by name: under ``MultiConnector``, vLLM looks up by name alone who
-understands a child's statistics.
+Its import also registers the connector by name, because ``MultiConnector`` resolves a child's statistics by
+name alone.
 """
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory

@@ -1,9 +1,11 @@
-"""What an engine announces to indexes, its name and where it publishes KV events, and the thread that announces it.
+"""An engine's announcement to indexes (its name, its KV events) and the thread that writes it.
 
-``describe`` reads vLLM's configuration (``KVEventsConfig``, ``ZmqEventPublisher``) and our settings; ``local_host``
-asks the system. A slow pool must not hold up the engine's start, nor a step, so ``EngineAnnouncer`` has a thread.
+``describe`` reads vLLM's configuration (``KVEventsConfig``, ``ZmqEventPublisher``) and our settings;
+``local_host`` asks the system. ``EngineAnnouncer`` has a thread, so that a slow pool delays neither start nor
+step.
 
-Threads: the worker's model thread calls; the announcing thread, one at a time, sets ``_announcer`` and ``_announced``.
+Threads: the worker's model thread calls; the announcing thread, one at a time, sets ``_announcer`` and
+``_announced``.
 """
 
 from __future__ import annotations
@@ -45,9 +47,9 @@ _SEEN_BY_NONE = "indexes and routers will not see what this worker holds (the po
 
 
 class Announcement(NamedTuple):
-    """``worker``: with one publisher, of this rank. ``problems``: what keeps it from being followed as it could be.
+    """``worker``: with one publisher, of this rank. ``problems``: obstacles for indexes.
 
-    ``events_off``: the only fault is that events are not switched on.
+    ``events_off``: the only problem is that events are off.
     """
 
     worker: Worker
@@ -56,7 +58,7 @@ class Announcement(NamedTuple):
 
 
 def describe(config: VllmConfig, cache: KVCacheConfig, settings: PoolConfig, namespace: str) -> Announcement:
-    """What this rank announces. ``namespace``: 32 hex digits."""
+    """This rank's announcement. ``namespace``: 32 hex digits."""
     host = settings.advertise_host or local_host(settings.pool)
     command = _Command.read(sys.argv)
     http = f"{_bracketed(host)}:{settings.http_port or command.port}"
@@ -80,10 +82,10 @@ def describe(config: VllmConfig, cache: KVCacheConfig, settings: PoolConfig, nam
 
 
 class _Command(NamedTuple):
-    """Where a server's command line has it serve HTTP.
+    """A server's HTTP address by its command line.
 
-    All processes of an engine have the arguments of its command in ``sys.argv``, whether forked or spawned
-    (``multiprocessing.spawn.get_preparation_data``); vLLM's configuration does not say where its HTTP server listens.
+    ``sys.argv`` is the same in all of an engine's processes, forked or spawned
+    (``multiprocessing.spawn.get_preparation_data``); vLLM's configuration lacks its HTTP address.
     """
 
     port: int = HTTP_PORT
@@ -103,7 +105,7 @@ class _Command(NamedTuple):
 
 
 class _Where(NamedTuple):
-    """Where this rank's events are found, and what the worker is called after that; empty: nowhere."""
+    """The address of this rank's events, and the worker's name from it; empty: none."""
 
     name: str = ""
     events: str = ""
@@ -125,7 +127,7 @@ def _where(config: VllmConfig, host: str, dp_rank: int) -> _Where:
     try:
         published = internals.rank_endpoint(events.endpoint, dp_rank)
         replayed = internals.rank_endpoint(events.replay_endpoint, dp_rank)
-    except ValueError as error:  # the engine does not take it either
+    except ValueError as error:  # the engine rejects it too
         return _Where(problems=(f"{_SEEN_BY_NONE}: --kv-events-config: {error}",))
     assert published is not None
     if not _listens(published):
@@ -154,7 +156,7 @@ def _where(config: VllmConfig, host: str, dp_rank: int) -> _Where:
 
 
 def local_host(pool: str) -> str:
-    """This host's own address on the way to the pool's server; the loopback's where there is none. Sends nothing."""
+    """This host's address on the route to the pool's server; without a route the loopback. Sends nothing."""
     url = StoreURL.parse(pool)
     if not url.host:
         return LOOPBACK
@@ -167,21 +169,21 @@ def local_host(pool: str) -> str:
 
 
 def _dp_rank(config: VllmConfig) -> int:
-    """The rank whose number vLLM adds to the ports (``EventPublisherFactory.create`` in its scheduler)."""
+    """The rank that vLLM adds to ports (``EventPublisherFactory.create`` in its scheduler)."""
     parallel = config.parallel_config
     return int(getattr(parallel, "data_parallel_index", parallel.data_parallel_rank))
 
 
 def _listens(endpoint: str) -> bool:
-    """``ZmqEventPublisher._is_bind_endpoint``: it connects to all others."""
+    """As ``ZmqEventPublisher._is_bind_endpoint``: other endpoints are connected to."""
     return "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
 
 
 def _name(config: VllmConfig, host: str, endpoint: str, published: str) -> str:
-    """HOST:PORT of the events. No two engines of a host can have one port, while their other settings may be alike.
+    """HOST:PORT of the events, unique on a host even among engines with equal settings.
 
-    Ranks behind one HTTP address are one worker, so the port is that of rank 0; where each rank has an HTTP address
-    of its own, it is a worker of its own.
+    Ranks behind one HTTP address are one worker, named by rank 0's port; a rank with its own HTTP address is
+    its own worker.
     """
     own = getattr(config.parallel_config, "data_parallel_external_lb", False)
     where = (published if own else endpoint).removeprefix("ipc://")
@@ -190,7 +192,7 @@ def _name(config: VllmConfig, host: str, endpoint: str, published: str) -> str:
 
 
 def _reachable(endpoint: str, host: str) -> str | None:
-    """Where others find what listens on ``endpoint``; None where that is not known."""
+    """The remote address of a listening ``endpoint``; None if unknown."""
     if endpoint.startswith("ipc://"):
         return endpoint
     match = _TCP.fullmatch(endpoint)
@@ -200,7 +202,7 @@ def _reachable(endpoint: str, host: str) -> str | None:
 
 
 def _one_address(listens: str) -> str | None:
-    """The one address on which something listens; None: on several, or on an interface by name."""
+    """The only address of a listener; None: several, or an interface by name."""
     try:
         address = ipaddress.ip_address(listens.strip("[]"))
     except ValueError:
@@ -212,11 +214,11 @@ def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
-CLOSE_S = 5.0  # how long ``close`` waits for the thread
+CLOSE_S = 5.0  # longest wait for the thread
 
 
 class EngineAnnouncer:
-    """``model``: its name, for people. ``describe``: what the engine announces of itself, given its namespace."""
+    """``model``: its display name. ``describe``: the engine's announcement, given its namespace."""
 
     def __init__(
         self, config: PoolConfig, model: str, describe: Callable[[str], Announcement] | None
@@ -230,11 +232,11 @@ class EngineAnnouncer:
 
     @property
     def asked(self) -> bool:
-        """Whether an index asks for all that the engine holds."""
+        """Whether an index requests all blocks of the engine."""
         return self._announcer is not None and self._announcer.requested
 
     def enter(self, store: Store, namespace: Namespace) -> None:
-        """The engine goes on in ``namespace``. Does not block."""
+        """Continue in ``namespace``. Does not block."""
         self._current = namespace
         self._thread = threading.Thread(
             target=self._announce_after,
@@ -245,11 +247,11 @@ class EngineAnnouncer:
         self._thread.start()
 
     def leave(self) -> None:
-        """The engine has no namespace; what is announced stays."""
+        """Continue without a namespace; the announcement stays."""
         self._current = None
 
     def close(self, store: Store) -> None:
-        """Withdraw the engine. Blocking, for ``CLOSE_S`` at most and what a withdrawal takes."""
+        """Withdraw the engine. Blocks for ``CLOSE_S`` at most, plus the withdrawal."""
         self._closed = True
         if self._thread is not None:
             self._thread.join(CLOSE_S)
@@ -273,7 +275,7 @@ class EngineAnnouncer:
             self._announcer.close()
 
     def _announce_facts(self, store: Store, namespace: Namespace) -> None:
-        """Leave a readable record of the facts, and log on which ones this worker differs from earlier ones."""
+        """Record the facts, and log how this worker's differ from earlier ones."""
         self._withdraw_epoch(store)
         self._announced = namespace
         try:
@@ -285,7 +287,7 @@ class EngineAnnouncer:
             logger.warning("kvpool: %s", sentence)
 
     def _withdraw_epoch(self, store: Store) -> None:
-        """No other engine will use a namespace that this engine had for itself: its facts need not be kept."""
+        """Remove the facts of a namespace that only this engine used."""
         if self._announced is not None and EPOCH_FACT in self._announced.facts:
             with contextlib.suppress(KVPoolError):
                 store.withdraw(self._announced.facts_key)
@@ -293,7 +295,7 @@ class EngineAnnouncer:
     def _announce_worker(
         self, store: Store, describe: Callable[[str], Announcement], namespace: Namespace
     ) -> None:
-        """Announce this worker to indexes from now on. What prevents that is logged, no more."""
+        """Announce this worker to indexes. Obstacles are only logged."""
         try:
             announced = describe(namespace.hex)
             for problem in announced.problems:

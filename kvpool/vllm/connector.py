@@ -47,14 +47,14 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.kvpool")
 
-_NEVER_OPENED = PoolConfig.load({"pool": "file:///unused"}, {})  # of a rank that is refused
+_NEVER_OPENED = PoolConfig.load({"pool": "file:///unused"}, {})  # stands in for a refused rank's settings
 
 
 class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
-    """Offloads KV blocks to a shared pool and loads those that another engine computed.
+    """Offloads KV blocks to a shared pool and loads other engines' blocks.
 
-    Settings: ``kv_connector_extra_config`` holds the fields of ``kvpool.config.PoolConfig``. Refuses to start,
-    with one sentence, when the engine is configured in a way that it does not support.
+    Settings: ``kv_connector_extra_config`` holds the fields of ``kvpool.config.PoolConfig``. An unsupported
+    engine configuration refuses the start in one sentence.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             support.refuse_unsupported(vllm_config)
             groups = support.groups_of(kv_cache_config, config.blocks_per_record, stage_ranks)
             if role is KVConnectorRole.SCHEDULER:
-                # Each worker makes its own; this one can end the start.
+                # Each worker computes its own; this call can refuse the start.
                 logger.info("kvpool: weights %s", weights_of(vllm_config, config).source)
                 align_tokens, hash_block_tokens = internals.block_sizes(vllm_config, kv_cache_config)
                 events = vllm_config.kv_events_config
@@ -105,8 +105,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         except (ConfigError, StoreUnavailable) as error:
             if role is KVConnectorRole.SCHEDULER:
                 refuse(error)
-            # The workers are made first and cannot end an engine in one line: the scheduler says it for both. Where
-            # only this rank's host is at fault, the engine goes on without the pool.
+            # Workers come first but cannot end an engine in one line: the scheduler refuses for both. A fault
+            # of this rank's host alone leaves the engine without the pool.
             self._worker = WorkerHalf(
                 _NEVER_OPENED, (), rank=internals.engine_rank(stage_ranks), step_tokens=step_tokens
             )
@@ -114,7 +114,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A pool is a cache: a store that is dropped is a later miss."""
+        """A pool is a cache: a dropped store is a later miss."""
         return False
 
     # Worker side.
@@ -144,12 +144,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.start_loads(self._step())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are asynchronous: a request is not scheduled before its load has ended."""
+        """Loads are asynchronous: a request is scheduled after its load."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Blocks are stored whole, over all layers, in ``wait_for_save``."""
+        """``wait_for_save`` stores blocks whole, over all layers."""
 
     def wait_for_save(self) -> None:
         if self._worker is not None:
@@ -159,7 +159,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         if self._worker is None:
             return KVConnectorTransferResults()
         idle = self.has_connector_metadata() and self._step().idle
-        if idle:  # some versions of vLLM save nothing where nothing is computed
+        if idle:  # some versions of vLLM save nothing in idle steps
             self._worker.start_stores(self._step())
         ended, failed = self._worker.poll(idle)
         return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
@@ -211,7 +211,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        # Blocks that are still copied to staging are held by their reference count, not by their request.
+        # Reference counts, not the request, hold blocks while they are copied to staging.
         self._planner().finished(request)
         return False, None
 
@@ -228,10 +228,10 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         return self._planner().wants_steps()
 
     def reset_cache(self) -> None:
-        """Drop what is known of the pool, and leave its namespace unless the settings say that weights never change.
+        """Forget the pool's state, and leave its namespace unless ``weights_never_change``.
 
-        The pool stays as it is: it is not one engine's to empty. The answer is that of a connector with nothing to
-        reset: after a False, vLLM ends a call to sleep, or to pause, with an error.
+        The shared pool stays. Returns as a connector without anything to reset, because a False makes vLLM
+        fail a call to sleep or pause.
         """
         self._planner().reset()
 

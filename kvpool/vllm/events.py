@@ -1,10 +1,10 @@
-"""The KV events that kvpool makes: of the pool's records, and of the engine's own cache when an index asks for it.
+"""kvpool's KV events: of the pool's records, and of the engine's own cache when an index requests it.
 
-vLLM publishes that a block enters its cache and that it leaves. An index that has missed batches for good knows only a
-part of what the engine holds. ``CacheResync`` publishes the whole in one batch: a clear, then every block of the cache,
-each as often as there are copies. vLLM publishes our events in the batch of its own, behind these
-(``Scheduler.update_from_output``). So a resync is the cache as of that batch: it clears what came before, and later
-events have later numbers. An index that had missed nothing learns nothing new.
+vLLM publishes each block's arrival and departure. An index that lost batches for good knows only a part.
+``CacheResync`` publishes the whole cache in one batch: a clear, then every block, as often as it has copies.
+vLLM appends our events to its own batch (``Scheduler.update_from_output``), so a resync is the cache as of
+that batch: it clears earlier events, and later events have later numbers. A complete index learns nothing
+new.
 
 Threads: the engine's scheduler thread only.
 """
@@ -37,7 +37,9 @@ _OF_THE_POOL = {"locality": "REMOTE", "ownership": EVENT_OWNER}
 def stored_event(
     request: Request, group_index: int, group: Group, index: int, hashes: Sequence[bytes]
 ) -> BlockStored:
-    """Record ``index`` of ``request`` is in the pool now: one block of the record's size, under its last hash."""
+    """Record ``index`` of ``request`` is present in the pool: a block of the record's size, under its last
+    hash.
+    """
     start, end = index * group.record_tokens, (index + 1) * group.record_tokens
     lora = request.lora_request
     fields: dict[str, Any] = {
@@ -55,7 +57,7 @@ def stored_event(
 
 
 def removed_event(block_hash: bytes, group: int) -> BlockRemoved:
-    """The pool does not hold this record any more."""
+    """The pool no longer holds this record."""
     fields = {
         "block_hashes": [internals.event_hash(block_hash)],
         "medium": EVENT_MEDIUM,
@@ -65,20 +67,20 @@ def removed_event(block_hash: bytes, group: int) -> BlockRemoved:
 
 
 class DeviceCleared(AllBlocksCleared, tag="AllBlocksCleared"):
-    """``AllBlocksCleared`` of the engine's own memory alone; who does not know ``medium`` clears every tier."""
+    """``AllBlocksCleared`` of the engine's own memory; readers unaware of ``medium`` clear every tier."""
 
     medium: str
 
 
 def cleared_event(block_pool: Any) -> DeviceCleared:
-    """What was published of the engine's own cache is void; the events behind this one say it anew."""
+    """Void all earlier events of the engine's own cache; the events after it repeat the rest."""
     return DeviceCleared(internals.medium(block_pool))
 
 
 def held_event(block_pool: Any, group_index: int, group: Group, hashes: list[bytes | int]) -> BlockStored:
-    """The engine's own cache holds these blocks of any prompts, each as often as there are copies.
+    """The engine's own cache holds these blocks, as often as listed.
 
-    An index takes an event with a parent whole, and counts a copy of each block. Any non-null parent will do.
+    An index needs a parent to count each copy of a block. Any non-null parent will do.
     """
     fields: dict[str, Any] = {
         "block_hashes": hashes,
@@ -103,19 +105,19 @@ def _group_fields(group_index: int, group: Group) -> dict[str, Any]:
 
 
 def _known(event: type[KVCacheEvent], fields: dict[str, Any]) -> dict[str, Any]:
-    """``fields`` without those that this version of the event lacks."""
+    """``fields`` that this version of the event has."""
     return {name: value for name, value in fields.items() if name in event.__struct_fields__}
 
 
-INTERVAL_S = 10.0  # between two times
-MAX_BLOCKS = 1 << 21  # copies among them; twice that is what an index takes in a batch
+INTERVAL_S = 10.0  # between two resyncs
+MAX_BLOCKS = 1 << 21  # including copies; half an index's limit for a batch
 
-# So that a request which was read before the last time is not taken for a new one.
+# So that a request read before the last resync does not count as a new one.
 assert INTERVAL_S > REQUEST_LEASE_S + READ_S
 
 
 class CacheResync:
-    """Makes the events of one engine with these KV-cache groups."""
+    """Makes the events of an engine with these KV-cache groups."""
 
     def __init__(self, groups: Sequence[Group], clock: Callable[[], float] = time.monotonic) -> None:
         self._groups, self._clock = groups, clock
@@ -124,13 +126,12 @@ class CacheResync:
         self._warned = False
 
     def bind(self, block_pool: BlockPool) -> None:
-        """The engine's own cache."""
         self._block_pool = block_pool
 
     def events(self) -> list[KVCacheEvent]:
-        """All that the cache holds; nothing within ``INTERVAL_S`` seconds of the last time, or when it cannot be read.
+        """The whole cache as events; empty within ``INTERVAL_S`` of the last call, or when it is unreadable.
 
-        Takes about 0.1 ms for 1,000 blocks, in the engine's step.
+        Takes about 0.1 ms per 1,000 blocks, inside the engine's step.
         """
         now_s = self._clock()
         if self._made_at_s is not None and now_s - self._made_at_s < INTERVAL_S:
@@ -149,7 +150,7 @@ class CacheResync:
         events: list[KVCacheEvent] = [cleared_event(self._block_pool)]
         by_group = internals.event_hashes_by_group(keys + more, len(self._groups))
         for index, (group, hashes) in enumerate(zip(self._groups, by_group, strict=True)):
-            # A group that needs the whole prefix is named though it holds nothing: it counts for the rank.
+            # An empty group still counts for the rank if it needs the whole prefix.
             if hashes or group.window is None:
                 events.append(held_event(self._block_pool, index, group, hashes))
         logger.info(

@@ -1,8 +1,8 @@
-"""``CostGate``: whether a load is expected to be faster than computing the same tokens again.
+"""``CostGate``: whether a load is expected to be faster than a recompute of the same tokens.
 
-Both rates are measured, in tokens a second: of the engine's large steps, from their plan to the workers' report, and of
-loads from their submission to their end. Both are taken to be in proportion to the tokens, so their ratio decides for
-loads of every length. While nothing is known, loads are offered.
+Both rates are measured in tokens a second: large steps from plan to report, and loads from submission to end.
+Both costs are assumed proportional to tokens, so the ratio decides for every length. Without data, loads are
+offered.
 
 Threads: the engine's scheduler thread only.
 """
@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from kvpool import metrics
 from kvpool.metrics import Counters
 
-MIN_STEP_TOKENS = 256  # in smaller steps the cost of a step outweighs that of its tokens
+MIN_STEP_TOKENS = 256  # a smaller step's fixed cost outweighs its tokens
 MIN_SAMPLES = 3  # of each rate, before the gate may close
-KEEP = 0.8  # of what was measured before, with each new sample
-REOPEN = 0.8  # a closed gate opens when a load is expected to take this share of the recompute
-PROBE_S = 10.0  # how often a closed gate lets one load through, to measure again
-STEPS_IN_FLIGHT = 4  # steps that are timed at once; beyond, the report of the oldest is taken for lost
+KEEP = 0.8  # weight of earlier measurements per new sample
+REOPEN = 0.8  # a closed gate opens when a load costs this share of a recompute
+PROBE_S = 10.0  # period of a closed gate's probes
+STEPS_IN_FLIGHT = 4  # timed at once; beyond, the oldest report counts as lost
 
 
 @dataclass
@@ -38,12 +38,12 @@ class _Rate:
 
 
 class CostGate:
-    """Open until both rates are known; its decisions are counted in ``counters``."""
+    """Open until both rates are known; ``counters`` counts its decisions."""
 
     def __init__(self, counters: Counters, clock: Callable[[], float] = time.monotonic) -> None:
         self._counters, self._clock = counters, clock
         self._prefill, self._load = _Rate(), _Rate()
-        self.closed = False  # loads are held back, but for probes
+        self.closed = False  # only probes may load
         self._probe_at_s = 0.0
         self._steps: deque[tuple[int, float, int]] = deque(
             maxlen=STEPS_IN_FLIGHT
@@ -52,23 +52,23 @@ class CostGate:
         self._reported_at_s = 0.0
 
     def step_begins(self, tokens: int) -> int:
-        """The number under which the workers are to report the end of a step that works on prompts."""
+        """The number that workers report at the end of a prompt step."""
         number, self._next_step = self._next_step, self._next_step + 1
         self._steps.append((number, self._clock(), tokens))
         return number
 
     def step_ended(self, reported: int) -> None:
-        """A step has ended: the one of this number, or with 0 one that is not timed."""
+        """End the step of this number; 0: an untimed step."""
         now_s = self._clock()
         while self._steps and self._steps[0][0] <= reported:
             number, planned_at_s, tokens = self._steps.popleft()
             if number == reported:
-                # A step that was planned ahead began when the one before it was over.
+                # A step planned ahead began at the end of the step before it.
                 self.computed(tokens, now_s - max(planned_at_s, self._reported_at_s))
         self._reported_at_s = now_s
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """A step that worked on prompts has computed ``tokens`` in ``seconds``."""
+        """A prompt step computed ``tokens`` in ``seconds``."""
         if tokens < MIN_STEP_TOKENS or seconds <= 0:
             return
         self._counters.add(metrics.GATE_PREFILL_TOKENS, tokens)
@@ -76,17 +76,17 @@ class CostGate:
         self._prefill.add(tokens, seconds)
 
     def loaded(self, tokens: int, seconds: float) -> None:
-        """A load of ``tokens`` has ended after ``seconds``; 0 tokens: it failed, and the time is lost."""
+        """A load of ``tokens`` ended after ``seconds``; 0 tokens: it failed, and the time is lost."""
         self._counters.add(metrics.GATE_LOAD_TOKENS, tokens)
         self._counters.add(metrics.GATE_LOAD_SECONDS, seconds)
         if self.closed:
-            # Rates from before it closed are dropped: with them one probe would hardly count.
+            # Older rates are dropped: they would outweigh a probe.
             self._load = _Rate(samples=MIN_SAMPLES)
         self._load.add(tokens, seconds)
         self._decide()
 
     def admits(self) -> bool:
-        """Whether to offer a load now; asked once for each, as a closed gate lets one through from time to time."""
+        """Whether to offer a load; ask once per load, because a closed gate admits probes."""
         result = "pays"
         if not self._measured():
             result = "unmeasured"

@@ -1,4 +1,4 @@
-"""Keeps our own faults out of the engine, and ends a start that must not be with one line."""
+"""Keeps kvpool's faults out of the engine, and refuses a start in one line."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ logger = init_logger("vllm.kvpool")
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-LOG_EVERY_S = 60.0  # faults of requests in between are counted, not logged
+LOG_EVERY_S = 60.0  # faults in between are counted, not logged
 
 
 def guarded(instead: Any, *, request: str = "") -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """A method whose fault never reaches the engine: its result is ``instead`` when it raises.
+    """Decorate a method so that its faults never reach the engine: it returns ``instead``.
 
-    After start-up a fault of kvpool costs a recompute and never a request. The method may have left half changed what
-    all requests share, so its object's ``switch_off(reason)`` switches the pool off, and the engine goes on.
+    After start-up a fault of kvpool costs a recompute, never a request. Shared state may be half changed, so
+    the object's ``switch_off(reason)`` disables the pool.
 
-    With ``request``, of ``metrics.REQUEST_FAULTS``, the method works for one request, which its first argument names.
-    ``_request_faults`` counts the fault, and ``_without_pool`` takes the pool from this request alone.
+    With ``request``, of ``metrics.REQUEST_FAULTS``, the method serves one request, its first argument.
+    ``_request_faults`` counts the fault, and ``_without_pool`` disables the pool for this request alone.
 
-    Threads: the one of the method's object.
+    Threads: of the method's object.
     """
 
     def decorate(call: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -56,14 +56,14 @@ def guarded(instead: Any, *, request: str = "") -> Callable[[Callable[_P, _T]], 
 
 
 class RequestFaults:
-    """Faults of single requests: counted, and logged once a minute. They never end the pool, however many."""
+    """Counts faults of single requests, and logs once a minute. They never disable the pool."""
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
         self._logged_at_s = -LOG_EVERY_S
 
     def count(self, where: str) -> None:
-        """To be called in the handler of the fault. ``where``: of ``metrics.REQUEST_FAULTS``."""
+        """Call it while handling the fault. ``where``: of ``metrics.REQUEST_FAULTS``."""
         self._counters.add(metrics.REQUEST_FAULTS, 1, where)
         now_s = time.monotonic()
         if now_s - self._logged_at_s >= LOG_EVERY_S:
@@ -76,8 +76,8 @@ class RequestFaults:
 def refuse(error: Exception) -> NoReturn:
     """End the start with one line.
 
-    vLLM starts an engine in a process of its own, where an exception would print pages of its call stack above
-    the one sentence that helps; there, the sentence is all. In the caller's own process it is an exception.
+    vLLM's engine process would bury an exception's sentence under pages of call stack, so there it prints the
+    sentence alone. In the caller's own process it raises.
     """
     sentence = f"kvpool refuses to start: {error}"
     if multiprocessing.parent_process() is not None:

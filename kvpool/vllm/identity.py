@@ -1,12 +1,13 @@
-"""The identity of a vLLM engine: facts that change what a block's hash or its bytes mean, and the namespace they make.
+"""The identity of a vLLM engine: facts that change the meaning of a block's hash or bytes, and their
+namespace.
 
-Facts are read from the built model where it can be reached, else from the configuration (``settings``). Ranks of one
-pipeline stage have equal facts; stages have layers, so facts, of their own.
+Facts come from the built model where reachable, else from the configuration (``settings``). Ranks of a
+pipeline stage have equal facts; stages differ by their layers.
 
-When the weights may have changed, the engine goes on in a namespace that no other engine has and this one never had.
-Until its own cache has no blocks of other weights it goes without the pool (``awaits_reset``).
+When the weights may have changed, the engine continues in a new namespace of its own. Until its cache holds
+no blocks of other weights it runs without the pool (``awaits_reset``).
 
-Over 400 lines because all that tells one engine's blocks from another's stands together.
+Over 400 lines because all facts that separate engines stand together.
 
 Threads: facts, any. ``EngineNamespace``: the engine's scheduler thread only.
 """
@@ -41,12 +42,12 @@ from kvpool.vllm.weights import snapshot_commit
 logger = init_logger("vllm.kvpool")
 
 
-# Of each table of a rotary embedding; its parameters are facts, too.
+# Of each rotary embedding's table; its parameters are facts too.
 ROPE_ROWS = 64
-# The length of a table; where it changes other numbers, the rows show it.
+# Table lengths; if they change other numbers, the rows show it.
 _ROPE_LENGTHS = frozenset(("max_position_embeddings", "cache_max_position_num", "max_position"))
 _NOT_OF_THE_ROPE = frozenset(("training", "update_cache"))
-# What turns an image into other embeddings without being in its hash, or not in every version.
+# Settings that change an image's embeddings but not its hash, at least in some versions.
 _MULTIMODAL_SETTINGS = (
     "mm_processor_kwargs",
     "media_io_kwargs",
@@ -68,10 +69,9 @@ def engine_facts(
     layers: Sequence[Sequence[torch.Tensor]],
     blocks_per_record: int = 1,
 ) -> dict[str, Fact]:
-    """Every fact that changes what a block's hash or its bytes mean; the same on every rank of one pipeline stage.
+    """Every fact that changes the meaning of a block's hash or bytes; equal on all ranks of a pipeline stage.
 
-    ``weights``: the facts of these (``weights_of``). Call it in a worker that has built its model.
-    Errors: ``ConfigError``.
+    ``weights``: from ``weights_of``. Call it in a worker after it built its model. Errors: ``ConfigError``.
     """
     model, parallel, caching = config.model_config, config.parallel_config, config.cache_config
     _, hash_block_tokens = internals.block_sizes(config, cache)
@@ -106,7 +106,7 @@ def engine_facts(
             settings["max_model_len"] = model.max_model_len
         facts["multimodal"] = digest_of([settings, _processor(model)])
     facts |= scale_facts(config) | settings_facts(config)
-    # Which layers a group has, for versions of vLLM may group those of a hybrid model in several ways.
+    # The layers of each group, because versions of vLLM group a hybrid model differently.
     for index, group in enumerate(cache.kv_cache_groups):
         facts[f"group{index}.layer_names"] = digest_of(list(group.layer_names))
     groups = support.groups_of(cache, blocks_per_record)
@@ -114,7 +114,7 @@ def engine_facts(
 
 
 def layout_of(groups: Sequence[Group], layers: Sequence[Sequence[torch.Tensor]], kv_dtype: str) -> Layout:
-    """How one rank's records are made of its blocks, and how these lie in memory."""
+    """The composition of a rank's records from its blocks, and the blocks' memory layout."""
     return Layout(
         kv_dtype,
         tuple(
@@ -139,9 +139,9 @@ def _attention(group: Group) -> str:
 
 
 def scale_facts(config: VllmConfig) -> dict[str, Fact]:
-    """What the bytes of an FP8 cache stand for; nothing where no layer has one.
+    """The scales of an FP8 cache; empty without FP8 layers.
 
-    The layers are asked: a checkpoint may set their types, and ``--kv-cache-dtype-skip-layers`` leaves some out.
+    Read from the layers: a checkpoint may set their types, and ``--kv-cache-dtype-skip-layers`` skips some.
     Errors: ``EngineRefused``.
     """
     layers = internals.attention_layers(config)
@@ -169,16 +169,16 @@ def scale_facts(config: VllmConfig) -> dict[str, Fact]:
 
 
 def _fp8_format() -> str:
-    """What ``fp8`` is on this processor: ``float8_e4m3fn`` or ``float8_e4m3fnuz``."""
+    """This processor's ``fp8``: ``float8_e4m3fn`` or ``float8_e4m3fnuz``."""
     return str(current_platform.fp8_dtype()).removeprefix("torch.")
 
 
 def rope_fact(built: Sequence[nn.Module], dtype: Any) -> str:
-    """A digest of the rotary embeddings that vLLM has ``built`` in this process; empty when there are none.
+    """A digest of the rotary embeddings ``built`` by vLLM in this process; empty without any.
 
-    It holds their kinds, their parameters, and the first rows of their tables, in the ``dtype`` in which they are
-    used (some models keep them in another one until then). Not the length of a table: engines of different
-    ``--max-model-len`` share where their tables begin alike and no parameter differs.
+    It covers kinds, parameters, and the tables' first rows, in the ``dtype`` of their use (some models store
+    another). Table lengths are left out: engines of different ``--max-model-len`` share if their tables begin
+    alike and no parameter differs.
     """
     return digest_of(sorted({_rotary(one, dtype) for one in built})) if built else ""
 
@@ -188,7 +188,7 @@ def _rotary(embedding: nn.Module, dtype: torch.dtype) -> str:
     for name, value in vars(embedding).items():
         if name.startswith("_") or name in _ROPE_LENGTHS | _NOT_OF_THE_ROPE:
             continue
-        # A list of numbers has the same text in every process; an object's may hold its address.
+        # Numbers have the same text in every process; an object's may hold its address.
         if isinstance(value, (bool, int, float, str, tuple, list)):
             says[name] = str(value)
     for name, table in (*embedding.named_parameters(), *embedding.named_buffers()):
@@ -201,7 +201,7 @@ def _rotary(embedding: nn.Module, dtype: torch.dtype) -> str:
 
 
 def _model_config(hf_config: Any) -> dict[str, Any]:
-    """The model's configuration after all overrides, and after what the model's own code has written into it."""
+    """The model's configuration after all overrides, including those by the model's own code."""
     facts: dict[str, Any] = dict(hf_config.to_diff_dict())
     for name in (
         "_name_or_path",
@@ -216,7 +216,7 @@ def _model_config(hf_config: Any) -> dict[str, Any]:
 
 
 def _processor(model: ModelConfig) -> list[str]:
-    """What turns images into numbers, where it lies beside the model; of a commit of the hub, that says it."""
+    """The image processor's files beside the model; a hub commit identifies them."""
     folder = Path(model.model)
     if not folder.is_dir() or snapshot_commit(folder):
         return []
@@ -234,9 +234,10 @@ def _processor(model: ModelConfig) -> list[str]:
 
 
 def tier_facts(config: Any, model_id: str, chunk_nbytes: int) -> dict[str, Fact]:
-    """Every fact that vLLM gives a tier (``vllm/v1/kv_offload/config.py``); ``model_id`` stands for the others.
+    """Every fact that vLLM gives a tier (``vllm/v1/kv_offload/config.py``); ``model_id`` stands for the
+    others.
 
-    The tensor-parallel size is not among them where a row is the same for all sizes; see ``_is_same_for_all_ranks``.
+    The tensor-parallel size is left out where a row is equal for all sizes; see ``_is_same_for_all_ranks``.
     """
     parallel = config.parallel
     facts: dict[str, Fact] = {
@@ -273,9 +274,9 @@ def tier_facts(config: Any, model_id: str, chunk_nbytes: int) -> dict[str, Fact]
 def _is_same_for_all_ranks(config: Any) -> bool:
     """Whether a row has the same bytes at every tensor-parallel size.
 
-    vLLM says that this is so for its canonical layout, which it certifies layer by layer, and for one copy of latent
-    vectors. It says the same of its direct layout, where ranks lie side by side, each with its blocks and layers: true
-    only with one block a chunk and heads outside of layers (vllm-project/vllm#55904).
+    vLLM guarantees this for its canonical layout, certified layer by layer, and for a single copy of latent
+    vectors. It claims the same for its direct layout, where ranks lie side by side: true only with one block
+    a chunk and heads outside of layers (vllm-project/vllm#55904).
     """
     if config.canonical_layout or config.replicated_layout:
         return bool(config.parallel.is_parallelism_agnostic or config.replicated_layout)
@@ -288,7 +289,7 @@ def _is_same_for_all_ranks(config: Any) -> bool:
 
 
 def adapter_settings(config: VllmConfig) -> str:
-    """A fingerprint of the settings that decide how an adapter's files become weights; empty: there are no adapters."""
+    """A fingerprint of the settings that turn an adapter's files into weights; empty without adapters."""
     lora = config.lora_config
     names = ("target_modules", "lora_dtype", "enable_tower_connector_lora", "enable_mixed_moe_lora_format")
     return "" if lora is None else digest_of({name: getattr(lora, name, None) for name in names})
@@ -301,15 +302,15 @@ def digest_of(value: object) -> str:
 
 
 def facts_of_epoch(facts: Mapping[str, Fact], epoch: str) -> dict[str, Fact]:
-    """The facts of an engine whose weights are those of ``epoch``; empty: those that it started with."""
+    """An engine's facts in ``epoch``; empty: since its start."""
     return {**facts, EPOCH_FACT: epoch} if epoch else dict(facts)
 
 
 def facts_of_engine(ranks: Sequence[Mapping[str, Fact]], pipeline_parallel: int) -> dict[str, Fact] | None:
-    """What a namespace for all of an engine's ``ranks`` is made of; these come in order, stage by stage.
+    """The facts of a namespace for all ``ranks`` of an engine, given in order, stage by stage.
 
-    A fact in which all stages agree stands under its own name, any other one as ``stage0.NAME``, ``stage1.NAME``, and
-    so on: engines have the same facts when each of their stages has. None: ranks of one stage differ.
+    A fact equal in all stages keeps its name; others become ``stage0.NAME``, ``stage1.NAME``, and so on, so
+    that engines share when each of their stages matches. None: ranks of one stage differ.
     """
     firsts = ranks[:: len(ranks) // pipeline_parallel]
     for rank, facts in enumerate(ranks):
@@ -324,7 +325,7 @@ def facts_of_engine(ranks: Sequence[Mapping[str, Fact]], pipeline_parallel: int)
 
 
 def why_ranks_differ(ranks: Sequence[Mapping[str, Fact]], pipeline_parallel: int) -> str:
-    """In which fact two ranks of one stage differ, in words, where ``facts_of_engine`` finds none for all."""
+    """The differing fact of two ranks of one stage, in words, when ``facts_of_engine`` returns None."""
     of_stage = len(ranks) // pipeline_parallel
     for rank, facts in enumerate(ranks):
         first = rank // of_stage * of_stage
@@ -354,13 +355,13 @@ class EngineNamespace:
         self._rank_facts: dict[int, dict[str, Fact]] = {}
         self._facts: dict[str, Fact] = {}  # of all ranks together
         self._facts_to_send: dict[str, Fact] = {}  # to the workers, with the next step
-        self._epoch = ""  # of the weights; empty: those that the engine started with
+        self._epoch = ""  # of the weights; empty: since the engine's start
         self._epoch_to_send = ""
         self._steps_planned = 0
-        self._computed_since = 0  # the first step with tokens since the last reset; 0: there was none
+        self._computed_since = 0  # first step with tokens since the last reset; 0: none
 
     def add_to(self, step: PoolMetadata, *, computes: bool) -> None:
-        """Number a step, and send with it what the workers have to know. ``computes``: it has tokens."""
+        """Number a step, and add news for the workers. ``computes``: it has tokens."""
         self._steps_planned += 1
         step.number = self._steps_planned
         step.facts, self._facts_to_send = self._facts_to_send, {}
@@ -369,7 +370,7 @@ class EngineNamespace:
             self._computed_since = self._steps_planned
 
     def learn(self, facts: Mapping[int, dict[str, Fact]]) -> str:
-        """Take in the facts of ranks. Returns why there can be no namespace: the ranks of a stage differ; else ""."""
+        """Take the ranks' facts. Returns why no namespace fits: ranks of a stage differ; else ""."""
         self._rank_facts |= facts
         if self.current is not None or len(self._rank_facts) < self._ranks:
             return ""
@@ -380,24 +381,24 @@ class EngineNamespace:
         self._facts = of_engine
         self.current = Namespace(self._tenant, facts_of_epoch(of_engine, self._epoch))
         if self._pipeline_parallel > 1:
-            self._facts_to_send = of_engine  # a rank knows those of its own stage only
+            self._facts_to_send = of_engine  # a rank knows only its own stage's
         return ""
 
     def reset(self, *, in_use: bool) -> None:
-        """The caches were reset. ``in_use``: the engine still holds blocks, so vLLM has kept its own cache."""
+        """The caches were reset. ``in_use``: the engine still holds blocks, so vLLM kept its cache."""
         self.awaits_reset = in_use
         if not in_use:
             self._computed_since = 0
         self._begin_epoch("reset")
         if in_use:
-            # vLLM answers False to the caller of the reset then.
+            # vLLM then returns False to the caller of the reset.
             logger.warning(
                 "kvpool: the engine holds blocks of before the reset: it goes without the pool until it is "
                 "reset again, and answers True"
             )
 
     def reloaded(self, step: int) -> None:
-        """The workers had other weights in ``step`` than in the one before. They move nothing until an epoch begins."""
+        """The workers' weights changed in ``step``. They move nothing until an epoch begins."""
         if not self._computed_since or self._computed_since >= step:
             self._begin_epoch("reload")
         elif not self.awaits_reset:
@@ -409,7 +410,7 @@ class EngineNamespace:
             )
 
     def _begin_epoch(self, cause: str) -> None:
-        """Change the namespace, from the next step on; what was planned before goes to the pool under the old one."""
+        """Change the namespace from the next step on; earlier plans keep the old one."""
         self._epoch = self._epoch_to_send = secrets.token_hex(8)
         self._counters.add(metrics.EPOCHS, 1, cause)
         if self._facts:

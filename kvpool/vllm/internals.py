@@ -1,6 +1,6 @@
-"""The only module that reads objects of vLLM beyond its connector interface; the rest of the package calls it.
+"""The only module that reads vLLM beyond its connector interface; the rest of the package calls it.
 
-Differences between versions are told by feature, never by version number.
+Versions are distinguished by feature, never by version number.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from kvpool.vllm.plan import Group
 
 
 def engine_rank(stage_ranks: int) -> int:
-    """This worker's rank, counted through all pipeline stages."""
+    """This worker's rank across all pipeline stages."""
     return int(get_pp_group().rank_in_group * stage_ranks + get_tp_group().rank_in_group)
 
 
 def rank_endpoint(endpoint: str | None, dp_rank: int) -> str | None:
-    """The endpoint that data-parallel rank ``dp_rank`` uses; None without one. Errors: ``ValueError``."""
+    """The endpoint of data-parallel rank ``dp_rank``; None without an endpoint. Errors: ``ValueError``."""
     found: str | None = ZmqEventPublisher.offset_endpoint_port(endpoint, dp_rank)
     return found
 
@@ -55,18 +55,17 @@ def model_class(model: ModelConfig) -> type:
 
 
 def loader_module(load_format: str) -> str | None:
-    """The module of the loader that is registered for a load format; None: there is none."""
+    """The module of a load format's registered loader; None without one."""
     loader = model_loader._LOAD_FORMAT_TO_MODEL_LOADER.get(load_format)
     return None if loader is None else loader.__module__
 
 
 def rotary_embeddings() -> list[nn.Module]:
-    """The rotary embeddings that vLLM has built in this process."""
     return list(rotary_embedding._ROPE_DICT.values())
 
 
 def attention_layers(config: VllmConfig) -> dict[str, Any]:
-    """The attention layers that were built, by name."""
+    """The built attention layers, by name."""
     return get_layers_from_vllm_config(config, AttentionLayerBase)
 
 
@@ -77,7 +76,7 @@ def attention_backends(config: VllmConfig) -> str:
 
 
 def kv_scales(layer: Any) -> tuple[list[list[float]], list[float | None]]:
-    """(scales of K and V on the device, their copies on the host): some kernels read these, others those."""
+    """(scales of K and V on the device, their copies on the host): kernels differ in which they read."""
     on_device = [getattr(layer, name, None) for name in ("_k_scale", "_v_scale")]
     return (
         [one.detach().float().flatten().tolist() for one in on_device if isinstance(one, torch.Tensor)],
@@ -86,10 +85,10 @@ def kv_scales(layer: Any) -> tuple[list[list[float]], list[float | None]]:
 
 
 def weights_mark(config: VllmConfig) -> Callable[[], object]:
-    """A function whose result changes when vLLM loads weights into the running model (``reload_weights``).
+    """A function whose result changes when vLLM reloads weights into the running model (``reload_weights``).
 
-    vLLM then sets the scales of every attention layer again, in place, which torch counts; nothing else does. Writes
-    into parameters by other means are not noticed. Takes a microsecond and does not touch the device.
+    Only a reload sets every attention layer's scales in place, which torch counts. Other writes into
+    parameters go unnoticed. Takes a microsecond and does not touch the device.
     """
     for layer in attention_layers(config).values():
         if isinstance(getattr(layer, "_k_scale", None), torch.Tensor):
@@ -111,7 +110,7 @@ def block_sizes(config: VllmConfig, cache: KVCacheConfig) -> tuple[int, int]:
 
 
 def layer_specs(group: KVCacheGroupSpec) -> list[Any]:
-    """The specification of each layer of a group, or the one that they share."""
+    """The specification of each layer of a group, or their common one."""
     spec = group.kv_cache_spec
     return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
 
@@ -138,13 +137,13 @@ def layers_of(cache: KVCacheConfig, kv_caches: dict[str, torch.Tensor]) -> list[
 
 
 def kernel_packing(config: VllmConfig, cache: KVCacheConfig) -> str:
-    """How the CPU kernels pack keys inside a block: it depends on the processor (AMX, AVX-512, NEON, ...)."""
+    """How the CPU kernels pack keys inside a block, by processor (AMX, AVX-512, NEON, ...)."""
     if current_platform.device_type != "cpu":
         return ""
     try:
         from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
     except ImportError:
-        # This version does not say. The processor's name separates at least as much.
+        # The version lacks this call; the processor's name separates at least as much.
         return str(current_platform.get_cpu_architecture())
     packings = set()
     dtype = config.model_config.dtype
@@ -153,7 +152,7 @@ def kernel_packing(config: VllmConfig, cache: KVCacheConfig) -> str:
         for layer in layer_specs(group):
             assert isinstance(layer, AttentionSpec), "support.groups_of refuses every other kind"
             if not isinstance(layer, MLAAttentionSpec):  # latent vectors are not packed
-                # The backend looks at the model's type, not at the cache's, which is bytes for FP8.
+                # The backend reads the model's type, not the cache's, which is bytes for FP8.
                 packings.add(_get_attn_isa(dtype, layer.block_size, layer.head_size))
     return ",".join(sorted(packings))
 
@@ -162,7 +161,7 @@ def kernel_packing(config: VllmConfig, cache: KVCacheConfig) -> str:
 
 
 def scheduled_tokens(output: SchedulerOutput) -> list[tuple[str, int]]:
-    """(request, tokens computed when the step is over, drafts among them) for every request of the step."""
+    """(request, computed tokens after the step, drafts included) for every request of the step."""
     cached = output.scheduled_cached_reqs
     before = [(request.req_id, request.num_computed_tokens) for request in output.scheduled_new_reqs]
     before += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
@@ -178,7 +177,7 @@ def block_tables(output: SchedulerOutput, request_id: str) -> tuple[list[int], .
 
 
 def adapter_changed_in_place(request: Request) -> bool:
-    """Whether the request's adapter was loaded over an earlier one of the same name and path, so of the same hashes."""
+    """Whether the adapter replaced an earlier one of the same name and path, and so the same hashes."""
     return bool(getattr(request.lora_request, "load_inplace", False))
 
 
@@ -186,26 +185,26 @@ def adapter_changed_in_place(request: Request) -> bool:
 
 
 def hash_tags() -> bool:
-    """Whether extra keys enter the hash tagged (from 0.31), which changes the hashes of LoRA, salt and images."""
+    """Whether hashes tag their extra keys (from 0.31), which changes them for LoRA, salt and images."""
     return hasattr(kv_cache_utils, "to_event_extra_keys")
 
 
 def record_hashes(request: Request, hash_block_tokens: int, group: Group) -> Sequence[bytes]:
-    """The hashes of the request's records in a group: each that of the last block that is hashed in it."""
+    """The hashes of the request's records in a group: each record's last block hash."""
     step = group.record_tokens // hash_block_tokens
     hashes: Sequence[bytes] = request.block_hashes
     return hashes if step == 1 else hashes[step - 1 :: step]
 
 
 def cache_key(block_hash: bytes, group: int) -> bytes:
-    """The key of a block of ``group`` in the engine's prefix cache."""
+    """The key of a block in the engine's prefix cache."""
     return bytes(kv_cache_utils.make_block_hash_with_group_id(kv_cache_utils.BlockHash(block_hash), group))
 
 
 def cache_keys(
     request: Request, hash_block_tokens: int, group_index: int, group: Group, record: int
 ) -> list[bytes]:
-    """The keys of the blocks of a record in the engine's prefix cache, in order."""
+    """The keys of a record's blocks in the engine's prefix cache, in order."""
     step = group.block_tokens // hash_block_tokens
     first = record * group.blocks_per_record
     ends = [(block + 1) * step - 1 for block in range(first, first + group.blocks_per_record)]
@@ -213,14 +212,14 @@ def cache_keys(
 
 
 def event_hash(block_hash: bytes) -> bytes | int:
-    """As events carry it: the last eight bytes as an integer, unless the engine is set to send it whole."""
+    """The form in events: the last eight bytes as an integer, unless the engine sends whole hashes."""
     return kv_cache_utils.maybe_convert_block_hash(kv_cache_utils.BlockHash(block_hash))
 
 
 def event_hashes_by_group(keys: Sequence[bytes], groups: int) -> list[list[bytes | int]]:
-    """For each group, the hashes in keys of the engine's prefix cache, as events carry them.
+    """For each group, the hashes of prefix cache keys, as in events.
 
-    All keys have one length, as there is one hash algorithm; the last 4 bytes are the group, big-endian.
+    All keys have equal lengths, from one hash algorithm; the last 4 bytes are the group, big-endian.
     """
     if not keys:
         return [[] for _ in range(groups)]
@@ -238,35 +237,37 @@ def event_hashes_by_group(keys: Sequence[bytes], groups: int) -> list[list[bytes
 
 
 def event_extra_keys(request: Request, start: int, end: int) -> Any:
-    """What else than tokens went into the hash of tokens ``start`` to ``end``, as events carry it."""
+    """Extra keys in the hash of tokens ``start`` to ``end``, as in events."""
     keys, _ = kv_cache_utils.generate_block_hash_extra_keys(request, start, end, 0)
     if keys is None:
         return None
     return kv_cache_utils.to_event_extra_keys([keys]) if hash_tags() else [keys]
 
 
-# The engine's own cache: its block pool, in which a key is a hash and a group.
+# The engine's own cache: its block pool, keyed by hash and group.
 
 
 def cached_blocks(block_pool: BlockPool) -> Mapping[bytes, Any] | None:
-    """The engine's prefix cache: by key, a block, or where there are copies a dictionary of them by block id.
+    """The engine's prefix cache: key to a block, or to its copies by block id.
 
-    It is the engine's own dictionary: read it before the engine goes on. None: this version of vLLM shows none.
+    A live dictionary of the engine: read it before the engine continues. None: this version of vLLM hides it.
     """
     blocks: Any = getattr(block_pool.cached_block_hash_to_block, "_cache", None)
     return blocks if isinstance(blocks, dict) else None
 
 
 def block_contents(block_pool: BlockPool, block_ids: Iterable[int]) -> tuple[bytes | None, ...]:
-    """By block, the key of what is in it now; None: nothing that could be found again."""
+    """By block, its present key; None: it cannot be found again."""
     return tuple(block_pool.blocks[block_id].block_hash for block_id in block_ids)
 
 
 def next_evicted(block_pool: BlockPool, count: int) -> list[tuple[int, bytes | None]]:
-    """The ``count`` blocks that the engine will use next, soonest first: block id, and key as in ``block_contents``."""
+    """The ``count`` blocks that the engine will evict next, soonest first: block id, and key as in
+    ``block_contents``.
+    """
     found: list[tuple[int, bytes | None]] = []
     block = block_pool.free_block_queue.fake_free_list_head.next_free_block
-    # The head and the tail of the list are no blocks.
+    # The list's head and tail are no blocks.
     while len(found) < count and block is not None and block.next_free_block is not None:
         found.append((block.block_id, block.block_hash))
         block = block.next_free_block
@@ -274,22 +275,21 @@ def next_evicted(block_pool: BlockPool, count: int) -> list[tuple[int, bytes | N
 
 
 def is_in_use(block_pool: BlockPool) -> bool:
-    """Whether a block of the engine's memory is referenced, apart from the null block, which always is."""
+    """Whether any block except the null block is referenced."""
     return bool(block_pool.num_gpu_blocks - block_pool.get_num_free_blocks() > 1)
 
 
 def references(block_pool: BlockPool, block_id: int) -> int:
-    """How many references there are to a block."""
     return int(block_pool.blocks[block_id].ref_cnt)
 
 
 def hold(block_pool: BlockPool, block_ids: Iterable[int]) -> None:
-    """Add a reference to each block, so that the engine does not use it for something else."""
+    """Add a reference to each block, so that the engine does not reuse it."""
     block_pool.touch([block_pool.blocks[block_id] for block_id in block_ids])
 
 
 def release(block_pool: BlockPool, block_ids: Sequence[int]) -> None:
-    """Drop a reference to each block; the last one is evicted first, as the engine does with the end of a prompt."""
+    """Drop a reference to each block; the last is evicted first, like the end of a prompt in the engine."""
     block_pool.free_blocks(block_pool.blocks[block_id] for block_id in reversed(block_ids))
 
 

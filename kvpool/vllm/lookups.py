@@ -1,7 +1,7 @@
 """Existence checks: a request's prefix for the connector, chunks for the tier.
 
-``Lookups`` starts one check a request. ``ChunkLookups`` collects the questions of a step, sends them at its end in
-batches, and answers them in a later step; it keeps what it knows of a chunk while a request lives that asked for it.
+``Lookups`` starts a check per request. ``ChunkLookups`` batches a step's questions at its end and answers in
+a later step; it remembers a chunk while a request that asked for it lives.
 
 Threads: the engine's scheduler thread only. Nothing here waits.
 """
@@ -29,17 +29,17 @@ from kvpool.vllm.weights import pool_hashes
 logger = init_logger("vllm.kvpool")
 
 
-FRESH_S = 10.0  # an answer that is older is asked again before it is offered
-LOOKUP_GRACE_S = 0.25  # how long after its own deadline a lookup may still be stopping
-WARN_EVERY_S = 60.0  # between two warnings of a pool that comes and goes
+FRESH_S = 10.0  # older answers are refreshed before an offer
+LOOKUP_GRACE_S = 0.25  # grace of a lookup that stops after its own deadline
+WARN_EVERY_S = 60.0  # between two warnings of an unstable pool
 
 
 class RequestLookup:
-    """One lookup under way, or its answer.
+    """One lookup in flight, or its answer.
 
-    ``present``, after success: by group a byte for each record, 1 where the pool has it. Behind the first record that
-    is missing under full attention, most were not asked for and count as missing. ``failure``: why there will be no
-    answer; "" else.
+    ``present``, after success: by group a byte per record, 1: present in the pool. Under full attention most
+    records after the first miss were skipped and count as missing. ``failure``: why no answer will come; else
+    "".
     """
 
     def __init__(self, lookup: Lookup, started_s: float, timeout_s: float) -> None:
@@ -49,7 +49,7 @@ class RequestLookup:
         self.failure = ""
 
     def ended(self, now_s: float) -> bool:
-        """Whether there is an answer, or there will be none. Never blocks."""
+        """Whether the answer, or its failure, is known. Never blocks."""
         if self.present is None and not self.failure:
             if self._lookup.done():
                 try:
@@ -62,16 +62,16 @@ class RequestLookup:
         return self.present is not None or bool(self.failure)
 
     def is_stale(self, now_s: float) -> bool:
-        """Whether the pool is to be asked again before anything is offered."""
+        """Whether to ask the pool again before an offer."""
         return self.present is not None and now_s - self._started_s > FRESH_S
 
     def cancel(self) -> None:
-        """Its answer is not wanted any more. Never blocks."""
+        """Give up the answer. Never blocks."""
         self._lookup.cancel()
 
 
 class Lookups:
-    """Asks ``store`` what it holds of requests' prompts, for one engine of ``ranks`` ranks."""
+    """Asks ``store`` for requests' prompts, for an engine of ``ranks`` ranks."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Lookups:
         self._warned_at = -WARN_EVERY_S
 
     def start(self, namespace: Namespace, request: Request, tag: bytes) -> RequestLookup | None:
-        """Start the lookup of a request; ``tag`` is of its adapter, or empty. None: there is no pool to ask."""
+        """Start the lookup of a request; ``tag``: its adapter's, or empty. None: no pool."""
         hashes = [internals.record_hashes(request, self._hash_block_tokens, group) for group in self._groups]
         asked = groups_to_ask(self._groups, hashes, self._ranks)
         if tag:
@@ -104,13 +104,11 @@ class Lookups:
         return RequestLookup(lookup, time.monotonic(), self._timeout_s)
 
     def answered(self) -> None:
-        """A lookup has its answer."""
         if self._is_away:
             self._is_away = False
             logger.info("kvpool: the pool answers again")
 
     def failed(self, cause: str) -> None:
-        """A lookup gets no answer."""
         self._counters.add(metrics.LOOKUP_FAILURES, 1, cause)
         now = time.monotonic()
         if not self._is_away and now - self._warned_at >= WARN_EVERY_S:
@@ -124,9 +122,8 @@ class Lookups:
 def groups_to_ask(
     groups: Sequence[Group], hashes: Sequence[Sequence[bytes]], ranks: int
 ) -> list[LookupGroup]:
-    """What is to be asked for a prompt. ``hashes``: by group, those of its records. ``ranks``: of the engine.
-
-    Errors: ``ConfigError``.
+    """The groups of a prompt's lookup. ``hashes``: its records', by group. ``ranks``: of the engine. Errors:
+    ``ConfigError``.
     """
     asked = []
     for index, (group, known) in enumerate(zip(groups, hashes, strict=True)):
@@ -147,13 +144,13 @@ def groups_to_ask(
     return asked
 
 
-ASK_KEYS = 1 << 16  # in one question; a store takes 2^20, and a long request has more
-MAX_TOUCHES = 1 << 16  # chunks that wait to be counted as used; of more, the rest is not
+ASK_KEYS = 1 << 16  # per batch; a store takes 2^20, and long requests have more
+MAX_TOUCHES = 1 << 16  # pending uses of chunks; more are dropped
 
 
 @dataclass(slots=True)
 class _Probe:
-    """What is known of one chunk."""
+    """The state of one chunk."""
 
     asked_at: float
     present: bool | None = None
@@ -161,7 +158,7 @@ class _Probe:
 
 
 class ChunkLookups:
-    """``names``: the keys of chunks in the pool. ``cause``: the label of a failed batch, for its exception."""
+    """``names``: the keys of chunks in the pool. ``cause``: maps an exception to a failed batch's label."""
 
     def __init__(
         self,
@@ -182,7 +179,7 @@ class ChunkLookups:
         self._touching: list[Batch] = []
 
     def lookup(self, key: OffloadKey, request_id: str) -> bool | None:
-        """Whether the pool has it; None: not known yet, ask again in a later step."""
+        """Whether the pool has it; None: unknown, ask again in a later step."""
         self.collect()
         now = time.monotonic()
         probe = self._probes.get(key)
@@ -197,30 +194,30 @@ class ChunkLookups:
         return probe.present
 
     def forget(self, request_id: str) -> None:
-        """The request has ended."""
+        """Forget an ended request."""
         for key in self._asked_by.pop(request_id, ()):
             probe = self._probes[key]
             probe.requests.discard(request_id)
             if not probe.requests:
-                del self._probes[key]  # an answer that comes later is dropped
+                del self._probes[key]  # a later answer is dropped
 
     def touch(self, keys: Collection[OffloadKey]) -> None:
         """Count these as used, with the next ``send``."""
         for key in keys:
             if len(self._touches) >= MAX_TOUCHES:
                 return
-            if is_spellable(key) and key not in self._probes:  # a question has counted those
+            if is_spellable(key) and key not in self._probes:  # a question already counts as use
                 self._touches[key] = None
 
     def send(self) -> None:
-        """Send the questions and the uses of a step."""
+        """Send a step's questions and uses."""
         questions = self._take_questions()
         for first in range(0, len(questions), ASK_KEYS):
             self._ask(questions[first : first + ASK_KEYS])
         self._send_touches()
 
     def collect(self) -> None:
-        """Take in the answers that are there."""
+        """Take the arrived answers."""
         for batch in [batch for batch in self._batches if batch[1].done()]:
             self._batches.remove(batch)
             keys, transfer = batch
@@ -235,13 +232,13 @@ class ChunkLookups:
                     probe.present = present
 
     def miss(self, keys: Iterable[OffloadKey]) -> None:
-        """These are not offered again to any request that has asked for them."""
+        """Offer these to no present request any more."""
         for key in keys:
             if (probe := self._probes.get(key)) is not None:
                 probe.present = False
 
     def restart(self) -> None:
-        """All that is known or asked is of another namespace: each question is answered with a miss."""
+        """The namespace changed: answer each question with a miss."""
         self.miss(self._probes)
         for _, transfer in self._batches:
             transfer.cancel()
@@ -253,7 +250,7 @@ class ChunkLookups:
         self._questions.clear()
 
     def clear(self) -> None:
-        """Wait for no answer any more; the store is closed."""
+        """Drop all answers; the store is closed."""
         self._batches.clear()
         self._touching.clear()
 
@@ -278,7 +275,7 @@ class ChunkLookups:
             self._batches.append((spelled, transfer))
 
     def _send_touches(self) -> None:
-        """Count as used what the engine has used. One batch at a time; the answer is not waited for."""
+        """Count the engine's uses. One batch at a time, whose answer is ignored."""
         self._touching = [transfer for transfer in self._touching if not transfer.done()]
         if not self._touches or self._touching:
             return
@@ -296,7 +293,7 @@ class ChunkLookups:
 
 
 def is_spellable(key: OffloadKey) -> bool:
-    """Whether a chunk has a name in the pool: all have whose hash is one of vLLM's block hashes."""
+    """Whether a chunk has a key: its hash is one of vLLM's block hashes."""
     return (
         MIN_HASH_NBYTES <= len(get_offload_block_hash(key)) <= MAX_HASH_NBYTES
         and get_offload_group_idx(key) <= MAX_INDEX

@@ -1,7 +1,8 @@
-"""kvpool's metrics in vLLM: the connector's statistics on vLLM's page and in its log, and each request's outcome.
+"""kvpool's metrics in vLLM: the connector's statistics on vLLM's page and in its log, and each request's
+outcome.
 
-A request is admitted when the engine allocates its blocks. A request that loads is counted when the load has ended, as
-a hit only if it succeeded. A request that comes back after a preemption is not counted again.
+A request is admitted when the engine allocates its blocks. A loading request counts when its load ends, as a
+hit only on success. A resumed request (after a preemption) is not counted again.
 
 Threads: of ``Outcomes``, the engine's scheduler thread only.
 """
@@ -31,7 +32,7 @@ from kvpool.vllm.requests import RequestState
 
 @dataclass
 class PoolStats(KVConnectorStats):
-    """Samples of ``kvpool.metrics`` of one interval, of all ranks."""
+    """One interval's samples of ``kvpool.metrics``, of all ranks."""
 
     def reset(self) -> None:
         self.data = {}
@@ -41,7 +42,7 @@ class PoolStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """What vLLM's periodic log line shows; of a histogram the mean."""
+        """The values of vLLM's periodic log line; histograms as means."""
         shown: dict[str, int | float] = {}
         for key, sample in sorted(self.data.items()):
             name = key.removeprefix("kvpool_").replace("_total", "")
@@ -56,7 +57,7 @@ class PoolStats(KVConnectorStats):
 
 
 class PoolPromMetrics(KVConnectorPromMetrics):
-    """Registers the metrics in the API server and adds what the engines report."""
+    """Registers the metrics in the API server and adds the engines' reports."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -82,7 +83,7 @@ class PoolPromMetrics(KVConnectorPromMetrics):
         return self._shown[name].labels(*labels)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add one interval's samples of one engine; samples of a newer kvpool than ours are left out."""
+        """Add one interval's samples of one engine; unknown metrics of a newer kvpool are ignored."""
         for key, sample in transfer_stats_data.items():
             name, _, label = key.partition("/")
             if (metric := metrics.BY_NAME.get(name)) is None:
@@ -98,12 +99,12 @@ class PoolPromMetrics(KVConnectorPromMetrics):
 
 
 def tier_definitions() -> dict[str, OffloadingMetricMetadata]:
-    """The metrics of a tier that vLLM registers, by name."""
+    """A tier's metrics for vLLM's registry, by name."""
     return {metric.name: _definition(metric) for metric in metrics.ALL}
 
 
 def tier_stats(samples: Samples) -> OffloadingConnectorStats:
-    """``samples`` of one interval, as vLLM takes them of a tier."""
+    """One interval's ``samples`` in vLLM's form for a tier."""
     stats = OffloadingConnectorStats()
     for key, sample in samples.items():
         name, _, label = key.partition("/")
@@ -127,14 +128,14 @@ def _definition(metric: Metric) -> OffloadingMetricMetadata:
     return OffloadingHistogramMetadata(documentation=metric.help, labelnames=labels, buckets=metric.buckets)
 
 
-RATIOS_S = 0.1  # between two estimates of an engine that is asked
-AGED_S = 10.0  # between two estimates of an engine that gets no request: old requests leave the windows
+RATIOS_S = 0.1  # between two estimates of a busy engine
+AGED_S = 10.0  # between two estimates of an idle engine: old requests leave the windows
 
 
 class Outcomes:
-    """Counts in ``counters``. ``record_tokens``: of the blocks whose hashes are handed over.
+    """Counts in ``counters``. ``record_tokens``: of the blocks behind the given hashes.
 
-    ``tell``: called with all windows of the traffic, ten times a second at most. ``clock``: in seconds.
+    ``tell``: receives all windows of the traffic, ten times a second at most. ``clock``: in seconds.
     ``tracing``: takes spans of lookups and loads.
     """
 
@@ -155,7 +156,7 @@ class Outcomes:
         self._counted_more = False  # since the last estimate
 
     def waited(self, state: RequestState, now_s: float, *, answered: bool) -> None:
-        """The lookup of a request has ended, or was given up; observed once for each lookup."""
+        """A request's lookup ended or was given up; observed once per lookup."""
         waited_s = 0.0
         if state.waiting_since is not None:
             state.waited_s = waited_s = now_s - state.waiting_since
@@ -171,7 +172,7 @@ class Outcomes:
     def admitted(
         self, state: RequestState, hashes: Sequence[bytes], namespace: Namespace | None, *, loads: bool
     ) -> None:
-        """The engine has allocated blocks. ``hashes``: of the prompt's full blocks; ``loads``: a load begins."""
+        """The engine allocated blocks. ``hashes``: of the prompt's full blocks; ``loads``: a load begins."""
         if state.counted:
             return
         state.counted = True
@@ -189,7 +190,6 @@ class Outcomes:
             self._count(state, state.result, 0)
 
     def loaded(self, state: RequestState, tokens: int, *, ok: bool) -> None:
-        """The load of ``tokens`` has ended."""
         self._counters.add(metrics.LOADED_TOKENS, tokens if ok else 0)
         headers = getattr(state.request, "trace_headers", None)
         self._tracing.record("kvpool.load", headers, state.load_s, tokens=tokens, loaded=ok)
@@ -198,11 +198,11 @@ class Outcomes:
             self._count(state, "hit" if ok else "load_failed", tokens if ok else 0)
 
     def tell_ratios(self) -> None:
-        """Set the gauges of the hit ratio and its ceiling where a request was counted since the last time, and
-        ``RATIOS_S`` after the last estimate with such a one; else after ``AGED_S``. An estimate takes 30 us.
+        """Update the gauges of the hit ratio and its ceiling.
 
-        The two times are apart: a request is counted when its load ends. An estimate before that must not delay the one
-        after it, which is the last of an engine that rests then.
+        After newly counted requests: ``RATIOS_S`` after the last such estimate; else after ``AGED_S``. An
+        estimate takes 30 us. The two intervals are separate, because a request counts at its load's end: an
+        earlier estimate must not delay the last one before the engine idles.
         """
         now_s = self._clock()
         if self._counted_more and now_s - self._counted_at_s >= RATIOS_S:

@@ -1,6 +1,7 @@
-"""What to load and what to store: pure functions over block indices, and the messages between the two halves.
+"""Plans of loads and stores: pure functions over block indices, and the messages between scheduler and worker
+half.
 
-Nothing here knows a store, a tensor or a clock.
+Nothing here uses a store, a tensor or a clock.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from kvpool.key.key import Fact
 
 @dataclass(frozen=True)
 class Group:
-    """One group of layers that share a block table. ``window``: tokens that a query sees, itself included.
+    """A group of layers with a common block table. ``window``: tokens that a query sees, including itself.
 
-    The pool keeps ``blocks_per_record`` neighbouring blocks of the engine as one record, under the hash of the last.
-    ``latent``: MLA, which keeps one latent vector for each token. ``copies``: so many neighbouring ranks of the engine
-    hold the same bytes; with MLA, those of one pipeline stage.
+    The pool stores ``blocks_per_record`` neighbouring blocks as a record, under the last one's hash.
+    ``latent``: MLA, with a latent vector per token. ``copies``: number of neighbouring ranks with equal
+    bytes; with MLA, a whole pipeline stage.
     """
 
     block_tokens: int
@@ -34,22 +35,22 @@ class Group:
         return self.block_tokens * self.blocks_per_record
 
     def key_rank(self, rank: int) -> int:
-        """The number in the key under which the pool keeps what ``rank`` holds of a record."""
+        """The rank number in the pool key of ``rank``'s part of a record."""
         return rank // self.copies
 
     def stored_by(self, rank: int) -> bool:
-        """Whether ``rank`` stores what it holds: of those that hold the same, the first one does."""
+        """Whether ``rank`` stores its part: the first of the ranks with equal bytes does."""
         return rank % self.copies == 0
 
     def key_ranks(self, ranks: int) -> range:
-        """The numbers in the keys under which a record of an engine of ``ranks`` ranks lies."""
+        """The rank numbers in a record's keys, for an engine of ``ranks`` ranks."""
         return range(ranks // self.copies)
 
 
 class BlockRef(NamedTuple):
-    """One record as the scheduler names it; a worker adds its rank and gets a key.
+    """A record in the scheduler's terms; a worker adds its rank to form a key.
 
-    ``block_ids``: its blocks in the engine's memory, in order; of a load, 0 for those that are not to be written.
+    ``block_ids``: its blocks in the engine's memory, in order; in a load, 0 for blocks to skip.
     """
 
     block_hash: bytes
@@ -58,9 +59,9 @@ class BlockRef(NamedTuple):
 
 
 class LoadPlan(NamedTuple):
-    """Records of one request to load; it fails when no record arrives for ``stall_timeout_s``.
+    """A request's records to load; fails when no record arrives for ``stall_timeout_s``.
 
-    ``priority``: of loads that wait for staging slots, the one with the lowest number comes first.
+    ``priority``: the lowest number gets staging slots first.
     """
 
     request_id: str
@@ -71,20 +72,20 @@ class LoadPlan(NamedTuple):
 
 @dataclass
 class PoolMetadata(KVConnectorMetadata):
-    """Scheduler to workers, once a step. ``tags`` name the records of ``stores``, one to one.
+    """Scheduler to workers, once a step. ``tags`` match ``stores`` one to one.
 
-    Where a rank cannot store all, it drops the last.
+    A rank without room drops the last.
     """
 
     loads: list[LoadPlan] = field(default_factory=list)
     stores: list[BlockRef] = field(default_factory=list)
     tags: list[int] = field(default_factory=list)
-    cancelled: list[str] = field(default_factory=list)  # requests whose load is not wanted any more
+    cancelled: list[str] = field(default_factory=list)  # requests that no longer want their load
     idle: bool = False  # no forward runs in this step
-    timed: int = 0  # number of a step whose end the scheduler wants to hear of; 0: it does not
+    timed: int = 0  # number of a timed step; 0: untimed
     facts: dict[str, Fact] = field(default_factory=dict)  # of several pipeline stages together, once
-    number: int = 0  # of the step, counted from 1
-    epoch: str = ""  # from this step on, its own stores and loads included; empty: as before
+    number: int = 0  # of the step, from 1
+    epoch: str = ""  # from this step on, including its stores and loads; empty: unchanged
 
 
 @dataclass
@@ -93,15 +94,15 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
 
     facts: dict[int, dict[str, Fact]] = field(default_factory=dict)  # by rank, once, in its first step
     broken: dict[int, str] = field(default_factory=dict)  # by rank: why it has no pool
-    staged: dict[int, int] = field(default_factory=dict)  # tag: ranks that do not read its blocks any more
-    store_slots: int = 0  # records that the staging of each rank takes at a time, once, in its first step
-    stored: dict[int, int] = field(default_factory=dict)  # tag: ranks that have stored what is theirs
-    dropped: dict[int, int] = field(default_factory=dict)  # tag: ranks that gave up on it
+    staged: dict[int, int] = field(default_factory=dict)  # tag: ranks that no longer read its blocks
+    store_slots: int = 0  # records in each rank's staging, once, in its first step
+    stored: dict[int, int] = field(default_factory=dict)  # tag: ranks that stored their parts
+    dropped: dict[int, int] = field(default_factory=dict)  # tag: ranks that gave it up
     missing: set[tuple[bytes, int]] = field(default_factory=set)  # (hash, group) that a load did not find
-    reloaded: int = 0  # the first step with other weights than the one before; 0: they are as they were
-    asked: bool = False  # an index asks for all that the engine's own cache holds
-    timed: int = 0  # the number of the step, if it had one
-    load_s: dict[str, float] = field(default_factory=dict)  # by request: how long its load took at least
+    reloaded: int = 0  # the first step with changed weights; 0: unchanged
+    asked: bool = False  # an index requests the engine's whole cache
+    timed: int = 0  # the number of a timed step
+    load_s: dict[str, float] = field(default_factory=dict)  # by request: least duration of its load
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PoolWorkerMetadata:
         assert isinstance(other, PoolWorkerMetadata)
@@ -131,11 +132,12 @@ def _summed(ours: Mapping[int, int], theirs: Mapping[int, int]) -> dict[int, int
 
 
 def records_to_load(group: Group, local_tokens: int, hit_tokens: int) -> range:
-    """Indices of the records that ``group`` lacks to go on at token ``hit_tokens``, given ``local_tokens`` computed.
+    """Indices of the records that ``group`` lacks to resume at token ``hit_tokens``, given ``local_tokens``
+    computed.
 
-    Full attention needs every block up to there. A sliding window needs those that the next token sees, from
-    token ``hit_tokens - window + 1`` on. ``local_tokens`` is a multiple of the group's block size and may lie inside a
-    record, ``hit_tokens`` is a multiple of the record's.
+    Full attention needs every block before it. A sliding window needs the blocks from token ``hit_tokens -
+    window + 1`` on. ``local_tokens`` is a multiple of the group's block size and may lie inside a record,
+    ``hit_tokens`` is a multiple of the record's.
     """
     first = local_tokens // group.record_tokens
     if group.window is not None:
@@ -144,9 +146,9 @@ def records_to_load(group: Group, local_tokens: int, hit_tokens: int) -> range:
 
 
 def blocks_lacking(group: Group, table: Sequence[int], record: int, local_tokens: int) -> tuple[int, ...]:
-    """Where the blocks of a record go, by the block table of a request that has ``local_tokens`` computed.
+    """Targets of a record's blocks, by the block table of a request with ``local_tokens`` computed.
 
-    0: nowhere, for the engine has the block already, or keeps none at this place.
+    0: skip, because the engine has the block already, or keeps none here.
     """
     start = record * group.blocks_per_record
     ids = tuple(table[start : start + group.blocks_per_record])
@@ -155,14 +157,14 @@ def blocks_lacking(group: Group, table: Sequence[int], record: int, local_tokens
 
 
 def blocks_held(group: Group, table: Sequence[int], record: int) -> tuple[int, ...] | None:
-    """Where the blocks of a record lie, by a block table; None when the engine does not keep all of them."""
+    """A record's blocks in a block table; None unless the engine keeps all of them."""
     start = record * group.blocks_per_record
     ids = tuple(table[start : start + group.blocks_per_record])
     return ids if len(ids) == group.blocks_per_record and all(ids) else None
 
 
 def first_missing(present: Sequence[int], count: int) -> int:
-    """The first of ``count`` leading records that is not there; ``count`` if all are of which something is said."""
+    """The first absent of ``count`` leading records, within ``present``; else ``count``."""
     try:
         return present.index(False, 0, count)
     except ValueError:
@@ -177,11 +179,11 @@ def longest_hit(
     max_tokens: int,
     align_tokens: int,
 ) -> int:
-    """The largest number of leading tokens from which the engine can go on, by its own cache and the pool.
+    """The most leading tokens after which the engine can resume, from its own cache and the pool.
 
-    ``present[g][i]``: 1 when every part of record ``i`` of group ``g`` is in the pool, else 0. ``align_tokens``: a
-    multiple of every group's record. The answer is a multiple of it that is at most ``max_tokens``, or else
-    ``local_tokens``. It is found by searches for zeros: a million tokens take microseconds.
+    ``present[g][i]``: 1: every part of record ``i`` of group ``g`` is in the pool, else 0. ``align_tokens``:
+    a multiple of every group's record. Returns a multiple of it up to ``max_tokens``, or else
+    ``local_tokens``. Searches for zeros make a million tokens take microseconds.
     """
     hit = max_tokens
     while True:
@@ -198,13 +200,13 @@ def longest_hit(
 
 
 def _usable_tokens(group: Group, there: bytes, local_tokens: int, hit_tokens: int) -> int:
-    """The longest hit up to ``hit_tokens`` for which ``group`` has all that it needs, wherever hits may end."""
+    """The longest hit up to ``hit_tokens`` that ``group`` allows, ignoring alignment."""
     hit_tokens = min(hit_tokens, len(there) * group.record_tokens)
     needed = records_to_load(group, local_tokens, hit_tokens)
     first = local_tokens // group.record_tokens
     if not needed or there.find(0, needed.start, needed.stop) < 0:
         return hit_tokens
-    # Either all from the local tokens on is there, or a window full somewhere behind.
+    # Either everything after the local tokens is present, or a full window further on.
     end = there.find(0, first, needed.stop)
     if group.window is not None:
         window_records = -(-(group.window - 1) // group.record_tokens)
@@ -214,11 +216,10 @@ def _usable_tokens(group: Group, there: bytes, local_tokens: int, hit_tokens: in
 
 
 def records_to_store(record_tokens: int, already: int, computed_tokens: int, hashed_records: int) -> range:
-    """Indices of the records that are full after a step and were not planned before.
+    """Indices of the records that a step completes and no earlier plan covers.
 
-    ``already``: how many leading records of the request were planned, or came from a cache. ``computed_tokens``
-    may count drafts that will be rejected. A record is stored when its hash is known: hashes are of tokens that the
-    request has, so no draft is in the record that was not accepted. That may be a step after the record was computed,
-    as it is under asynchronous scheduling.
+    ``already``: leading records planned before, or from a cache. ``computed_tokens`` may include drafts that
+    will be rejected. A record is stored once its hash is known: hashes cover accepted tokens only, so no
+    rejected draft is in it. Under asynchronous scheduling that may be a step later.
     """
     return range(already, max(already, min(computed_tokens // record_tokens, hashed_records)))

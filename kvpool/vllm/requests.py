@@ -1,7 +1,7 @@
-"""What the scheduler half knows of a request, and what the request asks of the pool.
+"""The scheduler half's state of a request, and the request's own wishes for the pool.
 
-A request asks by ``"kv_transfer_params": {"kvpool": {"load": false, "store": false}}``. A request whose parameters are
-not understood goes without the pool: a misspelt opt-out is an opt-out.
+A request opts out by ``"kv_transfer_params": {"kvpool": {"load": false, "store": false}}``. Invalid
+parameters disable the pool for it, because a misspelt opt-out is an opt-out.
 
 Threads: the engine's scheduler thread only.
 """
@@ -29,18 +29,18 @@ class RequestState:
     request: Request
     params: RequestParams
     adapter: AdapterCheck | None = None
-    lookup: RequestLookup | None = None  # the latest one
-    waiting_since: float | None = None  # when the engine was first told to ask again later
+    lookup: RequestLookup | None = None  # the latest
+    waiting_since: float | None = None  # first "ask again later" to the engine
     waited_s: float = 0.0
-    wait_counted: bool = False  # the time that was waited for ``lookup``
+    wait_counted: bool = False  # the wait for ``lookup`` was observed
     result: str = "no_answer"  # why nothing is offered: of ``metrics.REQUEST_RESULTS``
     local_tokens: int = 0  # of its prompt, in the engine's own cache
-    counted: bool = False  # among the requests of the metrics
-    loads_first: bool = False  # it is counted when its load has ended
+    counted: bool = False  # in the metrics
+    loads_first: bool = False  # counted at the end of its load
     offered: tuple[int, int] | None = None  # (local tokens, tokens with the pool)
     loading: bool = False
-    admitted: bool = False  # the cost gate lets it load what its lookup has found
-    load_tokens: int = 0  # of the load under way
+    admitted: bool = False  # the cost gate admits its lookup's hit
+    load_tokens: int = 0  # of the load in flight
     load_s: float = 0.0
     refused: bool = (
         False  # not offered again: a load or its lookup failed, or a load is slower than computing
@@ -48,17 +48,17 @@ class RequestState:
 
     @property
     def checked(self) -> bool:
-        """Whether it is known of which adapter it is, or that this cannot be known."""
+        """Whether the check of its adapter has ended."""
         return self.adapter is None or self.adapter.done
 
     @property
     def identified(self) -> bool:
-        """Whether it is known under which hashes its blocks are in the pool."""
+        """Whether its blocks' hashes in the pool are known."""
         return self.adapter is None or self.adapter.tag is not None
 
     @property
     def pool_hash(self) -> Callable[[bytes], bytes] | None:
-        """Makes the hash in a key of that of one of its blocks. None: it is not known how."""
+        """Maps a block's hash to the hash in its key. None: unknown."""
         if self.adapter is None:
             return bytes
         tag = self.adapter.tag if self.adapter.done else None  # another thread may set it to None
@@ -70,9 +70,9 @@ MAX_SHOWN_CHARS = 200
 
 
 class RequestParams(BaseModel):
-    """``load``, ``store``: whether the pool may be used so. ``priority``: as vLLM's, lower comes first.
+    """``load``, ``store``: permitted uses of the pool. ``priority``: as vLLM's, lower comes first.
 
-    Requests of a lower number load first where staging slots are short, and lose their stores last.
+    A lower number gets scarce staging slots first, and loses its stores last.
     """
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
@@ -86,13 +86,13 @@ WITHOUT_POOL = RequestParams(load=False, store=False)
 
 
 class ParamsReader:
-    """Reads the parameters of requests; says once that it did not understand some. Never raises."""
+    """Reads the parameters of requests; logs invalid ones once. Never raises."""
 
     def __init__(self) -> None:
         self._said = False
 
     def read(self, transfer_params: object) -> RequestParams:
-        """What a request's ``kv_transfer_params`` say of the pool; what is not under ``kvpool`` is for others."""
+        """The pool parameters of ``kv_transfer_params``; keys beside ``kvpool`` are ignored."""
         asked: Any = transfer_params.get(FIELD, {}) if isinstance(transfer_params, Mapping) else {}
         if asked == {}:
             return RequestParams()

@@ -1,11 +1,11 @@
-"""The scheduler's half of the connector: what to offer, what to load, what to store. It never blocks.
+"""The scheduler's half of the connector: plans offers, loads and stores. It never blocks.
 
-A request's lookup starts when it is first seen (``seen``). Once there is an answer, the longest usable prefix is
-offered (``matched_tokens``), unless the cost gate expects that computing it is faster. When the engine has allocated
-blocks (``allocated``), the load goes to the workers with the next step (``plan``). A load that fails (``update``) is
-not offered to this request again. A request whose call raises goes on without the pool, alone.
+A request's lookup starts on arrival (``seen``). Its answer's longest usable prefix is offered
+(``matched_tokens``), unless the cost gate expects a recompute to be faster. Once the engine has allocated
+blocks (``allocated``), the load goes to the workers with the next step (``plan``). A failed load (``update``)
+is not offered to this request again. A request whose call raises continues without the pool, alone.
 
-What is stored, and when, is ``store_planner``'s.
+``stores`` decides about stores.
 
 Over 400 lines because a request is followed here from its arrival to its end.
 
@@ -56,16 +56,16 @@ from kvpool.vllm.weights import Adapters
 
 logger = init_logger("vllm.kvpool")
 
-MIN_LOAD_S = 0.05  # a load's stall timeout, even when the lookup has used up the time
+MIN_LOAD_S = 0.05  # least stall timeout of a load, even after a slow lookup
 NO_OFFER: tuple[int | None, bool] = (0, False)
 ASK_AGAIN: tuple[int | None, bool] = (None, False)
 
 
 class SchedulerHalf:
-    """Plans loads and stores for one engine of ``ranks`` ranks, all pipeline stages together; ``store`` is the caller's
-    to close.
+    """Plans loads and stores for an engine of ``ranks`` ranks, over all pipeline stages; the caller closes
+    ``store``.
 
-    ``step_tokens``: most that the engine computes in a step.
+    ``step_tokens``: most tokens of a step.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class SchedulerHalf:
     ) -> None:
         self._config, self._store, self._groups = config, store, list(groups)
         self._hash_block_tokens = hash_block_tokens
-        # Where the engine can go on, and records of every group end.
+        # Where the engine can resume, and records of every group end.
         self._align_tokens = math.lcm(align_tokens, *(group.record_tokens for group in self._groups))
         self._loads, self._stores, self._events_wanted = loads, stores, events
         self._broken = False
@@ -128,14 +128,14 @@ class SchedulerHalf:
         self._gate = CostGate(self.counters) if config.cost_gate and loads else None
         self._block_pool: BlockPool | None = None
         self._cache_resync = CacheResync(self._groups)
-        self._resync_asked = False  # in the step that is ending
+        self._resync_asked = False  # in the current step
         self._events: list[KVCacheEvent] = []
 
     # A request, from its arrival to its end.
 
     @guarded(None, request="lookup")
     def seen(self, request: Request) -> None:
-        """A request has arrived: start its lookup."""
+        """A request arrived: start its lookup."""
         state = self._state(request)
         if self._may_load(state) and self._max_tokens(request) > 0:
             self._look_up(state)
@@ -147,7 +147,7 @@ class SchedulerHalf:
         state.offered, state.local_tokens = None, local_tokens
         max_tokens = self._max_tokens(request)
         if local_tokens and self._only_stores(state) and state.lookup is None:
-            self._look_up(state)  # what the engine has may be missing from the pool
+            self._look_up(state)  # the pool may lack the engine's blocks
         if state.refused:
             return NO_OFFER
         state.result = self._why_no_lookup(state, local_tokens, max_tokens)
@@ -188,7 +188,7 @@ class SchedulerHalf:
         return hit - local_tokens, True
 
     def _why_no_lookup(self, state: RequestState, local_tokens: int, max_tokens: int) -> str:
-        """Of ``metrics.REQUEST_RESULTS``; empty: the pool is to be asked."""
+        """Of ``metrics.REQUEST_RESULTS``; empty: ask the pool."""
         if self._broken or self._namespace.awaits_reset:
             return "switched_off"
         if not self._may_load(state):
@@ -198,7 +198,7 @@ class SchedulerHalf:
         return "engine_cache" if local_tokens >= max_tokens else ""
 
     def _admits(self, state: RequestState) -> bool:
-        """Whether the cost gate lets the request load; asked once for each lookup."""
+        """Whether the cost gate admits the load; asked once per lookup."""
         if self._gate is None or state.admitted:
             return True
         state.admitted = self._gate.admits()
@@ -206,10 +206,10 @@ class SchedulerHalf:
         return state.admitted
 
     def allocated(self, request: Request, tables: Sequence[Sequence[int]], external_tokens: int) -> None:
-        """The engine has allocated blocks; load into them if it took the offer."""
+        """The engine allocated blocks; load into them if it took the offer."""
         blocks = self._blocks_to_load(request, tables, external_tokens)
         if external_tokens:
-            # A plan without blocks is reported as failed by the workers, which is what ends the engine's wait.
+            # Workers fail a plan without blocks, which ends the engine's wait.
             state = self._state(request)
             stall_timeout_s = max(MIN_LOAD_S, self._config.lookup_timeout_s - state.waited_s)
             self._new_loads.append(
@@ -237,7 +237,7 @@ class SchedulerHalf:
         if external_tokens == 0:
             return []
         if offered is None or external_tokens != offered[1] - offered[0]:
-            # Whatever the engine counts on then, it is not what was looked up.
+            # The engine counts on other tokens than the lookup found.
             self.counters.add(metrics.OFFER_MISMATCHES)
             return []
         blocks: list[BlockRef] = []
@@ -289,7 +289,7 @@ class SchedulerHalf:
 
     @guarded(0)
     def _time_step(self, gate: CostGate, output: SchedulerOutput) -> int:
-        """The number of a step whose end is to be reported; 0: it says nothing of how fast prompts are computed."""
+        """The number of a timed step; 0: its duration says nothing about prompts."""
         tokens = output.total_num_scheduled_tokens
         if tokens < MIN_STEP_TOKENS or not any(
             (state := self._requests.get(name)) is not None
@@ -303,7 +303,7 @@ class SchedulerHalf:
     def update(
         self, report: PoolWorkerMetadata | None, finished_loads: Iterable[str], failed_loads: Iterable[str]
     ) -> None:
-        """Take in what the workers report of a step."""
+        """Take the workers' report of a step."""
         finished, failed = set(finished_loads), set(failed_loads)
         if self._gate is not None:
             self._gate.step_ended(report.timed if report else 0)
@@ -334,7 +334,7 @@ class SchedulerHalf:
             self._events += [removed_event(*block) for block in sorted(report.missing)]
 
     def finished(self, request: Request) -> None:
-        """A request has ended, or was aborted: nothing of it stays."""
+        """Forget an ended or aborted request."""
         state = self._requests.pop(request.request_id, None)
         self._store_planner.finished(request.request_id)
         if state is not None:
@@ -348,7 +348,7 @@ class SchedulerHalf:
     # What the steps of a request need.
 
     def _without_pool(self, request: Request) -> None:
-        """After a fault of ours, this request goes on without the pool."""
+        """Continue a request without the pool after a fault of kvpool."""
         state = self._requests.setdefault(request.request_id, RequestState(request, WITHOUT_POOL))
         state.params, state.refused = WITHOUT_POOL, True
 
@@ -372,7 +372,7 @@ class SchedulerHalf:
         return self._stores and not self._loads and not self._broken and state.params.store
 
     def _max_tokens(self, request: Request) -> int:
-        """The longest prefix that may be taken: at least one token is left to compute."""
+        """The longest usable prefix: at least one token is left to compute."""
         return int((request.num_tokens - 1) // self._align_tokens * self._align_tokens)
 
     def _may_wait(self, state: RequestState, now: float) -> bool:
@@ -385,7 +385,7 @@ class SchedulerHalf:
         return ASK_AGAIN
 
     def _look_up(self, state: RequestState) -> RequestLookup | None:
-        """Start the lookup of a request; None when there is no pool to ask."""
+        """Start the lookup of a request; None without a pool."""
         tag = state.adapter.tag if state.adapter is not None else b""  # another thread may set it to None
         if self._namespace.current is None or tag is None:
             return None
@@ -397,7 +397,7 @@ class SchedulerHalf:
         return state.lookup
 
     def _present(self, state: RequestState, lookup: RequestLookup) -> Sequence[bytes] | None:
-        """The answer to a lookup that has ended; None: there is none, so the request is not offered anything again."""
+        """The answer of an ended lookup; None: it failed, and the request is offered nothing again."""
         if lookup.present is None:
             state.refused = True
             self._lookups.failed(lookup.failure)
@@ -408,19 +408,19 @@ class SchedulerHalf:
     def _answer_for_stores(
         self, state: RequestState, lookup: RequestLookup
     ) -> Sequence[Sequence[int]] | None:
-        """The answer to a lookup for the store planner, empty if it failed; None: not yet."""
+        """A lookup's answer for the store planner, empty if it failed; None: pending."""
         return (self._present(state, lookup) or ()) if lookup.ended(time.monotonic()) else None
 
     # The engine.
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
-        """The engine's own cache. Of it we only hold blocks, by their reference count, while workers copy them."""
+        """Bind the engine's own cache. kvpool only holds references to its blocks while workers copy them."""
         self._block_pool = block_pool
         self._cache_resync.bind(block_pool)
         self._store_planner.bind(block_pool)
 
     def take_events(self) -> list[KVCacheEvent]:
-        """What became true of the pool since the last call; and, when an index asks, all that the engine holds."""
+        """New events of the pool since the last call; on an index's request, also the whole cache."""
         events, self._events = [*self._store_planner.take_events(), *self._events], []
         asked, self._resync_asked = self._resync_asked, False
         if asked and self._events_wanted:
@@ -432,16 +432,16 @@ class SchedulerHalf:
         return self._cache_resync.events()
 
     def wants_steps(self) -> bool:
-        """Whether an engine without requests should go on stepping, for its stores to end."""
+        """Whether an idle engine should keep stepping, so that its stores end."""
         return self._store_planner.wants_steps()
 
     @guarded(False)
     def frees_blocks(self) -> bool:
-        """Whether an engine that has no block left should wait a step for those that are copied to staging."""
+        """Whether an engine out of blocks should wait a step for blocks in copy."""
         return self._store_planner.frees_blocks()
 
     def reset(self) -> None:
-        """The engine's caches are reset, perhaps because its weights have changed, or will before it goes on."""
+        """The engine's caches were reset, perhaps for changed weights."""
         self.forget()
         self._reset()
 
@@ -456,7 +456,7 @@ class SchedulerHalf:
         self._namespace.reset(in_use=self._block_pool is not None and internals.is_in_use(self._block_pool))
 
     def forget(self) -> None:
-        """Drop every answer about what the pool holds."""
+        """Drop every answer about the pool's content."""
         self._store_planner.forget()
         for state in self._requests.values():
             if state.lookup is not None:
@@ -464,7 +464,7 @@ class SchedulerHalf:
             state.lookup = state.offered = None
 
     def switch_off(self, reason: str) -> None:
-        """The engine goes on without the pool, for good."""
+        """Disable the pool for good."""
         if not self._broken:
             self._broken = True
             self._store_planner.forget()
@@ -483,7 +483,6 @@ class SchedulerHalf:
         self._outcomes.tell_ratios()
 
     def close(self) -> None:
-        """Cancel what is in flight."""
         self.forget()
         self._requests.clear()
         self._adapters.close()

@@ -1,9 +1,10 @@
 """vLLM's settings that change K or V and that no other fact covers, by ``settings.json``.
 
-The table says of each setting: ``fact`` (under its own name, unless at its default), ``covered`` by other facts,
-``refused``, or ``same`` (K and V stay), and why. ``docs/reference/namespace.md`` shows it; a test holds it against
-vLLM's configuration classes, so that a new version adds no setting unseen. An unknown setting is a fact as soon as it
-is not at its default, but for those of ``ParallelConfig`` and ``CompilationConfig``, which differ by rank and host.
+The table judges each setting: ``fact`` (under its own name, unless at its default), ``covered`` by other
+facts, ``refused``, or ``same`` (K and V stay), with its reason. ``docs/reference/namespace.md`` shows it; a
+test compares it with vLLM's configuration classes, so that new settings cannot go unseen. An unknown setting
+is a fact unless at its default, except in ``ParallelConfig`` and ``CompilationConfig``, which differ by rank
+and host.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from vllm.config import VllmConfig
 
 from kvpool.key.key import Fact
 
-MAX_SHOWN_CHARS = 200  # a longer value is a fact as a digest
+MAX_SHOWN_CHARS = 200  # longer values become a digest
 TABLE: dict[str, Any] = json.loads(Path(__file__).with_name("settings.json").read_text())
 _VERDICTS: dict[tuple[str, str], str] = {
     (section, name): row["verdict"]
@@ -35,7 +36,7 @@ _SECTIONS = ("model", "cache", "parallel", "load", "attention", "kernel", "lora"
 
 
 def settings_facts(config: VllmConfig) -> dict[str, Fact]:
-    """The settings that are facts, where they are not at vLLM's default."""
+    """The facts among vLLM's settings that differ from their defaults."""
     facts: dict[str, Fact] = {}
     for section in _sections(config):
         kind = type(section).__name__
@@ -59,7 +60,7 @@ def _sections(config: VllmConfig) -> Iterator[Any]:
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    # pydantic puts a description of its own where a default has conditions.
+    # pydantic wraps a conditional default in a description of its own.
     source = field if field.default is dataclasses.MISSING else field.default
     factory = getattr(source, "default_factory", None)
     if factory not in (None, dataclasses.MISSING):
@@ -68,7 +69,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it; ``NotImplemented`` for what has no text that is the same in every process."""
+    """A JSON value; ``NotImplemented`` without a text common to all processes."""
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, torch.dtype):

@@ -1,13 +1,12 @@
 """``StoreQueue``: records on their way to the pool. Each is sent to the workers, waits, or is given up.
 
-A record waits while the workers' staging is full, or when a worker has dropped it. The engine may use its blocks
-meanwhile; then it is given up. With full attention a record is of use only behind all that come before it in its
-prompt. So with ``write_through`` it is sent when the one before it is in the pool or on its way, waits while that one
-waits, and is given up when that one was. A record that was given up comes back with the next request that holds it and
-whose lookup misses it.
+A record waits while the workers' staging is full, or after a worker dropped it. If the engine reuses its
+blocks meanwhile, it is given up. Under full attention a record is useful only after its whole prefix. So with
+``write_through`` it is sent when its predecessor is in the pool or in flight, waits while that waits, and is
+given up with it. A given up record returns with the next request that holds it and whose lookup misses it.
 
-``HeldBlocks``: references to blocks of the engine's memory, so that they keep their bytes until they are copied. The
-engine may free a block in the very step that stores it: when its request ends, is preempted, or its window moves.
+``HeldBlocks``: references to the engine's blocks, which keep their bytes until copied. The engine may free a
+block in the very step that stores it: its request ends, is preempted, or its window moves.
 
 Threads: the engine's scheduler thread only.
 """
@@ -28,20 +27,20 @@ from kvpool.metrics import Counters
 from kvpool.vllm import internals
 from kvpool.vllm.plan import BlockRef, Group, PoolMetadata, PoolWorkerMetadata
 
-# Under way and waiting, about 1 KB each; and as many that are known to have been given up.
+# In flight and waiting, about 1 KB each; and as many given up.
 MAX_RECORDS = 1 << 16
-MAX_VISITS = 4096  # of waiting records, in one step
-# After workers have dropped something, until waiting records are tried; doubles while nothing is kept.
+MAX_VISITS = 4096  # waiting records per step
+# Pause after workers dropped records; doubles while nothing is kept.
 PAUSE_S = 0.05
 MAX_PAUSE_S = 5.0
 
 
 class Wanted(NamedTuple):
-    """A record that is to be in the pool."""
+    """A record to store."""
 
     block: BlockRef
-    parent: tuple[bytes, int] | None  # what has to be there before it
-    contents: tuple[bytes | None, ...]  # by block: the engine's own key of what is in it now
+    parent: tuple[bytes, int] | None  # must be in the pool first
+    contents: tuple[bytes | None, ...]  # by block: the engine's present key
     priority: int
     event: BlockStored | None
     cache_key: bytes = b""  # with write-back: its key in the engine's own cache
@@ -54,17 +53,17 @@ class Wanted(NamedTuple):
 @dataclass
 class _Pending:
     wanted: Wanted
-    ranks: int  # that have not said yet whether it is in the pool
-    unstaged: int  # ranks for which the blocks are held, as they may still read them
+    ranks: int  # that have not reported its result
+    unstaged: int  # ranks that may still read its blocks
     ok: bool = True
-    left: bool = False  # it goes to a namespace that the engine has left
+    left: bool = False  # it goes to a former namespace of the engine
 
 
 class StoreQueue:
-    """The records of one engine of ``ranks`` ranks.
+    """The records of an engine of ``ranks`` ranks.
 
-    With ``write_through`` the blocks of what is sent are ``held`` until they are copied. With write-back nothing is
-    held: the workers copy before the engine computes again.
+    With ``write_through`` sent blocks are ``held`` until copied. With write-back nothing is held: the workers
+    copy before the engine computes again.
     """
 
     def __init__(
@@ -77,14 +76,15 @@ class StoreQueue:
         counters: Counters,
     ) -> None:
         self._held, self._ranks, self._holds, self._counters = held, ranks, write_through, counters
-        # By group: whether a record needs those before it. Not with write-back, which evicts a prompt from its end.
+        # By group: whether a record needs its predecessors. Not with write-back, which evicts a prompt from
+        # its end.
         self.in_order = [write_through and group.window is None for group in groups]
-        # A record is in one of these at most, by hash and group.
-        self._waiting: OrderedDict[tuple[bytes, int], Wanted] = OrderedDict()  # each behind its parent
+        # By hash and group; a record is in at most one of these.
+        self._waiting: OrderedDict[tuple[bytes, int], Wanted] = OrderedDict()  # each after its parent
         self._given_up: OrderedDict[tuple[bytes, int], None] = OrderedDict()  # oldest first
         self._pending: dict[int, _Pending] = {}  # by tag
         self._under_way: dict[tuple[bytes, int], int] = {}  # tags of it
-        self._room = MAX_RECORDS  # records that the workers take at a time, as they say
+        self._room = MAX_RECORDS  # records that the workers can take at a time
         self._pause_s, self._paused_until = PAUSE_S, 0.0
         self._next_tag = 0
         self._events: list[BlockStored] = []
@@ -98,11 +98,11 @@ class StoreQueue:
 
     @property
     def gave_up(self) -> bool:
-        """Whether some record was given up, so that ``found`` is of use."""
+        """Whether any record was given up, so that ``found`` is useful."""
         return bool(self._given_up)
 
     def found(self, key: tuple[bytes, int]) -> None:
-        """The pool has said that it holds this record."""
+        """The pool holds this record."""
         self._given_up.pop(key, None)
 
     def offer(self, step: PoolMetadata, wanted: Wanted) -> None:
@@ -115,7 +115,7 @@ class StoreQueue:
             self._send(step, wanted)
 
     def send_waiting(self, step: PoolMetadata) -> None:
-        """Send waiting records, oldest first, as far as there is room and the engine still has them."""
+        """Send waiting records, oldest first, while room lasts and the engine still has them."""
         if not self._waiting or time.monotonic() < self._paused_until:
             return
         for _ in range(min(MAX_VISITS, len(self._waiting))):
@@ -125,21 +125,21 @@ class StoreQueue:
             if wanted.parent in self._given_up:
                 self._give_up(wanted, "behind_gap")
             elif wanted.parent in self._waiting:
-                self._waiting[key] = wanted  # behind it
+                self._waiting[key] = wanted  # after it
             elif internals.block_contents(self._held.pool, wanted.block.block_ids) == wanted.contents:
                 self._send(step, wanted)
             else:
                 self._give_up(wanted, "evicted")
 
     def lost(self, key: tuple[bytes, int]) -> None:
-        """The engine does not keep this record, so it cannot be stored now."""
+        """The engine dropped this record, so it cannot be stored now."""
         if self.in_order[key[1]]:
             self._given_up[key] = None
             if len(self._given_up) > MAX_RECORDS:
                 self._given_up.popitem(last=False)
 
     def update(self, report: PoolWorkerMetadata) -> bool:
-        """Take in what the workers report of a step; whether a record has come into the pool."""
+        """Take the workers' report; whether a record entered the pool."""
         if report.store_slots:
             self._room = report.store_slots
         self._release(report.staged)
@@ -167,26 +167,24 @@ class StoreQueue:
         return kept
 
     def take_events(self) -> list[BlockStored]:
-        """What has come into the pool since the last call."""
+        """New records of the pool since the last call."""
         events, self._events = self._events, []
         return events
 
     def forget(self) -> None:
-        """Drop what waits, and what is known to have been given up; what is under way goes on."""
+        """Drop waiting and given up records; in-flight ones continue."""
         self._waiting.clear()
         self._given_up.clear()
 
     def leave(self) -> None:
-        """The engine goes on in another namespace; what is under way goes to the old one, without events or retry."""
+        """The namespace changed: in-flight records go to the old one, without events or retry."""
         self.forget()
         for pending in self._pending.values():
             pending.left = True
-        self._under_way.clear()  # of the namespace that it is in now
+        self._under_way.clear()  # of the present namespace
 
     def _wait(self, wanted: Wanted) -> None:
-        if (
-            None in wanted.contents
-        ):  # without the engine's key nobody can tell later whether it is still there
+        if None in wanted.contents:  # without the engine's key its content cannot be checked later
             self._give_up(wanted, "staging_full")
         elif wanted.key not in self._waiting and len(self._waiting) + len(self._pending) >= MAX_RECORDS:
             self._give_up(wanted, "queue_full")
@@ -195,7 +193,7 @@ class StoreQueue:
             self._waiting[wanted.key] = wanted
 
     def _wait_first(self, wanted: Wanted) -> None:
-        """Workers have dropped and counted it. Waiting records may stand behind it in a prompt, so it goes first."""
+        """Requeue a dropped and counted record first: waiting records may be its successors."""
         if wanted.key in self._under_way:
             return
         if None in wanted.contents:
@@ -220,7 +218,7 @@ class StoreQueue:
         step.tags.append(tag)
 
     def _release(self, staged: Mapping[int, int]) -> None:
-        """Give blocks back to the engine that no rank reads any more."""
+        """Return blocks that no rank reads any more."""
         free: list[int] = []
         for tag in sorted(staged):
             if (pending := self._pending.get(tag)) is not None and pending.unstaged:
@@ -230,7 +228,7 @@ class StoreQueue:
         self._held.release(free)
 
     def _end(self, tag: int, pending: _Pending) -> None:
-        """Every rank has said what became of a record."""
+        """Every rank has reported a record's result."""
         del self._pending[tag]
         if pending.left:
             return
@@ -242,24 +240,23 @@ class StoreQueue:
             self._events.append(pending.wanted.event)
 
 
-MAX_HELD_S = 1.0  # how long the engine waits, or steps, for held blocks; a copy takes milliseconds
+MAX_HELD_S = 1.0  # longest wait, or stepping, for held blocks; a copy takes milliseconds
 
 
 class HeldBlocks:
-    """Counts the references that we add to blocks of one engine."""
+    """Counts kvpool's references to blocks of an engine."""
 
     def __init__(self) -> None:
         self._pool: BlockPool | None = None
         self._references: dict[int, int] = {}  # by block id: ours
-        self._waited_since: float | None = None  # the engine waits for one of them
-        self._stepped_since: float | None = None  # the engine steps for them alone
+        self._waited_since: float | None = None  # start of the engine's wait for them
+        self._stepped_since: float | None = None  # start of steps for them alone
 
     def bind(self, pool: BlockPool) -> None:
         self._pool = pool
 
     @property
     def pool(self) -> BlockPool:
-        """The engine's memory."""
         assert self._pool is not None, "vLLM binds its block pool before the first step"
         return self._pool
 
@@ -279,9 +276,9 @@ class HeldBlocks:
             internals.release(self.pool, block_ids)
 
     def frees_soon(self) -> bool:
-        """Whether some block has no other holder, so comes back when it is copied.
+        """Whether a block held by kvpool alone returns when copied.
 
-        The engine then waits instead of preempting a request; after ``MAX_HELD_S`` without one this is false.
+        The engine then waits instead of preempting a request; false after ``MAX_HELD_S`` without one.
         """
         if not any(internals.references(self.pool, one) == ours for one, ours in self._references.items()):
             return False
@@ -291,9 +288,10 @@ class HeldBlocks:
         return now - self._waited_since < MAX_HELD_S
 
     def wants_steps(self) -> bool:
-        """Whether an engine without requests should step on for them: their copies may be over, and only a step tells.
+        """Whether an idle engine should step for them: only a step reports the end of their copies.
 
-        While one is held, vLLM does not reset its prefix cache. After ``MAX_HELD_S`` without an end this is false.
+        While a block is held, vLLM does not reset its prefix cache. False after ``MAX_HELD_S`` without an
+        end.
         """
         if not self._references:
             return False

@@ -1,8 +1,8 @@
-"""``StorePlanner``: which records are to be in the pool, and when they are offered to the queue (``store_queue``).
+"""``StorePlanner``: chooses records for the pool, and when to offer them to the queue (``store_queue``).
 
-A request computes a record, or holds it while its lookup has said that the pool does not. The record is wanted if the
-request allows it and the settings do (prompts only, the number of requests that have had it). It is offered at once;
-with ``write_back``, when it is among the blocks that the engine will use next.
+Candidates are records that a request computed, or held although its lookup missed them. The request and the
+settings (prompts only, number of requests) must allow it. A record is offered at once; with ``write_back``,
+when its blocks are next to be evicted.
 
 Threads: the engine's scheduler thread only.
 """
@@ -37,29 +37,27 @@ from kvpool.vllm.plan import (
 )
 from kvpool.vllm.store_queue import HeldBlocks, StoreQueue, Wanted
 
-MAX_LATE = 256  # lookups whose answer is waited for, for what is held; of more, the oldest is not used
-STEPS_AHEAD = 2  # write-back looks at the blocks that so many full steps could use
-KEEP_STEPPING_S = 5.0  # how long an engine without requests steps on, so that stores end and are announced
+MAX_LATE = 256  # most pending lookups; the oldest is dropped
+STEPS_AHEAD = 2  # full steps whose evictions write-back anticipates
+KEEP_STEPPING_S = 5.0  # longest stepping of an idle engine, so that stores end and are announced
 
 PoolHash = Callable[[bytes], bytes]
-"""Makes the hash in a key of that of a request's block: of one with an adapter they differ (``adapters``)."""
+"""Maps a block's hash to the hash in its key; they differ for adapters (``weights``)."""
 Answer = Callable[[], Sequence[Sequence[int]] | None]
-"""What the pool has said to a lookup, by group and record; empty: there is no answer; None: not yet."""
+"""The pool's answer to a lookup, by group and record; empty: it failed; None: pending."""
 
 
 @dataclass
 class _Progress:
-    """Of one request."""
-
-    answer: Answer | None = None  # to the lookup with which the engine has admitted it
+    answer: Answer | None = None  # of the lookup at its admission
     present: Sequence[Sequence[int]] = ()  # the answer, if it came before the first step
-    planned: list[int] | None = None  # by group: leading records that need not be looked at any more
+    planned: list[int] | None = None  # by group: leading records that need no further look
     held: list[int] = field(default_factory=list)  # by group: leading records that it did not compute
-    counted: list[int] = field(default_factory=list)  # by group: leading records in which it was counted
+    counted: list[int] = field(default_factory=list)  # by group: leading records that counted it
 
 
 class _Source(NamedTuple):
-    """Whose records are to be stored, and how their hashes are made."""
+    """The owner of records to store, and the form of their hashes."""
 
     request: Request
     priority: int
@@ -67,15 +65,15 @@ class _Source(NamedTuple):
 
 
 class _LateAnswer(NamedTuple):
-    """Records that a request held when it began, and an answer that is still to come."""
+    """A request's initially held records, and their pending answer."""
 
     source: _Source
     answer: Answer
-    tables: list[list[int]]  # by group, of what it held
+    tables: list[list[int]]  # by group, of its held records
 
 
 class StorePlanner:
-    """Plans the stores of one engine of ``ranks`` ranks. ``step_tokens``: most that the engine computes in a step."""
+    """Plans the stores of an engine of ``ranks`` ranks. ``step_tokens``: most tokens of a step."""
 
     def __init__(
         self,
@@ -98,74 +96,70 @@ class StorePlanner:
         self._progress: dict[str, _Progress] = {}
         self._late_answers: deque[_LateAnswer] = deque()
         self._requests = RequestCounter() if config.min_requests_to_store > 1 else None
-        self._write_back: dict[int, Wanted] = {}  # by block id, of which the engine has so many
+        self._write_back: dict[int, Wanted] = {}  # by block id, so bounded by the engine
         self._blocks_ahead = sum(
             -(-STEPS_AHEAD * step_tokens // group.block_tokens) for group in self._groups
         )
-        # When a step that computes stored something, or something has come into the pool.
+        # Time of the last store of a computing step, or arrival in the pool.
         self._active_at = 0.0
 
     def bind(self, block_pool: BlockPool) -> None:
-        """The engine's own cache. Of it we only hold blocks, by their reference count, while workers copy them."""
+        """Bind the engine's own cache. kvpool only holds references to its blocks while workers copy them."""
         self._held.bind(block_pool)
 
     def admitted(self, request_id: str, answer: Answer | None) -> None:
-        """The engine has given a request blocks. ``answer``: to its lookup, if it had one.
-
-        Called again when its load has ended.
-        """
+        """The engine gave a request blocks; repeated after its load. ``answer``: of its lookup, if any."""
         progress = self._progress.setdefault(request_id, _Progress())
         progress.planned = None
         progress.answer = answer or progress.answer
 
     def finished(self, request_id: str) -> None:
-        """A request has ended."""
         self._progress.pop(request_id, None)
 
     def begin(self, step: PoolMetadata) -> None:
-        """Begin a step: add what waited."""
+        """Begin a step: add waiting records."""
         self._queue.send_waiting(step)
         self._read_late_answers(step)
 
     def end(self, step: PoolMetadata, output: SchedulerOutput) -> None:
-        """End a step, of which every request has been planned."""
+        """End a step in which every request was planned."""
         if self._write_back and output.total_num_scheduled_tokens:
             self._plan_write_back(step)
         if step.stores and output.total_num_scheduled_tokens:
             self._active_at = time.monotonic()
 
     def update(self, report: PoolWorkerMetadata) -> None:
-        """Take in what the workers report of a step."""
+        """Take the workers' report of a step."""
         if self._queue.update(report):
             self._active_at = time.monotonic()
 
     def take_events(self) -> list[BlockStored]:
-        """What has come into the pool since the last call."""
+        """New records of the pool since the last call."""
         return self._queue.take_events()
 
     def wants_steps(self) -> bool:
-        """Whether an engine without requests should go on stepping: stores are in flight, or wait.
+        """Whether an idle engine should keep stepping: stores are in flight, or wait.
 
-        Not for long when nothing comes of it: a pool that is away must not keep an idle engine busy.
+        Bounded without progress, because an absent pool must not keep an idle engine busy.
         """
         if self._queue.is_empty and not self._late_answers:
             return False
-        # Behind a pause of the engine it is long since anything was offered, and no step has told of copies meanwhile.
+        # After a pause of the engine the last offer is long ago, and no step has reported copies.
         return time.monotonic() - self._active_at < KEEP_STEPPING_S or self._held.wants_steps()
 
     def frees_blocks(self) -> bool:
-        """Whether the engine gets a block back when one that only we hold is copied."""
+        """Whether the engine regains a block that only kvpool holds, once copied."""
         return self._held.frees_soon()
 
     def forget(self) -> None:
-        """Drop every answer about what the pool holds, and what waits; what is under way goes on."""
+        """Drop every answer about the pool, and waiting records; in-flight ones continue."""
         for progress in self._progress.values():
             progress.answer = None
         self._late_answers.clear()
         self._queue.forget()
 
     def leave(self) -> None:
-        """The engine goes on in another namespace; what is under way goes to the old one, without events or retry."""
+        """The namespace changed: in-flight records go to the old one, without events or retry."""
         self.forget()
         self._write_back.clear()
         self._queue.leave()
@@ -179,9 +173,9 @@ class StorePlanner:
         computed_tokens: int,
         pool_hash: PoolHash | None = bytes,
     ) -> None:
-        """Add the stores of one request, of whose tokens so many are computed when the step is over.
+        """Add the stores of a request with ``computed_tokens`` after the step.
 
-        ``pool_hash``: None: it is not known under which hashes they go.
+        ``pool_hash``: None: the hashes in keys are unknown.
         """
         progress = self._progress.setdefault(request.request_id, _Progress())
         before = computed_tokens - output.num_scheduled_tokens[request.request_id]
@@ -216,7 +210,9 @@ class StorePlanner:
             progress.answer = None
 
     def _first_to_plan(self, request: Request, progress: _Progress, pool_hash: PoolHash | None) -> list[int]:
-        """By group, the first record to look at: the pool may lack what is held, or it may have come too rarely."""
+        """By group, the first record to consider: held records may be absent from the pool, or below the
+        threshold.
+        """
         present = progress.answer() if progress.answer is not None else None
         if present is not None:
             progress.present, progress.answer = present, None
@@ -228,14 +224,14 @@ class StorePlanner:
         if self._requests is not None:
             return [0] * len(self._groups)
         if not progress.present:
-            # As far as is known it is in the pool, or was stored by the request that computed it.
+            # Presumably in the pool, or stored by the request that computed it.
             return list(progress.held)
         return [first_missing(*each) for each in zip(progress.present, progress.held, strict=True)]
 
     def _wanted_records(
         self, progress: _Progress, group: int, hashes: Sequence[bytes], records: range
     ) -> Iterable[int]:
-        """Those of a request's records that the settings want; counts the request, once for each record."""
+        """The records that the settings want; counts the request once per record."""
         held = progress.held[group]
         present = progress.present[group] if progress.present else ()
         if self._requests is None:
@@ -243,7 +239,7 @@ class StorePlanner:
         assert records.step == 1
         if not progress.counted:
             progress.counted = [0] * len(self._groups)
-        first = progress.counted[group]  # beyond 0 already, when the request was preempted
+        first = progress.counted[group]  # above 0 after a preemption
         progress.counted[group] = max(first, records.stop)
         enough = self._config.min_requests_to_store
         wanted = []
@@ -256,16 +252,16 @@ class StorePlanner:
                 if count >= enough:
                     wanted.append(i)
             elif count == enough and i >= first:
-                # The engine had it already: the request that reaches the threshold stores it, and no later one.
+                # Already in the engine: only the request that reaches the threshold stores it.
                 wanted.append(i)
         return wanted
 
-    # What was held when the request began, and an answer that came later.
+    # Initially held records with a later answer.
 
     def _await_answer(
         self, source: _Source, answer: Answer, held: Sequence[int], tables: Sequence[Sequence[int]] | None
     ) -> None:
-        """Store what is held and missing when the answer has come; the request does not wait for it."""
+        """Store held and missing records when the answer arrives; the request does not wait."""
         if tables is None:
             return
         of_held = [
@@ -319,7 +315,7 @@ class StorePlanner:
         record: int,
         table: Sequence[int],
     ) -> None:
-        """A record is to be in the pool: now, or when it is evicted."""
+        """Store a record now, or at its eviction."""
         group, key = self._groups[index], (source.pool_hash(hashes[record]), index)
         ids = blocks_held(group, table, record)
         if ids is None:
@@ -341,14 +337,14 @@ class StorePlanner:
     # Write-back.
 
     def _keep_for_later(self, wanted: Wanted) -> None:
-        (block_id,) = wanted.block.block_ids  # as the settings have it
+        (block_id,) = wanted.block.block_ids  # by the settings
         earlier = self._write_back.pop(block_id, None)
         if earlier is not None and earlier.block != wanted.block:
             self._counters.add(metrics.STORE_SKIPPED_BLOCKS, 1, "evicted")
         self._write_back[block_id] = wanted
 
     def _plan_write_back(self, step: PoolMetadata) -> None:
-        """Store what the engine may evict in its next steps: those blocks stay as they are until this one is over."""
+        """Store the blocks that the engine may evict in its next steps; they are stable during this step."""
         due = []
         for block_id, key in internals.next_evicted(self._held.pool, self._blocks_ahead):
             if (wanted := self._write_back.pop(block_id, None)) is None:
@@ -361,18 +357,18 @@ class StorePlanner:
             self._queue.offer(step, wanted)
 
 
-MAX_BLOCKS = 1 << 18  # about 40 MB of the scheduler's process, when all are in use
+MAX_BLOCKS = 1 << 18  # about 40 MB of the scheduler's process, when full
 
 
 class RequestCounter:
-    """Counts by block hash and group. The block that was seen longest ago is forgotten beyond ``max_blocks``."""
+    """Counts requests by block hash and group. Beyond ``max_blocks`` the least recently seen is forgotten."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_blocks = max_blocks
         self._counts: dict[tuple[bytes, int], int] = {}  # oldest first
 
     def add(self, block_hash: bytes, group: int) -> int:
-        """Count one more request, and return how many there were with it."""
+        """Count one more request; returns the total."""
         key = (block_hash[-8:], group)  # a collision only stores a block a little early
         count = self._counts.pop(key, 0) + 1
         if len(self._counts) >= self._max_blocks:
@@ -381,5 +377,4 @@ class RequestCounter:
         return count
 
     def count(self, block_hash: bytes, group: int) -> int:
-        """How many requests there were."""
         return self._counts.get((block_hash[-8:], group), 0)

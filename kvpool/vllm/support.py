@@ -1,6 +1,6 @@
-"""What kvpool supports of vLLM, and what it refuses: each refusal is one sentence with the setting to change.
+"""Supported vLLM configurations; each refusal is one sentence with the setting to change.
 
-Supported: vLLM 0.30 to 0.33. Differences between versions are told by feature, never by version number.
+Supported: vLLM 0.30 to 0.33. Versions are distinguished by feature, never by version number.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from kvpool.errors import EngineRefused
 from kvpool.vllm import internals
 from kvpool.vllm.plan import Group
 
-# Fields in which MLA specifications differ by model and cache type; the layout's facts cover them. A value in any other
-# field, one of a later version included, means that a block is not one latent vector for each of its tokens.
+# MLA specification fields that vary by model and cache type; the layout's facts cover them. Any other set
+# field, in later versions too, means that a block is not a latent vector per token.
 _MLA_LAYOUT = frozenset(
     (
         "block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "cache_dtype_str", "kv_quant_mode",
@@ -34,18 +34,15 @@ _MLA_LAYOUT = frozenset(
     )
 )  # fmt: skip
 PLAIN_KV_DTYPES = ("auto", "bfloat16", "float16")
-# One scale for a layer, or for a head, fixed when the weights are loaded. Other types keep scales beside the values, or
-# rotate the values first.
+# A scale per layer or head, fixed at weight loading. Other types keep scales beside the values, or rotate the
+# values first.
 FP8_KV_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2")
-# These draft from tokens alone: they have no layers, so no part of a block is theirs.
+# These draft from tokens alone, without layers, so they own no part of a block.
 _DRAFTS_OF_TOKENS = ("ngram", "ngram_gpu", "suffix")
 
 
 def refuse_unsupported(config: VllmConfig) -> None:
-    """Check everything that the configuration alone tells.
-
-    Errors: ``EngineRefused``, one sentence with the setting to change.
-    """
+    """Check the configuration. Errors: ``EngineRefused``, one sentence with the setting to change."""
     transfer = config.kv_transfer_config
     assert transfer is not None
     if transfer.kv_load_failure_policy != "recompute":
@@ -92,7 +89,7 @@ def refuse_unsupported(config: VllmConfig) -> None:
 
 
 def _refuse_speculation(method: str) -> None:
-    """Drafts need nothing of us: a block is stored when its tokens are accepted (``plan.records_to_store``)."""
+    """Drafts need no support: a block is stored once its tokens are accepted (``plan.records_to_store``)."""
     if method not in _DRAFTS_OF_TOKENS:
         raise EngineRefused(
             f'speculative decoding by "{method}" is not supported yet: its layers may keep in a block what depends on '
@@ -102,7 +99,7 @@ def _refuse_speculation(method: str) -> None:
 
 
 def _refuse_later_tokens(config: VllmConfig) -> None:
-    """A block's hash is made of its own tokens and those before it."""
+    """A block's hash covers only its own and earlier tokens."""
     if getattr(config, "diffusion_config", None) is not None:
         raise EngineRefused(
             "diffusion models compute the K and V of a token with those behind it, which are not in the block's hash; "
@@ -116,7 +113,7 @@ def _refuse_later_tokens(config: VllmConfig) -> None:
 
 
 def _refuse_moving_rope(model: ModelConfig) -> None:
-    """Transformers' own rotary embeddings of these kinds follow the longest request of each batch."""
+    """Transformers' rotary embeddings of these kinds follow the longest request of each batch."""
     if not internals.model_class(model).__module__.startswith("vllm.model_executor.models.transformers"):
         return
     if kinds := {"dynamic", "longrope"} & _rope_types(model.hf_text_config):
@@ -128,7 +125,7 @@ def _refuse_moving_rope(model: ModelConfig) -> None:
 
 
 def _rope_types(hf_config: Any) -> set[str]:
-    """The kinds of rotary embeddings that a model's configuration names, those of single layer types, too."""
+    """The kinds of rotary embeddings in a model's configuration, including those of single layer types."""
     found = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
     of_layers = [one for one in found.values() if isinstance(one, Mapping)]
     return {str(one.get("rope_type", one.get("type", "default"))) for one in (of_layers or [found])}
@@ -141,7 +138,7 @@ def _refuse_kv_dtype(config: VllmConfig) -> None:
             f"--kv-cache-dtype {kind} is not supported yet; supported are "
             + ", ".join(PLAIN_KV_DTYPES + FP8_KV_DTYPES)
         )
-    # In versions before 0.32: each engine takes its scales from the first tokens that it happens to see.
+    # Before 0.32: each engine derives its scales from its first tokens.
     if getattr(config.cache_config, "calculate_kv_scales", False):
         raise EngineRefused(
             "--calculate-kv-scales gives each engine scales of its own, so its blocks mean other numbers elsewhere; "
@@ -150,7 +147,7 @@ def _refuse_kv_dtype(config: VllmConfig) -> None:
 
 
 def _refuse_device(kind: str, sleeps: bool) -> None:
-    """Copies beside the engine need streams and events as ``torch.accelerator`` gives them."""
+    """Copies beside the engine need ``torch.accelerator``'s streams and events."""
     driven = torch.accelerator.current_accelerator()
     if driven is None or driven.type != kind:
         raise EngineRefused(
@@ -178,9 +175,9 @@ def _refuse_hashing(algorithm: str) -> None:
 
 
 def groups_of(config: KVCacheConfig, blocks_per_record: int = 1, tensor_parallel: int = 1) -> list[Group]:
-    """The KV-cache groups as plans need them, all with as many blocks in a record.
+    """The KV-cache groups for plans, all with as many blocks in a record.
 
-    Errors: ``EngineRefused`` naming the kind of attention that is not supported.
+    Errors: ``EngineRefused`` naming the unsupported kind of attention.
     """
     if not config.kv_cache_groups:
         raise EngineRefused("the model has no KV cache to share; remove --kv-transfer-config")
@@ -188,7 +185,7 @@ def groups_of(config: KVCacheConfig, blocks_per_record: int = 1, tensor_parallel
     for index, group in enumerate(config.kv_cache_groups):
         layers = internals.layer_specs(group)
         spec = layers[0] if len(set(map(type, layers))) == 1 else group.kv_cache_spec
-        # Subclasses (sinks, chunked windows, ...) keep other bytes or need other blocks: exact types only.
+        # Exact types only: subclasses (sinks, chunked windows, ...) keep other bytes or need other blocks.
         if type(spec) is FullAttentionSpec:
             groups.append(Group(group.kv_cache_spec.block_size))
         elif type(spec) is SlidingWindowSpec and not getattr(spec, "extra_retained_tokens", 0):
@@ -205,7 +202,7 @@ def groups_of(config: KVCacheConfig, blocks_per_record: int = 1, tensor_parallel
 
 
 def _refuse_uncommon_mla(index: int, group: KVCacheGroupSpec) -> None:
-    """Sparse indexers, compressed states, caches in main memory: their blocks hold, or need, something else."""
+    """Refuse sparse indexers, compressed states and caches in main memory: their blocks hold, or need, more."""
     for layer in internals.layer_specs(group):
         for one in dataclasses.fields(layer):
             value = getattr(layer, one.name)

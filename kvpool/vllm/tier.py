@@ -1,15 +1,15 @@
 """KVPoolTier: the pool as a secondary tier of vLLM's ``TieringOffloadingSpec``.
 
-Interface: ``vllm/v1/kv_offload/tiering/base.py`` (``SecondaryTierManager``). The engine's worker copies chunks between
-the device and rows of shared memory; this moves whole rows between that memory and the pool, and nothing is copied on
-the way. A row holds a chunk of every rank, so a chunk is one record, of rank 0.
+Interface: ``vllm/v1/kv_offload/tiering/base.py`` (``SecondaryTierManager``). The engine's worker copies
+chunks between the device and rows of shared memory; the tier moves whole rows between that memory and the
+pool without a copy. A row holds a chunk of every rank, so a chunk is one record, of rank 0.
 
-A chunk's way: ``lookup`` collects questions (``tier_lookups.py``); a chunk that is there is loaded by a job of the
-engine's, which a ``BlockMover`` moves. A chunk that turned out to be missing or damaged is a miss for every request
-that has asked for it. A job is reported when nothing touches its rows any more: they are the engine's again then.
+``lookup`` collects questions (``lookups.py``); the engine's job loads a present chunk through a
+``BlockMover``. A missing or damaged chunk is a miss for every request that asked for it. A job is reported,
+and its rows returned to the engine, when nothing touches them any more.
 
-A fault of one key, batch or job (a key that cannot be spelled, an exception of the store) fails that batch or job
-alone, with the cause ``fault``. An exception anywhere else is a fault of the bookkeeping: the tier is off then.
+A fault of one key, batch or job (an unspellable key, an exception of the store) fails it alone, with the
+cause ``fault``. Any other exception is a bookkeeping fault, and disables the tier.
 
 Threads: the engine's scheduler thread only. Bytes move in the store's own threads.
 """
@@ -64,18 +64,18 @@ DRAIN_STEP_S = 1.0
 
 @dataclass(slots=True)
 class _Job:
-    """A load or a store that vLLM waits for."""
+    """A load or a store of vLLM."""
 
     is_load: bool
     keys: list[OffloadKey]
 
 
 class KVPoolTier(SecondaryTierManager):
-    """Keeps chunks in a shared pool, under a namespace of its own.
+    """Keeps chunks in a shared pool, under its own namespace.
 
     Settings: ``kvpool.config.TierConfig``, in this tier's entry of ``secondary_tiers``; ``locality`` and
-    ``backpressure`` are vLLM's. Refuses to start, with one sentence, when the pool or a setting is wrong. After that no
-    fault of ours reaches the engine: the tier answers "miss" and fails its jobs.
+    ``backpressure`` are vLLM's. A wrong pool or setting refuses the start in one sentence. Afterwards faults
+    of kvpool never reach the engine: the tier answers "miss" and fails its jobs.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -170,7 +170,7 @@ class KVPoolTier(SecondaryTierManager):
         self._lookups.touch(keys)
 
     def _cause(self, error: Exception) -> str:
-        """What a batch failed by. A fault of ours is told in the log, the first time with its stack."""
+        """The label of a failed batch. Faults of kvpool are logged, the first with its stack."""
         if isinstance(error, StoreUnavailable):
             return "store_unavailable"
         self._faults += 1
@@ -193,7 +193,7 @@ class KVPoolTier(SecondaryTierManager):
 
     @guarded(None)
     def _start(self, wanted: TransferJob, job: _Job) -> None:
-        """Hand a job to the mover. One that cannot be is reported as failed by ``_advance``."""
+        """Hand a job to the mover; ``_advance`` reports an invalid one as failed."""
         rows = [int(row) for row in wanted.chunk_ids]
         if self._broken:
             self._refuse(wanted.job_id, "store_unavailable")
@@ -235,9 +235,9 @@ class KVPoolTier(SecondaryTierManager):
         return bool(self._jobs)
 
     def drain_jobs(self) -> None:
-        """Wait until nothing touches the engine's rows; each batch has a deadline, so it ends.
+        """Wait until nothing touches the engine's rows; bounded by the batches' deadlines.
 
-        vLLM calls this when it resets its caches and at no other time, which it does when weights are changed in place.
+        vLLM calls this only to reset its caches, as for in-place weight changes.
         """
         while self._jobs:
             self._drain()
@@ -251,8 +251,8 @@ class KVPoolTier(SecondaryTierManager):
 
     @guarded(None)
     def _begin_epoch(self) -> None:
-        """From now on in a namespace that no other engine knows: the weights may have changed."""
-        self._events.clear()  # of chunks that this engine finds no more; first, before anything that could fail
+        """Continue in a private namespace, because the weights may have changed."""
+        self._events.clear()  # of unreachable chunks; first, before anything that could fail
         first = "epoch" not in self._facts
         self._facts["epoch"] = secrets.token_hex(8)
         self._namespace = Namespace(self._config.tenant, self._facts)
@@ -265,15 +265,15 @@ class KVPoolTier(SecondaryTierManager):
         )
 
     def shutdown(self) -> None:
-        """Cancel what is under way, and wait until nothing touches the engine's rows; no job is reported any more.
+        """Cancel pending jobs without a report, and wait until nothing touches the engine's rows.
 
-        Blocking, for as long as ``Store.close``. Errors: ``StoreUnavailable`` when a thread is stuck in the system:
-        it may touch the rows for ever, so they are held on to, and so does vLLM.
+        Blocks as ``Store.close``. Errors: ``StoreUnavailable`` when a thread is stuck in the system: it may
+        touch the rows for ever, so kvpool and vLLM keep them.
         """
         self._store.close()
         self._jobs.clear()
         self._lookups.clear()
-        self._mover.close()  # nothing is under way any more
+        self._mover.close()  # nothing is in flight any more
         self._rows.release()
 
     @guarded(None)
@@ -293,7 +293,7 @@ class KVPoolTier(SecondaryTierManager):
         job = self._jobs.pop(job_id)
         came = [key for key, ok in zip(job.keys, moved.moved, strict=True) if ok]
         failed = [key for key, ok in zip(job.keys, moved.moved, strict=True) if not ok]
-        # Before anything that could fail: the rows of a job that is not reported are pinned for ever.
+        # First, before anything that could fail: an unreported job pins its rows for ever.
         self._results.append(
             JobResult(
                 job_id=job_id,
@@ -363,9 +363,9 @@ class KVPoolTier(SecondaryTierManager):
 
 
 def _row_nbytes(view: memoryview, config: Any) -> int:
-    """Bytes of a row of the primary tier: a chunk of every rank, and what fills up the last page.
+    """Bytes of a row of the primary tier: a chunk of every rank, and the padding of its last page.
 
-    Errors: ``EngineRefused`` for memory that is not whole rows, or that cannot hold what vLLM says of a chunk.
+    Errors: ``EngineRefused`` for memory of partial rows, or too small for vLLM's chunk.
     """
     if view.ndim != 2 or not view.c_contiguous or view.readonly or not view.nbytes:
         raise EngineRefused(

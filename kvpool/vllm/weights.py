@@ -1,17 +1,16 @@
-"""The weights that an engine has loaded, and the LoRA adapters of its requests: digests of their files.
+"""The weights of an engine, and its requests' LoRA adapters: digests of their files.
 
-A digest is the same on every node and under every path. A loader that reads something else than the files of a
-checkpoint, or more than them, is refused without ``model_id``.
+A digest is equal on every node and under every path. A loader of other sources than a checkpoint's files
+needs ``model_id``.
 
-vLLM's block hashes hold an adapter's name and path alone. So a request's blocks lie in the pool under hashes into which
-the digest of the adapter's files went (``pool_hash``). A thread looks at the files again for each request; by their
-sizes and times where these are as they were. An adapter whose files are once not those that this engine saw first goes
-without the pool until the engine restarts: the engine may hold blocks of either, under one hash. Files that are
-rewritten between their load and the adapter's first request are not noticed.
+vLLM's block hashes contain only an adapter's name and path. So the pool's hashes also include the digest of
+the adapter's files (``pool_hash``). A thread checks the files per request, by sizes and times if these are
+unchanged. An adapter whose files ever differ from the first seen runs without the pool until a restart: the
+engine may hold blocks of either under one hash. Changes between load and first request go unnoticed.
 
-Threads: of weights, any. The scheduler's thread calls ``check`` and ``close``, and reads checks and ``_known``; a
-reader thread, one while something waits, writes ``_known``, and a check's fields before its ``done``. ``_lock`` guards
-``_waiting`` and ``_reading``.
+Threads: of weights, any. The scheduler's thread calls ``check`` and ``close``, and reads checks and
+``_known``; a reader thread, alive while checks wait, writes ``_known``, and a check's fields before its
+``done``. ``_lock`` guards ``_waiting`` and ``_reading``.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from kvpool.vllm import internals
 logger = init_logger("vllm.kvpool")
 
 
-# What vLLM's loaders read from the folder: the first of these that exists, and no other.
+# vLLM's loaders read only the first of these that exists in the folder.
 _CHECKPOINT = (".safetensors", ".bin", ".pt")
 _SUFFIXES = {
     "auto": _CHECKPOINT,
@@ -60,7 +59,7 @@ _SUFFIXES = {
     "pt": (".pt",),
     "gguf": (".gguf",),
 }
-# Settings of ``model_loader_extra_config`` that say how files are read, not which.
+# Settings of ``model_loader_extra_config`` that change how files are read, not which.
 _HARMLESS = frozenset(
     (
         "enable_multithread_load",
@@ -71,28 +70,28 @@ _HARMLESS = frozenset(
         "distributed",
     )
 )
-# A model class that uses one of these names loads from more places than the top of its folder.
+# A model class with one of these attributes loads from more places than the top of its folder.
 _ELSEWHERE = frozenset(("secondary_weights", "allow_patterns_overrides"))
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SNAPSHOTS = "snapshots"  # in a cache of the hub: models--ORG--NAME/snapshots/COMMIT
 
 
 class Weights(NamedTuple):
-    """``facts``: what stands for the weights. ``source``: where they were found, and what that took, for the log."""
+    """``facts``: identify the weights. ``source``: their origin and the cost of the digest, for the log."""
 
     facts: dict[str, Fact]
     source: str
 
 
 def weights_of(config: VllmConfig, settings: PoolConfig) -> Weights:
-    """The facts of the weights that an engine of this configuration has loaded: call it when it has.
+    """The facts of the weights that an engine of this configuration has loaded.
 
-    Blocking: reads files, for at most ``checkpoint.TIMEOUT_S``.
-    Errors: ``ConfigError``, one sentence that says what to do.
+    Blocks to read files, for at most ``checkpoint.TIMEOUT_S``. Errors: ``ConfigError``, one sentence that
+    says what to do.
     """
     load_format = str(config.load_config.load_format)
     if settings.model_id is not None:
-        # Dummy weights are like those of no checkpoint, whatever they are called.
+        # Dummy weights match no checkpoint, whatever their name.
         word = "dummy model_id" if load_format == "dummy" else "model_id"
         return Weights(
             {"weights": f"{word} {settings.model_id}"},
@@ -115,7 +114,7 @@ def weights_of(config: VllmConfig, settings: PoolConfig) -> Weights:
 
 
 def model_name(model: ModelConfig, model_id: str | None) -> str:
-    """The model's name for people, which does not depend on where its files lie. It is no fact."""
+    """The model's display name, independent of its files' location. It is no fact."""
     served = model.served_model_name
     name = served[0] if isinstance(served, list) else served
     if model_id or (name and name != model.model):
@@ -129,14 +128,14 @@ def model_name(model: ModelConfig, model_id: str | None) -> str:
 
 
 def snapshot_commit(path: Path) -> str:
-    """The commit of a folder, or of a file, in a cache of the hub; empty anywhere else."""
+    """The commit of a path in a hub's cache; empty anywhere else."""
     path = path.absolute()
     folder = path if path.is_dir() else path.parent
     return folder.name if folder.parent.name == _SNAPSHOTS and _COMMIT.fullmatch(folder.name) else ""
 
 
 def _untold(config: VllmConfig) -> Iterator[str]:
-    """Why the files of the checkpoint do not say which weights the engine has; nothing where they do."""
+    """Reasons why the checkpoint's files do not identify the engine's weights; empty if they do."""
     model, load = config.model_config, config.load_config
     load_format = str(load.load_format)
     if load_format == "dummy":
@@ -178,12 +177,12 @@ def _loads_from_elsewhere(model_class: type) -> bool:
 
 
 def _path(config: VllmConfig) -> Path:
-    """The folder or file that the weights were loaded from. Looks into caches and asks no hub."""
+    """The weights' folder or file. Reads caches, asks no hub."""
     model = config.model_config
     path = Path(model.model)
     if path.exists():
         return path
-    # A branch moves; what this engine has loaded is the commit to which vLLM resolved it.
+    # A branch moves; the engine loaded the commit to which vLLM resolved it.
     revision: Any = getattr(model.revision, "resolved", None) or model.revision
     try:
         folder = huggingface_hub.snapshot_download(
@@ -191,7 +190,7 @@ def _path(config: VllmConfig) -> Path:
             revision=None if revision is None else str(revision),
             cache_dir=config.load_config.download_dir,
             local_files_only=True,
-            ignore_patterns=["*"],  # vLLM fetches what it needs, so a snapshot is seldom whole
+            ignore_patterns=["*"],  # vLLM fetches only needed files, so a snapshot is seldom whole
         )
     except (OSError, ValueError) as error:
         raise ConfigError(
@@ -211,8 +210,8 @@ def _described(path: Path, digest: CheckpointDigest, took_s: float) -> str:
 
 TAG_NBYTES = 16
 DIGEST_TIMEOUT_S = 10.0
-RETRY_S = 30.0  # files that could not be read are tried again after so long
-MAX_WAITING = 1024  # checks; more go without the pool
+RETRY_S = 30.0  # pause before unreadable files are tried again
+MAX_WAITING = 1024  # checks; beyond it requests skip the pool
 MAX_ADAPTERS = 4096
 MAX_FILES = 1024  # of one adapter's folder
 _HASH64_NBYTES = 8  # the end of a hash, by which an index knows a block
@@ -220,14 +219,14 @@ _HASH64_NBYTES = 8  # the end of a hash, by which an index knows a block
 
 @dataclass
 class AdapterCheck:
-    """What is found out about one request's adapter. ``tag``: None: its request goes without the pool.
+    """The check of one request's adapter. ``tag``: None: its request skips the pool.
 
-    Until it is ``done``, ``tag`` is what the adapter's was when it was looked at last. ``cause``: why there is none.
+    Until ``done``, ``tag`` is the adapter's last known. ``cause``: why none exists.
     """
 
     name: str
     path: str
-    form: str  # how its tensors are to be read
+    form: str  # how to read its tensors
     tag: bytes | None = None
     done: bool = False
     cause: str = "late"
@@ -242,7 +241,7 @@ class _Known:
 
 
 class Adapters:
-    """Checks the adapters of one engine. ``settings``: what else decides how an adapter's files become weights."""
+    """Checks the adapters of an engine. ``settings``: further inputs to an adapter's weights."""
 
     def __init__(
         self,
@@ -257,7 +256,7 @@ class Adapters:
         self._reading = False
 
     def check(self, lora_request: Any) -> AdapterCheck:
-        """Start to find out which adapter it is. Does not block."""
+        """Start to identify an adapter. Does not block."""
         check = AdapterCheck(
             str(lora_request.lora_name),
             str(lora_request.lora_path),
@@ -277,7 +276,7 @@ class Adapters:
         return check
 
     def close(self) -> None:
-        """Let nothing wait any more; the thread ends with what it reads."""
+        """Drop waiting checks; the thread ends after its present read."""
         with self._lock:
             self._waiting.clear()
 
@@ -290,13 +289,13 @@ class Adapters:
         while (check := self._next()) is not None:
             try:
                 check.tag, check.cause = self._looked(check)
-            except Exception as error:  # the engine around must never hear of it
+            except Exception as error:  # never reaches the engine
                 logger.warning("kvpool: adapter %s: %s: %s", check.name, type(error).__name__, error)
                 check.tag, check.cause = None, "unreadable"
             check.done = True
 
     def _looked(self, check: AdapterCheck) -> tuple[bytes | None, str]:
-        """(tag, why there is none)."""
+        """(tag, why it is None)."""
         key = (check.name, check.path)
         if key not in self._known and len(self._known) >= MAX_ADAPTERS:
             return None, "too_many"
@@ -342,29 +341,29 @@ class Adapters:
 
 
 def pool_hash(block_hash: bytes, tag: bytes) -> bytes:
-    """The hash in the key of a block that was computed with the adapter of ``tag``, of the same length.
+    """The key hash of a block computed with the adapter of ``tag``, of the same length.
 
-    Its last 8 bytes are the engine's own, so that an index finds the block by what it knows of the engine's events.
+    Its last 8 bytes stay the engine's, so that an index matches it with the engine's events.
     """
     width = len(block_hash)
     return (int.from_bytes(block_hash, "big") ^ _mask(tag, width)).to_bytes(width, "big")
 
 
 def pool_hashes(block_hashes: bytes, hash_nbytes: int, tag: bytes) -> bytes:
-    """``pool_hash`` of each of the packed ``block_hashes``; a millisecond for 60,000 of them."""
+    """``pool_hash`` of each of the packed ``block_hashes``; a millisecond per 60,000."""
     mask = numpy.frombuffer(_mask(tag, hash_nbytes).to_bytes(hash_nbytes, "big"), numpy.uint8)
     return (numpy.frombuffer(block_hashes, numpy.uint8).reshape(-1, hash_nbytes) ^ mask).tobytes()
 
 
 @functools.lru_cache(maxsize=MAX_ADAPTERS)
 def _mask(tag: bytes, width: int) -> int:
-    """What is not to be the engine's own of a hash is as random as the hash itself."""
+    """The mask for the replaced bytes, as random as the hash itself."""
     spread = hashlib.sha256(tag).digest() * 2
     return int.from_bytes(spread[: width - _HASH64_NBYTES] + bytes(_HASH64_NBYTES), "big")
 
 
 def _seen(path: Path) -> object:
-    """Sizes and times of the files, which are others when one was written."""
+    """Sizes and times of the files; they change with a write."""
     if not path.is_dir():
         return _of_file(path)
     with os.scandir(path) as entries:

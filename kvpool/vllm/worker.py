@@ -1,13 +1,13 @@
 """The worker's half of the connector: one rank's KV cache, its staging slots, and the transfers between.
 
-The scheduler holds a block that is stored until this rank reports that its bytes are in staging. It does so once for
-every tag, whatever becomes of the store. What every rank has alike is stored by the first one; the others report it as
-stored at once. After start-up nothing here raises into the engine: a fault of ours switches the pool off for this rank,
-every load that was promised is reported as failed, and the engine recomputes.
+The scheduler holds a stored block until this rank reports its bytes staged, once for every tag, whatever the
+store's result. The first of the ranks with equal bytes stores them; the others report success at once. After
+start-up nothing here raises into the engine: a fault disables the pool for this rank, fails every promised
+load, and the engine recomputes.
 
-When the weights may have changed (``PoolMetadata.epoch``) this rank goes on in another namespace, from that step on.
-What it has stored by then goes to the earlier one; loads under way are ended and reported as failed. A rank that
-notices other weights by itself moves nothing until it is told so.
+When the weights may have changed (``PoolMetadata.epoch``) this rank continues in another namespace from that
+step on. Earlier stores go to the old one; loads in flight fail. A rank that detects new weights itself moves
+nothing until the epoch arrives.
 
 Threads: the worker's model thread only.
 """
@@ -34,15 +34,15 @@ from kvpool.vllm.plan import BlockRef, Group, LoadPlan, PoolMetadata, PoolWorker
 
 logger = init_logger("vllm.kvpool")
 
-IDLE_WAIT_S = 0.002  # how long an empty step waits for a load in flight, instead of spinning
-DRAIN_S = 5.0  # how long a shutdown waits for stores in flight
+IDLE_WAIT_S = 0.002  # wait of an empty step for a load in flight, instead of spinning
+DRAIN_S = 5.0  # wait of a shutdown for stores in flight
 
 
 class WorkerHalf:
     """One rank's side of the pool. ``facts`` and ``layers`` come with ``register``.
 
-    Of an engine with several pipeline stages, ``facts`` are those of its own stage, and those of all come with a step.
-    ``step_tokens``: most that the engine computes in a step.
+    With several pipeline stages, ``facts`` are of its own stage; those of all come with a step.
+    ``step_tokens``: most tokens of a step.
     """
 
     def __init__(
@@ -58,25 +58,25 @@ class WorkerHalf:
         self._config, self._groups = config, list(groups)
         self._rank, self._pipeline_parallel = rank, pipeline_parallel
         self._step_tokens = step_tokens
-        self._model = model  # its name, for people
+        self._model = model  # its display name
         self._store: Store | None = None
         self._mover: KVCacheMover | None = None
-        self._namespace: Namespace | None = None  # without one nothing is stored or loaded
+        self._namespace: Namespace | None = None  # None: nothing is stored or loaded
         self._facts: dict[str, Fact] = {}  # of all stages
         self._epoch = ""
-        self._awaits_epoch = False  # for the weights are not those of the last one
+        self._awaits_epoch = False  # its weights are not those of the last epoch
         self._weights_mark: Callable[[], object] = lambda: None
         self._seen_mark: object = None  # by the last step
-        self._outdated: set[str] = set()  # loads under way of an earlier epoch
+        self._outdated: set[str] = set()  # loads in flight of an earlier epoch
         self._announcer: EngineAnnouncer | None = None  # of the first rank
         self._report = PoolWorkerMetadata()
         self._submitted: PoolMetadata | None = None
         self._promised: dict[
             str, list[tuple[bytes, int]]
-        ] = {}  # loads under way: (hash, group) of each record
+        ] = {}  # loads in flight: (hash, group) of each record
         self._failed: set[str] = set()  # loads that ended without a transfer
-        self._storing: dict[int, bool] = {}  # tags under way: whether they are staged
-        self._started: dict[str, float] = {}  # loads under way: since when
+        self._storing: dict[int, bool] = {}  # tags in flight: whether they are staged
+        self._started: dict[str, float] = {}  # loads in flight: their start
         self._polled_at = 0.0
         self._faulty = False  # an exception of a transfer was logged
         self.counters = Counters()
@@ -84,7 +84,6 @@ class WorkerHalf:
 
     @property
     def slots_in_use(self) -> int:
-        """Staging slots that are not free."""
         return self._mover.slots_in_use if self._mover else 0
 
     def register(
@@ -96,9 +95,9 @@ class WorkerHalf:
     ) -> None:
         """Take the KV cache of this rank, by group and layer, and open the pool.
 
-        ``describe``: what the engine says of itself to indexes, given its namespace; None: nothing. ``weights_mark``:
-        its answer is another one when other weights were loaded.
-        Blocking, for at most the store's own deadline. A pool that cannot be opened is reported to the scheduler.
+        ``describe``: the engine's announcement, given its namespace; None: none. ``weights_mark``: its result
+        changes with each weight load. Blocks for at most the store's own deadline. The scheduler learns of a
+        pool that cannot be opened.
         """
         try:
             namespace = Namespace(self._config.tenant, facts)
@@ -139,7 +138,7 @@ class WorkerHalf:
 
     @guarded(None)
     def _look_at_weights(self, step: PoolMetadata) -> None:
-        """Leave the namespace if the weights are other ones than in the last step, unless the step itself says so."""
+        """Leave the namespace if the weights changed since the last step, unless the step announces it."""
         mark, seen = self._weights_mark(), self._seen_mark
         self._seen_mark = mark
         if mark != seen and not step.epoch:
@@ -148,7 +147,7 @@ class WorkerHalf:
             self._report.reloaded = step.number
 
     def _leave(self) -> None:
-        """Move nothing any more: what is under way into this engine's memory is not of its weights."""
+        """Stop all transfers: those in flight into this engine's memory have other weights."""
         self._namespace = None
         if self._announcer is not None:
             self._announcer.leave()
@@ -160,7 +159,7 @@ class WorkerHalf:
     @guarded(None)
     def _join(self, step: PoolMetadata) -> None:
         """Take the facts of all stages, or another epoch."""
-        self._leave()  # also a rank that has broken: it announces its engine
+        self._leave()  # even if broken: this rank announces its engine
         if self._mover is None:
             return
         self._facts, self._epoch = step.facts or self._facts, step.epoch or self._epoch
@@ -188,7 +187,7 @@ class WorkerHalf:
         self._announcer.enter(self._store, namespace)
 
     def start_loads(self, step: PoolMetadata) -> None:
-        """Submit the step's loads; calling it again with the same step does nothing."""
+        """Submit the step's loads; idempotent per step."""
         if step is self._submitted:
             return
         self._submitted = step
@@ -249,10 +248,10 @@ class WorkerHalf:
         assert self._mover is not None
         self._mover.stage(blocks, tags)
         if self._config.store_policy == "write_back":
-            self._mover.hold_engine()  # the scheduler holds none of these: the next step may write over them
+            self._mover.hold_engine()  # the scheduler holds none of these: the next step may overwrite them
 
     def poll(self, idle: bool) -> tuple[set[str], set[str]]:
-        """(loads that ended, those of them that failed) since the last call."""
+        """(ended loads, the failed ones among them) since the last call."""
         ended, failed = set(self._failed), set(self._failed)
         self._failed.clear()
         if self._mover is not None:
@@ -272,7 +271,7 @@ class WorkerHalf:
             job = str(load.job)
             ended.add(job)
             if (started := self._started.pop(job, None)) is not None:
-                # No more than it is known to have taken: it may have ended early in a long step.
+                # A lower bound: it may have ended early in a long step.
                 self._report.load_s[job] = max(0.0, seen_at - started)
             records = self._promised.pop(job, [])
             if not load.ok or job in self._outdated:
@@ -294,13 +293,13 @@ class WorkerHalf:
             self._log_fault(store)
 
     def _log_fault(self, moved: Moved) -> None:
-        """Log the first exception that is not of a pool that is away."""
+        """Log the first exception other than an absent pool's."""
         if moved.cause == "fault" and not self._faulty:
             self._faulty = True
             logger.error("kvpool failed to move blocks, which counts as a miss", exc_info=moved.error)
 
     def take_report(self) -> PoolWorkerMetadata | None:
-        """The report of this step to the scheduler; None when there is nothing to report."""
+        """The report of this step to the scheduler; None when empty."""
         self._report.asked = self._announcer is not None and self._announcer.asked
         if self._report.is_empty():
             return None
@@ -329,7 +328,7 @@ class WorkerHalf:
             self._mover.drain(DRAIN_S)
             self._mover.close()
 
-    # Blocks with their keys; none where one of them cannot have a key.
+    # Blocks with their keys; none if any block cannot have a key.
 
     @guarded((), request="load")
     def _blocks_to_load(self, refs: Sequence[BlockRef]) -> Sequence[Block]:
@@ -340,7 +339,7 @@ class WorkerHalf:
         return self._blocks(refs)
 
     def _without_pool(self, refs: Sequence[BlockRef]) -> None:
-        """Blocks without keys are reported as failed, or dropped."""
+        """Report blocks without keys as failed, or drop them."""
 
     def _blocks(self, refs: Sequence[BlockRef]) -> list[Block]:
         assert self._namespace is not None
@@ -357,7 +356,7 @@ class WorkerHalf:
             into[tag] = into.get(tag, 0) + 1
 
     def switch_off(self, reason: str) -> None:
-        """Do without a pool, for ``reason``, which is reported to the scheduler."""
+        """Disable the pool, and report ``reason`` to the scheduler."""
         self._report.broken[self._rank] = reason
         self._failed |= self._promised.keys()
         self._promised.clear()
@@ -366,7 +365,7 @@ class WorkerHalf:
         mover, self._mover = self._mover, None
         if mover is not None:
             try:
-                mover.close()  # what the engine computes next comes after copies under way
+                mover.close()  # the engine's further work waits for copies in flight
             except Exception:
                 logger.exception("kvpool could not end its copies")
         self._count(self._report.staged, [tag for tag, landed in self._storing.items() if not landed])
