@@ -57,9 +57,7 @@ class Scraper:
         self._resolver = resolver or Resolver()
         self._parser = ThreadPoolExecutor(1, "kvpool-metrics-page")
         self._work = Work(MAX_AT_A_TIME, MAX_OF_TENANT)
-        self._readers: dict[
-            tuple[str, str, tuple[int, ...]], asyncio.Task[None]
-        ] = {}  # by these arguments of _read
+        self._readers: dict[tuple[str, str, tuple[int, ...]], asyncio.Task[None]] = {}  # by _read's arguments
         self._task: asyncio.Task[None] | None = None
         # trust_env: a proxy in the environment is not meant for workers next door
         self._client = httpx.AsyncClient(

@@ -1,1 +1,1 @@
-"""How the index is asked: gRPC, HTTP, metrics."""
+"""The index's services: gRPC, HTTP, metrics."""

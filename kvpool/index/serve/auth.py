@@ -1,14 +1,14 @@
-"""``TokenAuth``: who may read the index, publish to it and administer it, by bearer tokens.
+"""``TokenAuth``: callers' rights to read, publish and administer, by bearer tokens.
 
-The file of tokens is TOML. It holds the SHA-256 of each token, which is random and cannot be guessed from it;
-``kvpool token`` makes both. One table for each token, under a name of your choice:
+The file of tokens is TOML, with the SHA-256 of each random token; ``kvpool token`` makes both. One table per
+token, under any name:
 
     [router]
     sha256 = "..."          # 64 hex digits
     rights = ["read"]       # read, publish, admin; none includes another one
     tenants = ["team-a"]    # or "*": all
 
-``authenticate`` may be called by any thread, ``reload`` by one at a time; ``_entries`` is replaced whole. Tokens are
+Threads: any calls ``authenticate``, one at a time ``reload``; ``_entries`` is replaced whole. Tokens are
 neither kept nor logged.
 """
 
@@ -44,19 +44,19 @@ logger = logging.getLogger("kvpool.index")
 
 
 class WrongToken(AccessDenied):
-    """The token is not known, or there is none."""
+    """The token is unknown or absent."""
 
 
 class Permissions(NamedTuple):
-    """What one caller may do. ``tenants``: None: all of them."""
+    """Of one caller. ``tenants``: None: all."""
 
     rights: frozenset[str]
     tenants: frozenset[str] | None
 
     def check(self, right: Right, tenant: str | None) -> None:
-        """``tenant``: the one concerned; None: no particular one; ``ALL_TENANTS``: all.
+        """``tenant``: None: no particular one; ``ALL_TENANTS``: all.
 
-        Errors: ``AccessDenied``, in the same words whether the index knows a tenant or not.
+        Errors: ``AccessDenied``, with equal words for known and unknown tenants.
         """
         if right not in self.rights:
             raise AccessDenied(f'this token does not have the right "{right}"')
@@ -67,7 +67,6 @@ class Permissions(NamedTuple):
             )
 
     def sees(self, tenant: str) -> bool:
-        """Whether it is for this tenant."""
         return self.tenants is None or tenant in self.tenants
 
 
@@ -99,7 +98,7 @@ class TokenAuth:
         return self._path is None
 
     def authenticate(self, authorization: str | None) -> Permissions:
-        """What a caller with this ``authorization`` (``Bearer TOKEN``) may do. Errors: ``WrongToken``."""
+        """``authorization``: ``Bearer TOKEN``. Errors: ``WrongToken``."""
         if self._path is None:
             return EVERYTHING
         scheme, _, token = (authorization or "").partition(" ")
@@ -108,7 +107,7 @@ class TokenAuth:
         found: Permissions | None = None
         if len(token) <= MAX_TOKEN_CHARS:
             digest = _digest(token)
-            for entry in self._entries:  # always all of them, so that the time tells nothing
+            for entry in self._entries:  # always all of them: constant time
                 if hmac.compare_digest(entry.sha256, digest):
                     found = entry.permissions
         if found is None:
@@ -116,10 +115,7 @@ class TokenAuth:
         return found
 
     def reload(self) -> None:
-        """Read the file again if it has changed. One that cannot be read changes nothing, and is logged once.
-
-        Blocking: looks at one file.
-        """
+        """Read the file again if it has changed. An unreadable one changes nothing, and is logged once. Blocking."""
         if self._path is None or (seen := file_state(self._path)) == self._seen:
             return
         self._seen = seen
@@ -140,13 +136,13 @@ def make_token(name: str, rights: Iterable[str], tenants: Iterable[str]) -> tupl
         "rights": list(rights),
         "tenants": ALL_TENANTS if ALL_TENANTS in several else several,
     }
-    _entry(name, table)  # checks it
+    _entry(name, table)  # validates it
     lines = (f"{field} = {_toml(value)}" for field, value in table.items())
     return token, "\n".join((f"[{name}]", *lines)) + "\n"
 
 
 def _toml(value: Any) -> str:
-    # No name, right or tenant holds what TOML would want escaped.
+    # No name, right or tenant needs escaping in TOML.
     return f'"{value}"' if isinstance(value, str) else f"[{', '.join(map(_toml, value))}]"
 
 

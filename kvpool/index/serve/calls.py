@@ -24,9 +24,9 @@ from kvpool.index.request_stats import RequestStats
 from kvpool.index.serve.auth import Permissions, Right, TokenAuth, WrongToken
 from kvpool.tracing import HEADERS, Tracing
 
-REQUEST_S = 10.0  # for the request of a call to arrive: 33 MiB at 28 Mbit/s
-LATE_S = 0.5  # after which one that is arriving needs room for the largest
-SMALL_NBYTES = 128 << 10  # a request of that size is answered at once, in the event loop
+REQUEST_S = 10.0  # for a request to arrive: 33 MiB at 28 Mbit/s
+LATE_S = 0.5  # after which an arriving request needs room for the largest
+SMALL_NBYTES = 128 << 10  # a smaller request is answered at once, in the event loop
 COPIES = 2  # of a request, while it is answered
 ADVICE = "send it again later, ask for less, or raise --max-memory"
 
@@ -53,10 +53,10 @@ _CODES: tuple[tuple[type[KVPoolError], grpc.StatusCode], ...] = (
 
 
 class Method(NamedTuple):
-    """One call of the protocol: which right it takes, and about whose workers a request is.
+    """One call of the protocol: its right, and the tenant of a request.
 
-    ``tenant``: None: of no tenant in particular, so ``answer`` itself leaves out workers that the caller may not see.
-    ``read``: makes of the bytes what the others are given; None: ``request.FromString``, for a message of few fields.
+    ``tenant``: None: none in particular, so ``answer`` leaves out workers of tenants that the caller may not
+    see. ``read``: parses the bytes for the others; None: ``request.FromString``, for a message of few fields.
     """
 
     request: Any
@@ -70,11 +70,12 @@ Handler = Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]
 
 
 class Calls:
-    """Makes handlers that ask ``auth`` first who the caller is, and count refusals in ``stats``.
+    """Makes handlers that authenticate by ``auth`` and count refusals in ``stats``.
 
-    ``held``: what large messages are counted in, and how many calls are open.
+    ``held``: counts large messages and open calls.
 
-    Every method is registered as stream-in: of others gRPC receives up to 33 MiB before a handler sees the token.
+    Every method is registered as stream-in: for others gRPC receives up to 33 MiB before a handler sees the
+    token.
     """
 
     def __init__(
@@ -83,13 +84,13 @@ class Calls:
         self.auth, self.stats, self.limits = auth, stats, held
         self._tracing = tracing
         self._streams: set[asyncio.Task[None]] = set()
-        self._late: set[asyncio.Task[None]] = set()  # that end a call whose request did not arrive
+        self._late: set[asyncio.Task[None]] = set()  # ending calls whose request did not arrive
         self._stopping = False
 
     def unary(self, name: str, method: Method) -> Handler:
         """The handler of a call with one request: the token is checked before the request, its tenant after.
 
-        A call is open until its reply was read, and the task ends then.
+        A call is open until its reply is read, and the task ends then.
         """
 
         async def serve(_: Any, context: grpc.aio.ServicerContext) -> Any:
@@ -115,14 +116,13 @@ class Calls:
         return serve
 
     def _span(self, name: str, context: grpc.aio.ServicerContext) -> AbstractContextManager[object]:
-        """Around the answer to a call that is traced."""
         if self._tracing is None:
             return nullcontext()
         sent = {key: value for key, value in context.invocation_metadata() or () if key in HEADERS}
         return self._tracing.span(f"kvpool.{name}", sent)
 
     def caller(self, right: Right, context: grpc.aio.ServicerContext) -> Permissions:
-        """Who calls, at this moment: tokens may change while a stream is open. Errors: ``AccessDenied``."""
+        """The caller's present permissions: tokens may change while a stream is open. Errors: ``AccessDenied``."""
         caller = self.auth.authenticate(_authorization(context))
         caller.check(right, None)
         return caller
@@ -130,15 +130,17 @@ class Calls:
     def memory(self, caller: Permissions, context: grpc.aio.ServicerContext) -> CallMemory:
         """For the large messages of a call; called in its task.
 
-        Not counted are small messages, a reply that is being made, and a request that is being received, of which gRPC
-        tells no size: calls and streams are counted, and ``LATE_S`` is for slow requests.
+        Uncounted: small messages, a reply under construction, and an arriving request, whose size gRPC hides.
+        Limits of calls and streams, and ``LATE_S`` for slow requests, bound these.
         """
         return CallMemory(self.limits, owner_of(caller, context.peer().rpartition(":")[0]))
 
     async def answer(
         self, method: Method, packed: bytes, caller: Permissions, memory: CallMemory | None
     ) -> Any:
-        """The reply to one message of a caller with the right. ``memory``: None: taken. Errors: for ``explain``."""
+        """The reply to one message of a caller with the right. ``memory``: None: already taken. Errors: for
+        ``explain``.
+        """
         if memory is not None and len(packed) > SMALL_NBYTES:
             async with memory.waiting(COPIES * len(packed)) as has_room:
                 if not has_room:
@@ -149,7 +151,7 @@ class Calls:
         return await method.answer(request, caller)
 
     def read(self, method: Method, packed: bytes) -> Any:
-        """What ``method`` is given. Errors: ``ConfigError`` for what is no such message."""
+        """Errors: ``ConfigError`` for a malformed message."""
         try:
             if method.read is not None:
                 return method.read(packed)
@@ -161,7 +163,7 @@ class Calls:
     def without_token(
         self, name: str, answer: Callable[[grpc.aio.ServicerContext], Awaitable[Any]]
     ) -> Handler:
-        """The handler of a call with one request that every caller may make. ``answer`` bounds what it costs."""
+        """The handler of a call with one request that every caller may make. ``answer`` bounds its cost."""
 
         async def serve(_: Any, context: grpc.aio.ServicerContext) -> Any:
             try:
@@ -176,10 +178,10 @@ class Calls:
     async def receive(
         self, name: str, context: grpc.aio.ServicerContext, memory: CallMemory | None = None
     ) -> bytes:
-        """The one request of a call; the call ends when it has not come after ``REQUEST_S``.
+        """The one request of a call; the call ends without it after ``REQUEST_S``.
 
-        ``memory``: where it has no room for the largest request, the call ends after ``LATE_S``. The status ends the
-        read: of a cancelled read gRPC never frees the buffers. Errors: ``ConfigError`` without a request.
+        ``memory``: without room for the largest request, the call ends after ``LATE_S``. The status ends the
+        read: gRPC never frees the buffers of a cancelled read. Errors: ``ConfigError`` without a request.
         """
         loop = asyncio.get_running_loop()
         error = NotTaken(f"the request did not arrive within {REQUEST_S:g} s")
@@ -221,7 +223,7 @@ class Calls:
     ) -> Handler:
         """The handler of a call with streams: a caller without the right is refused before the first message.
 
-        ``right``: None: callers need no token, and have a limit of their own. ``kind``: None: of all streams.
+        ``right``: None: no token, with a limit of its own. ``kind``: None: of all streams.
         """
 
         async def served(_: Any, context: grpc.aio.ServicerContext) -> None:
@@ -238,7 +240,7 @@ class Calls:
                     await serve(context)
             except grpc.aio.AbortError:  # a message of it was refused
                 raise
-            except grpc.aio.InternalError:  # a read or a write was told of its call's end before this task
+            except grpc.aio.InternalError:  # a read or a write saw the call's end before this task
                 await _abort(context, grpc.StatusCode.CANCELLED, "the caller has gone")
             except Exception as error:
                 await self._refuse(name, context, error)
@@ -258,7 +260,6 @@ class Calls:
             stream.cancel()
 
     async def _refuse(self, name: str, context: grpc.aio.ServicerContext, error: Exception) -> None:
-        """End a call."""
         await _abort(context, *self.explain(name, error))
 
     def explain(self, name: str, error: Exception) -> tuple[grpc.StatusCode, str]:
@@ -267,7 +268,8 @@ class Calls:
         if isinstance(error, KVPoolError):
             code = next(code for kind, code in _CODES if isinstance(error, kind))
             text = str(error)
-            # gRPC keeps the error of a call in a cycle with the call: so the frames that hold its request would stay.
+            # gRPC keeps the error of a call in a cycle with the call: the frames that hold its request would
+            # stay.
             error.__traceback__ = error.__context__ = None
         else:
             logger.error("a call of %s failed", name, exc_info=error)
@@ -285,12 +287,12 @@ async def _abort(context: grpc.aio.ServicerContext, code: grpc.StatusCode, text:
 
 
 def owner_of(caller: Permissions, host: str) -> str:
-    """Whose part a caller takes: callers of all tenants share that of their host."""
+    """The owner of a caller's limits: callers of all tenants share that of their host."""
     return host if caller.tenants is None else ",".join(sorted(caller.tenants))
 
 
 def take_reply(memory: CallMemory, nbytes: int) -> None:
-    """Before it is sent. Errors: ``KVPoolError``, at once: a reply that waits takes memory, too."""
+    """Before sending. Errors: ``KVPoolError``, at once: a waiting reply takes memory, too."""
     if nbytes > SMALL_NBYTES and not memory.take(nbytes):
         raise KVPoolError(f"there is no room for a reply of {nbytes} bytes now: {ADVICE}")
 

@@ -1,12 +1,12 @@
 """``ExtProcServer``: the endpoint picker of the Gateway API inference extension, for Envoy and its kin.
 
-Envoy opens a stream of ``envoy.service.ext_proc.v3.ExternalProcessor`` for each request, and sends its headers and
-body; an ``Exchange`` answers. The header and the dynamic metadata ``x-gateway-destination-endpoint`` (namespace
-``envoy.lb``) name ``IP:PORT``, several in the order in which to try them. Sources: proposal 004 of
+Envoy opens a stream of ``envoy.service.ext_proc.v3.ExternalProcessor`` per request, and sends its headers and
+body; an ``Exchange`` answers. The header and the dynamic metadata ``x-gateway-destination-endpoint``
+(namespace ``envoy.lb``) name ``IP:PORT``, several in order of preference. Sources: proposal 004 of
 kubernetes-sigs/gateway-api-inference-extension; Envoy's ``external_processor.proto``.
 
-Bodies come whole (``BUFFERED``) or in parts that are handed back (``FULL_DUPLEX_STREAMED``, as the protocol asks); in
-other modes a request is placed by load, once. One event loop.
+Bodies come whole (``BUFFERED``) or in parts that are handed back (``FULL_DUPLEX_STREAMED``, as the protocol
+asks); in other modes a request is placed by load, once. One event loop.
 """
 
 from __future__ import annotations
@@ -35,13 +35,11 @@ from kvpool.tracing import HEADERS
 from kvpool.v1 import ext_proc_pb2 as pb
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
-TENANT = (
-    "x-kvpool-tenant"  # in the metadata of Envoy's call: its operator sets it, not the sender of the request
-)
+TENANT = "x-kvpool-tenant"  # in the metadata of Envoy's call: set by its operator, not by the client
 CALLS_OF_CONNECTION = 1024
-MAX_HEADERS = 1000  # of a request or a response; Envoy takes 100 unless it is told otherwise
+MAX_HEADERS = 1000  # of a request or a response; Envoy takes 100 by default
 MAX_HEADERS_NBYTES = 256 << 10  # with the metadata beside them; Envoy takes 60 KiB
-MAX_MESSAGE_NBYTES = MAX_BODY_NBYTES + (1 << 20)  # a body that is a little too large is answered with 413
+MAX_MESSAGE_NBYTES = MAX_BODY_NBYTES + (1 << 20)  # a slightly larger body is answered with 413
 STOP_TIMEOUT_S = 5.0
 
 SERVED = "x-gateway-destination-endpoint-served"
@@ -54,16 +52,17 @@ _FULL_DUPLEX = _MODE.FULL_DUPLEX_STREAMED
 _WITH_BODY = (_MODE.BUFFERED, _MODE.BUFFERED_PARTIAL, _FULL_DUPLEX)
 _PATH = ":path"
 _KEPT = frozenset((_PATH, "authorization", *HEADERS, *OURS))  # of the headers of a request
-_ENDPOINT_NBYTES = 128  # of memory, for one of a subset
+_ENDPOINT_NBYTES = 128  # of memory, per endpoint of a subset
 _OVERWRITE = pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
 logger = logging.getLogger("kvpool.index")
 
 
 class ExtProcServer:
-    """Use it in one event loop: ``start``, ``stop``.
+    """One event loop: ``start``, ``stop``.
 
-    ``calls``, ``health``: of the index. ``max_connection_age_s``, ``max_connection_grace_s``: as of ``IndexServer``.
+    ``calls``, ``health``: of the index. ``max_connection_age_s``, ``max_connection_grace_s``: as in
+    ``IndexServer``.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class ExtProcServer:
         self._server: grpc.aio.Server | None = None
 
     async def start(self, listen: str) -> int:
-        """Listen on ``HOST:PORT``; port 0: any that is free. Returns the port. Errors: ``ConfigError``."""
+        """Listen on ``HOST:PORT``; port 0: any free one. Returns the port. Errors: ``ConfigError``."""
         handlers = {
             SERVICE: {
                 "Process": grpc.stream_stream_rpc_method_handler(
@@ -105,7 +104,7 @@ class ExtProcServer:
         return port
 
     async def stop(self) -> None:
-        """Refuse new requests, and give those under way a few seconds."""
+        """Refuse new requests; running ones have a few seconds."""
         if self._server is not None:
             await self._server.stop(STOP_TIMEOUT_S)
 
@@ -126,26 +125,26 @@ class ExtProcServer:
 
 
 class Exchange:
-    """One request and its response, as Envoy asks about them in messages of ``external_processor.proto``.
+    """One request and its response, in Envoy's messages of ``external_processor.proto``.
 
-    Envoy's configured modes, which its first message names, determine the messages and the replies. ``host``: Envoy's.
+    Envoy's configured modes, in its first message, determine messages and replies. ``host``: Envoy's.
     """
 
     def __init__(self, placer: Placer, limits: Limits, tenant: str, host: str) -> None:
         self._placer, self._limits = placer, limits
         self._tenant, self._host = tenant, host
         self._headers: dict[str, str] = {}
-        self._headers_nbytes = 0  # that are held, with the subset
+        self._headers_nbytes = 0  # held, with the subset
         self._body = bytearray()  # of parts
-        self._body_nbytes = 0  # that are held
+        self._body_nbytes = 0  # held
         self._is_placed = False
         self._subset: frozenset[str] | None = None
         self._mode = _MODE.BUFFERED
         self._response_mode = _MODE.NONE
-        self._placement: Placement | None = None  # whose reservation is still to be ended
+        self._placement: Placement | None = None  # with a reservation to release
 
     def close(self) -> None:
-        """Envoy asks no more about it."""
+        """Envoy is done with it."""
         self._forget_body()
         self._forget_headers()
         if self._placement is not None:
@@ -215,7 +214,7 @@ class Exchange:
         return replies
 
     async def _place(self, body: bytes) -> Placement:
-        self._release()  # of a caller that asks twice in one call
+        self._release()  # of a caller with two requests in one call
         self._is_placed = True
         path = self._headers.get(_PATH, "/")
         try:
@@ -253,10 +252,10 @@ class Exchange:
         return [pb.ProcessingResponse(response_body=_part(body.body, body.end_of_stream))]
 
     def _to(self, placement: Placement, *, in_body: bool) -> Any:
-        """The answer to the headers, or the body, of a request that sends it there; without targets Envoy chooses."""
+        """The answer to the headers, or the body, that names the targets; without targets Envoy chooses."""
         headers, metadata = self._placer.headers(placement), None
         if placement.targets:
-            # Envoy sends the same headers to each endpoint, so the rank of the best must be right there.
+            # Envoy sends the same headers to each endpoint, so all need the rank of the best.
             rank = placement.targets[0].dp_rank
             fit = (target.endpoint for target in placement.targets if rank in (None, target.dp_rank))
             endpoints = ",".join(fit)

@@ -1,4 +1,4 @@
-"""``open_server``: a gRPC server with the limits that every door of an index has, and gRPC's reflection."""
+"""``open_server``: a gRPC server with the limits of every port of an index, and gRPC's reflection."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from kvpool.v1 import health_pb2, index_pb2, reflection_pb2
 
 REFLECTION = "grpc.reflection.v1alpha.ServerReflection"
 _NOT_FOUND: int = grpc.StatusCode.NOT_FOUND.value[0]
-# Of all calls, those among them that are being refused: what bounds the memory that calls take. Honest callers meet
-# ``Limits.calls`` first.
+# Of all calls, refused ones included: bounds the memory of calls. Honest callers meet ``Limits.calls`` first.
 MAX_CALLS = 8192
 MAX_CONNECTIONS = 4096
-MAX_CALLS_OF_CONNECTION = 256  # a caller's gRPC keeps more of them waiting
-# How much of a request gRPC receives before a handler reads it. Its own choice grows with a connection's speed, to tens
-# of MiB for each call of a fast caller. A handler that reads gets requests of any size at full speed.
+MAX_CALLS_OF_CONNECTION = 256  # a caller's gRPC queues more
+# Bytes of a request that gRPC receives ahead of a handler. Its default grows with a connection's speed, to
+# tens of MiB per call of a fast caller. A reading handler gets requests of any size at full speed.
 LOOKAHEAD_NBYTES = 256 << 10
-HANDSHAKE_S = 10  # for a connection to become one of HTTP/2, TLS included
-KEEPALIVE_S = 60  # a connection that is silent is asked whether its other end lives
+HANDSHAKE_S = 10  # for a connection to become HTTP/2, TLS included
+KEEPALIVE_S = 60  # period of pings on a silent connection
 KEEPALIVE_TIMEOUT_S = 20
 
 Handlers = Mapping[str, Mapping[str, grpc.RpcMethodHandler]]  # by service and method
@@ -44,12 +43,11 @@ def open_server(
     age_s: float = 0.0,
     grace_s: float = 0.0,
 ) -> tuple[grpc.aio.Server, int]:
-    """A server on ``HOST:PORT`` that is not started yet, and its port.
+    """A server on ``HOST:PORT``, not started, and its port.
 
-    ``request_nbytes``: of the largest message; gRPC refuses larger ones by their first bytes.
-
-    ``age_s``: after so long a caller is told to connect anew; ``grace_s``: after so long more its streams are ended;
-    0, of either: never. Errors: ``ConfigError``.
+    ``request_nbytes``: of the largest message; gRPC refuses larger ones by their first bytes. ``age_s``:
+    after so long a caller is asked to reconnect; ``grace_s``: its streams end so much later; 0, of either:
+    never. Errors: ``ConfigError``.
     """
     # gRPC prints lines of its own when it cannot listen, and says less.
     open_listening(listen, "listen on").close()
@@ -85,7 +83,7 @@ def open_server(
 
 
 def reflection_handlers(calls: Calls) -> dict[str, grpc.RpcMethodHandler]:
-    """Handlers of gRPC's reflection, which takes no token."""
+    """gRPC's reflection, which takes no token."""
     files = _files()
 
     async def serve(context: grpc.aio.ServicerContext) -> None:
@@ -101,7 +99,7 @@ def reflection_handlers(calls: Calls) -> dict[str, grpc.RpcMethodHandler]:
 
 
 def _files() -> dict[str, bytes]:
-    """The three files by their names, and by the names of what they define. None imports another."""
+    """The three files by their names, and by the names of their definitions. None imports another."""
     found: dict[str, bytes] = {}
     for descriptor, service in (
         (index_pb2.DESCRIPTOR, SERVICE),

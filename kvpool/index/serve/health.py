@@ -1,9 +1,10 @@
 """``Health``: ``grpc.health.v1`` of an index, for every caller. One event loop.
 
-grpcio-health-checking and grpcio-reflection are not used: each version of them takes one major version of protobuf.
+grpcio-health-checking and grpcio-reflection are not used: each version of them takes one major version of
+protobuf.
 
-Health takes no token, and gRPC receives a request of up to 33 MiB. So one request is received at a time; meanwhile
-other callers get the state of the index, whichever service they name.
+Health takes no token, and gRPC receives a request of up to 33 MiB. So one request is received at a time;
+meanwhile other callers get the state of the index, whichever service they name.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from kvpool.v1 import health_pb2
 HEALTH = "grpc.health.v1.Health"
 
 MAX_REQUEST_NBYTES = 1024
-# What proposal 004 of the Gateway API inference extension has probes and proxies ask an endpoint picker about.
+# Names that probes and proxies ask an endpoint picker for, by proposal 004 of the Gateway API inference
+# extension.
 LIVENESS = "liveness"
 NAMES_OF_PICKER = ("readiness", "envoy.service.ext_proc.v3.ExternalProcessor")
 
@@ -49,8 +51,6 @@ class Health:
         self._changed = asyncio.Condition()  # _statuses
 
     def handlers(self, calls: Calls) -> dict[str, grpc.RpcMethodHandler]:
-        """Of the calls of ``grpc.health.v1.Health``."""
-
         async def check(context: grpc.aio.ServicerContext) -> Any:
             asked = await self._asked("Check", context, calls)
             status = self._statuses.get(asked.service)
@@ -108,7 +108,7 @@ class Health:
         await self.update()
 
     async def update(self) -> None:
-        """Say "serving" once it is."""
+        """Report "serving" once warm."""
         is_warm = self._is_warm()
         self.serves = is_warm or time.monotonic() >= self._serves_at_s
         if self.serves and not is_warm:
@@ -123,12 +123,12 @@ class Health:
         await self._say({**dict.fromkeys(("", SERVICE, *NAMES_OF_PICKER), said), LIVENESS: status.SERVING})
 
     async def end(self) -> None:
-        """Say "not serving" of every service from now on."""
+        """Report "not serving" for every service from now on."""
         self._ends = True
         await self._say(dict.fromkeys(self._statuses, health_pb2.HealthCheckResponse.NOT_SERVING))
 
     async def is_serving(self) -> bool:
-        """Whether it says so of the index; no longer after ``end``."""
+        """Whether it reports "serving" for the index; not after ``end``."""
         return self._statuses.get(SERVICE) == health_pb2.HealthCheckResponse.SERVING
 
     async def _say(self, statuses: dict[str, Any]) -> None:

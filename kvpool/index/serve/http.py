@@ -1,8 +1,8 @@
 """``HttpServer``: the status page, and ``Lookup`` and ``Route`` in JSON, for ``curl`` and for browsers.
 
-A body in JSON becomes the packed message of gRPC, by protobuf's own mapping: so bounds and rights are those of gRPC.
-It runs in the event loop of the ``IndexServer``. Messages are parsed and printed in ``_work``, of which one tenant
-has a part at a time, with the interpreter's lock held: hence ``MAX_OBJECTS`` and ``MAX_VALUES``.
+A JSON body becomes gRPC's packed message, by protobuf's own mapping, so bounds and rights are gRPC's. It runs
+in the event loop of the ``IndexServer``. ``_work`` parses and prints messages, with a part per tenant and the
+interpreter's lock held: hence ``MAX_OBJECTS`` and ``MAX_VALUES``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ GONE = {
     "/unregister": "call RemoveWorker of gRPC",
 }
 
-# The status, and how gRPC calls the same.
+# HTTP status and gRPC's name.
 _STATUSES: tuple[tuple[type[KVPoolError], int, str], ...] = (
     (WrongToken, 401, "UNAUTHENTICATED"),
     (AccessDenied, 403, "PERMISSION_DENIED"),
@@ -65,10 +65,10 @@ logger = logging.getLogger("kvpool.index")
 
 
 class HttpServer:
-    """A second door of ``index``. Use it in one event loop: ``start``, ``stop``.
+    """The index over HTTP. One event loop: ``start``, ``stop``.
 
-    ``tls``, ``max_connection_age_s``: as of ``HttpListener``. ``status``: None: no status page. The caller starts and
-    closes it.
+    ``tls``, ``max_connection_age_s``: as in ``HttpListener``. ``status``: None: no status page. The caller
+    starts and closes it.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class HttpServer:
         self._listener = HttpListener(self._application(), tls=tls, max_age_s=max_connection_age_s)
 
     async def start(self, listen: str) -> int:
-        """Listen on ``HOST:PORT``; port 0: any that is free. Returns the port. Errors: ``ConfigError``."""
+        """Listen on ``HOST:PORT``; port 0: any free one. Returns the port. Errors: ``ConfigError``."""
         return await self._listener.start(listen, "serve HTTP on")
 
     async def stop(self) -> None:
-        """Take no more requests, give those under way a few seconds, and end."""
+        """Refuse new requests; running ones have a few seconds."""
         await self._listener.stop()
         self._work.close()
 
@@ -141,7 +141,7 @@ class HttpServer:
 
     def _refuse(self, status: int, name: str, line: str, headers: dict[str, str] | None = None) -> Response:
         self._stats.record_refusal(name)
-        # What is left of a body is not read: so the connection ends.
+        # The rest of a body stays unread: so the connection ends.
         headers = {**(headers or {}), "connection": "close"}
         return Response(msgspec.json.encode({"error": line}), status, headers, JSON)
 
@@ -164,7 +164,7 @@ class HttpServer:
             raise Refused(408, "DEADLINE_EXCEEDED", line) from error
 
     async def _read_all(self, request: Request, body: bytearray, owner: str) -> None:
-        """Also the rest of a refused body is read: a caller that still sends would not see the answer.
+        """Also reads the rest of a refused body: a caller that still sends would not see the answer.
 
         ``body`` is in ``owner``'s part of the memory.
         """
@@ -189,7 +189,6 @@ class HttpServer:
         return HttpReply(msgspec.json.encode({"status": "ok"}))
 
     async def _call(self, name: str, request: HttpRequest, caller: Permissions) -> HttpReply:
-        """One call of gRPC."""
         method, owner = self._index.methods[name], owner_of(caller, request.host)
         caller.check(method.right, None)
         memory = CallMemory(self._limits, owner)
@@ -200,7 +199,7 @@ class HttpServer:
 
 
 def _pack(kind: Any, raw: bytes) -> bytes:
-    """The packed message that JSON spells. Errors: ``ConfigError``."""
+    """``raw``: JSON. Errors: ``ConfigError``."""
     try:
         fields = bounded_json.decode(raw, MAX_VALUES, MAX_OBJECTS)
         if not isinstance(fields, dict):
@@ -219,13 +218,13 @@ def _print(kind: Any, packed: bytes) -> bytes:
 
 
 def _check_site(request: Request) -> None:
-    """Refuse what a page of another site makes a browser send: a ``Route`` reserves. Errors: ``Refused``."""
+    """Refuse browsers' requests from pages of other sites: a ``Route`` reserves. Errors: ``Refused``."""
     headers = request.headers
     if headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
         raise Refused(415, "INVALID_ARGUMENT", f"send JSON, with Content-Type: {JSON}")
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
     if site is None and origin is not None and origin.partition("://")[2] != headers.get("host"):
-        site = "cross-site"  # of a browser that does not say so
+        site = "cross-site"  # of a browser without the header
     if site not in (None, "same-origin"):
         raise Refused(403, "PERMISSION_DENIED", "pages of other sites may not call an index")
 

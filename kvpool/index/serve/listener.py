@@ -1,7 +1,6 @@
-"""``open_listening``, and ``HttpListener``: one port that speaks HTTP, with the limits of every such port of an index.
+"""``open_listening``, and ``HttpListener``: one HTTP port, with the limits of every such port of an index.
 
-uvicorn bounds neither how long a request may take to arrive nor how many connections there are, nor how long one
-lives: ``_Connection`` does.
+uvicorn bounds neither the arrival of a request nor the number and age of connections: ``_Connection`` does.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from kvpool.text import parse_address
 MAX_HEAD_NBYTES = 16 << 10
 MAX_CONNECTIONS = 1024
 MAX_CONNECTIONS_OF_HOST = 256
-HEAD_S = 5.0  # how long a request's line and headers may take
+HEAD_S = 5.0  # for a request's line and headers
 REQUEST_S = 30.0  # from its headers to its answer
 KEEP_ALIVE_S = 30
 STOP_TIMEOUT_S = 5
@@ -36,7 +35,7 @@ _CLOSE = (b"connection", b"close")
 
 
 class HttpRequest(NamedTuple):
-    """``query``: of its URL, the last of each name. ``host``: who sends it; empty: not known."""
+    """``query``: of its URL, the last of each name. ``host``: of the client; empty: unknown."""
 
     raw: bytes
     query: Mapping[str, str] = NOTHING
@@ -60,10 +59,10 @@ class Refused(Exception):
 
 
 class HttpListener:
-    """Serves ``application``. Use it in one event loop: ``start``, ``stop``.
+    """Serves ``application``. One event loop: ``start``, ``stop``.
 
-    ``tls``: None: without. ``max_age_s``: the first answer after so long ends its connection, so that callers spread
-    over new replicas; 0: never.
+    ``tls``: None: without. ``max_age_s``: the first answer after so long ends its connection, so that callers
+    spread over new replicas; 0: never.
     """
 
     def __init__(
@@ -74,8 +73,9 @@ class HttpListener:
         self._server: uvicorn.Server | None = None
 
     async def start(self, listen: str, what: str) -> int:
-        """Listen on ``HOST:PORT``; port 0: any that is free. Returns the port. ``what``: what cannot be done where it
-        fails. Errors: ``ConfigError``."""
+        """Listen on ``HOST:PORT``; port 0: any free one. Returns the port. ``what``: the action, for the
+        error. Errors: ``ConfigError``.
+        """
 
         class Connection(_Connection):
             max_age_s = self._max_age_s
@@ -108,7 +108,7 @@ class HttpListener:
         return int(self._socket.getsockname()[1])
 
     async def stop(self) -> None:
-        """Take no more requests, give those under way a few seconds, and end."""
+        """Refuse new requests; running ones have a few seconds."""
         if self._server is not None:
             await self._server.shutdown(sockets=[] if self._socket is None else [self._socket])
             for connection in list(self._server.server_state.connections):
@@ -118,7 +118,7 @@ class HttpListener:
 
 
 class _Connection(H11Protocol):
-    """uvicorn's, with ends to its patience. ``_ends``: the timer that closes it, one at a time."""
+    """uvicorn's, with timeouts. ``_ends``: the timer that closes it, one at a time."""
 
     max_age_s = 0.0
 
@@ -145,7 +145,7 @@ class _Connection(H11Protocol):
         super().handle_events()
         is_old = self.max_age_s and self.loop.time() - self._made_s >= self.max_age_s
         if is_old and self.cycle is not None and _CLOSE not in self.headers:
-            self.headers.append(_CLOSE)  # as if the caller had asked for it
+            self.headers.append(_CLOSE)  # as if the caller had sent it
 
     def on_response_complete(self) -> None:
         self._cancel()  # from now on uvicorn's timer for idle connections runs
@@ -172,7 +172,7 @@ class _Connection(H11Protocol):
 
 
 def open_listening(listen: str, what: str) -> socket.socket:
-    """A socket that listens on ``HOST:PORT``; the caller closes it. ``what``: what cannot be done where it fails.
+    """A socket that listens on ``HOST:PORT``; the caller closes it. ``what``: the action, for the error.
 
     Errors: ``ConfigError`` when the address cannot be bound.
     """

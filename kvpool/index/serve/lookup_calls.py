@@ -1,7 +1,7 @@
-"""``LookupCalls``: ``Lookup``, ``LookupStream`` and ``Route``: the calls that hold a prompt, or many.
+"""``LookupCalls``: ``Lookup``, ``LookupStream`` and ``Route``: the calls with a prompt, or many.
 
-A refused request of a stream with an id gets a status as its reply; without an id it ends the stream. Requests of one
-message are refused one by one. One event loop.
+A refused request of a stream with an id gets a status as its reply; without an id it ends the stream.
+Requests of one message are refused one by one. One event loop.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ INLINE_NBYTES = 128 << 10  # of a prompt: 16,384 hashes take about 0.2 ms
 LOAD_NBYTES = 1 << 10  # of a prompt, which take as long as one load of a RouteRequest
 THREADS, THREADS_OF_TENANT = 8, 4
 MAX_RESPONSES_NBYTES = 16 << 20  # of one message: 256 prompts among 1,000 workers
-TURN_S = 0.001  # of requests in one message, after which other calls get their turn
+TURN_S = 0.001  # of requests in one message, before other calls' turn
 
 
 class LookupCalls:
     """Answers ``methods``, and streams by ``serve``. ``close`` ends its threads, which tenants share.
 
-    A thread answers prompts above ``INLINE_NBYTES``, and prompts without an answer at once (``NotAtOnce``). The native
-    table does not hold the interpreter's lock while it works.
+    A thread answers prompts above ``INLINE_NBYTES``, and prompts without an answer at once (``NotAtOnce``).
+    The native table works without the interpreter's lock.
     """
 
     def __init__(self, calls: Calls, fleet: Fleet, router: Router, tokenizers: Tokenizers) -> None:
@@ -67,7 +67,7 @@ class LookupCalls:
         }
 
     def close(self) -> None:
-        """Blocking, for as long as answers in threads take."""
+        """Blocks until answers in threads end."""
         self._work.close()
 
     async def serve(self, context: grpc.aio.ServicerContext) -> None:
@@ -114,10 +114,9 @@ class LookupCalls:
     async def _ask(
         self, request: Any, pack: Callable[[Prompt, bool], tuple[bytes, Matched]], beside_nbytes: int = 0
     ) -> bytes:
-        """The packed reply to a ``Prompt``, or to a message that holds it, and its part in the counts.
+        """The packed reply to a ``Prompt``, or to a message that holds it, counted in the stats.
 
-        ``beside_nbytes``: of a prompt that takes as long as other work of the request. ``pack``: at once, or in a
-        thread.
+        ``beside_nbytes``: the request's other work, as bytes of a prompt. ``pack``: at once, or in a thread.
         """
         begun_s = time.perf_counter()
         try:
@@ -138,7 +137,7 @@ class LookupCalls:
         return await in_tokens(decode_prompt(request), self._fleet, self._tokenizers)
 
     def _pack(self, prompt: Prompt, at_once: bool) -> tuple[bytes, Matched]:
-        """The packed reply: native, unless workers of the model differ in how they hash."""
+        """The packed reply: native, unless workers of the model hash differently."""
         answers = self._fleet.ask(prompt, at_once=at_once)
         if len(answers) == 1:
             rows = answers[0].rows
@@ -161,7 +160,7 @@ class LookupCalls:
         return pack_responses(replies)
 
     async def _one(self, packed: Any, caller: Permissions, left_nbytes: int) -> bytes:
-        """The reply to one of many requests, or why it is refused."""
+        """The reply to one of many requests, or its refusal."""
         try:
             if left_nbytes <= 0:
                 raise KVPoolError("the reply is full: ask about fewer prompts or workers in one message")
@@ -179,7 +178,7 @@ class LookupCalls:
 
 
 async def in_tokens(prompt: Prompt, fleet: Fleet, tokenizers: Tokenizers) -> Prompt:
-    """The prompt with tokens in the place of text. Errors: ``UnknownModel``; ``ConfigError`` without a tokenizer."""
+    """The prompt with tokens instead of text. Errors: ``UnknownModel``; ``ConfigError`` without a tokenizer."""
     if prompt.text is None and prompt.chat is None:
         return prompt
     fleet.check_model(prompt.model, prompt.tenant)

@@ -1,4 +1,4 @@
-"""``Exporter``: the index's metrics, as Prometheus reads them."""
+"""``Exporter``: the index's metrics, for Prometheus."""
 
 from __future__ import annotations
 
@@ -27,19 +27,16 @@ from kvpool.index.table import TIERS
 from kvpool.metrics import Metric
 from kvpool.store.store import Usage
 
-# One by one, the first by name, so that a scrape shows the same ones as the last. Each is a time series of its own.
+# Shown one by one, the first by name, so that scrapes agree. Each is a time series.
 MAX_RANKS_SHOWN = 1024
-FRESH_S = (
-    1.0  # for so long all who ask are shown one page: looking at 10,000 workers takes a quarter of a second
-)
+FRESH_S = 1.0  # lifetime of a page: a pass over 10,000 workers takes a quarter of a second
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Exporter(Collector):
-    """Shows a fleet's totals, and what ``stats`` has counted, on a page of its own. Use it in one event loop:
-    ``serve``, ``close``.
+    """A fleet's totals and the counts of ``stats``, on a page. One event loop: ``serve``, ``close``.
 
-    ``pool``, ``proxy``: None where there is none. ``_thread`` makes the page, and owns ``_page`` and ``_made_s``.
+    ``pool``, ``proxy``: None: absent. ``_thread`` makes the page, and owns ``_page`` and ``_made_s``.
     """
 
     def __init__(
@@ -57,7 +54,7 @@ class Exporter(Collector):
         self._listener = HttpListener(Starlette(routes=[Route("/{path:path}", self._show)]))
 
     def collect(self) -> Iterator[Family]:
-        """The totals now; prometheus-client calls it."""
+        """Called by prometheus-client."""
         yield from self._of_fleet()
         yield from self._of_stats()
         if self._pool is not None:
@@ -107,11 +104,11 @@ class Exporter(Collector):
         yield _histograms(metrics.ROUTER_FIRST_BYTE_SECONDS, {"": totals.first_byte_seconds})
 
     async def serve(self, listen: str) -> int:
-        """Show the page on ``HOST:PORT``; port 0: any that is free. Returns the port. Errors: ``ConfigError``."""
+        """Listen on ``HOST:PORT``; port 0: any free one. Returns the port. Errors: ``ConfigError``."""
         return await self._listener.start(listen, "show metrics on")
 
     async def close(self) -> None:
-        """Take the page down; waits for those that are being sent, a few seconds at most."""
+        """Waits for running responses, a few seconds at most."""
         await self._listener.stop()
         await asyncio.to_thread(self._thread.shutdown)
 

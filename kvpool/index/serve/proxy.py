@@ -1,7 +1,7 @@
-"""``Proxy``: an OpenAI-compatible address in front of a fleet's workers, for those who have no Envoy.
+"""``Proxy``: an OpenAI-compatible address in front of a fleet's workers, without Envoy.
 
-A request is read whole, placed, and sent to the best target of its placement; to the next target as long as no byte of
-a response has come. A response passes as it comes. HTTP/1.1 on either side. One event loop.
+A request is read whole, placed, and sent to the best target of its placement; to the next target until a byte
+of a response has come. Responses pass as they come. HTTP/1.1 on either side. One event loop.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from kvpool.tracing import Span, Tracing
 
 HEALTH, MODELS = "/health", "/v1/models"
 BACKLOG = 1024
-CONNECT_S = 1.0  # for a worker to accept a connection; then the next one is tried
-WORKER_KEEP_ALIVE_S = 4.0  # less than the 5 s after which vLLM closes a connection that is idle
+CONNECT_S = 1.0  # for a worker to accept a connection, before the next one is tried
+WORKER_KEEP_ALIVE_S = 4.0  # less than the 5 s after which vLLM closes an idle connection
 STOP_TIMEOUT_S = 1.0
 LIST_S = 2.0  # for all workers
 MAX_ASKED = 64  # models
 MAX_LIST_NBYTES = 256 << 10  # of a worker: one of 500 adapters
 AT_ONCE = 16
-KEEP_S = 1.0  # an answer, for callers who ask the same
+KEEP_S = 1.0  # lifetime of an answer, for equal requests
 MAX_KEPT = 16  # answers
 # Headers that do not determine the list of a worker; any other could be a key.
 _NOT_OF_KEY = frozenset(
@@ -50,10 +50,10 @@ _NOT_OF_KEY = frozenset(
 
 
 class Proxy:
-    """Use it in one event loop: ``start``, ``leave`` and ``finish`` before its end, ``stop``.
+    """One event loop: ``start``, ``leave`` and ``finish`` before its end, ``stop``.
 
-    ``health``: of the index, for ``/health``. ``tenant``: whose workers serve. ``tls``: None: without.
-    ``worker_tls``: for workers at https; None: with the system's authorities. ``response_s``: longest silence of a
+    ``health``: of the index, for ``/health``. ``tenant``: of the workers. ``tls``: None: without.
+    ``worker_tls``: for workers at https; None: the system's authorities. ``response_s``: longest silence of a
     worker. ``tracing``: of requests, each until the end of its response.
     """
 
@@ -84,7 +84,7 @@ class Proxy:
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self, listen: str) -> int:
-        """Listen on ``HOST:PORT``; port 0: any that is free. Returns the port. Errors: ``ConfigError``."""
+        """Listen on ``HOST:PORT``; port 0: any free one. Returns the port. Errors: ``ConfigError``."""
         opened = open_listening(listen, "listen on")
         opened.setblocking(False)
         loop = asyncio.get_running_loop()
@@ -112,7 +112,7 @@ class Proxy:
         self._leaving = True
 
     async def finish(self, seconds: float, now: asyncio.Event) -> None:
-        """Take no more connections, and give requests under way so long to end, or until ``now``."""
+        """Refuse connections; running requests have ``seconds``, or until ``now``."""
         self.leave()
         if self._listening is not None:
             self._listening.close()
@@ -196,8 +196,8 @@ _Key = tuple[str, tuple[str, ...], tuple[tuple[str, str], ...]]
 class ModelLists:
     """The reply to ``GET /v1/models`` before workers of several models, remembered for ``KEEP_S``.
 
-    Only workers know adapters, lengths and who may ask: one worker of each model gets the request, and their lists are
-    merged. ``_known``: by request, replies and those under way.
+    Only workers know adapters, lengths and callers' keys: one worker of each model gets the request, and
+    their lists are merged. ``_known``: by request, replies and those under way.
     """
 
     def __init__(self) -> None:
@@ -209,7 +209,7 @@ class ModelLists:
         request: web.BaseRequest,
         forwarding: Callable[[web.BaseRequest], Forwarding],
     ) -> web.Response:
-        """The reply to ``request``. Errors: ``Refusal``; no worker has answered."""
+        """Errors: ``Refusal``; no worker has answered."""
         sent = ((name.lower(), value) for name, value in request.headers.items())
         asked = sorted(one for one in sent if one[0] not in _NOT_OF_KEY)
         key = (request.query_string, tuple(models), tuple(asked))
@@ -238,8 +238,8 @@ class ModelLists:
 async def _model_list(models: Sequence[str], forward: Callable[[], Forwarding]) -> Reply:
     """The lists of the workers of ``models``, each model once, in the form of OpenAI's API.
 
-    A model whose workers do not answer in time is listed by its name. Where a worker refuses the request, as for want
-    of a key, its models are left out; where all do, that is the answer. Errors: ``Refusal``; none has answered.
+    A model without an answer in time is listed by its name. A model whose worker refuses, as for want of a
+    key, is left out; if all refuse, that is the answer. Errors: ``Refusal``; none has answered.
     """
     turn = asyncio.Semaphore(AT_ONCE)
 

@@ -1,7 +1,7 @@
-"""``ProxyConnection``: one connection of a client of the proxy, with ends to its patience.
+"""``ProxyConnection``: one connection of a client of the proxy, with timeouts.
 
-aiohttp bounds neither how long a request may take to arrive, nor how many connections there are, nor how long a
-response waits for a client that does not read. One event loop.
+aiohttp bounds neither the arrival of a request, nor the number of connections, nor a response's wait for a
+client that does not read. One event loop.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class ProxyConnection(web.RequestHandler):
         """Broken HTTP, and faults of ours, in the form of OpenAI's API."""
         if status >= 500 and not isinstance(exc, ConnectionError):  # as where the client has gone
             logger.error("a request of %.200s failed", request.path, exc_info=exc)
-        if request.writer.output_size > 0:  # it is too late to say so
+        if request.writer.output_size > 0:  # too late for an error
             raise ConnectionError("the response had begun")
         text = "the router failed to answer; its log says why"
         if status < 500:
@@ -139,7 +139,7 @@ def refused(refusal: Refusal) -> web.Response:
 
 
 def break_off(request: web.BaseRequest) -> None:
-    """End a response that cannot be completed so that its client sees that."""
+    """End an incomplete response so that its client notices."""
     connection = request.protocol
     assert isinstance(connection, ProxyConnection)
     if request.version >= HttpVersion11:

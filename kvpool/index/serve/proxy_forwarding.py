@@ -1,10 +1,10 @@
 """``Forwarding``: one request on its way to a worker, and the response on its way back. One event loop.
 
-The ``Host`` that a worker is sent is its own authority, not the client's: a TLS server, or an ingress in front of a
-worker, chooses by it, and vLLM does not read it.
+A worker gets its own authority as ``Host``, not the client's: TLS servers and ingresses choose by it, and
+vLLM does not read it.
 
-``Sending`` bounds how long a body takes: aiohttp's ``sock_read`` begins when the whole body was written, so a worker
-that takes no bytes would hold a body larger than the buffers of the sockets for ever.
+``Sending`` bounds the sending of a body: aiohttp's ``sock_read`` begins after it, so a worker that takes no
+bytes would hold a body above the sockets' buffers for ever.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ class Reply(NamedTuple):
 
 
 class Forwarding:
-    """``run`` or ``fetch`` it once. ``is_broken``: the worker has broken off its response, and the client's connection
-    has ended."""
+    """``run`` or ``fetch`` it once. ``is_broken``: the worker broke off its response, and the client's
+    connection ended.
+    """
 
     def __init__(
         self,
@@ -85,7 +86,7 @@ class Forwarding:
         self._began_s = time.perf_counter()
         self._body = b""
         self._held_nbytes = 0  # of the body
-        self._placement: Placement | None = None  # whose reservation is still to be ended
+        self._placement: Placement | None = None  # with a reservation to release
         self._has_begun = False  # the response's body
         self.is_broken = False
 
@@ -107,8 +108,9 @@ class Forwarding:
             self._forget_body()
 
     async def fetch(self, like: bytes, most_nbytes: int) -> Reply:
-        """The whole answer to a request without a body, placed as one with the body ``like``; empty where it has more
-        than ``most_nbytes``. Errors: ``Refusal``."""
+        """The whole answer to a request without a body, placed as if with the body ``like``; empty above
+        ``most_nbytes``. Errors: ``Refusal``.
+        """
         try:
             reply, target = await self._send(await self._place(like), _NOT_FORWARDED | {"accept-encoding"})
             try:
@@ -144,9 +146,9 @@ class Forwarding:
             raise Refusal(413, f"a request has at most {MAX_BODY_NBYTES} bytes")
         if not content.is_eof() and self._request.headers.get("expect", "").lower() == "100-continue":
             await self._request.writer.write(_CONTINUE)
-            self._request.writer.output_size = 0  # of the response nothing is sent
+            self._request.writer.output_size = 0  # no byte of the response is sent
         try:
-            if content.is_eof():  # as most are
+            if content.is_eof():  # the usual case
                 await self._read_parts()
             else:
                 await asyncio.wait_for(self._read_parts(), BODY_S)
@@ -306,8 +308,8 @@ class Forwarding:
 class Sending(aiohttp.Payload):
     """For one request of a session with ``WorkerConnector``.
 
-    ``is_whole``: the connection has all of it, so its worker may have begun. ``is_reused``: the connection has carried
-    a request before; the worker may have closed it because it was idle. ``is_late``: the worker did not take it within
+    ``is_whole``: all of it was written, so its worker may have begun. ``is_reused``: the connection carried a
+    request before; the worker may have closed it as idle. ``is_late``: the worker did not take it within
     ``SEND_S``.
     """
 
@@ -324,7 +326,7 @@ class Sending(aiohttp.Payload):
         self._transport, self.is_reused, self.is_whole = transport, is_reused, not self._size
 
     def abort(self) -> None:
-        """End the connection at once: closing it would wait for the worker to read."""
+        """End the connection at once: closing would wait for the worker to read."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -349,7 +351,7 @@ class Sending(aiohttp.Payload):
 
 
 class WorkerConnector(aiohttp.TCPConnector):
-    """Tells each ``Sending`` about its connection. ``_used``: connections that have carried a request."""
+    """Gives each ``Sending`` its connection. ``_used``: connections that have carried a request."""
 
     def __init__(self, *, keepalive_s: float, tls: ssl.SSLContext | None) -> None:
         super().__init__(limit=0, keepalive_timeout=keepalive_s, ssl=tls or True)
@@ -380,7 +382,8 @@ def _incomplete(target: Target, error: BaseException) -> str:
 
 
 def _line(error: BaseException) -> str:
-    # Of a response that is no HTTP the text alone has URLs, and more than a line; that of a connection names calls.
+    # For an invalid response only the exception's text has URLs and several lines; for a connection it names
+    # calls.
     if isinstance(error, aiohttp.ClientConnectorError) and (error.errno or 0) > 0:
         text = os.strerror(error.errno or 0)
     else:

@@ -1,8 +1,7 @@
 """``IndexServer``: the index's protocol over gRPC, with health and reflection beside it.
 
-The handlers run in one event loop. Workers are added and removed in ``_threads``.
-
-Every call passes ``Calls``, which asks ``TokenAuth`` who the caller is.
+The handlers run in one event loop. ``_threads`` add and remove workers. Every call passes ``Calls``, which
+authenticates by ``TokenAuth``.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ from kvpool.tracing import Tracing
 from kvpool.v1 import index_pb2 as pb
 
 THREADS = 4
-TICK_S = 0.25  # how late the end of a lease may be noticed
+TICK_S = 0.25  # delay after the end of a lease
 STOP_TIMEOUT_S = 5.0
 MAX_CONNECTION_AGE_S = 1800.0  # gRPC adds or takes off up to a tenth
-WARM_UP_S = 15.0  # longest time until health says "serving"
+WARM_UP_S = 15.0  # longest time until health reports "serving"
 
 Value = TypeVar("Value")
 
@@ -60,18 +59,16 @@ logger = logging.getLogger("kvpool.index")
 
 
 class IndexServer:
-    """Serves ``fleet``. Use it in one event loop: ``start``, ``wait``, ``stop``.
+    """Serves ``fleet``. One event loop: ``start``, ``wait``, ``stop``.
 
-    ``stats`` counts what is answered here; others may count in it, too. ``router``: of the same fleet; None: one that
-    knows of no load but what routers report. ``tokenizers``: for prompts that come as text; the caller closes them.
-    ``is_warm``: whether there is nothing to wait for; until then, and for at most ``warm_up_s`` seconds, health says
-    "not serving", and every call is answered all the same. ``take``: a snapshot of what is known, to be called in any
-    thread.
-    ``auth``: who may do what; None: every caller may do everything. ``tls``: None: without. Files of either are
-    looked at again while it serves. ``max_connection_age_s``: after so long a caller is told to connect anew, so that
-    a new replica gets its part; calls go on meanwhile. ``max_connection_grace_s``: after so long more its streams are
-    ended, too. 0, of either: never. ``tracing``: of calls with one
-    request; None: off. ``calls``, ``methods``, ``health``: for other doors of the same index.
+    ``stats``: may be shared with other counters. ``router``: of the same fleet; None: its only loads are
+    those that routers report. ``tokenizers``: for prompts as text; the caller closes them. ``is_warm``: until
+    true, and for at most ``warm_up_s`` seconds, health reports "not serving"; calls are answered all the
+    same. ``take``: makes a snapshot, in any thread. ``auth``: None: every caller may do everything. ``tls``:
+    None: without. Files of both are reloaded. ``max_connection_age_s``: after so long a caller is asked to
+    reconnect, so that a new replica gets its part; calls go on. ``max_connection_grace_s``: its streams end
+    so much later. 0, of either: never. ``tracing``: of calls with one request; None: off. ``calls``,
+    ``methods``, ``health``: for other ports of the same index.
     """
 
     def __init__(
@@ -110,8 +107,9 @@ class IndexServer:
         self._snapshots = SnapshotStreams(packed, self.health, self.calls, self._threads)
 
     async def start(self, listen: str | None) -> int:
-        """Listen on ``HOST:PORT``; port 0: any that is free; None: nowhere, the index has other doors. Returns the
-        port; 0: none. Errors: ``ConfigError``."""
+        """Listen on ``HOST:PORT``; port 0: any free one; None: nowhere, the index has other ports. Returns
+        the port; 0: none. Errors: ``ConfigError``.
+        """
         bound = 0
         if listen is not None:
             bound = self._open(listen)
@@ -138,7 +136,7 @@ class IndexServer:
         return bound
 
     async def wait(self, ended: asyncio.Event) -> None:
-        """Serve until ``ended``. An error that leases can no longer be judged by is raised."""
+        """Serve until ``ended``. Raises the error that ends the checks of leases."""
         assert self._ticker is not None
         waiting = asyncio.ensure_future(ended.wait())
         try:
@@ -149,13 +147,13 @@ class IndexServer:
             waiting.cancel()
 
     async def drain(self, seconds: float, now: asyncio.Event) -> None:
-        """Say "not serving", and answer for so long, or until ``now``: a load balancer sends callers elsewhere."""
+        """Report "not serving", and answer for so long, or until ``now``: a load balancer sends callers elsewhere."""
         await self.health.end()
         with contextlib.suppress(TimeoutError, asyncio.TimeoutError):
             await asyncio.wait_for(now.wait(), seconds)
 
     async def stop(self) -> None:
-        """Refuse new calls, give those under way a few seconds, and end. Says "not serving" first."""
+        """Report "not serving", refuse new calls, and end; running calls have a few seconds."""
         await self.health.end()
         if self._ticker is not None:
             self._ticker.cancel()
@@ -168,11 +166,10 @@ class IndexServer:
         self._lookups.close()
 
     async def is_serving(self) -> bool:
-        """Whether its health says so."""
         return await self.health.is_serving()
 
     def _warn(self, listen: str) -> None:
-        """Say what others on the network could do."""
+        """Log dangers from others on the network."""
         if is_loopback(listen):
             return
         if self._auth.is_open:

@@ -1,4 +1,4 @@
-"""``SnapshotStreams``: what an index knows, in chunks, for another index that starts."""
+"""``SnapshotStreams``: the index's state, in chunks, for another index at its start."""
 
 from __future__ import annotations
 

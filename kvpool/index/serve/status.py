@@ -1,11 +1,11 @@
-"""``Status``: the files of the status page, and its questions: the fleet now, the last hour, who holds a prompt.
+"""``Status``: the status page's files, and its data: the fleet now, the last hour, the holders of a prompt.
 
-The files hold nothing of the index, and any caller gets them; questions need the token that is typed into the page. The
-headers forbid the page everything but these files: names of workers come from tenants, who may be hostile.
+Any caller gets the files, which have no data; data needs the token typed into the page. The headers forbid
+all but these files: workers' names come from tenants, who may be hostile.
 
-Answers are made in one thread, ``_thread``, which owns ``_rows`` and ``_made_s``: looking at 10,000 workers takes a
-quarter of a second, so that is done once for all who ask within ``FRESH_S``, and never beside itself. ``StatusHistory``
-takes samples in a task of the event loop; other threads read copies under its ``_lock``.
+``_thread`` makes answers, and owns ``_rows`` and ``_made_s``: a pass over 10,000 workers takes a quarter of a
+second, so one pass serves all requests within ``FRESH_S``. ``StatusHistory`` takes samples in a task of the
+event loop; other threads read copies under its ``_lock``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SAMPLES = 720  # an hour
 FRESH_S = 1.0
 MAX_ROWS = 200  # of workers in one answer
 ROWS = 50
-MAX_MODELS = 200  # that are named
+MAX_MODELS = 200  # named in an answer
 MAX_HOLDERS = 50  # ranks in an answer about a prompt
 MAX_PROMPT_NBYTES = 1 << 20  # of JSON: 200,000 tokens; decoded with the interpreter's lock held, 10 ms
 MAX_FIND_CHARS = 128
@@ -59,7 +59,7 @@ Value = TypeVar("Value")
 
 
 class _Question(msgspec.Struct, forbid_unknown_fields=True):
-    """Who holds this prompt? One of ``text`` and ``token_ids``."""
+    """The holders of this prompt. One of ``text`` and ``token_ids``."""
 
     model: str
     tenant: str = DEFAULT_TENANT
@@ -68,9 +68,9 @@ class _Question(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Status:
-    """``pool``: None: there is none. ``is_serving``: what health says. ``start`` it in the event loop, then ``close``.
+    """``pool``: None: absent. ``is_serving``: of health. ``start`` it in the event loop, then ``close``.
 
-    What is asked here is counted in no hit rate. ``every_s``: between two samples of the last hour.
+    Its lookups are in no hit ratio. ``every_s``: between two samples of the last hour.
     """
 
     def __init__(
@@ -93,11 +93,10 @@ class Status:
         self._made_s = 0.0
 
     def start(self) -> None:
-        """Take samples from now on."""
         self._history.start()
 
     async def close(self) -> None:
-        """Waits for what is under way, a few seconds at most."""
+        """Waits for running answers, a few seconds at most."""
         await self._history.close()
         await asyncio.to_thread(self._thread.shutdown)
 
@@ -126,7 +125,7 @@ class Status:
                     },
                     "fleet": self._summary(seen),
                     "workers": page_of(seen, (after[0], after[2]), limit, health, find),
-                    "totals": None,  # sums over all tenants are for those who may see all
+                    "totals": None,  # sums over all tenants are for callers with all tenants
                     "pool": None,
                     "traffic": None,
                     "history": None,
@@ -138,7 +137,7 @@ class Status:
             return HttpReply(await self._in_thread(answer), headers=HEADERS)
 
     async def prompt(self, request: HttpRequest, caller: Permissions) -> HttpReply:
-        """Which ranks hold how much of a prompt, those with the most first. Errors: as ``Fleet.lookup``."""
+        """Ranks by their blocks of a prompt, those with the most first. Errors: as ``Fleet.lookup``."""
         caller.check("read", None)
         with self._fleet.limits.calls(limits.PAGES, f"{request.host}:", caller.tenants):
             question = await self._in_thread(lambda: _decode(request))
@@ -186,7 +185,7 @@ class Status:
             "servers": len(servers),
             "away": [one.server for one in servers if not one.up],
             "used_nbytes": _sum(one.used_nbytes for one in servers),
-            "capacity_nbytes": _sum(one.capacity_nbytes for one in servers),  # None: one of them has no limit
+            "capacity_nbytes": _sum(one.capacity_nbytes for one in servers),  # None: a server has no limit
             "evicted_keys": _sum(one.evicted for one in servers),
         }
         return {
@@ -225,13 +224,13 @@ class Status:
 
 
 def _sum(values: Iterable[int | None]) -> int | None:
-    """None: one of them is not known, or there is none."""
+    """None: an unknown value, or no values."""
     known = list(values)
     return sum(filter(None, known)) if known and None not in known else None
 
 
 def _windows(traffic: Mapping[str, Seen]) -> dict[str, Any]:
-    """What the engines were asked for, by window; without those in which it was nothing."""
+    """Requested blocks of the engines, by window; without empty windows."""
     return {
         window: {"hit_ratio": seen.hit_ratio, "ceiling": seen.ceiling}
         for window, seen in traffic.items()
@@ -293,7 +292,7 @@ def _whole(query: Mapping[str, str], name: str, default: int, most: int) -> int:
 
 
 class Sample(NamedTuple):
-    """``at_s``: seconds since the start. ``reuse``, ``placed``: since then. ``pool_nbytes``: used; None: not known."""
+    """``at_s``: seconds since the start. ``reuse``, ``placed``: since then. ``pool_nbytes``: used; None: unknown."""
 
     at_s: float
     reuse: Reuse
@@ -302,7 +301,7 @@ class Sample(NamedTuple):
 
 
 class StatusHistory:
-    """``take``: what a sample has but its time, now. ``start``, then ``close``."""
+    """``take``: a sample of now, without its time. ``start``, then ``close``."""
 
     def __init__(
         self, take: Callable[[], tuple[Reuse, Placed, int | None]], *, every_s: float = EVERY_S
@@ -316,17 +315,15 @@ class StatusHistory:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Take samples from now on."""
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        """Take no more."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
     def since(self, number: int) -> tuple[int, list[Sample]]:
-        """The number of the first sample that follows, and all from sample ``number`` on that are kept. Any thread."""
+        """The number of the first returned sample, and all kept samples from ``number`` on. Any thread."""
         with self._lock:
             first = self._taken - len(self._samples)
             begin = number if first <= number <= self._taken else first

@@ -1,7 +1,7 @@
-"""Workers by tenant and name, all of them or a page: of ``ListWorkers``, and of the status page. Pure, but for reads.
+"""Workers by tenant and name, in pages: of ``ListWorkers``, and of the status page. Pure, but for reads.
 
-The token of a page is the id of its last worker. So any replica can answer the next page, and a worker that stays is
-listed once, whichever others come and go meanwhile.
+A page's token is the id of its last worker. Any replica can answer the next page, and a worker that stays is
+listed once.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _id(tenant: str, name: str) -> str:
 
 
 def _position(page_token: str) -> tuple[str, str]:
-    """Of the last worker of the page before; before all others where there is none."""
+    """Of the former page's last worker; before all others without one."""
     tenant, slash, name = page_token.partition("/")
     if page_token and not slash:
         raise ConfigError("page_token is the next_page_token of the page before, as it came")
@@ -63,14 +63,14 @@ def _position(page_token: str) -> tuple[str, str]:
 
 
 Health = Literal["unreachable", "stale", "asleep", "incomplete", "silent", "healthy"]
-# The worst first; a worker is as its worst rank. unreachable: stale, and neither events nor metrics come. stale: its
-# events do not arrive, so what it holds is not credited. asleep: its engine serves no requests now. incomplete: only a
-# part of what it holds is known, or can match. silent: its events are switched off, so nothing is known of it.
+# The worst first; a worker is as its worst rank. unreachable: stale, without events and metrics. stale: its
+# events do not arrive, so its blocks get no credit. asleep: its engine serves no requests now. incomplete:
+# its blocks are known, or can match, only in part. silent: its events are switched off.
 HEALTHS: tuple[Health, ...] = get_args(Health)
 
 
 class WorkerRow(NamedTuple):
-    """One worker. ``loads``: of its ranks whose load is known."""
+    """One worker. ``loads``: of its ranks with a known load."""
 
     status: WorkerStatus
     health: Health
@@ -79,7 +79,6 @@ class WorkerRow(NamedTuple):
 
     @property
     def position(self) -> tuple[str, str]:
-        """Its place among all."""
         return self.status.worker.tenant, self.status.worker.name
 
     @property
@@ -88,7 +87,6 @@ class WorkerRow(NamedTuple):
         return max((rank.staleness_ms for rank in self.status.publishers), default=0)
 
     def blocks(self, tier: str) -> int:
-        """That its ranks hold."""
         return sum(int(getattr(rank, f"{tier}_blocks")) for rank in self.status.publishers)
 
     def as_json(self) -> dict[str, Any]:
@@ -143,7 +141,7 @@ def _health(rank: PublisherStatus, known: Known | None, has_feed: bool) -> Healt
 
 
 def _total(numbers: Iterable[int]) -> int | None:
-    """None: of nobody."""
+    """None: no numbers."""
     known = list(numbers)
     return sum(known) if known else None
 
