@@ -1,8 +1,8 @@
 """``kvpool bench store``: puts, gets and existence in one pool by value size, and a server's memory.
 
-A batch of each size stays in the pool while the size is measured, and each round puts it again and gets it: so memory
-is there when it is written to, as in a pool that has been full for long. Medians of the rounds.
-``python -m benchmarks store`` (in a checkout) races other clients.
+A batch of each size stays in the pool during its rounds, each of which puts and gets it again: so memory is
+allocated before writes, as in a long-full pool. Medians of the rounds. ``python -m benchmarks store`` (in a
+checkout) races other clients.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ VALUE_NBYTES = (64 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20)
 EXISTS_KEYS = 1024
 TENANT = "bench"
 TIMEOUT_S = 120.0  # of one batch
-ROOM = 1.3  # of what is put: free memory that a server must have, so that the benchmark evicts nothing
+ROOM = 1.3  # free memory of a server per byte put, so that nothing is evicted
 
 Views = list[memoryview]
 
 
 @dataclass(frozen=True)
 class Row:
-    """10^9 bytes a second. ``server_memory``: the server's bytes for a byte of payload. None: it was not measured."""
+    """10^9 bytes a second. ``server_memory``: the server's bytes per byte of payload. None: not measured."""
 
     value_nbytes: int
     put_gb_per_s: float
@@ -54,7 +54,9 @@ class Row:
 
 
 def run_bench_store(*, pool: str | None, rounds: int, batch_nbytes: int, as_json: bool) -> None:
-    """Measure, and print a table or JSON. Blocking, for a minute. Memory here: two batches. Errors: ``KVPoolError``."""
+    """Measure, and print a table or JSON. Blocking, for a minute. Takes two batches of memory. Errors:
+    ``KVPoolError``.
+    """
     with benched_pool(pool, batch_nbytes) as (url, _), progress_bar() as progress:
         parsed = StoreURL.parse(url)
         with open_store(url) as store, server_memory(parsed, batch_nbytes) as memory_of:
@@ -125,12 +127,12 @@ def _measure(
 
 @contextlib.contextmanager
 def benched_pool(pool: str | None, batch_nbytes: int) -> Iterator[tuple[str, Path]]:
-    """The URL of the pool, and a temporary folder; without ``pool`` the pool is a directory in it, in shared memory.
+    """The URL of the pool, and a temporary folder; without ``pool``, a directory in it, in shared memory.
 
-    The folder goes away at the end, on Ctrl-C and on SIGTERM too. The process's main thread only. Errors: a
+    The folder goes away at the end, on Ctrl-C and on SIGTERM too. Main thread only. Errors: a
     ``RuntimeError`` inside becomes ``StoreUnavailable``.
     """
-    # Shared memory where there is some, so that a disk's speed does not hide ours.
+    # Shared memory where available, so that a disk's speed does not hide ours.
     fast = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108
     folder = Path(tempfile.mkdtemp(prefix="kvpool-bench-", dir=fast))
     url = pool or f"file://{folder}/pool?capacity={max(1 << 21, 2 * batch_nbytes)}"
@@ -151,7 +153,7 @@ def progress_bar() -> Progress:
 
 @contextlib.contextmanager
 def termination_interrupts() -> Iterator[None]:
-    """Within it SIGTERM does what Ctrl-C does: it raises ``KeyboardInterrupt``. The process's main thread only."""
+    """SIGTERM raises ``KeyboardInterrupt`` inside, as Ctrl-C does. Main thread only."""
     previous = signal.signal(signal.SIGTERM, _interrupt)
     try:
         yield
@@ -164,7 +166,7 @@ def _interrupt(signum: int, frame: object) -> None:
 
 
 class Values:
-    """As many values of one size as a batch has: what is put, and where it is got to."""
+    """A batch of values of one size: sources and destinations."""
 
     def __init__(self, nbytes: int, count: int) -> None:
         self.nbytes, self.count = nbytes, count
@@ -173,7 +175,7 @@ class Values:
 
 
 class TimedClient(ABC):
-    """A client in this process. What it got is compared with what was put, outside the time that is measured.
+    """A client in this process. Gets are compared with puts outside of the measured time.
 
     Every call blocks; times are seconds. Errors: ``KVPoolError``, ``RuntimeError``.
     """
@@ -183,7 +185,7 @@ class TimedClient(ABC):
         self._values = Values(0, 0)
 
     def fill(self, values: Values) -> None:
-        """Put all of ``values``, each under a key of its own, which the calls below then use."""
+        """Put all of ``values``, each under a key of its own, for the calls below."""
         self._values = values
         self._put(values.sources)
 
@@ -220,7 +222,7 @@ class StoreClient(TimedClient):
         self._namespace = Namespace(TENANT, {"bench": name, "run": secrets.token_hex(16)})
 
     def exists(self, count: int) -> float:
-        """How long the question takes which of the first ``count`` are there."""
+        """Seconds of an existence query for the first ``count`` keys."""
         keys = self.keys(count)
         return timed(lambda: check_all(self._store.contains_many(keys, timeout_s=TIMEOUT_S)))
 
@@ -238,7 +240,7 @@ class StoreClient(TimedClient):
 
 
 def check_all(found: Sequence[bool]) -> None:
-    """Errors: ``ConfigError`` when one is not there."""
+    """Errors: ``ConfigError`` for an absent key."""
     if not all(found):
         raise ConfigError("the pool did not keep a whole batch: raise its capacity, or lower --batch-bytes")
 
@@ -251,10 +253,10 @@ def timed(work: Callable[[], Any]) -> float:
 
 @contextlib.contextmanager
 def server_memory(url: StoreURL, wanted_nbytes: int) -> Iterator[Callable[[str], int] | None]:
-    """Asks a server how much memory a key has there; refuses one that would evict for us. None where there is not one.
+    """Reads a key's memory at a server; refuses a server that would evict. None: several servers, or none.
 
-    Not the difference of its memory in use: that has its clients' buffers in it, and what it frees in the background.
-    ``wanted_nbytes``: put there at a time. Errors: ``KVPoolError``.
+    Not the difference of its memory in use, which has its clients' buffers and lazy frees. ``wanted_nbytes``:
+    put at a time. Errors: ``KVPoolError``.
     """
     if url.scheme not in SERVER_SCHEMES or url.nodes:
         yield None

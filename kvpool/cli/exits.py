@@ -1,8 +1,8 @@
-"""How a command line ends: the exit code, and one line on standard error when it failed.
+"""Exit codes of a command line, and one line on standard error for a failure.
 
-0: done. 1: the world is not as it has to be: nothing answers, a file is missing, an address is taken, a check failed.
-2: the command line cannot be understood or contradicts itself. 130: interrupted. With ``--json`` the failure is one
-object on standard output instead, where a program reads: ``{"error": {"type", "message", "exit_code"}}``.
+0: done. 1: the environment fails: no reply, a missing file, a taken address, a failed check. 2: the command
+line is invalid or contradicts itself. 130: interrupted. With ``--json`` the failure is one object on standard
+output: ``{"error": {"type", "message", "exit_code"}}``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
-# What the command line does not have any more, and what to write instead: commands; options by their command.
+# Removed commands, and options by their command, with their replacements.
 _CHECKOUT = "run python -m benchmarks {} in a checkout of kvpool"
 REMOVED_COMMANDS = {
     "demo": "run make demo in a checkout of kvpool",
@@ -48,7 +48,7 @@ _ARGUMENT = re.compile(r"(?<![\w/.-])tls_(ca|cert|key)(?![\w/.-])")
 
 
 def run(app: typer.Typer, program: str) -> NoReturn:
-    """Run a command line and exit. ``program``: its name, before each line that it prints about a failure."""
+    """Run a command line and exit. ``program``: its name, before each line about a failure."""
     as_json = "--json" in sys.argv[1:]
 
     def end(sentence: str, code: int, kind: str) -> NoReturn:
@@ -62,7 +62,7 @@ def run(app: typer.Typer, program: str) -> NoReturn:
         if sys.argv[1:][: len(name.split())] == name.split():
             end(f"{name} is not in the package any more: {instead}", EXIT_USAGE, "UsageError")
     try:
-        # What a command's typer.Exit says; Ctrl-C comes as 130.
+        # The code of a command's typer.Exit; Ctrl-C comes as 130.
         code = app(prog_name=program, standalone_mode=False)
         if code == EXIT_INTERRUPTED:
             end("interrupted", EXIT_INTERRUPTED, "Interrupted")
@@ -90,7 +90,7 @@ def run(app: typer.Typer, program: str) -> NoReturn:
 
 
 def code_of(error: KVPoolError) -> int:
-    """The exit code for it. A ``ConfigError`` that a file, folder or address has caused is a fault of the world."""
+    """A ``ConfigError`` caused by a file, folder or address is a fault of the environment."""
     from kvpool._native import RefusedDirectory
 
     if isinstance(error, ConfigError) and not isinstance(error.__cause__, OSError | RefusedDirectory):
@@ -104,5 +104,5 @@ def in_options(text: str) -> str:
 
 
 def error_object(sentence: str, code: int, kind: str) -> dict[str, str | int]:
-    """What ``--json`` has of a failure."""
+    """A failure in ``--json``."""
     return {"type": kind, "message": in_options(sentence), "exit_code": code}

@@ -53,8 +53,8 @@ from kvpool.tracing import Tracing
 BOOTSTRAP_TIMEOUT_S = 30.0
 CALLS_END_S = 1.0
 TENANT_SHARE = 0.5  # of workers, ranks, models and reservations
-# How long a thread may keep the interpreter from another one. With Python's own 5 ms, a lookup that arrives while
-# events are taken in waits several times as long as it works; a tenth costs those events nothing that can be measured.
+# How long a thread may keep the interpreter from another. With Python's 5 ms, a lookup during a batch waits
+# several times as long as it works; a tenth costs batches nothing measurable.
 SWITCH_S = 0.0005
 
 Settings = IndexSettings | RouterSettings
@@ -137,7 +137,7 @@ async def _serve(
     tls: ServerTls | None,
     worker_tls: ssl.SSLContext | None,
 ) -> None:
-    """Everything that makes an index is put together here, and taken apart in the reverse order."""
+    """Assembles an index, and takes it apart in the reverse order."""
     ended, now = asyncio.Event(), asyncio.Event()
     front = settings.proxy or settings.grpc
     assert front is not None
@@ -150,7 +150,7 @@ async def _serve(
     def take() -> Snapshot:
         return Snapshot(time.time(), "" if pool is None else pool.life, fleet.snapshot())
 
-    # On a host by itself the workers are there, too.
+    # On a host by itself the workers are local, too.
     networks = WorkerNetworks(settings.worker_networks, loopback=is_loopback(front))
     trusted = {(worker.tenant, *place) for worker in workers for place in places_of(worker)}
     file = None if settings.snapshot is None else Path(settings.snapshot)
@@ -269,7 +269,7 @@ async def _serve(
             pool.start()
         complete = True
         gc.collect()
-        gc.freeze()  # a full collection that went through all that was imported stopped the index for 160 ms
+        gc.freeze()  # full collections over all imports stopped the index for 160 ms
         if file is not None:
             written = SnapshotFile(file, lambda: fleet.packed(take), every_s=settings.snapshot_every)
             parts.callback(written.close)
@@ -297,7 +297,7 @@ async def _serve(
 
 
 async def _calls_end() -> None:
-    """Wait for gRPC's tasks of calls that were answered last: one that the loop's end cancels prints a traceback."""
+    """Wait for gRPC's tasks of last-answered calls: cancelled by the loop's end, they print a traceback."""
     if calls := asyncio.all_tasks() - {asyncio.current_task()}:
         await asyncio.wait(calls, timeout=CALLS_END_S)
 
@@ -305,7 +305,7 @@ async def _calls_end() -> None:
 def _warm_up(
     fleet: Fleet, file: Path | None, bootstrap: str | None, flags: Collection[str], life: str | None
 ) -> None:
-    """Begin with what a peer that is warm knows, else with what the file says, else with nothing. Blocking."""
+    """Begin with a warm peer's snapshot, else with the file's, else empty. Blocking."""
     max_nbytes = fleet.limits.max_snapshot_nbytes
 
     def of_peer() -> Snapshot | None:
@@ -339,13 +339,13 @@ def _warm_up(
 
 
 def _allow_descriptors() -> None:
-    """As many as this process may have: a publisher takes two, and 1,024 is a usual limit to begin with."""
+    """As many as this process may have: a publisher takes two, and 1,024 is a usual start."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class JsonLines(logging.Formatter):
-    """``time`` (UTC), ``level``, ``logger``, ``message``; ``exception`` with its stack, where there is one."""
+    """``time`` (UTC), ``level``, ``logger``, ``message``; ``exception`` with its stack, if any."""
 
     def format(self, record: logging.LogRecord) -> str:
         whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
@@ -361,7 +361,7 @@ class JsonLines(logging.Formatter):
 
 
 def log_to_stderr(level: LogLevel, form: LogFormat) -> None:
-    """What kvpool logs goes to standard error from now on, and nowhere else. Again: with the new level and form."""
+    """kvpool logs to standard error from now on, and nowhere else. Idempotent: takes the new level and form."""
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
     handler.setFormatter(JsonLines() if form is LogFormat.JSON else text)

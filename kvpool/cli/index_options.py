@@ -1,4 +1,4 @@
-"""Options of ``kvpool index`` and ``kvpool router`` that are written in a form of their own, as values."""
+"""Structured options of ``kvpool index`` and ``kvpool router``, as values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NUMBER = re.compile(r"[0-9]{1,9}")
 
 
 def parse_worker(text: str, seed_id: str) -> Worker:
-    """The worker that a ``--worker`` names. Errors: ``ConfigError`` that begins with the option."""
+    """``text``: of ``--worker``. Errors: ``ConfigError`` that begins with the option."""
     try:
         return check_worker(_worker(text, seed_id))
     except ConfigError as error:
@@ -94,7 +94,7 @@ def parse_costs(given: Sequence[str]) -> Costs:
 
 
 def _of_rank(endpoint: str, rank: int) -> str:
-    """Where a rank publishes: vLLM adds the rank to the port (``offset_endpoint_port``)."""
+    """A rank's endpoint: vLLM adds the rank to the port (``offset_endpoint_port``)."""
     if rank == 0 or not endpoint:
         return endpoint
     host, _, port = endpoint.rpartition(":")

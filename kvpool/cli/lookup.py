@@ -1,4 +1,4 @@
-"""``kvpool lookup``: one question to an index, as a table with a bar for each worker's rank."""
+"""``kvpool lookup``: one lookup, as a table with a bar for each worker's rank."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run_lookup(
     most: int,
     as_json: bool,
 ) -> None:
-    """Ask, and print a table of at most ``most`` rows (0: all) or JSON.
+    """Print a table of at most ``most`` rows (0: all) or JSON.
 
     Errors: ``ConfigError`` for the arguments; those of ``IndexClient``.
     """
@@ -87,7 +87,7 @@ def run_lookup(
 
 
 def read_chat(source: str, option: str) -> Chat:
-    """The chat in a file, or on standard input where ``source`` is ``-``. Blocking. Errors: ``ConfigError``."""
+    """The chat in a file; ``-``: standard input. Blocking. Errors: ``ConfigError``."""
     text = _text(source, option)
     try:
         return Chat.of_request(json.loads(text))
@@ -101,10 +101,10 @@ def read_chat(source: str, option: str) -> Chat:
 
 
 def read_numbers(source: str, option: str, what: str, most: int) -> list[int]:
-    """The whole numbers from 0 to ``most`` in a file, or on standard input where ``source`` is ``-``.
+    """The whole numbers from 0 to ``most`` in a file; ``-``: standard input.
 
-    A JSON list, or decimal and 0x numbers between spaces, line ends or commas. Blocking. Errors: ``ConfigError`` that
-    names the place.
+    A JSON list, or decimal and 0x numbers between spaces, line ends or commas. Blocking. Errors:
+    ``ConfigError`` with the place.
     """
     where = _where(source)
     text = _text(source, option)
@@ -212,7 +212,7 @@ def _print(model: str, rows: Sequence[Row], answer: Lookup, most: int) -> None:
 
 
 def _columns(rows: Sequence[Row], shown: Sequence[Row], marks: str) -> list[Column]:
-    """Blocks, and whether they can be trusted, stay on a narrow screen."""
+    """Blocks and trust stay on a narrow screen."""
     several = len({row.worker for row in rows}) != len(rows)
     columns = [
         Column("worker", left=True), Column("leading blocks", drop=2, left=True), Column("device"), Column("local"),
@@ -226,14 +226,14 @@ def _columns(rows: Sequence[Row], shown: Sequence[Row], marks: str) -> list[Colu
             f"{row.staleness_ms / 1000:.1f} s", "stale" if row.stale else "ok",
         )  # fmt: skip
         add_row(columns, *cells)
-    # Of most prompts it is the larger one of local and pool.
+    # For most prompts it is the larger of local and pool.
     if not any(row.loadable_blocks > max(row.local_blocks, row.pool_blocks) for row in rows):
         columns = [column for column in columns if column.name != "loadable"]
     return columns
 
 
 def _summary(left: Sequence[Row]) -> str:
-    """What the rows say that are not shown."""
+    """Summary of the hidden rows."""
     some = sum(1 for row in left if row.loadable_blocks)
     stale = sum(row.stale for row in left)
     said = [f"{some} of them have blocks of it" if some else "none of them has a block of it"]

@@ -1,6 +1,6 @@
-"""``kvpool purge``: delete what a tenant, a namespace or everyone keeps in a pool, and say first what that is.
+"""``kvpool purge``: delete a pool's keys of a tenant, a namespace or everyone, after a preview.
 
-It looks, asks, and looks again to delete, so that the keys of a pool are never all held at once.
+It scans, asks, and scans again to delete, so that a pool's keys are never all in memory.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _DIGITS = re.compile(r"[0-9a-f]{8,32}")  # logs and the doctor write the first 8
 
 
 class NothingThere(KVPoolError):
-    """The pool has nothing of what was named; the text says what it has."""
+    """The pool has no such keys; the text says which it has."""
 
 
 @dataclass
 class Part:
-    """What one namespace has in the pool. ``model``: as its facts say; empty where the pool has none."""
+    """One namespace's part of the pool. ``model``: of its facts; empty: the pool has none."""
 
     tenant: str
     namespace: str
@@ -46,11 +46,11 @@ class Part:
 
 @dataclass
 class Plan:
-    """What would go: all under ``prefixes``."""
+    """Keys to delete: all under ``prefixes``."""
 
     prefixes: tuple[str, ...]
     parts: list[Part]
-    announcements: int  # those that are found without walking through the pool
+    announcements: int  # found without a scan of the pool
 
     @property
     def blocks(self) -> int:
@@ -67,10 +67,10 @@ class Plan:
 def run_purge(
     *, pool: str, tenant: str | None, namespace: str | None, everything: bool, yes: bool, as_json: bool
 ) -> None:
-    """Look, ask, delete; prints a table, or JSON once it is done.
+    """Scan, ask, delete; prints a table, or JSON at the end.
 
-    Blocking, for two walks through the pool. Errors: ``ConfigError`` for the arguments, and where nobody can be
-    asked; ``NothingThere``; ``StoreUnavailable``; ``typer.Abort`` when the answer is no.
+    Blocking, for two scans of the pool. Errors: ``ConfigError`` for the arguments, and without a terminal to
+    ask; ``NothingThere``; ``StoreUnavailable``; ``typer.Abort`` for "no".
     """
     if everything == (tenant is not None or namespace is not None):
         raise ConfigError(
@@ -105,7 +105,7 @@ def run_purge(
 
 
 def _survey(store: Store, within: str) -> tuple[list[Part], set[str]]:
-    """What lies under the prefix ``within``: namespaces, some with facts and no block; keys of announcements."""
+    """Contents of the prefix ``within``: namespaces, some with facts and no block; keys of announcements."""
     found: dict[tuple[str, str], Part] = {}
     announced = set(store.announcements(within))
     with _progress() as progress:
@@ -151,7 +151,7 @@ def _not_there(store: Store, tenant: str | None, namespace: str | None, parts: l
 
 
 def _delete(store: Store, plan: Plan) -> tuple[int, int]:
-    """(blocks, announcements) that went. Announcements last: who is interrupted can still see what is left."""
+    """Deleted (blocks, announcements). Announcements last: after an interruption the rest is still visible."""
     blocks = 0
     with _progress() as progress:
         task = progress.add_task("deleting", total=plan.blocks)
@@ -164,7 +164,7 @@ def _delete(store: Store, plan: Plan) -> tuple[int, int]:
 
 @contextmanager
 def _advised() -> Iterator[None]:
-    """Say where the rule is that lets a user purge, when a server names a command or key that it may not use."""
+    """Name the server's rule for purging users when it forbids a command or key."""
     try:
         yield
     except StoreUnavailable as error:

@@ -1,4 +1,4 @@
-"""Settings of ``kvpool index`` and ``kvpool router``, which follow a fleet alike: each declares its options once.
+"""Settings of ``kvpool index`` and ``kvpool router``: each declares its options once.
 
 A field is an option: ``max_blocks`` is ``--max-blocks``.
 """
@@ -20,7 +20,7 @@ LOGS = "Logs and traces"
 
 
 class LogLevel(str, Enum):
-    """The least that is logged."""
+    """Least logged level."""
 
     DEBUG = "debug"
     INFO = "info"

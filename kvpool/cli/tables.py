@@ -1,6 +1,6 @@
-"""Tables that lose nothing: off a terminal as wide as what is in them, on a narrow one without the least columns.
+"""Tables without loss: full width off a terminal, without the least columns on a narrow terminal.
 
-Rich takes 80 columns for a pipe and cuts what does not fit. A table that a program or ``grep`` reads has to be whole.
+Rich takes 80 columns for a pipe and cuts the rest. A table for a program or ``grep`` has to be whole.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-WIDE = 10_000  # columns of what is no terminal
-LEAST_WRAPPED = 24  # columns for a text that may take several lines, for which others are left out
-LEAST = 6  # columns for it where nothing is left to leave out
+WIDE = 10_000  # columns off a terminal
+LEAST_WRAPPED = 24  # columns for a wrapped text, before others are left out
+LEAST = 6  # columns for it when no other is left
 
 
 @dataclass
 class Column:
-    """One column. ``drop``: which one is left out first where there is no room, the highest; 0: never.
+    """One column. ``drop``: the highest is left out first on a narrow terminal; 0: never.
 
-    ``wraps``: it is text, which may take several lines; others never do, but for the names in the first column.
+    ``wraps``: text over several lines; others never wrap, except names in the first column.
     """
 
     name: str
@@ -36,13 +36,12 @@ class Column:
 
     @property
     def width(self) -> int:
-        """That it takes."""
         natural = max(map(cell_len, (self.name, *self.cells)))
         return min(natural, LEAST_WRAPPED) if self.wraps else natural
 
 
 def console(*, stderr: bool = False) -> Console:
-    """One as wide as its terminal; as wide as ``COLUMNS`` says, else without a limit, where there is none."""
+    """As wide as its terminal, else as ``COLUMNS`` says, else without a limit."""
     made = Console(stderr=stderr)
     if not made.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
         made.width = WIDE
@@ -50,7 +49,7 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def add_row(columns: Sequence[Column], *cells: object) -> None:
-    """Put a cell into each of the columns, in their order."""
+    """A cell for each column, in order."""
     for column, cell in zip(columns, cells, strict=True):
         column.cells.append(str(cell))
 
@@ -58,7 +57,7 @@ def add_row(columns: Sequence[Column], *cells: object) -> None:
 def fitted(
     columns: Sequence[Column], width: int, *, title: str | None = None, styles: Iterable[str] = ()
 ) -> tuple[Table, list[str]]:
-    """A table of at most ``width`` columns, and the names of those that were left out.
+    """A table of at most ``width`` columns, and the names of those left out.
 
     ``styles``: of its rows, in their order; empty: none.
     """
@@ -98,22 +97,22 @@ def fitted(
 
 
 def _taken(columns: Sequence[Column]) -> int:
-    """By them, with two between each."""
+    """Of them, with two between each."""
     return sum(one.width + 2 for one in columns) - 2
 
 
 def left_out(names: Sequence[str]) -> str:
-    """What a narrow table says of those; empty where there are none."""
+    """A line that names left-out columns; empty: none."""
     return f"no room for {', '.join(names)}; --json has all" if names else ""
 
 
 def show(out: Console, *parts: RenderableType) -> None:
-    """Print tables and lines. A table that does not fit is printed as wide as it is: a terminal breaks its lines."""
+    """Print tables and lines. A table that does not fit keeps its width: a terminal breaks its lines."""
     for part in parts:
         if isinstance(part, Table):
             unlimited = out.options.update(width=WIDE)
             for column in part.columns:
-                if column.no_wrap:  # rich cuts these where there is no room
+                if column.no_wrap:  # rich cuts these on a narrow terminal
                     cells = (Measurement.get(out, unlimited, cell) for cell in (column.header, *column.cells))
                     column.min_width = max(one.maximum for one in cells)
             needed = Measurement.get(out, unlimited, part)

@@ -1,6 +1,6 @@
-"""``kvpool top``: what an index follows, and how well, again and again.
+"""``kvpool top``: an index's workers and their freshness, again and again.
 
-Live on a terminal; elsewhere a table, or a JSON object, a look. One thread, which waits between two looks.
+Live on a terminal; elsewhere a table or JSON object per interval. One thread, which waits between two requests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TIMEOUT_S = 5.0
 
 
 class Row(NamedTuple):
-    """One rank of one worker, as it is shown. ``batches_per_s``: None where there is nothing to compare with."""
+    """One rank of one worker, as shown. ``batches_per_s``: None: no former value."""
 
     tenant: str
     worker: str
@@ -49,8 +49,9 @@ class Row(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """Of lookups: shares of the prompts' blocks that the best rank of each had. Of placements: share of the prompts'
-    blocks that the worker chosen need not compute. None: nothing was asked."""
+    """Of lookups: shares of the prompts' blocks at the best rank of each. Of placements: share of the
+    prompts' blocks that needs no compute. None: no requests.
+    """
 
     lookups_per_s: float | None
     device_ratio: float | None
@@ -61,7 +62,7 @@ class Rates(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What an index said at one moment; ``at_s``: seconds that only go up."""
+    """An index's status at one moment; ``at_s``: monotonic seconds."""
 
     at_s: float
     status: FleetStatus
@@ -90,7 +91,7 @@ def run_top(
     once: bool,
     as_json: bool,
 ) -> None:
-    """Look until Ctrl-C, or once. An index that is away is asked again, but with ``once``.
+    """Show until Ctrl-C, or once. An unreachable index is retried, but not with ``once``.
 
     Errors: ``ConfigError`` for the arguments; with ``once`` those of ``IndexClient``.
     """
@@ -114,7 +115,7 @@ def run_top(
                         watch.try_to_look()
                         live.update(_fitted_to(out, watch), refresh=True)
                         time.sleep(interval_s)
-    except (KeyboardInterrupt, BrokenPipeError):  # the watcher has gone, or who read for him
+    except (KeyboardInterrupt, BrokenPipeError):  # the watcher, or a pipe's reader, has gone
         return
 
 
@@ -126,14 +127,14 @@ def _print(out: Console, watch: _Watch, most: int, as_json: bool) -> None:
 
 
 def _fitted_to(out: Console, watch: _Watch) -> Group:
-    """As many rows as leave room for what stands before and behind them, where long lines take several."""
+    """As many rows as fit between the other lines, which may wrap."""
     group = Group(*watch.parts(out.width, out.height))
     too_many = len(out.render_lines(group, pad=False)) - out.height
     return group if too_many <= 0 else Group(*watch.parts(out.width, max(1, out.height - too_many - 1)))
 
 
 class _Watch:
-    """The last two looks at an index, and why there is no later one."""
+    """The last two states of an index, and why no later came."""
 
     def __init__(self, client: IndexClient, tenant: str | None, model: str | None, sort: str) -> None:
         self._client, self._tenant, self._model, self._sort = client, tenant, model, sort
@@ -167,7 +168,7 @@ class _Watch:
         if self._now is None:
             return [Text(f"{in_options(str(self._away))}; trying again")]
         parts: list[RenderableType] = []
-        if self._away is not None:  # first: the end of a screen that is too long is cut off
+        if self._away is not None:  # first: the end of a long screen is cut off
             ago_s = time.monotonic() - self._now.at_s
             parts.append(Text(f"this is {ago_s:.0f} s old: {in_options(str(self._away))}; trying again"))
         rows = rows_of(self._now, self._before, self._sort)
@@ -219,7 +220,7 @@ def rows_of(now: Look, before: Look | None, sort: str) -> list[Row]:
 
 
 def rates_of(now: Look, before: Look | None) -> Rates:
-    """Of the time between two looks; of all the time since the index was started where it was not asked since."""
+    """Of the time between two states; without requests since, of all time since the index's start."""
     index = now.status.index
     last = before.status.index if before is not None else None
     # An index of an earlier version has no id, but the time since its start.
@@ -301,7 +302,7 @@ def _share(ratio: float | None) -> str:
 
 
 def _columns(rows: Sequence[Row], most: int) -> list[Column]:
-    """Those that say what is wrong stay on a narrow screen, the counts of mishaps go first."""
+    """Columns of faults stay on a narrow screen, counts of mishaps go first."""
     tenants = len({row.tenant for row in rows}) > 1
     several = len({(row.tenant, row.worker) for row in rows}) != len(rows)
     columns = [

@@ -28,18 +28,16 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Lookup:
-    """How many leading blocks of a prompt each worker holds, in columns: row i of each belongs to
-    ``workers[i]``.
+    """How many leading blocks of a prompt each worker holds, in columns: row i of each belongs to ``workers[i]``.
 
     Every candidate rank has a row, sorted by name and rank, zeros included. Iterating gives ``Row``s.
 
     ``addresses``: where workers serve requests; empty: unknown. ``block_tokens``: tokens of a hashed block.
-    ``prompt_blocks``: full blocks of the prompt. ``device_blocks``: in accelerator memory. ``local_blocks``:
-    in any tier of the worker. ``pool_blocks``: loadable from the pool. ``sequences``: the event batch after
-    which device and local blocks are exact; 0 also before the first. ``staleness_ms``: since the index last
-    knew that it had every batch. ``stale``: not trusted now; device and local blocks are 0.
-    ``loadable_blocks``: need no compute: leading blocks that are local or in the pool, at least the larger of
-    both counts.
+    ``prompt_blocks``: full blocks of the prompt. ``device_blocks``: in accelerator memory. ``local_blocks``: in
+    any tier of the worker. ``pool_blocks``: loadable from the pool. ``sequences``: the event batch after which
+    device and local blocks are exact; 0 also before the first. ``staleness_ms``: since the index last knew that
+    it had every batch. ``stale``: not trusted now; device and local blocks are 0. ``loadable_blocks``: need no
+    compute: leading blocks that are local or in the pool, at least the larger of both counts.
     """
 
     workers: tuple[str, ...] = ()
@@ -114,13 +112,12 @@ class IndexStatus:
     """The index itself: totals since its start, over all tenants, and its present state.
 
     ``lookups``: answered with at least one row. ``prompt_blocks``: of these, summed. ``device_blocks``,
-    ``local_blocks``, ``pool_blocks``: the largest count of any rank, summed; shares of ``prompt_blocks`` are
-    hit ratios. ``held_blocks``: distinct blocks with a holder. ``held_pool_blocks``: of the pool, counted per
-    namespace. ``instance_id``: of this start; empty: an index of an earlier version. ``placements``: requests
-    of Envoy and ``kvpool router`` that got a worker, and ``Route`` calls with a pick.
-    ``placed_prompt_blocks``: of the former with a known prompt, summed; ``placed_matched_blocks``: those that
-    need no compute. ``pool_servers``: of the followed pool, as far as known; ``pool_servers_away``: those
-    that did not answer last.
+    ``local_blocks``, ``pool_blocks``: the largest count of any rank, summed; shares of ``prompt_blocks`` are hit
+    ratios. ``held_blocks``: distinct blocks with a holder. ``held_pool_blocks``: of the pool, counted per
+    namespace. ``instance_id``: of this start; empty: an index of an earlier version. ``placements``: requests of
+    Envoy and ``kvpool router`` that got a worker, and ``Route`` calls with a pick. ``placed_prompt_blocks``: of
+    the former with a known prompt, summed; ``placed_matched_blocks``: those that need no compute.
+    ``pool_servers``: of the followed pool, as far as known; ``pool_servers_away``: those that did not answer last.
     """
 
     uptime_ms: int = 0

@@ -72,8 +72,7 @@ class Fleet:
     ``max_blocks``, of each partition, and ``reuse_reports``: as in ``PrefixIndex``. ``max_memory_nbytes``: as
     in ``Limits``. ``seed``: ``PYTHONHASHSEED`` of the engines whose prompts come as tokens; None: unset.
     ``tenant_share``: a tenant's largest share of workers, ranks and models. ``clock``: monotonic seconds.
-    ``feed``: None: events come some other way. ``networks``: allowed for workers that no flag names; None:
-    any.
+    ``feed``: None: events come some other way. ``networks``: allowed for workers that no flag names; None: any.
     """
 
     def __init__(

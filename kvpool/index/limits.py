@@ -64,9 +64,8 @@ INFERENCE = "inference requests"
 
 
 class Limits:
-    """``max_memory_nbytes``: three quarters for ``tables``, of all partitions; a quarter, ``limit_nbytes``,
-    for received batches, digests of batches, ranks, large messages, bodies and snapshots. None: tables are
-    unlimited.
+    """``max_memory_nbytes``: three quarters for ``tables``, of all partitions; a quarter, ``limit_nbytes``, for
+    received batches, digests of batches, ranks, large messages, bodies and snapshots. None: tables are unlimited.
 
     One owner has at most half of ``limit_nbytes``; ``INDEX`` may have all. Any thread; ``_lock`` guards the
     counts. Errors: ``ConfigError``.
@@ -94,8 +93,7 @@ class Limits:
         """Counts a call while the block lasts.
 
         ``peer``: as gRPC spells it, ``ipv4:10.0.0.7:40312``. ``tenants``: of the caller's token; tokens for
-        the same tenants share a part; None: all tenants, so only the host is bounded. Errors:
-        ``KVPoolError``.
+        the same tenants share a part; None: all tenants, so only the host is bounded. Errors: ``KVPoolError``.
         """
         host = peer.rpartition(":")[0]
         keys: list[Hashable] = [kind, (kind, host)]
@@ -207,8 +205,7 @@ class Limits:
 class CallMemory:
     """Bytes that ``owner`` holds for one call. Made in the call's task, whose end returns all.
 
-    gRPC keeps a reply until its caller reads or the connection ends, and the task lasts as long. One event
-    loop.
+    gRPC keeps a reply until its caller reads or the connection ends, and the task lasts as long. One event loop.
     """
 
     def __init__(self, limits: Limits, owner: str) -> None:

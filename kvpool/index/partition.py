@@ -1,8 +1,7 @@
 """``Partition``: the workers of a fleet that share a table, and their blocks of a prompt.
 
 **A row is true as of its sequence**: credited blocks are exact after that batch. Replies are native
-(``kvpool/_native/index/answer.h``); rows whose rank applied a batch meanwhile are read again here, under its
-lock.
+(``kvpool/_native/index/answer.h``); rows whose rank applied a batch meanwhile are read again here, under its lock.
 
 Threads: any may ask. A writer of ``members`` or ``namespaces`` holds the fleet's lock; a reader takes
 ``members`` once.

@@ -25,9 +25,8 @@ class Chat:
     """Text only: prompts with images or sound have no text form to hash.
 
     ``messages``: maps with ``role`` and ``content`` (text, a list of text parts, or None); ``name``; of an
-    assistant ``reasoning`` and ``tool_calls``; of a tool ``tool_call_id``. Other keys are ignored. ``tools``:
-    as in the request. ``template_options``: more arguments of the template, such as ``{"enable_thinking":
-    False}``.
+    assistant ``reasoning`` and ``tool_calls``; of a tool ``tool_call_id``. Other keys are ignored. ``tools``: as
+    in the request. ``template_options``: more arguments of the template, such as ``{"enable_thinking": False}``.
     """
 
     messages: Sequence[Mapping[str, Any]]

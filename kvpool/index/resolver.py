@@ -69,9 +69,8 @@ class Resolver:
     def resolve(self, host: str, owner: str = "", port: int = 0) -> Future[Addresses]:
         """A future of the addresses of a name or numeric address; never blocks. ``port``: of the connection.
 
-        An answer lives for ``FRESH_S`` seconds, a failure for 0.5 to 30, growing. The future cannot be
-        cancelled and lasts as long as the system's resolver: wait with a deadline. Errors, in the future:
-        ``Unresolved``.
+        An answer lives for ``FRESH_S`` seconds, a failure for 0.5 to 30, growing. The future cannot be cancelled
+        and lasts as long as the system's resolver: wait with a deadline. Errors, in the future: ``Unresolved``.
         """
         if _is_numeric(host):
             return _done((host,))

@@ -176,8 +176,7 @@ class Matches:
 
 
 class PrefixIndex:
-    """Which workers hold which blocks, from their KV events; exact as of the last batch applied, until it is
-    full.
+    """Which workers hold which blocks, from their KV events; exact as of the last batch applied, until it is full.
 
     An index is **one partition**: its workers must share model, tenant, hash algorithm, hash seed and hash
     block size, since a 64-bit hash alone names a block.

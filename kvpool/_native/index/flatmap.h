@@ -5,10 +5,9 @@
 // A bucket is one cache line of five entries. Other entries go to the next bucket; a count of passed entries
 // tells a search where to stop, so an erasure leaves no tombstone.
 //
-// Spare bits of a bucket hold each entry's rounds: how often it survives the hand of evict(). The hand goes
-// round a segment's buckets, erases entries without rounds, and takes one round from the rest. New entries
-// have one, touch()ed entries three: under many insertions the hand may go round at once, and hot entries
-// must outlast it.
+// Spare bits of a bucket hold each entry's rounds: how often it survives the hand of evict(). The hand goes round
+// a segment's buckets, erases entries without rounds, and takes one round from the rest. New entries have one,
+// touch()ed entries three: under many insertions the hand may go round at once, and hot entries must outlast it.
 //
 // No locks: the owner has one. touch() may run beside find(), touch() and visits that change nothing.
 #pragma once

@@ -1,8 +1,7 @@
 // Holders of blocks, and hash-consed sets of them. A block keeps its set's 32-bit number: it costs the same
 // with 8 or 256 workers, and dropping a worker touches sets, not blocks.
 //
-// A holder is one KV-cache group of one data-parallel rank of one worker; a holding is a holder and its
-// tiers.
+// A holder is one KV-cache group of one data-parallel rank of one worker; a holding is a holder and its tiers.
 //
 // No locks: the owner has one.
 #pragma once

@@ -89,8 +89,7 @@ class SetRuns {
 
 class Walk {
  public:
-  // Looks at a holder: 40 to 60 ms. A prompt of 8,192 blocks at 1,000 workers that drop out singly takes a
-  // sixtieth.
+  // Looks at a holder: 40 to 60 ms. A prompt of 8,192 blocks at 1,000 workers that drop out singly takes a sixtieth.
   static constexpr std::uint64_t kMaxLooks = std::uint64_t{1} << 25;
   // About 1 ms.
   static constexpr std::uint64_t kMaxLooksAtOnce = std::uint64_t{1} << 19;

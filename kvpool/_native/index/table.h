@@ -3,10 +3,9 @@
 //
 // Parents and tokens of blocks do not matter, so holes, refills and events without tokens are all the same.
 //
-// Copies (docs/decisions/0024-never-credit-above-the-engine.md): on the device tier a stored event adds one
-// physical copy of each block and a removed event takes one away. A stored event from a prompt's root adds no
-// copy of a held block: it may be a report of reused blocks. So no count exceeds the engine's. Other tiers
-// have a block or not.
+// Copies (docs/decisions/0024-never-credit-above-the-engine.md): on the device tier a stored event adds one physical
+// copy of each block and a removed event takes one away. A stored event from a prompt's root adds no copy of a held
+// block: it may be a report of reused blocks. So no count exceeds the engine's. Other tiers have a block or not.
 //
 // A rank with one kind of group, which needs the whole prefix, is scored along the prompt. A rank with other
 // groups (sliding windows, states, larger blocks) is scored by the lengths that all groups share (spans.h).
@@ -64,8 +63,7 @@ struct Applied {
   Applied& operator+=(const Applied& other);
 };
 
-// Leading blocks of a prompt: each tier alone, then unions of tiers, in which each block may be in another
-// tier.
+// Leading blocks of a prompt: each tier alone, then unions of tiers, in which each block may be in another tier.
 enum class Column : std::uint8_t { kDevice, kHost, kDisk, kPool, kLocal, kAny, kMemory };
 inline constexpr std::size_t kColumnCount = 7;
 

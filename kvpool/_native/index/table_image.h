@@ -62,8 +62,7 @@ class DamagedImage : public std::runtime_error {
 
 std::vector<std::byte> pack_image(const TableImage& image);
 
-// For untrusted bytes: ends with a valid image or DamagedImage, and takes memory in proportion to their
-// number.
+// For untrusted bytes: ends with a valid image or DamagedImage, and takes memory in proportion to their number.
 TableImage unpack_image(std::span<const std::byte> packed);
 
 }  // namespace kvpool

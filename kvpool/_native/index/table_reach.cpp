@@ -1,8 +1,7 @@
 // How far local blocks reach, and the pool's part from there on. See table.h.
 //
-// As in kvpool's connector (kvpool/vllm/plan.py, longest_hit): the engine goes on from its own hit, so the
-// pool matters from there; a whole-prefix group needs every later block in the pool, a sliding window its
-// last ones.
+// As in kvpool's connector (kvpool/vllm/plan.py, longest_hit): the engine goes on from its own hit, so the pool
+// matters from there; a whole-prefix group needs every later block in the pool, a sliding window its last ones.
 #include <algorithm>
 #include <numeric>
 
@@ -68,8 +67,7 @@ std::uint64_t Table::reach(const Rank& pool, std::uint64_t local, Walk& walk) co
   return std::max(local, longest(usable, unit));
 }
 
-// Lengths from which a group with the first `local` blocks could go on with the pool's, up to `bound` at
-// least.
+// Lengths from which a group with the first `local` blocks could go on with the pool's, up to `bound` at least.
 Spans Table::held_in_pool(HolderId id, std::uint64_t local, std::uint64_t bound, Walk& walk) const {
   constexpr std::uint64_t kLooks = 8;
   const GroupHolder& holder = holders_[id];

@@ -9,8 +9,7 @@ namespace kvpool {
 Table::Table(std::size_t max_blocks, bool reuse_reports, std::uint32_t block_tokens,
              std::shared_ptr<MemoryBudget> budget, const TableImage& image)
     : Table(max_blocks, reuse_reports, block_tokens, std::move(budget)) {
-  // No other thread has this table yet: no lock. Holders are numbered from 0, so an index in the image is a
-  // HolderId.
+  // No other thread has this table yet: no lock. Holders are numbered from 0, so an index in the image is a HolderId.
   for (std::size_t i = 0; i < image.holders.size(); ++i) {
     const TableImage::GroupHolder& holder = image.holders[i];
     const auto place = holder_of(worker_of(holder.worker), holder.dp_rank, holder.group);

@@ -1,1 +1,1 @@
-"""The options of each command. A command imports what it runs when it is called: ``kvpool --help`` stays fast."""
+"""The options of each command. Commands import their work when called: ``kvpool --help`` stays fast."""

@@ -1,4 +1,4 @@
-"""``kvpool lookup`` and ``top``: an index asked and watched."""
+"""``kvpool lookup`` and ``top``: query and watch an index."""
 
 from __future__ import annotations
 

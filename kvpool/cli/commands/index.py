@@ -1,4 +1,4 @@
-"""``kvpool index``, ``router`` and ``token``: the services, and who may call them."""
+"""``kvpool index``, ``router`` and ``token``: the services, and their callers' tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpool.errors import ConfigError
 
 
 def _takes(settings: type[FleetSettings]) -> Callable[[Callable[[Any], None]], Callable[..., None]]:
-    """Makes a command of a function of ``settings``: each field is one of its options."""
+    """Makes a command of a function of ``settings``: each field is an option."""
     hints = get_type_hints(settings, include_extras=True)
     options = [
         inspect.Parameter(

@@ -1,4 +1,4 @@
-"""Options that several commands take, and ``IndexConnection``: the options by which a command gets into an index."""
+"""Options of several commands, and ``IndexConnection``: those that connect to an index."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_TOKEN_FILE_NBYTES = 4096
 
 
 def _read_by(parse: Callable[[str], object]) -> Callable[..., Any]:
-    """A callback for options whose values ``parse`` reads: what it refuses is told with the option's name."""
+    """A callback for options whose values ``parse`` reads; its refusals name the option."""
 
     def check(param: typer.CallbackParam, value: Any) -> Any:
         try:
@@ -36,7 +36,7 @@ def _read_by(parse: Callable[[str], object]) -> Callable[..., Any]:
 
 is_address, is_size = _read_by(parse_address), _read_by(parse_nbytes)
 
-# How a command gets into an index.
+# Options that connect to an index.
 Index = Annotated[
     str,
     typer.Option(
@@ -86,7 +86,7 @@ Json = Annotated[
 class IndexConnection(NamedTuple):
     """``target``: ``HOST:PORT``. The others are the options of the same names; None: not given.
 
-    Without ``token_file`` the token is that of ``KVPOOL_INDEX_TOKEN``, if it is set.
+    Without ``token_file`` the token is that of ``KVPOOL_INDEX_TOKEN``, if set.
     """
 
     target: str
@@ -96,14 +96,14 @@ class IndexConnection(NamedTuple):
     tls_key: str | None = None
 
     def is_serving(self, *, picker: bool = False, timeout_s: float = 1.0) -> bool:
-        """What its health says, of it or of its endpoint picker. Blocking. Errors: those of ``IndexClient``."""
+        """The health of the index or its endpoint picker. Blocking. Errors: those of ``IndexClient``."""
         from kvpool.index.client.channel import PICKER, Access, is_serving
 
-        access = Access(None, self.tls_ca, self.tls_cert, self.tls_key)  # health is told without a token
+        access = Access(None, self.tls_ca, self.tls_cert, self.tls_key)  # health takes no token
         return is_serving(self.target, PICKER if picker else "", access, timeout_s)
 
     def open(self, timeout_s: float = 1.0) -> IndexClient:
-        """A client. Blocking: reads the files. Errors: ``ConfigError``."""
+        """Blocking: reads the files. Errors: ``ConfigError``."""
         from kvpool.index.client.client import IndexClient
 
         token = _token(self.token_file) if self.token_file is not None else index_token() or None

@@ -1,4 +1,4 @@
-"""``kvpool doctor``, ``purge`` and ``bench store``: a pool examined, emptied and measured."""
+"""``kvpool doctor``, ``purge`` and ``bench store``: examine, empty and measure a pool."""
 
 from __future__ import annotations
 

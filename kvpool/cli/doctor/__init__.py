@@ -1,4 +1,4 @@
-"""``kvpool doctor``: what keeps a pool, its workers and its index from working."""
+"""``kvpool doctor``: faults of a pool, its workers and its index."""
 
 from __future__ import annotations
 

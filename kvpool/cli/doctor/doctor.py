@@ -1,6 +1,6 @@
-"""``kvpool doctor``: what works in a deployment, what keeps it from working, and what to change.
+"""``kvpool doctor``: working and failing parts of a deployment, and remedies.
 
-On a server it writes one small block and takes it away again; everything else it only reads.
+On a server it writes one small block and deletes it; all else is only read.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def run_doctor(
     tls_ca: str | None = None,
     as_json: bool,
 ) -> bool:
-    """Examine what is named and print what was found; True where nothing fails, and all that is named is there.
+    """Examine the named parts and print findings; True: nothing fails, and all named parts are present.
 
-    ``tls_ca``: authority of fronts and workers at ``https://``. Blocking, for some seconds. Errors: ``ConfigError`` for
-    a URL or tenant that is none.
+    ``tls_ca``: authority of fronts and workers at ``https://``. Blocking, for some seconds. Errors:
+    ``ConfigError`` for an invalid URL or tenant.
     """
     urls = [check_url(url, "--front") for url in fronts]
     findings: list[Finding] = []

@@ -1,4 +1,4 @@
-"""What ``kvpool doctor`` asks indexes: the workers that they follow, and where replicas differ."""
+"""Indexes for ``kvpool doctor``: their workers, and differences of replicas."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from kvpool.index.client.channel import NOTHING_LISTENS, without_advice
 from kvpool.index.client.client import IndexClient
 from kvpool.text import counted
 
-COMPARISONS = 10  # of two indexes, until they say the same of every rank
+COMPARISONS = 10  # of two indexes, until every rank agrees
 BETWEEN_S = 0.2
 
 
 def index_findings(
     index: IndexConnection, announced: list[Worker] | None, tenant: str
 ) -> tuple[list[Finding], list[Worker]]:
-    """Judge an index; also the workers that it follows. ``announced``: those in the pool; None: not asked. Blocking."""
+    """Findings of an index, and its workers. ``announced``: workers in the pool; None: no pool. Blocking."""
     with index.open() as client:
         try:
             statuses = client.workers()
@@ -89,10 +89,9 @@ def _ranks(status: WorkerStatus) -> Iterator[Finding]:
 
 
 def replica_findings(one: IndexConnection, other: IndexConnection) -> Iterator[Finding]:
-    """Whether two indexes know the same of the workers that both follow. Blocking, for two seconds where they do not.
+    """Differences of two indexes about common workers. Blocking, for two seconds if any.
 
-    They are compared at equal sequences, so one that is a little behind is no finding; and a rank of which one of them
-    has evicted blocks is not compared.
+    Ranks are compared at equal sequences, so a lagging index is no finding. Ranks with evicted blocks are skipped.
     """
     differing: dict[_Rank, tuple[int, int]] = {}
     compared: set[_Rank] = set()
@@ -144,7 +143,7 @@ class _Holdings(NamedTuple):
 
 
 def _contents(statuses: list[WorkerStatus]) -> dict[_Rank, _Holdings]:
-    """Of each rank that is trusted."""
+    """Of each trusted rank."""
     return {
         (status.worker.id, status.worker.incarnation, one.dp_rank): _Holdings(
             one.sequence, one.digest, one.blocks, one.evicted_blocks

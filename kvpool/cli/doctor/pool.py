@@ -1,4 +1,4 @@
-"""What ``kvpool doctor`` looks at in a pool: its store or directory, and the workers that announce themselves."""
+"""A pool for ``kvpool doctor``: its store or directory, and its announced workers."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from kvpool.text import format_nbytes, redact
 TRIAL_NBYTES = 64 << 10
 MAX_DIFFERENCES_SHOWN = 8
 CONNECT_S = 1.0
-MAX_ENDPOINTS = 64  # of a worker, that are tried
+MAX_ENDPOINTS = 64  # per worker
 AT_ONCE = 16
 MOUNTS = Path("/proc/mounts")
 
 
 def pool_findings(text: str, tenant: str) -> tuple[list[Finding], list[Worker] | None]:
-    """Examine a pool; also the workers that announce themselves there, None: not known. Blocking, for some seconds."""
+    """Findings of a pool, and its announced workers; None: unknown. Blocking, for some seconds."""
     url = StoreURL.parse(text)
     state = SimpleNamespace(error="", unreadable="", tenant=tenant)
     try:
@@ -97,7 +97,7 @@ def _directory(url: StoreURL, stored_nbytes: int) -> Iterator[Finding]:
 
 
 def file_system_findings(path: str, mounts: Path = MOUNTS) -> Iterator[Finding]:
-    """Look at the file system that holds the directory ``path``."""
+    """Examine the file system of the directory ``path``."""
     mount = SimpleNamespace(place="", kind="", huge="never")
     for line in mounts.read_text().splitlines():
         _, escaped, kind, options, *_ = line.split(" ")
@@ -110,7 +110,7 @@ def file_system_findings(path: str, mounts: Path = MOUNTS) -> Iterator[Finding]:
 
 
 def _sharing(store: Store, tenant: str) -> Iterator[Finding]:
-    """Workers of one model that do not share, and on which facts they differ."""
+    """Workers of one model that do not share, with the facts that differ."""
     for model, namespaces in announced_namespaces(store, tenant).items():
         first, *others = namespaces
         for other in (*others[:MAX_DIFFERENCES_SHOWN],) or (None,):
@@ -123,7 +123,7 @@ def _sharing(store: Store, tenant: str) -> Iterator[Finding]:
 
 
 def _announced(store: Store, tenant: str) -> tuple[list[Worker], list[str]]:
-    """The workers of a tenant that announce themselves in the pool, and what is wrong with their records."""
+    """A tenant's announced workers, and faults of their records."""
     announced = store.announcements(workers_prefix(tenant))
     records = {key: record for key, record in announced.items() if not is_request_key(key)}
     found = [one for key, record in records.items() if (one := unpack_worker(key, record)) is not None]
@@ -134,7 +134,7 @@ def _announced(store: Store, tenant: str) -> tuple[list[Worker], list[str]]:
 
 
 def _worker_findings(workers: list[Worker], problems: list[str], tenant: str) -> Iterator[Finding]:
-    """Blocking, for a second for each 16 endpoints that do not answer."""
+    """Blocking, for a second per 16 endpoints that do not answer."""
     yield from judge("workers", rules.WORKERS, SimpleNamespace(workers=workers, tenant=tenant))
     for sentence in problems:
         yield from judge("workers", rules.RECORD, sentence)
@@ -158,7 +158,7 @@ def _announcement(worker: Worker, answers: Mapping[str, bool]) -> SimpleNamespac
 
 
 def _answers(endpoint: str) -> bool:
-    """Whether a TCP connection to it succeeds; True for other transports."""
+    """Whether a TCP connection succeeds; True for other transports."""
     address = urlsplit(endpoint)
     if address.scheme != "tcp" or address.hostname is None or address.port is None:
         return True
@@ -170,7 +170,7 @@ def _answers(endpoint: str) -> bool:
 
 
 def _hashing(workers: list[Worker]) -> Iterator[Finding]:
-    """Workers of one model whose hashes mean different things."""
+    """Workers of one model with incompatible hashes."""
     schemes: dict[str, dict[tuple[str, str, int], str]] = {}
     for worker in workers:
         scheme = (worker.hash_algorithm, worker.hash_seed_id, worker.block_tokens)

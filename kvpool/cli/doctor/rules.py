@@ -1,8 +1,8 @@
-"""Each finding of ``kvpool doctor``: its level, when it is made, its sentence, and the change that makes it go.
+"""Each finding of ``kvpool doctor``: its level, condition, sentence and remedy.
 
-``fail``: something is absent or does not work. ``warn``: it costs speed, memory or knowledge. The other modules gather
-the subjects. The rules of a server's settings and ``deploy/valkey.conf`` say the same; a test starts real servers with
-the file, and with each setting wrong in turn.
+``fail``: absent or broken. ``warn``: costs speed, memory or knowledge. Other modules gather the subjects.
+Rules of a server's settings agree with ``deploy/valkey.conf``; a test starts real servers with the file, and
+with each setting wrong in turn.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from kvpool.index.rank import LOOKAHEAD, LOOKAHEAD_OFF, ONE_SEED, UNHASHED
 from kvpool.store.server.notices import ADVICE
 from kvpool.store.server.server import COSTS
 
-Level = Literal["ok", "warn", "fail"]  # as --json says it; a table has OK, WARN and FAIL
+Level = Literal["ok", "warn", "fail"]  # as in --json; a table has OK, WARN and FAIL
 MIB = 1 << 20
 
 
 class Finding(NamedTuple):
-    """``about``: the part of the deployment. ``change``: what to do; empty where nothing is to be done."""
+    """``about``: the part of the deployment. ``change``: the remedy; empty: none needed."""
 
     level: Level
     about: str
@@ -28,7 +28,9 @@ class Finding(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """``when``: whether it applies to a subject. In the sentences ``of`` is the subject, ``it`` what ``when`` said."""
+    """``when``: whether it applies to a subject. In the sentences ``of`` is the subject, ``it`` the value of
+    ``when``.
+    """
 
     level: Level
     when: Callable[[Any], object]
@@ -47,7 +49,7 @@ def judge(about: str, rules: Sequence[Rule], subject: object, *, first: bool = F
 
 
 def always(subject: object) -> bool:
-    """The condition of the last rule, where the first that applies counts."""
+    """The condition of a last rule under ``first``."""
     return True
 
 
@@ -253,7 +255,7 @@ WANTED = {
 NOT_LIVE = {"io-threads"}  # CONFIG SET may not change these
 # A connection that puts a value holds up to twice its size on the server while the value arrives: 8 MiB for 4 MiB.
 _LEAST_CLIENTS_NBYTES = 32 * MIB
-# A reply that is larger than the hard limit ends its connection, however fast the reader is.
+# A reply above the hard limit ends its connection, however fast the reader is.
 _LEAST_REPLY_NBYTES = 16 * MIB
 _MOST_LISTPACK_NBYTES = 4096
 
@@ -268,14 +270,14 @@ def _reply_limits(of: Any) -> tuple[int, int] | None:
 
 
 def _clients_mib(of: Any) -> float:
-    """What all clients may hold; where a share of no maxmemory is no limit, as much as is needed."""
+    """Memory for all clients; where a share of no maxmemory is no limit, as much as is needed."""
     if not of.value.endswith("%"):
         return int(of.value) / MIB
     most_nbytes = int(of.info["maxmemory"])
     return int(of.value[:-1]) * most_nbytes // 100 / MIB if most_nbytes else _LEAST_CLIENTS_NBYTES / MIB
 
 
-# By setting: ``of.value`` as CONFIG GET spells it (sizes in bytes, lists in one string), ``of.info`` as INFO answers.
+# By setting: ``of.value`` as in CONFIG GET (sizes in bytes, lists in one string), ``of.info`` as in INFO.
 SETTINGS: dict[str, tuple[Rule, ...]] = {
     "maxmemory": (
         Rule("fail", lambda of: of.value == "0", "maxmemory is 0: it grows until the host runs out of memory"),

@@ -1,6 +1,6 @@
-"""What ``kvpool doctor`` looks at of servers: rights, INFO and CONFIG GET; and this host's TCP.
+"""Servers for ``kvpool doctor``: rights, INFO and CONFIG GET; and this host's TCP.
 
-Managed servers forbid CONFIG GET; then INFO has to do.
+Managed servers forbid CONFIG GET; then INFO replaces it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Info = Mapping[str, Any]
 
 
 def congestion_control_name(path: Path = CONGESTION_CONTROL) -> str:
-    """TCP's congestion control on this host; empty where it is not shown to this container."""
+    """TCP's congestion control on this host; empty: hidden from this container."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -40,12 +40,12 @@ def congestion_control_name(path: Path = CONGESTION_CONTROL) -> str:
 
 
 def host_findings(congestion_control: Path = CONGESTION_CONTROL) -> Iterator[Finding]:
-    """Look at this host (in a container: at the container's own network). Never raises."""
+    """Examine this host (in a container: the container's own network). Never raises."""
     return judge("host", rules.HOST, congestion_control_name(congestion_control))
 
 
 def server_findings(url: StoreURL) -> list[Finding]:
-    """Look at each server of ``url``. Blocking, for a few requests of 2 seconds each at most. Never raises."""
+    """Examine each server of ``url``. Blocking, for a few requests of 2 seconds each at most. Never raises."""
     found: list[Finding] = []
     try:
         primaries = Primaries(url, server_name(url))
@@ -97,7 +97,7 @@ def _settings_findings(server: redis.Redis, about: str, *, in_cluster: bool) -> 
     yield from judge(about, rules.SERVER, subject)
     for name, value in settings.items():
         setting = SimpleNamespace(value=value, info=info)
-        with contextlib.suppress(KeyError, ValueError):  # a server that spells it in another way
+        with contextlib.suppress(KeyError, ValueError):  # spelled in another way
             for finding in judge(about, rules.SETTINGS[name], setting, first=True):
                 yield finding._replace(change=_change(name, live=asked is not None))
 
@@ -123,7 +123,7 @@ def _info(server: redis.Redis) -> Info | None:
 
 
 def _settings(server: redis.Redis) -> dict[str, str] | None:
-    """By name; a name that the server does not know is left out. None: it does not let us ask."""
+    """By name, without names unknown to the server. None: not allowed."""
     import redis
 
     try:
@@ -137,7 +137,7 @@ def _settings(server: redis.Redis) -> dict[str, str] | None:
 
 
 def _of_info(info: Info) -> dict[str, str]:
-    """The settings that INFO has, as CONFIG GET would spell them."""
+    """INFO's settings, as CONFIG GET spells them."""
     found = {"maxmemory": info.get("maxmemory"), "maxmemory-policy": info.get("maxmemory_policy")}
     if "aof_enabled" in info:
         found["appendonly"] = "yes" if info["aof_enabled"] else "no"

@@ -1,4 +1,4 @@
-"""What ``kvpool doctor`` asks where requests are served: workers, fronts and endpoint pickers."""
+"""Workers, fronts and endpoint pickers for ``kvpool doctor``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FAULTS = (metrics.LOOKUP_FAILURES, metrics.REQUEST_FAULTS, metrics.REFUSED_KEYS)
 
 
 def serving_findings(workers: Sequence[Worker], tls_ca: str | None) -> Iterator[Finding]:
-    """Ask each worker for its metrics. Blocking, for three seconds for each 16 that do not answer."""
+    """Read each worker's metrics. Blocking, for three seconds per 16 that do not answer."""
     asked = [worker for worker in workers if worker.address][:MAX_ASKED]
     silent = [worker for worker in workers if not worker.address]
     with ThreadPoolExecutor(AT_ONCE) as threads:
@@ -80,7 +80,7 @@ def samples(page: bytes) -> dict[str, float]:
 
 
 def front_findings(url: str, workers: Sequence[Worker], tls_ca: str | None) -> Iterator[Finding]:
-    """Ask a front for its models. No request is sent through it, so it is not known which worker would be chosen."""
+    """Read a front's models. No request is sent through it, so its choices stay unknown."""
     page = _get(f"{url}/v1/models", tls_ca)
     models: set[str] | None = None
     with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -96,7 +96,7 @@ def front_findings(url: str, workers: Sequence[Worker], tls_ca: str | None) -> I
 
 
 def picker_findings(picker: IndexConnection) -> Iterator[Finding]:
-    """Ask an endpoint picker for its health, as a gateway does."""
+    """Read an endpoint picker's health, as a gateway does."""
     state = SimpleNamespace(target=picker.target, away="", serves=False)
     try:
         state.serves = picker.is_serving(picker=True, timeout_s=TIMEOUT_S)

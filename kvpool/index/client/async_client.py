@@ -61,9 +61,8 @@ class AsyncIndexClient:
     ) -> Lookup:
         """How many leading blocks of a prompt each worker of its model holds: a row for every candidate rank.
 
-        ``model``: a ``Prompt``, or a name with the fields of one. The index hashes ``token_ids`` for each
-        kind of worker; ``hashes64`` match as they are. ``text`` and ``chat`` need the model's tokenizer at
-        the index.
+        ``model``: a ``Prompt``, or a name with the fields of one. The index hashes ``token_ids`` for each kind
+        of worker; ``hashes64`` match as they are. ``text`` and ``chat`` need the model's tokenizer at the index.
         """
         return await self._answer(calls.lookup_call(as_prompt(model, fields)), timeout_s)
 
@@ -114,8 +113,7 @@ class AsyncIndexClient:
     def stream(self) -> LookupStream:
         """Many lookups over one call, at half the cost of a call each. Close it, or use ``with``.
 
-        Never blocks. Errors: ``IndexUnavailable`` for a closed client; a missing index fails the first
-        lookup.
+        Never blocks. Errors: ``IndexUnavailable`` for a closed client; a missing index fails the first lookup.
         """
         if self._closed:
             raise channel.closed(self._target)

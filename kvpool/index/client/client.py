@@ -63,9 +63,8 @@ class IndexClient:
     ) -> Lookup:
         """How many leading blocks of a prompt each worker of its model holds: a row for every candidate rank.
 
-        ``model``: a ``Prompt``, or a name with the fields of one. The index hashes ``token_ids`` for each
-        kind of worker; ``hashes64`` match as they are. ``text`` and ``chat`` need the model's tokenizer at
-        the index.
+        ``model``: a ``Prompt``, or a name with the fields of one. The index hashes ``token_ids`` for each kind
+        of worker; ``hashes64`` match as they are. ``text`` and ``chat`` need the model's tokenizer at the index.
         """
         return self._answer(calls.lookup_call(as_prompt(model, fields)), timeout_s)
 

@@ -21,8 +21,7 @@ logger = logging.getLogger("kvpool.index")
 
 
 class ServerTls:
-    """TLS of listening ports. ``client_ca``: authorities of callers' required certificates; empty: not
-    required.
+    """TLS of listening ports. ``client_ca``: authorities of callers' required certificates; empty: not required.
 
     ``context``: for servers other than gRPC's. A ``reload`` holds for later connections. ``_make`` is shared
     with gRPC's threads, ``_current`` with those of other servers; each is replaced whole. Errors:

@@ -12,8 +12,7 @@ rank among its keys, plus one.
 Once pool and events rest, the next round makes the index exact, within ``ReconcilerTotals.max_staleness_s``.
 Notices are faster; rounds repair missed notices.
 
-Threads: ``kvpool-reconciler`` owns all fields but ``_again`` and ``_closing``; others read ``_totals`` as a
-whole.
+Threads: ``kvpool-reconciler`` owns all fields but ``_again`` and ``_closing``; others read ``_totals`` as a whole.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""``Placer``: places the requests of Envoy and of ``kvpool router``, each given by its path, headers and
-body.
+"""``Placer``: places the requests of Envoy and of ``kvpool router``, each given by its path, headers and body.
 
     body -> InferenceRequest -> Tokenizers, or Renderer: Prompt -> Router: Ranking -> Endpoints: Placement
 

@@ -113,11 +113,10 @@ class Router:
     ) -> Ranking:
         """The ranks of a model's workers, the cheapest for this prompt first.
 
-        The prompt as in ``Fleet.lookup``. ``loads``: known loads of candidates, kept for later. ``limit``:
-        most picks; None: all. ``reserve_s``: count this prompt as load of the first pick for so long, or
-        until ``release``; skipped above the limit. ``prompt_tokens``: of the whole prompt, if given as
-        hashes; None: of its full blocks. Ties go to the least load, then to the least recent pick. Errors: as
-        ``Fleet.lookup``.
+        The prompt as in ``Fleet.lookup``. ``loads``: known loads of candidates, kept for later. ``limit``: most
+        picks; None: all. ``reserve_s``: count this prompt as load of the first pick for so long, or until
+        ``release``; skipped above the limit. ``prompt_tokens``: of the whole prompt, if given as hashes; None: of
+        its full blocks. Ties go to the least load, then to the least recent pick. Errors: as ``Fleet.lookup``.
         """
         prompt = as_prompt(model, fields)
         return self.rank(
@@ -135,8 +134,7 @@ class Router:
         takes_turn: bool = True,
         at_once: bool = False,
     ) -> NativeRanking:
-        """``route``, not yet unpacked. ``prompts``: of several models of a tenant: their workers in one
-        ranking.
+        """``route``, not yet unpacked. ``prompts``: of several models of a tenant: their workers in one ranking.
 
         ``until_computed``: with a known load, the first pick's reservation ends with the expected
         computation, at ``reserve_s`` at the latest. ``takes_turn`` False: nothing is picked or reserved.

@@ -1,8 +1,7 @@
 """``Scraper``: reads the metrics pages of a fleet's workers, each once a second, in the index's event loop.
 
 Each worker has a task, so a slow page delays no other. ``MAX_AT_A_TIME`` pages are under way at most,
-``MAX_OF_TENANT`` per tenant. A thread parses pages, ``Resolver`` resolves names; the event loop owns all
-state.
+``MAX_OF_TENANT`` per tenant. A thread parses pages, ``Resolver`` resolves names; the event loop owns all state.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """``TokenCache``: the tokens of long texts, made piece by piece; known pieces are looked up.
 
-Prompts grow: a conversation's next turn repeats the last. Encoding takes 0.3 us a byte, a lookup a hundredth
-of that. Texts are cut where tokenizers cut regardless of context: at special tokens, and after
-``PIECE_CHARS`` between words. Each tokenizer is probed when loaded; one that fails gets whole texts. Runs of
-``RUN_CHARS`` and more between special tokens are remembered whole, too: a chat of 220,000 characters is 27
-lookups of runs, and those of the last pieces.
+Prompts grow: a conversation's next turn repeats the last. Encoding takes 0.3 us a byte, a lookup a hundredth of that.
+Texts are cut where tokenizers cut regardless of context: at special tokens, and after ``PIECE_CHARS`` between words.
+Each tokenizer is probed when loaded; one that fails gets whole texts. Runs of ``RUN_CHARS`` and more between special
+tokens are remembered whole, too: a chat of 220,000 characters is 27 lookups of runs, and those of the last pieces.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ MAX_NBYTES = 128 << 20
 ENTRY_NBYTES = 256  # of memory beside text and tokens
 
 # Before a space between letters, and before a mark of Chinese or Japanese text between them. The patterns of
-# GPT-2, Llama 3, Qwen, DeepSeek and gpt-oss all begin a new piece there. No digits: some count them from the
-# left.
+# GPT-2, Llama 3, Qwen, DeepSeek and gpt-oss all begin a new piece there. No digits: some count them from the left.
 _BETWEEN_WORDS = re.compile(r"(?<=[^\W\d_])(?=[ 。，、！？；：][^\W\d_])")  # noqa: RUF001
 _PROBES = (
     "The quick brown fox jumps over the lazy dog, doesn't it?  Two spaces, three   spaces\tand a tab. ",

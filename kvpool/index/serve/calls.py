@@ -74,8 +74,7 @@ class Calls:
 
     ``held``: counts large messages and open calls.
 
-    Every method is registered as stream-in: for others gRPC receives up to 33 MiB before a handler sees the
-    token.
+    Every method is registered as stream-in: for others gRPC receives up to 33 MiB before a handler sees the token.
     """
 
     def __init__(
@@ -268,8 +267,7 @@ class Calls:
         if isinstance(error, KVPoolError):
             code = next(code for kind, code in _CODES if isinstance(error, kind))
             text = str(error)
-            # gRPC keeps the error of a call in a cycle with the call: the frames that hold its request would
-            # stay.
+            # gRPC keeps the error of a call in a cycle with the call: the frames that hold its request would stay.
             error.__traceback__ = error.__context__ = None
         else:
             logger.error("a call of %s failed", name, exc_info=error)

@@ -61,8 +61,7 @@ logger = logging.getLogger("kvpool.index")
 class ExtProcServer:
     """One event loop: ``start``, ``stop``.
 
-    ``calls``, ``health``: of the index. ``max_connection_age_s``, ``max_connection_grace_s``: as in
-    ``IndexServer``.
+    ``calls``, ``health``: of the index. ``max_connection_age_s``, ``max_connection_grace_s``: as in ``IndexServer``.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
 """``Health``: ``grpc.health.v1`` of an index, for every caller. One event loop.
 
-grpcio-health-checking and grpcio-reflection are not used: each version of them takes one major version of
-protobuf.
+grpcio-health-checking and grpcio-reflection are not used: each version of them takes one major version of protobuf.
 
 Health takes no token, and gRPC receives a request of up to 33 MiB. So one request is received at a time;
 meanwhile other callers get the state of the index, whichever service they name.
@@ -27,8 +26,7 @@ from kvpool.v1 import health_pb2
 HEALTH = "grpc.health.v1.Health"
 
 MAX_REQUEST_NBYTES = 1024
-# Names that probes and proxies ask an endpoint picker for, by proposal 004 of the Gateway API inference
-# extension.
+# Names that probes and proxies ask an endpoint picker for, by proposal 004 of the Gateway API inference extension.
 LIVENESS = "liveness"
 NAMES_OF_PICKER = ("readiness", "envoy.service.ext_proc.v3.ExternalProcessor")
 

@@ -309,8 +309,7 @@ class Sending(aiohttp.Payload):
     """For one request of a session with ``WorkerConnector``.
 
     ``is_whole``: all of it was written, so its worker may have begun. ``is_reused``: the connection carried a
-    request before; the worker may have closed it as idle. ``is_late``: the worker did not take it within
-    ``SEND_S``.
+    request before; the worker may have closed it as idle. ``is_late``: the worker did not take it within ``SEND_S``.
     """
 
     _autoclose = True
@@ -382,8 +381,7 @@ def _incomplete(target: Target, error: BaseException) -> str:
 
 
 def _line(error: BaseException) -> str:
-    # For an invalid response only the exception's text has URLs and several lines; for a connection it names
-    # calls.
+    # For an invalid response only the exception's text has URLs and several lines; for a connection it names calls.
     if isinstance(error, aiohttp.ClientConnectorError) and (error.errno or 0) > 0:
         text = os.strerror(error.errno or 0)
     else:

@@ -61,14 +61,13 @@ logger = logging.getLogger("kvpool.index")
 class IndexServer:
     """Serves ``fleet``. One event loop: ``start``, ``wait``, ``stop``.
 
-    ``stats``: may be shared with other counters. ``router``: of the same fleet; None: its only loads are
-    those that routers report. ``tokenizers``: for prompts as text; the caller closes them. ``is_warm``: until
-    true, and for at most ``warm_up_s`` seconds, health reports "not serving"; calls are answered all the
-    same. ``take``: makes a snapshot, in any thread. ``auth``: None: every caller may do everything. ``tls``:
-    None: without. Files of both are reloaded. ``max_connection_age_s``: after so long a caller is asked to
-    reconnect, so that a new replica gets its part; calls go on. ``max_connection_grace_s``: its streams end
-    so much later. 0, of either: never. ``tracing``: of calls with one request; None: off. ``calls``,
-    ``methods``, ``health``: for other ports of the same index.
+    ``stats``: may be shared with other counters. ``router``: of the same fleet; None: its only loads are those that
+    routers report. ``tokenizers``: for prompts as text; the caller closes them. ``is_warm``: until true, and for at
+    most ``warm_up_s`` seconds, health reports "not serving"; calls are answered all the same. ``take``: makes a
+    snapshot, in any thread. ``auth``: None: every caller may do everything. ``tls``: None: without. Files of both are
+    reloaded. ``max_connection_age_s``: after so long a caller is asked to reconnect, so that a new replica gets its
+    part; calls go on. ``max_connection_grace_s``: its streams end so much later. 0, of either: never. ``tracing``: of
+    calls with one request; None: off. ``calls``, ``methods``, ``health``: for other ports of the same index.
     """
 
     def __init__(
