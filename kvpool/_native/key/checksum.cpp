@@ -1,4 +1,4 @@
-// Which of the compiled kernels this CPU takes, chosen when the program starts.
+// Picks the compiled kernel for this CPU at start.
 #include "key/checksum.h"
 
 #if defined(__x86_64__)
@@ -11,11 +11,11 @@ namespace kvpool {
 namespace {
 
 #if defined(__x86_64__)
-// Asked of the CPU itself: the __builtin_cpu_supports() of zig 0.17 knows no feature at all.
+// Asks the CPU itself: zig 0.17's __builtin_cpu_supports() knows no feature.
 const ChecksumTable& pick_table() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   if (__get_cpuid(1, &eax, &ebx, &ecx, &edx) == 0 || (ecx & bit_OSXSAVE) == 0) return kChecksumBaseline;
-  // Which registers the operating system keeps for a thread: bits 1 and 2 for AVX, 5 to 7 for AVX-512 too.
+  // Registers that the operating system saves per thread: bits 1 and 2 for AVX, 5 to 7 for AVX-512 too.
   unsigned kept = 0, high = 0;
   asm volatile("xgetbv" : "=a"(kept), "=d"(high) : "c"(0));
   if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return kChecksumBaseline;

@@ -15,11 +15,11 @@ class Checksum {
   std::uint64_t digest() const;
 
  private:
-  // XXH3_state_t; its size and alignment are asserted where xxhash.h is included.
+  // XXH3_state_t; its size and alignment are asserted beside xxhash.h.
   alignas(64) std::array<std::byte, 576> state_;
 };
 
-// "avx512", "avx2", "sse2", or "portable" (which is NEON on ARM).
+// "avx512", "avx2", "sse2", or "portable" (NEON on ARM).
 const char* checksum_isa();
 
 }  // namespace kvpool

@@ -1,6 +1,6 @@
-// The kernel functions of one instruction set. Included by one .cpp per set, each compiled with its own -m
-// flag, which is why nothing but xxhash.h may be included here: an inline function of a standard header,
-// compiled for AVX-512, could be the copy that the linker keeps for all of them.
+// The kernel functions of one instruction set. A .cpp per set includes it, compiled with its own -m flag.
+// Only xxhash.h may be included here: the linker could keep an AVX-512 copy of a standard header's inline
+// function for all.
 #define XXH_INLINE_ALL
 #define XXH_STATIC_LINKING_ONLY
 #include <xxhash.h>

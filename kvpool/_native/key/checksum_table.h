@@ -1,4 +1,4 @@
-// What one instruction set offers. No includes: see checksum_kernel.h.
+// The functions of one instruction set. No includes: see checksum_kernel.h.
 #pragma once
 
 namespace kvpool {

@@ -27,7 +27,7 @@ struct FreeMdCtx {
   void operator()(EVP_MD_CTX* context) const { EVP_MD_CTX_free(context); }
 };
 
-// Fetched once: looking SHA-256 up again for every block doubles the time of the chain.
+// Fetched once: a fetch per block doubles the time of the chain.
 const EVP_MD* sha256() {
   static const std::unique_ptr<EVP_MD, FreeMd> md(EVP_MD_fetch(nullptr, "SHA256", nullptr));
   if (!md) throw std::runtime_error("OpenSSL has no SHA256");
@@ -79,7 +79,7 @@ std::uint8_t* write_big_endian(std::uint8_t* out, Word value) {
   return out;
 }
 
-// The shortest head for `value`, as canonical CBOR demands. `out` has room for kMaxHeadNbytes.
+// The shortest head for `value`, as canonical CBOR requires. `out` has room for kMaxHeadNbytes.
 inline std::uint8_t* write_head(std::uint8_t* out, std::uint8_t major, std::uint64_t value) {
   if (value < 24) {
     *out++ = static_cast<std::uint8_t>(major | value);

@@ -24,12 +24,12 @@ std::size_t digest_nbytes(HashAlgorithm algorithm);
 // (index of a block, its extra keys as CBOR), ascending by index.
 using Extras = std::vector<std::pair<std::uint64_t, std::string_view>>;
 
-// The digests of all full blocks, one after the other. Tokens behind the last full block are left out.
+// The digests of all full blocks in order. Trailing tokens are ignored.
 std::vector<std::byte> hash_chain(HashAlgorithm algorithm, std::string_view parent,
                                   std::span<const std::uint64_t> token_ids, std::size_t block_tokens,
                                   const Extras& extras);
 
-// What KV events carry: the last 8 bytes of each digest, read big-endian.
+// The hashes in KV events: the last 8 bytes of each digest, read big-endian.
 std::vector<std::uint64_t> low_words(HashAlgorithm algorithm, std::span<const std::byte> digests);
 
 std::string digest(HashAlgorithm algorithm, std::span<const std::byte> data);

@@ -1,4 +1,4 @@
-// Headers of records made and checked, and keys parsed.
+// Makes and checks record headers, and parses keys.
 #include "key/record.h"
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// A record: a 64-byte header in front of the payload. The header proves that these bytes are what the key names.
+// A record: a 64-byte header before the payload, which proves that these bytes belong to the key.
 #pragma once
 
 #include <array>
@@ -15,19 +15,19 @@ namespace kvpool {
 inline constexpr std::size_t kRecordHeaderNbytes = 64;
 inline constexpr std::array<char, 4> kRecordMagic = {'K', 'V', 'P', 'R'};
 inline constexpr std::uint16_t kRecordVersion = 1;
-// The data path hashes in steps of this size, so that a chunk is hashed while it is in the cache.
+// The data path hashes in steps of this size, so that a chunk is hashed while in the cache.
 inline constexpr std::size_t kChunkNbytes = 256 * 1024;
 
 // kvpool:{tenant}:{namespace}:{hash}:{group}:{rank}, without the braces.
 struct Key {
   std::string text;
-  std::uint32_t tenant_end = 0;  // offsets into text of the ':' behind each part
+  std::uint32_t tenant_end = 0;  // offsets into text of the ':' after each part
   std::uint32_t namespace_end = 0;
   std::uint32_t hash_end = 0;
   std::uint16_t group = 0;
   std::uint16_t rank = 0;
   std::array<std::uint8_t, 16> fingerprint{};  // of the namespace
-  std::array<std::uint8_t, 20> hash_prefix{};  // zero padded when the hash is shorter
+  std::array<std::uint8_t, 20> hash_prefix{};  // zero padded for a shorter hash
 
   std::string_view tenant() const;
   std::string_view name_space() const;
@@ -38,7 +38,7 @@ struct Key {
 // Throws std::invalid_argument with a one-line message.
 Key parse_key(std::string_view text);
 
-// Little-endian, as it lies in memory.
+// Little-endian, as in memory.
 struct RecordHeader {
   std::array<char, 4> magic;                 //  0: "KVPR"
   std::uint16_t version;                     //  4: 1; fixes the checksum's algorithm
@@ -52,14 +52,14 @@ struct RecordHeader {
 };
 static_assert(sizeof(RecordHeader) == kRecordHeaderNbytes);
 
-// What is wrong with a record, in the order in which it is looked for.
+// Damage of a record, in the order of the checks.
 enum class Damage : std::uint8_t {
   kNone,
   kTruncated,    // shorter than a header
   kMagic,        // not a record
   kVersion,      // another version
-  kFlags,        // reserved bits are set
-  kLength,       // another number of payload bytes than the reader asked for
+  kFlags,        // reserved bits set
+  kLength,       // another payload length than requested
   kFingerprint,  // of another namespace
   kHash,         // of another block
   kGroup,
@@ -72,13 +72,13 @@ std::string_view damage_name(Damage damage);
 // The header for this key and length, with a checksum of zero.
 RecordHeader make_header(const Key& key, std::uint64_t payload_nbytes);
 
-// Everything but the checksum.
+// All checks except the checksum.
 Damage check_header(const RecordHeader& header, const Key& key, std::uint64_t payload_nbytes);
 
-// Streams the checksum of a record: the header first, then the payload chunk by chunk.
+// Streams the checksum of a record: the header first, then the payload by chunks.
 class RecordChecksum {
  public:
-  explicit RecordChecksum(const RecordHeader& header);  // header.checksum is taken as zero
+  explicit RecordChecksum(const RecordHeader& header);  // ignores header.checksum
   void update(std::span<const std::byte> chunk) { checksum_.update(chunk); }
   std::uint64_t digest() const { return checksum_.digest(); }
 

@@ -25,10 +25,10 @@ class Descriptor {
 
   int get() const { return fd_; }
   explicit operator bool() const { return fd_ >= 0; }
-  // For handing the descriptor to something that closes it (fdopendir).
+  // For a new owner that closes it (fdopendir).
   int release() { return std::exchange(fd_, -1); }
   void reset() {
-    if (fd_ >= 0) ::close(fd_);  // leaves errno to the caller's own checks: nothing here reads it
+    if (fd_ >= 0) ::close(fd_);  // errno stays the caller's: nothing here reads it
     fd_ = -1;
   }
 

@@ -1,4 +1,4 @@
-// How buckets are counted, and which records go.
+// Counts buckets and picks records to evict.
 #include "store/evict.h"
 
 #include <sys/file.h>
@@ -21,11 +21,11 @@
 namespace kvpool {
 namespace {
 
-constexpr std::int64_t kStaleTemporaryAge_s = 600;  // only where the file system has no flock
+constexpr std::int64_t kStaleTemporaryAge_s = 600;  // only without flock in the file system
 constexpr std::size_t kSampleRecords =
-    1024;  // a tenth of so many is a tenth of the store, give or take a hundredth
-constexpr std::uint64_t kEvictedPart = 10;  // of a sample: one in so many
-constexpr unsigned kLeastCounted = 16;      // buckets; enough to guess the others by
+    1024;  // a tenth of this sample is a tenth of the store, give or take a hundredth
+constexpr std::uint64_t kEvictedPart = 10;  // of a sample: every tenth
+constexpr unsigned kLeastCounted = 16;      // buckets; enough to extrapolate
 constexpr std::int64_t kClockSlack_ns = 1'000'000'000;
 
 struct Entry {
@@ -48,7 +48,7 @@ bool is_temporary_name(std::string_view name) {
   return parts == 4;
 }
 
-// A writer holds the flock of its temporary file for as long as it lives, in whatever pid namespace.
+// A living writer holds its temporary file's flock, in whatever pid namespace.
 bool writer_is_dead(int fd, const char* name, const struct stat& info) {
   const Descriptor file(openat(fd, name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
   if (file && flock(file.get(), LOCK_EX | LOCK_NB) == 0) return true;
@@ -56,7 +56,7 @@ bool writer_is_dead(int fd, const char* name, const struct stat& info) {
   return time(nullptr) - info.st_mtim.tv_sec > kStaleTemporaryAge_s;
 }
 
-// Returns the bytes of those whose writers live.
+// Returns the bytes of living writers' files.
 std::uint64_t sweep_temporaries(const std::string& root) {
   const Folder folder = open_folder(AT_FDCWD, (root + "/tmp").c_str());
   if (!folder) return 0;
@@ -73,7 +73,7 @@ std::uint64_t sweep_temporaries(const std::string& root) {
   return nbytes;
 }
 
-// Adds a bucket's records to `entries`; returns their bytes, none if it cannot be read.
+// Appends a bucket's records to `entries`; returns their bytes, or nothing if unreadable.
 std::optional<std::uint64_t> look(const std::string& root, unsigned bucket, std::vector<Entry>& entries) {
   const Folder folder = open_folder(AT_FDCWD, bucket_path(root, bucket).c_str());
   if (!folder) return errno == ENOENT ? std::optional<std::uint64_t>(0) : std::nullopt;
@@ -90,7 +90,7 @@ std::optional<std::uint64_t> look(const std::string& root, unsigned bucket, std:
     }
     std::int64_t used_at_ns = info.st_mtim.tv_sec * 1'000'000'000 + info.st_mtim.tv_nsec;
     if (used_at_ns > now_ns + kClockSlack_ns) {
-      // The clock was set back: it would outlive all that is used from now on.
+      // The clock was set back: the record would outlive all future uses.
       used_at_ns = now_ns;
       const timespec times[2] = {now, now};
       [[maybe_unused]] const int ignored = utimensat(fd, name, times, AT_SYMLINK_NOFOLLOW);
@@ -104,12 +104,12 @@ std::optional<std::uint64_t> look(const std::string& root, unsigned bucket, std:
 
 struct Sample {
   std::vector<Entry> entries;
-  std::vector<std::pair<unsigned, std::uint64_t>> held;  // bytes of each bucket that was looked at
+  std::vector<std::pair<unsigned, std::uint64_t>> held;  // bytes of each sampled bucket
   std::uint64_t nbytes = 0;
-  bool whole = true;  // all that is there
+  bool whole = true;  // the sample covers the whole store
 };
 
-// From the cursor on, until there are enough records. Counts of the buckets become true.
+// Samples from the cursor until enough records are found. Corrects the buckets' counts.
 Sample take_sample(const std::string& root, Usage& usage, const GiveUp& give_up) {
   Sample sample;
   UsagePage page = usage.read();
@@ -146,11 +146,12 @@ Evicted evict_oldest(const std::string& root, Usage& usage, Sample& sample, std:
                                        [](const auto& one, unsigned bucket) { return one.first < bucket; });
     held->second -= entry.nbytes;
   }
-  // Counted once they are gone: a process killed before leaves counts that are too high, which the next count corrects.
+  // Subtracted after the deletion: a process killed in between leaves too high counts, which the next count
+  // corrects.
   UsagePage page = usage.read();
   for (const auto& [bucket, nbytes] : sample.held) {
     page.set(bucket, nbytes);
-    // No writer is between its mkdir and its rename, for that is done under the lock.
+    // Under the lock no writer is between its mkdir and its rename.
     if (nbytes == 0) rmdir(bucket_path(root, bucket).c_str());
   }
   usage.write(page);
@@ -195,7 +196,7 @@ Evicted make_room(const std::string& root, Usage& usage, std::uint64_t n, std::u
   for (std::size_t fruitless = 0; fruitless < kBuckets;) {
     if (usage.read().sum().nbytes + n <= capacity_nbytes) break;
     Sample sample = take_sample(root, usage, give_up);
-    const std::uint64_t used = usage.read().sum().nbytes;  // it may have been counted too high
+    const std::uint64_t used = usage.read().sum().nbytes;  // the count may have been too high
     if (sample.entries.empty() || used + n <= capacity_nbytes) break;
     std::uint64_t wanted_nbytes = std::max<std::uint64_t>(sample.nbytes / kEvictedPart, 1);
     if (sample.whole) wanted_nbytes += used + n - capacity_nbytes;

@@ -1,11 +1,10 @@
-// Counting and eviction: both look at some buckets and never need the whole store.
+// Counting and eviction by sampled buckets, never the whole store.
 //
-// A bucket is a fair sample of the store, so the oldest tenth of one is about the oldest tenth of all: eviction
-// takes that from one bucket after another (from several at once where they hold little), and what it costs a
-// record does not depend on how many there are. A store of no more records than one sample is seen whole and
-// evicted in exact order.
+// A bucket is a fair sample of the store, so its oldest tenth is about the store's oldest tenth. Eviction
+// takes that from bucket after bucket (several at once if small), so its cost per record is independent of
+// the store's size. A store within one sample is evicted in exact order.
 //
-// Only what has a record's name is counted or deleted, and in tmp/ only what has a temporary file's.
+// Only files with a record's name are counted or deleted, and in tmp/ only those with a temporary file's.
 #pragma once
 
 #include <cstdint>
@@ -21,12 +20,12 @@ struct Evicted {
   std::uint64_t nbytes = 0;
 };
 
-// Under the exclusive lock. Removes what dead writers left in tmp/, and counts those buckets whose count is
-// unknown, some at least and for as long as `until`. What was counted is kept for the next call.
+// Under the exclusive lock. Removes dead writers' files in tmp/, and counts unknown buckets, at least some,
+// until `until`. Counts persist for the next call.
 void count(const std::string& root, Usage& usage, Clock::time_point until);
 
-// Under the exclusive lock, after count(). Deletes until `n` more bytes fit below the capacity, nothing more can be
-// deleted, or give_up() says so; then something was deleted all the same. Counts what it looks at.
+// Under the exclusive lock, after count(). Deletes until `n` more bytes fit the capacity, nothing deletable
+// is left, or give_up() is true; it deletes something even then. Counts its samples.
 Evicted make_room(const std::string& root, Usage& usage, std::uint64_t n, std::uint64_t capacity_nbytes,
                   const GiveUp& give_up);
 

@@ -1,4 +1,4 @@
-// How items are queued, taken, finished and given up. See executor_core.h.
+// Queues, hands out, finishes and gives up items. See executor_core.h.
 #include "store/executor_core.h"
 
 #include <algorithm>
@@ -7,13 +7,13 @@
 namespace kvpool {
 namespace {
 
-// So many keys of a long lookup, then it is another batch's turn.
+// Keys of a long lookup before another batch's turn.
 constexpr std::size_t kTurnKeys = 256;
 constexpr Clock::duration kPauseAfterException = std::chrono::milliseconds(10);
 
 }  // namespace
 
-// Lookups are cheap and requests wait for them; requests wait for loads; none waits for stores.
+// Lookups are cheap, and requests wait for them; requests wait for loads, but never for stores.
 std::size_t queue_of(Op op) {
   switch (op) {
     case Op::kContains:
@@ -46,7 +46,7 @@ void Core::count(const Batch& batch, std::size_t index, Status status) {
 void Core::complete(Batch& batch) {
   batch.done_.store(true, std::memory_order_release);
   batch.done_changed_.notify_all();
-  // The caller holds a reference of its own.
+  // The caller holds its own reference.
   deadlines.erase({batch.deadline_, batch.sequence_});
   expired.erase(batch.sequence_);
 }
@@ -58,7 +58,7 @@ void Core::leave_queue(Batch& batch) {
   if (batch.lookup_) --queued_items;
 }
 
-// Under the lock: ends what of a lookup no I/O thread has taken.
+// Under the lock: ends the untaken items of a lookup.
 void Core::pass_over(Batch& batch, std::size_t until, Status status) {
   const std::size_t end = batch.lookup_->record_of(until);
   for (std::size_t record = batch.lookup_->record_of(batch.next_); record < end; ++record) {
@@ -67,7 +67,7 @@ void Core::pass_over(Batch& batch, std::size_t until, Status status) {
   batch.next_ = until;
 }
 
-// Under the lock: what of a lookup is not worth asking any more is not there.
+// Under the lock: records keys of a lookup no longer worth asking as misses.
 void Core::skip_unwanted(Batch& batch) {
   const std::size_t wanted = batch.lookup_->next_wanted(batch.next_);
   const std::size_t skipped = wanted - batch.next_;
@@ -77,7 +77,7 @@ void Core::skip_unwanted(Batch& batch) {
   if (batch.unfinished_.fetch_sub(skipped, std::memory_order_acq_rel) == skipped) complete(batch);
 }
 
-// Under the lock: gives up what no I/O thread has taken, and tells the I/O threads to give up the rest.
+// Under the lock: gives up untaken items, and makes I/O threads give up the rest.
 void Core::stop(const std::shared_ptr<Batch>& batch, Status status) {
   if (batch->done()) return;
   Status expected = Status::kOk;
@@ -133,14 +133,14 @@ std::optional<Item> Core::take(bool puts_too) {
   return std::nullopt;
 }
 
-// Under the lock: whether this put waits for one that is under way. If not, others will wait for it.
+// Under the lock: whether this put waits for a put in flight. If not, later puts wait for it.
 bool Core::joins(const std::shared_ptr<Batch>& batch, std::size_t index) {
   const auto [place, first] = writing.try_emplace(batch->keys_[index].text, Writing{batch.get(), index, {}});
   if (first) return false;
   Writing& other = place->second;
-  // Of another length it cannot be the same content: one of the two is wrong, so each is put for itself.
+  // Lengths differ, so contents differ: neither put replaces the other.
   if (other.batch->buffers_[other.index].size() != batch->buffers_[index].size()) return false;
-  // What is there has to be replaced, which the other one may not do.
+  // This put must replace a present value, the other may not.
   if (batch->op_ == Op::kPut && other.batch->op_ == Op::kPutAbsent) return false;
   other.waiters.push_back({batch, index});
   batch->waiting_.insert(index);
@@ -152,7 +152,7 @@ std::optional<Item> Core::take_orphaned_put() {
   while (!orphaned_puts.empty()) {
     const Waiter waiter = std::move(orphaned_puts.front());
     orphaned_puts.pop_front();
-    // The batch was stopped, and this item with it.
+    // The batch, and so this item, was stopped.
     if (waiter.batch->waiting_.erase(waiter.index) == 0) continue;
     if (joins(waiter.batch, waiter.index)) continue;
     return std::optional<Item>(std::in_place, waiter.batch, waiter.index);
@@ -160,7 +160,7 @@ std::optional<Item> Core::take_orphaned_put() {
   return std::nullopt;
 }
 
-// A put has ended: so have those that waited for it, unless it was given up.
+// A put's end also ends its waiters, unless it was given up.
 void Core::end_waiters(const Batch& batch, std::size_t index, Status status, const std::string& error) {
   const Lock lock(mutex);
   const auto found = writing.find(batch.keys_[index].text);
@@ -212,8 +212,8 @@ void Core::run_io_thread(IoThread& io_thread) {
     try {
       io_thread.run(source);
     } catch (...) {
-      // The items it held were finished as faults by their destructors. What throws here is an allocation:
-      // give it a moment rather than spin.
+      // The destructors of its items finished them as faults. Only allocations throw here: pause rather than
+      // spin.
       std::this_thread::sleep_for(kPauseAfterException);
     }
   }

@@ -1,4 +1,5 @@
-// What an executor's I/O threads, its deadlines and its callers share: the queues and the batches in them. See io_executor.h.
+// State shared by an executor's I/O threads, deadlines and callers: the queues and their batches. See
+// io_executor.h.
 #pragma once
 
 #include <unistd.h>
@@ -32,8 +33,7 @@ struct Core {
 
   const std::unique_ptr<Backend> backend;
   const pid_t pid;
-  std::vector<std::unique_ptr<IoThread>>
-      io_threads;  // fixed from before the threads start until after they ended
+  std::vector<std::unique_ptr<IoThread>> io_threads;  // constant while the threads run
 
   mutable std::mutex mutex;
   std::condition_variable work_arrived;
@@ -41,20 +41,20 @@ struct Core {
   std::condition_variable thread_ended;
   std::array<std::list<std::shared_ptr<Batch>>, kQueueCount> queues;
   std::size_t queued_items = 0;
-  // One item of a batch that no I/O thread has, listed in its batch's `waiting_`.
+  // An untaken item of a batch, listed in its batch's `waiting_`.
   struct Waiter {
     std::shared_ptr<Batch> batch;
     std::size_t index;
   };
-  // A put in the hands of an I/O thread, and those of the same key and length that get its result.
+  // A put in flight, and the puts of the same key and length that get its result.
   struct Writing {
     const Batch* batch;
     std::size_t index;
     std::vector<Waiter> waiters;
   };
-  std::unordered_map<std::string_view, Writing> writing;  // by key, whose text the batch of the put holds
-  std::deque<Waiter> orphaned_puts;                       // the put that they waited for was given up
-  // Every batch that is not done, by deadline; `expired` once the deadline has been acted on.
+  std::unordered_map<std::string_view, Writing> writing;  // by key, whose text the put's batch owns
+  std::deque<Waiter> orphaned_puts;                       // the awaited put was given up
+  // Every unfinished batch by deadline; `expired` once the deadline was handled.
   std::map<std::pair<Clock::time_point, std::uint64_t>, std::shared_ptr<Batch>> deadlines;
   std::map<std::uint64_t, std::shared_ptr<Batch>> expired;
   std::uint64_t last_sequence = 0;

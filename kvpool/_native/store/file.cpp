@@ -1,4 +1,4 @@
-// The file backend: what its I/O threads share, and its counters.
+// The file backend: the shared state of its I/O threads, and its counters.
 #include "store/file.h"
 
 #include <filesystem>

@@ -23,11 +23,11 @@ namespace kvpool {
 class FileBackend : public Backend {
  public:
   enum class Open {
-    kMake,  // the directory is made a pool if it is none, and brought below the capacity
-    kFind,  // of a pool that is there: opening writes nothing, and nothing is evicted
+    kMake,  // creates a pool if absent, and evicts down to the capacity
+    kFind,  // opens an existing pool without writing or evicting
   };
 
-  // Throws RefusedDirectory, and std::filesystem::filesystem_error where the system refuses.
+  // Throws RefusedDirectory, or the system's std::filesystem::filesystem_error.
   FileBackend(const std::string& root, std::uint64_t capacity_nbytes, Open how);
 
   std::unique_ptr<IoThread> make_io_thread(unsigned index) override;

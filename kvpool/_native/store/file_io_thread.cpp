@@ -1,4 +1,4 @@
-// An I/O thread of the file backend: loads, lookups, deletions, and the directory that all I/O threads share. Puts: file_put.cpp.
+// An I/O thread of the file backend: loads, lookups, deletions, and the shared directory. Puts: file_put.cpp.
 #include "store/file_io_thread.h"
 
 #include <fcntl.h>
@@ -21,11 +21,10 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr auto kOpenPatience = 10s;  // for a pass of another process, at open
-constexpr auto kGiveBackPatience =
-    50ms;                              // for the lock, when a failed put or a deletion takes back its bytes
-constexpr auto kOpenCounting = 100ms;  // at open; of a larger store, puts count the rest
-constexpr auto kOpenEvicting = 1s;     // at open, where it is above its capacity; puts go on with it
+constexpr auto kOpenPatience = 10s;       // for another process's pass, at open
+constexpr auto kGiveBackPatience = 50ms;  // for the lock, to subtract the bytes of a failed put or a deletion
+constexpr auto kOpenCounting = 100ms;     // at open; puts count the rest of a larger store
+constexpr auto kOpenEvicting = 1s;        // at open, above capacity; puts continue it
 
 std::string words(int error) { return std::generic_category().message(error); }
 
@@ -35,12 +34,12 @@ bool is_record(const struct stat& info) {
 
 }  // namespace
 
-// The kernel's own time stamps move in steps of a timer tick (4 ms): too coarse to order records by.
+// The kernel's time stamps move by timer ticks (4 ms): too coarse to order records.
 void FileIoThread::mark_used(int fd) {
   timespec now;
   clock_gettime(CLOCK_REALTIME, &now);
   const timespec times[2] = {now, now};
-  // A file of another user takes the kernel's time only, and only from who may write to it.
+  // Another user's file accepts only the kernel's time, and only from its writers.
   if (futimens(fd, times) != 0 && errno == EPERM) futimens(fd, nullptr);
 }
 
@@ -59,14 +58,14 @@ void FileIoThread::run(Source& source) {
       outcome = execute(*item);
     } catch (const std::filesystem::filesystem_error& error) {  // the lock: not supported, no memory for it
       outcome.error = error.what();
-    } catch (const RefusedDirectory& error) {  // another one is in its place now
+    } catch (const RefusedDirectory& error) {  // another directory took its place
       outcome.error = error.what();
     }
     item->finish(outcome.status, std::move(outcome.error));
   }
 }
 
-// At open: the directory may have been left by the dead, and filled under a larger capacity.
+// At open: dead writers' files may remain, and the capacity may have shrunk.
 void FileIoThread::settle() {
   if (const int error = refresh(); error != 0) {
     throw std::filesystem::filesystem_error("cannot use", backend_.root_ + "/usage",
@@ -75,7 +74,7 @@ void FileIoThread::settle() {
   const auto until = Clock::now() + kOpenPatience;
   const auto held = usage_->lock(Usage::Hold::kExclusive, [&] { return Clock::now() >= until; });
   if (!held) return;
-  // What was counted before a reboot may not be what a disk has kept.
+  // Counts from before a reboot may not match the disk.
   if (usage_->read().boot != boot_id()) usage_->write({});
   count(backend_.root_, *usage_, Clock::now() + kOpenCounting);
   const auto enough = Clock::now() + kOpenEvicting;
@@ -151,15 +150,15 @@ FileIoThread::Outcome FileIoThread::get(const Item& item, const std::string& pat
   return {Status::kOk};
 }
 
-// Counts and removes a record that cannot be what it claims to be. A good one that a writer renames into
-// its place just now goes with it: that is a miss more, never a wrong byte.
+// Counts and removes an invalid record. A good one renamed into its place meanwhile is also lost: a further
+// miss, never a wrong byte.
 FileIoThread::Outcome FileIoThread::damaged(const Item& item, const std::string& path, Damage damage) {
   remove(path, bucket_of(item.key()));
   return counted(damage);
 }
 
-// A record that contains() finds and that cannot be read would fail every load of its prefix, and never be put again:
-// it goes as well. Where it cannot even be removed, the file system is at fault and not the record.
+// Removes a present but unreadable record: it would fail every load of its prefix and never be replaced. If
+// even that fails, the file system is at fault, not the record.
 FileIoThread::Outcome FileIoThread::unreadable(const Item& item, const std::string& path, int error) {
   if ((error == EACCES || error == EIO) && remove(path, bucket_of(item.key())) == 0)
     return counted(Damage::kTruncated);
@@ -192,8 +191,7 @@ FileIoThread::Outcome FileIoThread::remove_record(const std::string& path, unsig
   return {Status::kOk};
 }
 
-// Removes what lies in a record's place, whatever it is, but for a directory that is not empty. Returns 0 or
-// an errno.
+// Removes anything at a record's path, except a non-empty directory. Returns 0 or an errno.
 int FileIoThread::remove(const std::string& path, unsigned bucket) {
   struct stat info;
   if (lstat(path.c_str(), &info) != 0) return errno;
@@ -201,8 +199,8 @@ int FileIoThread::remove(const std::string& path, unsigned bucket) {
   return remove(path, bucket, S_ISREG(info.st_mode) ? static_cast<std::uint64_t>(info.st_size) : 0);
 }
 
-// Unlinks a file and takes its bytes off a count. If the lock is not to be had soon, an eviction is under
-// way: then the bytes stay counted until the next count: too high is safe, too low is not.
+// Unlinks a file and subtracts its bytes. If an eviction holds the lock, the bytes stay counted until the
+// next count: too high is safe, too low is not.
 int FileIoThread::remove(const std::string& path, unsigned counted_in, std::uint64_t nbytes) {
   find_usage();
   const auto until = Clock::now() + kGiveBackPatience;
@@ -227,8 +225,8 @@ void FileIoThread::evict(std::uint64_t n, std::uint64_t capacity_nbytes, const G
   backend_.evicted_nbytes_.fetch_add(evicted.nbytes, std::memory_order_relaxed);
 }
 
-// Opens the counts; finds out that they, or the directory, were removed (and perhaps made again by another
-// process), and starts anew. Throws RefusedDirectory.
+// Opens the counts; if they or the directory were removed (and perhaps recreated by another process), starts
+// anew. Throws RefusedDirectory.
 int FileIoThread::refresh() {
   if (usage_ && usage_->current()) return 0;
   try {
@@ -240,17 +238,16 @@ int FileIoThread::refresh() {
   return 0;
 }
 
-// For who takes something away: makes nothing.
+// For removals: creates nothing.
 void FileIoThread::find_usage() {
   if (usage_) return;
   try {
     usage_.emplace(backend_.root_ + "/usage", std::nullopt);
-  } catch (
-      const std::filesystem::filesystem_error&) {  // none, or not ours to write: what goes is not counted
+  } catch (const std::filesystem::filesystem_error&) {  // absent or read-only: removals stay uncounted
   }
 }
 
-// Returns ENOENT (try again) or what stands in the way.
+// Returns ENOENT (try again) or the obstacle's errno.
 int FileIoThread::make_again(const std::string& path) const {
   const int error = make_folder(pool_, path);
   return error == 0 ? ENOENT : error;

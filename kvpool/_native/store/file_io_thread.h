@@ -1,4 +1,4 @@
-// What one thread does for the file backend (file.h): each I/O thread with its own view of the shared counts.
+// One I/O thread of the file backend (file.h), with its own view of the shared counts.
 #pragma once
 
 #include <sys/types.h>
@@ -23,7 +23,7 @@ class FileIoThread : public IoThread {
       : backend_(backend), pool_(backend.pool_), index_(index) {}
 
   void run(Source& source) override;
-  // At open: the directory may have been left by the dead, and filled under a larger capacity.
+  // At open: dead writers' files may remain, and the capacity may have shrunk.
   void settle();
 
  private:
@@ -46,7 +46,7 @@ class FileIoThread : public IoThread {
   int remove(const std::string& path, unsigned counted_in, std::uint64_t nbytes);
   void give_back(unsigned counted_in, std::uint64_t nbytes);
 
-  // Two writers that both find nothing both put, and the record is that of the last.
+  // Concurrent writers that both find nothing both put; the last one's record stays.
   Outcome put_absent(const Item& item, const std::string& path);
   Outcome put(const Item& item, const std::string& path);
   int put_once(const Item& item, const std::string& path, std::uint64_t nbytes, Outcome& outcome);

@@ -1,4 +1,4 @@
-// Puts of the file backend: the room reserved, a temporary file, the bytes, the rename. See file_io_thread.h.
+// Puts of the file backend: reservation, temporary file, bytes, rename. See file_io_thread.h.
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/stat.h>
@@ -17,14 +17,14 @@ namespace {
 
 using namespace std::chrono_literals;
 
-constexpr int kMaxAttempts = 3;  // of a put whose directories are removed under its feet
+constexpr int kMaxAttempts = 3;  // of a put whose directories vanish meanwhile
 constexpr auto kPutCounting = 5ms;
 
 bool no_space(int error) { return error == ENOSPC || error == EDQUOT; }
 
 }  // namespace
 
-// A file in tmp/ with the bytes reserved for it. Unless published, both go when it goes.
+// A file in tmp/ with reserved bytes. Its destructor frees both unless published.
 class FileIoThread::Temporary {
  public:
   Temporary(FileIoThread& io_thread, std::uint64_t nbytes) : io_thread_(io_thread), nbytes_(nbytes) {}
@@ -32,15 +32,14 @@ class FileIoThread::Temporary {
   Temporary& operator=(const Temporary&) = delete;
   ~Temporary() {
     if (path_.empty()) {
-      // Never created: the caller still holds the lock under which it reserved.
+      // Never created: the caller still holds the lock of the reservation.
       io_thread_.give_back(kTemporaries, nbytes_);
     } else if (!published_) {
       io_thread_.remove(path_, kTemporaries, nbytes_);
     }
   }
 
-  // Returns 0 or an errno. Under the lock: a pass must not see it before its writer holds its flock and
-  // before it has its full size.
+  // Returns 0 or an errno. Under the lock: other processes must see it only with its flock and its full size.
   int create() {
     path_ = io_thread_.temporary_path();
     const mode_t mode = io_thread_.pool_.file_mode;
@@ -82,8 +81,7 @@ FileIoThread::Outcome FileIoThread::put(const Item& item, const std::string& pat
     if (error == 0) return outcome;
     if (error == ENOENT) continue;
     if (!no_space(error)) break;
-    // The file system is full although we are below our capacity: other files fill it, or the capacity
-    // is wrong.
+    // The file system is full below our capacity: other files fill it, or the capacity is wrong.
     if (made_space) return {Status::kNoRoom};
     made_space = true;
     if (const auto stopped = make_space(item, nbytes)) return {*stopped};
@@ -120,7 +118,7 @@ int FileIoThread::put_once(const Item& item, const std::string& path, std::uint6
     }
     temporary.emplace(*this, nbytes);
     if (const int error = temporary->create(); error != 0) {
-      if (temporary->fd() >= 0) held.reset();  // it takes the lock again to give its bytes back
+      if (temporary->fd() >= 0) held.reset();  // its destructor takes the lock to return the bytes
       temporary.reset();
       return error == ENOENT ? make_again(backend_.root_ + "/tmp") : error;
     }
@@ -134,7 +132,7 @@ int FileIoThread::put_once(const Item& item, const std::string& path, std::uint6
     outcome = {item.stopped().value_or(Status::kTimedOut)};
     return 0;
   }
-  // First counted in its bucket, then there: a process killed in between leaves a count that is too high.
+  // Counted in its bucket before the rename: a process killed in between leaves a too high count.
   const unsigned bucket = bucket_of(item.key());
   const auto counted = static_cast<std::int64_t>(nbytes);
   std::uint64_t replaced_nbytes = 0;
@@ -149,8 +147,8 @@ int FileIoThread::put_once(const Item& item, const std::string& path, std::uint6
   return error;
 }
 
-// The payload in chunks, each hashed just before it is written, and the header last. Returns -1 when all is
-// written, else what put_once() returns.
+// The payload in chunks, each hashed just before its write, and the header last. Returns -1 when complete,
+// else put_once()'s result.
 int FileIoThread::write(const Item& item, int fd, Outcome& outcome) const {
   const std::span<const std::byte> payload = item.buffer();
   RecordHeader header = make_header(item.key(), payload.size());
@@ -180,8 +178,8 @@ int FileIoThread::write_all(int fd, std::span<const std::byte> data, std::size_t
   return 0;
 }
 
-// Under the lock. Two writers of one key both end here: exchanging, rather than replacing, tells each
-// exactly what it took away, so that the counts stay true.
+// Under the lock. An exchange, rather than a replacement, tells each concurrent writer of a key which file it
+// removed, so that counts stay true.
 int FileIoThread::publish(Temporary& temporary, const std::string& path, std::uint64_t& replaced_nbytes) {
   const char* from = temporary.path().c_str();
   const char* to = path.c_str();
@@ -212,8 +210,8 @@ int FileIoThread::publish(Temporary& temporary, const std::string& path, std::ui
   return 0;
 }
 
-// For file systems that cannot exchange: two writers of one key may leave its bytes counted twice until the
-// bucket is counted again.
+// For file systems without exchange: concurrent writers of a key may count its bytes twice until the next
+// count.
 int FileIoThread::publish_plainly(Temporary& temporary, const std::string& path,
                                   std::uint64_t& replaced_nbytes) {
   struct stat old;
@@ -228,19 +226,19 @@ int FileIoThread::publish_plainly(Temporary& temporary, const std::string& path,
   return 0;
 }
 
-// The bucket of a record's path; ENOENT when all of blocks/ is gone.
+// Creates a record's bucket; ENOENT when all of blocks/ is gone.
 int FileIoThread::make_bucket(const std::string& path) const {
   const int error = make_folder(pool_, path.substr(0, path.rfind('/')));
   return error == ENOENT ? make_again(backend_.root_ + "/blocks") : error;
 }
 
-// For a put that found the file system full. Returns a status when the item is to be given up.
+// For a put on a full file system. Returns a status when the item is given up.
 std::optional<Status> FileIoThread::make_space(const Item& item, std::uint64_t nbytes) {
   const GiveUp give_up = [&item] { return item.stopped().has_value(); };
   const auto held = usage_->lock(Usage::Hold::kExclusive, give_up);
   if (held) {
     count(backend_.root_, *usage_, Clock::now() + kPutCounting);
-    // As if it were full with what it has.
+    // As if the present bytes were the capacity.
     evict(nbytes, usage_->read().sum().nbytes, give_up);
   }
   return item.stopped();

@@ -1,4 +1,4 @@
-// A directory that is read: closed by itself, never reached through a symbolic link.
+// A directory opened for reading: closes itself, never follows a symbolic link.
 #pragma once
 
 #include <dirent.h>
@@ -16,7 +16,7 @@ struct CloseFolder {
 };
 using Folder = std::unique_ptr<DIR, CloseFolder>;
 
-// Null, with errno, when it cannot be read or is a link.
+// Null, with errno, for a link or an unreadable directory.
 inline Folder open_folder(int at, const char* path) {
   Descriptor file(openat(at, path, O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW));
   if (!file) return nullptr;

@@ -1,4 +1,4 @@
-// Batches, their items, where I/O threads get them, and the threads that run them. See io_executor.h.
+// Batches, their items, I/O threads' sources, and the threads. See io_executor.h.
 #include "store/io_executor.h"
 
 #include <pthread.h>
@@ -17,7 +17,7 @@ namespace {
 constexpr Clock::duration kDestructorTimeout = std::chrono::seconds(5);
 constexpr const char* kForked = "the executor was made before fork(): make one in this process";
 
-// Signals of the process are for the threads of the caller (Python runs its handlers in the main thread).
+// The process's signals belong to the caller's threads (Python runs handlers in the main thread).
 class BlockSignals {
  public:
   BlockSignals() {
@@ -43,7 +43,7 @@ Batch::Batch(Op op, std::vector<Key> keys, std::vector<Buffer> buffers, Clock::t
       results_(keys_.size(), Status::kFault),
       unfinished_(keys_.size()) {}
 
-// A lookup touches what it finds: the fleet uses it.
+// A lookup counts as use of its hits.
 Batch::Batch(std::unique_ptr<Lookup> lookup, Clock::time_point deadline)
     : op_(Op::kTouch),
       lookup_(std::move(lookup)),
@@ -51,7 +51,7 @@ Batch::Batch(std::unique_ptr<Lookup> lookup, Clock::time_point deadline)
       results_(lookup_->record_count(), Status::kOk),
       unfinished_(lookup_->key_count()) {}
 
-// Parts of one record end in several threads: what is worse stays.
+// Parts of a record end in several threads; the worst status stays.
 void Batch::set_record(std::size_t record, Status status) {
   if (status == Status::kOk) return;
   const std::atomic_ref<Status> result(results_[record]);
@@ -71,7 +71,7 @@ void Batch::cancel() {
   if (done() || core_->pid != getpid()) return;
   const std::shared_ptr<Core> core = core_;
   const Core::Lock lock(core->mutex);
-  // The caller has a reference of its own; the queue's may go away inside stop().
+  // The caller has its own reference; stop() may drop the queue's.
   const auto found = core->deadlines.find({deadline_, sequence_});
   if (found != core->deadlines.end()) {
     const std::shared_ptr<Batch> self = found->second;
@@ -115,7 +115,7 @@ std::optional<Item> Source::next() {
 
 bool Source::try_take(std::vector<Item>& items, bool puts_too) {
   const std::size_t before = items.size();
-  // Before the lock: an item that found no memory under it would end, and wait for the lock for ever.
+  // Before the lock: a failed allocation under it would finish an item, which waits for the lock for ever.
   items.reserve(before + kMaxTogether);
   {
     const Core::Lock lock(core_.mutex);
@@ -166,7 +166,7 @@ IoExecutor::IoExecutor(std::unique_ptr<Backend> backend, unsigned threads)
 
 IoExecutor::~IoExecutor() {
   if (forked()) {
-    // std::thread's destructor would end the process, and a lock may be held for ever: leave it all to the exit.
+    // std::thread's destructor would end the process, and a lock may be held for ever: leak it all.
     new std::shared_ptr<Core>(std::move(core_));
     return;
   }
@@ -268,7 +268,7 @@ bool IoExecutor::close(Clock::duration timeout) {
       core_->deadlines.erase(core_->deadlines.begin());
       core_->stop(batch, Status::kCancelled);
     }
-    // After that: an I/O thread that sees it ends what it holds, which is to be cancelled and no fault.
+    // Afterwards, so that an I/O thread that sees it ends its items as cancelled, not as faults.
     core_->closing.store(true);
     core_->work_arrived.notify_all();
     core_->deadlines_changed.notify_all();
@@ -277,7 +277,7 @@ bool IoExecutor::close(Clock::duration timeout) {
       return false;
     ended.swap(core_->threads);
   }
-  // Each has announced its end: joining does not wait for anything but its last instructions.
+  // Each has announced its end: a join waits only for its last instructions.
   for (auto& thread : ended) thread.join();
   // Batches outlive this, and keep the Core.
   const Core::Lock lock(core_->mutex);

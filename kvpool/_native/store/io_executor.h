@@ -1,23 +1,26 @@
-// Batches of keys and buffers, run by a fixed number of native threads; knows nothing of Python or of stores.
+// Batches of keys and buffers, run by a fixed number of native threads; independent of Python and of stores.
 //
-// Each thread owns one IoThread, made by the Backend (sockets: its connections; files: its own view of
-// the shared counter). The I/O thread pulls Items from its Source, may have several in flight, and finishes each.
+// Each thread owns one IoThread from the Backend (sockets: its connections; files: its view of the shared
+// counts). The I/O thread pulls Items from its Source, may have several in flight, and finishes each.
 //
-// Who owns what:
-// - Core::mutex guards the queues, the deadlines, the puts that wait for another, and of each Batch `next_`, `waiting_`,
-//   `error_` and its place in a queue. Nothing blocks under it.
-// - Results of a batch: each byte is written once, by the thread that took the item (its I/O thread; or stop(), for items
-//   that no I/O thread has taken; or finish() of the put that it waited for), and read only after done(). A lookup has one
-//   result a record, which is the worst of its parts' and written atomically.
-// - Buffers are borrowed from the caller until done(): a batch is done when no I/O thread touches them any more.
+// Ownership:
+// - Core::mutex guards the queues, the deadlines, waiting puts, and of each Batch `next_`, `waiting_`,
+// `error_` and
+//   its place in a queue. Nothing blocks under it.
+// - Results of a batch: the thread that took an item writes its byte once (its I/O thread; stop(), for
+// untaken items;
+//   or finish() of the awaited put); callers read after done(). A lookup has a result per record, its parts'
+// worst,
+//   written atomically.
+// - Buffers belong to the batch until done(): then no I/O thread touches them any more.
 //
-// A put of a key that some I/O thread is putting just now waits for that one's result instead of being a second
-// transfer: a key names content. If the first is given up, one of those that wait takes its place.
+// A put waits for another put of its key in flight and takes its result: a key names content. If that put is
+// given up, a waiting put takes its place.
 //
-// kPutAbsent asks whether the key is there, as kTouch does, and puts only what is missing. It ends as kOk when this
-// item put the value, as kPresent when the value was there or another put of the key, which it waited for, put it.
+// kPutAbsent tests presence, as kTouch, and puts only absent values. It ends as kOk when this item put the
+// value, as kPresent when it was present or the awaited put of the key stored it.
 //
-// A lookup is a batch of keys that are spelled as I/O threads take them; it ends early where the rest is of no use (lookup.h).
+// A lookup is a batch of keys spelled when taken; it ends early once the rest is useless (lookup.h).
 #pragma once
 
 #include <array>
@@ -56,7 +59,7 @@ enum class Status : std::uint8_t {
   kFault = 3,
   kCancelled = 4,
   kTimedOut = 5,
-  kPresent = 6,  // kPutAbsent: nothing had to be put
+  kPresent = 6,  // kPutAbsent: present already
 };
 inline constexpr std::size_t kStatusCount = 7;
 
@@ -72,14 +75,14 @@ class Batch {
   Batch(Op op, std::vector<Key> keys, std::vector<Buffer> buffers, Clock::time_point deadline);
   Batch(std::unique_ptr<Lookup> lookup, Clock::time_point deadline);
 
-  // True when every item has its result and no thread touches a buffer any more. Cheap, never blocks.
+  // True when every item has its result and no thread touches a buffer. Cheap, never blocks.
   bool done() const { return done_.load(std::memory_order_acquire); }
   // Blocks until done() or until `until`; returns done().
   bool wait_until(Clock::time_point until);
-  // Items that no I/O thread has taken are cancelled at once; an I/O thread stops its own at the next chunk.
+  // Cancels untaken items at once; I/O threads stop theirs at the next chunk.
   void cancel();
 
-  // Only after done(). One a key; of a lookup one a record, kMiss for those that were not asked for.
+  // Only after done(). A status per key; of a lookup per record, kMiss for skipped ones.
   std::span<const Status> results() const { return results_; }
   std::optional<std::string> error() const { return error_; }
 
@@ -94,25 +97,25 @@ class Batch {
   const Op op_;
   const std::unique_ptr<Lookup> lookup_;  // else keys_
   const std::vector<Key> keys_;
-  const std::vector<Buffer> buffers_;  // as many as keys if moves_bytes(op_), else none
+  const std::vector<Buffer> buffers_;  // a buffer per key if moves_bytes(op_), else none
   const Clock::time_point submitted_ = Clock::now();
   const Clock::time_point deadline_;
   std::shared_ptr<Core> core_;
 
   std::vector<Status> results_;
   std::optional<std::string> error_;
-  std::size_t next_ = 0;                     // the first item that no I/O thread has taken
-  std::unordered_set<std::size_t> waiting_;  // taken, and waiting for another put of their key
+  std::size_t next_ = 0;                     // the first untaken item
+  std::unordered_set<std::size_t> waiting_;  // taken, and waiting for another put of the key
   bool queued_ = false;
   std::list<std::shared_ptr<Batch>>::iterator place_;  // in the queue, while queued_
   std::uint64_t sequence_ = 0;
   std::atomic<std::size_t> unfinished_;
-  std::atomic<Status> stop_{Status::kOk};  // kCancelled or kTimedOut once the rest is to be given up
+  std::atomic<Status> stop_{Status::kOk};  // kCancelled or kTimedOut: give up the rest
   std::atomic<bool> done_{false};
   std::condition_variable done_changed_;  // with Core::mutex
 };
 
-// One key of a batch, in the hands of one I/O thread. It must be finished; dropped, it is a fault and never a hang.
+// One key of a batch, owned by one I/O thread. Finish it: a dropped item is a fault, never a hang.
 class Item {
  public:
   Item(std::shared_ptr<Batch> batch, std::size_t index) : batch_(std::move(batch)), index_(index) {}
@@ -126,11 +129,11 @@ class Item {
   const Key& key() const { return spelled_ ? *spelled_ : batch_->keys_[index_]; }
   std::span<std::byte> buffer() const { return batch_->buffers_[index_]; }
   Clock::time_point deadline() const { return batch_->deadline_; }
-  // What its batch was given in all.
+  // The whole time given to its batch.
   Clock::duration timeout() const { return batch_->deadline_ - batch_->submitted_; }
-  // kCancelled or kTimedOut when the item is to be given up; asked between chunks.
+  // kCancelled or kTimedOut: give up the item. Check between chunks.
   std::optional<Status> stopped() const;
-  // Ends the item: its buffer must not be touched after this.
+  // Ends the item; its buffer must not be touched afterwards.
   void finish(Status status, std::string error = {});
 
  private:
@@ -139,16 +142,16 @@ class Item {
   std::unique_ptr<const Key> spelled_;  // of a lookup
 };
 
-// Where an I/O thread gets its items: lookups before loads before stores, each in order of arrival; but long lookups take turns
-// with others.
+// An I/O thread's source of items: lookups before loads before stores, each in order of arrival; long lookups
+// take turns.
 class Source {
  public:
   explicit Source(Core& core) : core_(core) {}
-  // Blocks until there is an item; nothing once the executor closes.
+  // Blocks for an item; nothing once the executor closes.
   std::optional<Item> next();
-  // Never blocks: for an I/O thread that has items in flight and room for more. Appends the next item to `items`, and up to
-  // kMaxTogether while they move no bytes: these cost little beside the lock. False: there is none, or only puts and
-  // `puts_too` is false.
+  // Never blocks: for an I/O thread with items in flight and room for more. Appends the next item to `items`,
+  // and up to kMaxTogether that move no bytes: these cost little beside the lock. False: no item, or only
+  // puts and `puts_too` is false.
   bool try_take(std::vector<Item>& items, bool puts_too);
   bool closing() const;
 
@@ -162,7 +165,7 @@ class IoThread {
   // Serves items until source.next() returns nothing. An exception is a fault of the items in flight; the
   // executor then calls run() again.
   virtual void run(Source& source) = 0;
-  // Called from other threads when items arrived or were stopped, for I/O threads that wait in a poll() of their own.
+  // Called by other threads for new or stopped items, to interrupt the I/O thread's own poll().
   virtual void wake() noexcept {}
 };
 
@@ -172,31 +175,31 @@ class Backend {
  public:
   virtual ~Backend() = default;
   virtual std::unique_ptr<IoThread> make_io_thread(unsigned index) = 0;
-  // Appends the backend's own counters. Called from any thread.
+  // Appends the backend's own counters. Any thread.
   virtual void append_counters(Counters& counters) const = 0;
 };
 
 class IoExecutor {
  public:
-  // Starts `threads` I/O threads and one thread for deadlines. Throws what the backend's I/O threads throw.
+  // Starts `threads` I/O threads and a thread for deadlines. Throws the exceptions of the backend's I/O
+  // threads.
   IoExecutor(std::unique_ptr<Backend> backend, unsigned threads);
   IoExecutor(const IoExecutor&) = delete;
   IoExecutor& operator=(const IoExecutor&) = delete;
-  // Closes; a thread that cannot be joined in time is left to itself with all it needs.
+  // Closes; a thread that does not end in time is leaked with its state.
   ~IoExecutor();
 
-  // Never blocks. Throws std::runtime_error when closed, full, or in a forked child: threads do not survive
-  // fork(), so an executor belongs to the process that made it.
+  // Never blocks. Throws std::runtime_error when closed, full, or in a forked child, which has no threads.
   std::shared_ptr<Batch> submit(Op op, std::vector<Key> keys, std::vector<Batch::Buffer> buffers,
                                 Clock::duration timeout);
 
-  // As submit(). A lookup of any length counts as one item that waits.
+  // As submit(). A lookup of any length counts as one waiting item.
   std::shared_ptr<Batch> submit(std::unique_ptr<Lookup> lookup, Clock::duration timeout);
 
   Counters counters() const;
-  // Cancels everything, then joins. False: some thread is still busy; call again.
+  // Cancels everything, then joins. False: a thread is still busy; call again.
   bool close(Clock::duration timeout);
-  // In a forked child the threads are gone and the locks are in any state.
+  // A forked child has no threads, and locks in any state.
   bool forked() const;
 
  private:

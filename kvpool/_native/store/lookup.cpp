@@ -1,4 +1,4 @@
-// How keys of a lookup are spelled, and which are still worth asking.
+// Spells a lookup's keys, and decides which are still worth asking.
 #include "store/lookup.h"
 
 #include <algorithm>

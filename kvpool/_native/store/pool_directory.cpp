@@ -1,4 +1,4 @@
-// How a directory is judged, made a pool, and found again.
+// Checks a directory, makes it a pool, and finds it again.
 #include "store/pool_directory.h"
 
 #include <dirent.h>
@@ -64,7 +64,7 @@ Descriptor open_or_make_root(const std::string& root) {
   return directory;
 }
 
-// Its owner, and everyone who may write in it, can put valid records there, and links to anywhere.
+// The owner and every writer can plant valid records and links to anywhere.
 PoolDirectory judge(const std::string& root, int fd) {
   struct stat info;
   if (fstat(fd, &info) != 0) fail(root, errno);
@@ -111,7 +111,7 @@ Marker read_marker(const std::string& root, int fd) {
       "its file kvpool-pool is none that kvpool wrote: name another directory, or delete this one");
 }
 
-// What lies in a directory that is to become a pool and has no place there; empty if nothing does.
+// A foreign entry of a future pool's directory; empty if none.
 std::string stranger(const std::string& root, int fd, bool was_ours) {
   const Folder folder = open_folder(fd, ".");
   if (!folder) fail(root, errno);
@@ -119,7 +119,7 @@ std::string stranger(const std::string& root, int fd, bool was_ours) {
   for_each_entry(folder, [&](const char* entry) {
     const std::string_view name = entry;
     const bool part = name == kUsage || std::find(kFolders.begin(), kFolders.end(), name) != kFolders.end();
-    // lost+found: an ext4 file system of its own has one from the start.
+    // lost+found: an ext4 file system's own.
     if (name != kMarkerName && name != "lost+found" && !(part && was_ours)) found = name;
   });
   return found;
@@ -135,7 +135,7 @@ void write_marker(const std::string& root, int fd, const PoolDirectory& pool) {
   if (pool.file_mode == kGroupsFile) fchmod(file.get(), kGroupsFile);
 }
 
-// Through a link in its place everything would be written, and deleted, somewhere else.
+// A link in its place would redirect every write and deletion.
 void check_parts(const std::string& root, int fd) {
   struct stat info;
   for (const char* name : kFolders) {

@@ -16,27 +16,26 @@ namespace kvpool {
 struct PoolDirectory {
   dev_t device = 0;
   ino_t inode = 0;
-  // Modes of what is made in it: for its owner alone, or as a directory that its group may write says.
+  // Modes of its content: for its owner alone, or group-writable like the directory.
   mode_t directory_mode = 0;
   mode_t file_mode = 0;
 };
 
-// Why a directory is not taken, and what to do, in one line without the directory's name.
+// Why a directory is refused, and what to do, in one line without its name.
 class RefusedDirectory : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// Makes `root` a pool unless it is one. Several processes may do so at once, and be killed at any point.
-// `known`: what an earlier call returned. The same directory, emptied by another program but for what we have put
-// into it meanwhile, is made a pool again.
-// Throws RefusedDirectory; std::filesystem::filesystem_error where the system refuses.
+// Makes `root` a pool unless it is one. Safe for concurrent processes, killed at any point. `known`: from an
+// earlier call; the same directory, emptied by another program except for our later files, becomes a pool
+// again. Throws RefusedDirectory, or the system's std::filesystem::filesystem_error.
 PoolDirectory make_pool(const std::string& root, const PoolDirectory& known = {});
 
-// The same for a pool that is there; writes nothing.
+// As make_pool() for an existing pool; writes nothing.
 PoolDirectory find_pool(const std::string& root);
 
-// mkdir with the pool's mode, whatever the umask. Returns 0 or an errno; 0 if it is there.
+// mkdir with the pool's mode, whatever the umask. Returns 0 or an errno; 0 if present.
 int make_folder(const PoolDirectory& pool, const std::string& path);
 
 }  // namespace kvpool

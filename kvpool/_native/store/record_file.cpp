@@ -1,4 +1,4 @@
-// Paths of records, and names that may be records.
+// Paths of records, and valid names of records.
 #include "store/record_file.h"
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::size_t kBucketDigits = 3;
 static_assert(kBuckets == 1U << (4 * kBucketDigits));
-constexpr std::string_view kPrefix = "kvpool:";  // of every key; no part of one has a '.' or a '/'
+constexpr std::string_view kPrefix = "kvpool:";  // of every key; its parts contain no '.' or '/'
 
 }  // namespace
 

@@ -13,7 +13,7 @@ namespace kvpool {
 unsigned bucket_of(const Key& key);
 std::string bucket_path(const std::string& root, unsigned bucket);
 std::string record_path(const std::string& root, const Key& key);
-// Whether a record of this bucket may be called so.
+// Whether a record of this bucket may have this name.
 bool is_record_name(unsigned bucket, std::string_view name);
 
 }  // namespace kvpool

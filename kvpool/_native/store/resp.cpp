@@ -1,4 +1,4 @@
-// An I/O thread of the backend for servers: its connections, which one an item goes to, and its wait for all of them.
+// An I/O thread of the server backend: its connections, the routing of items, and its poll().
 #include "store/resp.h"
 
 #include <poll.h>
@@ -19,7 +19,7 @@ namespace kvpool {
 
 namespace {
 
-// Servers that a redirect named and the topology does not: more are not followed.
+// Followed servers that a redirect named but the topology lacks.
 constexpr std::size_t kMaxStrangers = 16;
 
 }  // namespace
@@ -55,14 +55,14 @@ class RespIoThread : public IoThread {
   }
 
  private:
-  // One round: whatever can be done at once, and a wait when that is nothing.
+  // One round: all immediate work, and a wait if none.
   void turn(Source& source) {
     const auto now = Clock::now();
     const bool woken = woken_.exchange(false, std::memory_order_acquire);
     if (woken) {
       eventfd_t count;
       [[maybe_unused]] const int ignored = eventfd_read(woken_fd_.get(), &count);
-      // Who closes wakes once, and this may have been that: nothing would end the next wait.
+      // close() wakes once, perhaps just now: nothing would end the next wait.
       if (source.closing()) return;
       more_reads_ = more_puts_ = true;
     }
@@ -83,8 +83,8 @@ class RespIoThread : public IoThread {
     if (!moved) wait();
   }
 
-  // Two connections to each node of the map, for reads at twice the node's place in it and for puts behind that; then
-  // those that have not ended what they began, and those that only a redirect named.
+  // Two connections to each node of the map, for reads at twice the node's index and for puts after it; then
+  // unfinished connections of former nodes, and redirects' targets.
   void follow_topology(Clock::time_point now) {
     const std::uint64_t version = topology_.version();
     if (version == version_) return;
@@ -115,7 +115,7 @@ class RespIoThread : public IoThread {
                                             random_());
   }
 
-  // While a connection has room; or all refuse, and each item is to end as a fault.
+  // Whether a connection has room; or all refuse, so that each item ends as a fault.
   bool takes(Role role, Clock::time_point now) const {
     bool room = false;
     bool refuse = true;
@@ -129,9 +129,9 @@ class RespIoThread : public IoThread {
 
   static std::size_t place(std::size_t node, Role role) { return 2 * node + (role == Role::kWrites ? 1 : 0); }
 
-  // Reads before puts, and no put while reads have to wait; reads do not wait for puts.
+  // Reads before puts, and no put while reads wait; reads do not wait for puts.
   void fill(Source& source, Clock::time_point now) {
-    std::vector<Item> taken;  // those that are not routed when something throws end as faults
+    std::vector<Item> taken;  // after an exception, unrouted items end as faults
     while ((more_reads_ || more_puts_) && takes(Role::kReads, now)) {
       const bool puts_too = more_puts_ && takes(Role::kWrites, now);
       if (!puts_too && !more_reads_) return;
@@ -146,7 +146,7 @@ class RespIoThread : public IoThread {
   }
 
   void route(Item&& item, Clock::time_point now) {
-    follow_topology(now);  // the map that was there when the item came, or a later one
+    follow_topology(now);  // the map at the item's arrival, or a later one
     const std::size_t owner = map_->owner_of(item.key().text);
     const Role role = RespConnection::role_of(item);
     if (owner != SlotMap::kNobody) return connections_[place(owner, role)]->push(std::move(item));
@@ -190,8 +190,7 @@ class RespIoThread : public IoThread {
       left = {ns / 1'000'000'000, ns % 1'000'000'000};
     }
     if (ppoll(polled_.data(), polled_.size(), bounded ? &left : nullptr, nullptr) <= 0) return;
-    // wake() sets the flag before it writes: what is left of an earlier wake must not keep poll() from
-    // waiting.
+    // wake() sets the flag before its write: a stale wake must not disable poll().
     if ((polled_[0].revents & POLLIN) != 0) woken_.exchange(true, std::memory_order_acq_rel);
     for (std::size_t i = 0; i < connections_.size(); ++i) connections_[i]->on_poll(polled_[i + 1].revents);
   }
@@ -211,7 +210,7 @@ class RespIoThread : public IoThread {
 
   const Descriptor woken_fd_;
   std::atomic<bool> woken_{true};
-  bool more_reads_ = true;  // there may be items that no I/O thread has taken
+  bool more_reads_ = true;  // untaken items may exist
   bool more_puts_ = true;
   RespUses uses_;
   std::vector<std::byte> scratch_;
@@ -238,7 +237,7 @@ void RespBackend::append_counters(Counters& counters) const {
     counters.emplace_back("damaged_" + std::string(damage_name(static_cast<Damage>(i))),
                           read(counts_.damaged[i]));
   }
-  counters.emplace_back("evicted", 0);  // the server evicts, and does not report it
+  counters.emplace_back("evicted", 0);  // the server evicts without a report
   counters.emplace_back("connections", read(counts_.connections));
   counters.emplace_back("disconnections", read(counts_.disconnections));
   counters.emplace_back("failed_dials", read(counts_.failed_dials));

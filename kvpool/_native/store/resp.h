@@ -1,5 +1,5 @@
-// The backend for Redis or Valkey servers: each I/O thread has connections of its own to each of them.
-// It takes an item and gives it to the connection to the server that holds the key.
+// The backend for Redis or Valkey servers: each I/O thread has its own connections to each server, and routes
+// an item to the server that holds its key.
 #pragma once
 
 #include <memory>
@@ -14,9 +14,9 @@ namespace kvpool {
 
 class RespBackend : public Backend {
  public:
-  // One server. Blocks for one connection. Throws Unreachable or RespError.
+  // One server. Blocks for a connection. Throws Unreachable or RespError.
   explicit RespBackend(RespSettings settings);
-  // The servers of `topology`, which the caller keeps up to date; it is closed with this. Never blocks.
+  // The servers of `topology`, which the caller updates; closed with this. Never blocks.
   explicit RespBackend(std::shared_ptr<Topology> topology) : topology_(std::move(topology)) {}
   ~RespBackend() override { topology_->close(); }
 

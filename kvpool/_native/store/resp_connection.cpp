@@ -1,4 +1,4 @@
-// Requests on a connection: taken, waiting, sent again, given up. See resp_connection.h.
+// Takes, queues, resends and gives up a connection's requests. See resp_connection.h.
 #include "store/resp_connection.h"
 
 #include <algorithm>
@@ -10,23 +10,23 @@ namespace {
 using namespace std::chrono_literals;
 using Kind = RespRequest::Kind;
 
-// Bytes under way on a connection. A server prepares all pipelined replies before it writes, and copies the part of the
-// next value that it has already read; a short send window keeps both in the processor's caches
-// (docs/decisions/0017-size-windows-by-the-link.md). Bytes that have arrived no longer count, so the next
-// request is sent before a large reply ends.
+// Bytes in flight on a connection. A server prepares all pipelined replies before it writes, and copies the
+// part of the next value that it has read; a short send window keeps both in the processor's caches
+// (docs/decisions/0017-size-windows-by-the-link.md). Received bytes do not count, so the next request leaves
+// before a large reply ends.
 constexpr std::size_t kReadSendWindowNbytes = 256 << 10;
 constexpr std::size_t kWriteSendWindowNbytes = 2 * kUnansweredNbytes;
 constexpr std::size_t kMaxSendWindowNbytes = 4 << 20;
-constexpr std::size_t kLinkNbytesPerUs = 4096;  // 4 GB/s: what a longer link is assumed to carry
+constexpr std::size_t kLinkNbytesPerUs = 4096;  // 4 GB/s: assumed capacity of a longer link
 constexpr std::size_t kMaxRequests = 4096;
-// What may wait for the send window of one server; beyond it the I/O thread waits, and so do all its servers: each takes
-// its items in their order, and the I/O threads share them evenly.
+// Most bytes waiting for one server's send window. Beyond it the I/O thread takes no items for any server,
+// because items keep their order and I/O threads share them evenly.
 constexpr std::size_t kWaitingNbytes = 8 << 20;
-// But for a server that did not move a byte for so long, though it was asked to, the others do not wait. Its items
-// do, each until its deadline: the server may only be slow.
+// Except that a server without a byte for this long, though asked, does not block the others. Its items wait
+// until their deadlines, since it may only be slow.
 constexpr auto kQuiet = 250ms;
 constexpr std::size_t kMaxWaiting = 65536;
-// The reply to an item that was given up has to come within this time, even while bytes move.
+// The reply to a given up item must end within this, even while bytes move.
 constexpr auto kLongestDrain = 60s;
 
 std::size_t cost_of(const Item& item) {
@@ -76,7 +76,7 @@ bool RespConnection::move(Clock::time_point now) {
   const bool was_full = is_full_;
   const bool sent = send_some();
   const bool got = socket_ && (readable_ || awaiting() || socket_.has_pending()) ? receive_some() : false;
-  // What a socket takes that has room proves nothing of the other side.
+  // A socket with room accepts bytes even from a dead peer.
   if (got || (sent && was_full)) moved_at_ = now;
   return sent || got;
 }
@@ -127,7 +127,7 @@ void RespConnection::end_all(std::string_view why) {
   recount_send_window();
 }
 
-// An item that was cancelled or timed out ends as that, not as a fault.
+// A cancelled or late item ends as such, not as a fault.
 void RespConnection::end_item(Request& request, Status status, std::string words) {
   if (!request.item) return;
   const auto stopped = request.item->stopped();
@@ -217,7 +217,7 @@ void RespConnection::release_send_window(Request& request, std::size_t nbytes) {
   in_flight_nbytes_ -= paid;
 }
 
-// After requests_ was changed as a whole, with nothing on the wire.
+// After requests_ changed as a whole, with nothing on the wire.
 void RespConnection::recount_send_window() {
   first_unsent_ = 0;
   in_flight_nbytes_ = 0;
@@ -230,13 +230,12 @@ void RespConnection::recount_send_window() {
   for (const Item& item : waiting_) next_deadline_ = std::min(next_deadline_, item.deadline());
 }
 
-// While something moves, a server is slow and not silent, whatever becomes of one item's time: nothing has to have
-// moved for half of what the item was given.
+// Bytes in motion mean a slow server, not a silent one: silence is half of the item's time without any.
 bool RespConnection::is_silent(const Request& request, Clock::time_point now) const {
   return now - moved_at_ >= request.item->timeout() / 2;
 }
 
-// Its buffer is let go of; what comes for it goes nowhere. False: the connection has to end for that.
+// Releases its buffer; the rest of its reply is discarded. False: only the end of the connection does that.
 bool RespConnection::let_go(Request& request, Status status, Clock::time_point now) {
   if (request.kind == Kind::kPut && !request.is_sent() && !request.give_up_sending()) return false;
   if (status == Status::kTimedOut) {

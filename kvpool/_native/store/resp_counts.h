@@ -1,4 +1,4 @@
-// What all connections of a store count together.
+// Counters shared by all connections of a store.
 #pragma once
 
 #include <array>
@@ -16,7 +16,7 @@ struct RespCounts {
   std::atomic<std::uint64_t> disconnections{0};
   std::atomic<std::uint64_t> failed_dials{0};
   std::atomic<std::uint64_t> refused{0};
-  std::atomic<std::uint64_t> moved{0};  // redirects that were followed
+  std::atomic<std::uint64_t> moved{0};  // followed redirects
   std::atomic<std::uint64_t> asked{0};
 };
 

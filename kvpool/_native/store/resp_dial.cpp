@@ -21,7 +21,7 @@ std::string words_of(int error_number) { return std::generic_category().message(
 
 std::string RespSettings::shown(std::string_view words) const {
   std::string line(words);
-  // Taking a shorter one out of a sentence would spell it.
+  // The replacement of a shorter one would spell it.
   if (password.size() >= 4) {
     for (std::size_t at = line.find(password); at != std::string::npos; at = line.find(password, at + 3)) {
       line.replace(at, password.size(), "***");
@@ -69,7 +69,7 @@ Dial::Dial(const RespSettings& settings, const std::vector<SocketAddress>& addre
     tell({"CLIENT", "SETINFO", "LIB-NAME", "kvpool"});
     if (!settings.version.empty()) tell({"CLIENT", "SETINFO", "LIB-VER", settings.version});
   }
-  // A server that is stopped accepts connections all the same: only an answer proves that it runs.
+  // A stopped server still accepts connections: only an answer proves life.
   asked_.emplace_back("PING");
   append_command(greeting_, {"PING"});
 }
@@ -114,7 +114,7 @@ Dial::State Dial::step(Clock::time_point now) {
         bool under_way = false;
         if (connected(stream_.fd(), under_way, error_number_)) {
           phase_ = Phase::kHandshake;
-          address_deadline_ = deadline_;  // no other address is tried any more
+          address_deadline_ = deadline_;  // no other address is tried
           break;
         }
         if (under_way && now < address_deadline_) return State::kUnderWay;
@@ -140,7 +140,7 @@ Dial::State Dial::greet() {
   while (sent_ < greeting_.size() || stream_.owes()) {
     const iovec part{greeting_.data() + sent_, greeting_.size() - sent_};
     const Stream::Result result = stream_.send({&part, sent_ < greeting_.size() ? 1U : 0U});
-    // A failure is left to receiving: what the server said before it closed is worth more.
+    // Receiving reports failures: a closing server's last words are worth more.
     if (result.state != Stream::State::kMoved) break;
     sent_ += result.nbytes;
   }
@@ -148,7 +148,7 @@ Dial::State Dial::greet() {
   for (;;) {
     const iovec part{piece.data(), piece.size()};
     const Stream::Result result = stream_.receive({&part, 1});
-    // Asked until there is nothing more: a reply too many must not be taken for that of the first request.
+    // Reads until empty: a surplus reply must not answer the first request.
     if (result.state == Stream::State::kBlocked) {
       return answered_ == asked_.size() ? State::kReady : State::kUnderWay;
     }
@@ -158,7 +158,7 @@ Dial::State Dial::greet() {
     while (const auto token = parser_.next(input)) {
       const std::string& command = asked_[answered_];
       if (token->kind == RespKind::kError) {
-        // A user who may not ask PING is answered all the same; names are for operators, and old servers lack some.
+        // A refused PING is still an answer; names are for operators, and old servers lack some.
         const bool alive = command == "CLIENT" || (command == "PING" && token->text.starts_with("NOPERM"));
         if (!alive) return fail(0, command + ": " + settings_.shown(token->text));
       } else if (token->kind != RespKind::kSimple) {

@@ -1,5 +1,5 @@
-// One attempt to reach a server: connect, TLS, AUTH, SELECT, a name, PING. A connection that has answered all of them is
-// handed over with nothing left unread on it.
+// One attempt to reach a server: connect, TLS, AUTH, SELECT, a name, PING. It hands over a connection that
+// answered all of them, with nothing left unread.
 #pragma once
 
 #include <algorithm>
@@ -27,14 +27,14 @@ struct RespSettings {
   std::shared_ptr<const TlsContext> tls;  // none: in plain
   unsigned database = 0;
   std::chrono::milliseconds ttl{86'400'000};
-  std::string client;   // whom connections are named after, for CLIENT LIST; empty: they have no names
-  std::string version;  // of this library, for the same; empty: not told
+  std::string client;   // names connections in CLIENT LIST; empty: unnamed
+  std::string version;  // of this library, in CLIENT LIST; empty: omitted
 
-  // What may be shown of text from a server: one short printable line, without the password.
+  // A server's text for display: one short printable line, without the password.
   std::string shown(std::string_view words) const;
 };
 
-// The server answered, and refused: what() has its words.
+// The server refused; what() has its words.
 class RespError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -49,15 +49,15 @@ class Dial {
  public:
   enum class State : std::uint8_t { kUnderWay, kReady, kFailed };
 
-  // Gives up at `now` + 2 s, and on an address that takes no connection after its share of `connect_within`.
-  // `role`: what the connection is for, in its name.
+  // Gives up at `now` + 2 s, and on an unresponsive address after its share of `connect_within`. `role`: in
+  // the connection's name.
   Dial(const RespSettings& settings, const std::vector<SocketAddress>& addresses, std::string_view role,
        Clock::time_point now, Clock::duration connect_within = kDialPatience);
 
-  // Goes on as far as it can. Never blocks.
+  // Advances as far as it can. Never blocks.
   State step(Clock::time_point now);
 
-  // While under way: what to poll for, and when to call step() at the latest.
+  // Until finished: events for poll(), and the latest next step().
   int fd() const { return stream_.fd(); }
   short events() const;
   Clock::time_point wake_at() const { return std::min(deadline_, address_deadline_); }
@@ -92,8 +92,8 @@ class Dial {
   std::string error_;
 };
 
-// Dials once and hangs up: settings that cannot work are told before anything depends on them. Blocks for at
-// most 2 s an address. Throws Unreachable or RespError.
+// Dials once and hangs up, so that wrong settings are reported early. Blocks for at most 2 s an address.
+// Throws Unreachable or RespError.
 void probe(const RespSettings& settings, const std::vector<SocketAddress>& addresses);
 
 }  // namespace kvpool

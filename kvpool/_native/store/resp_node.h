@@ -1,4 +1,4 @@
-// One server of a store, as all its I/O threads see it.
+// One server of a store, shared by all its I/O threads.
 #pragma once
 
 #include <atomic>
@@ -13,15 +13,15 @@ namespace kvpool {
 
 class RespNode {
  public:
-  // `asks_resolver`: a connection that fails asks the resolver itself; else the installer of topologies does.
+  // `asks_resolver`: a failing connection asks the resolver; else the installer of topologies does.
   RespNode(RespSettings settings_, std::vector<SocketAddress> addresses, bool asks_resolver_)
       : settings(std::move(settings_)), asks_resolver(asks_resolver_), addresses_(std::move(addresses)) {}
 
   const RespSettings settings;
   const bool asks_resolver;
-  std::atomic<unsigned> up{0};             // connections that stand and are not suspect, of all I/O threads
-  std::atomic<std::uint64_t> silences{0};  // how often a connection to it fell silent
-  std::atomic_flag resolving;              // an I/O thread asks the resolver, which may block it
+  std::atomic<unsigned> up{0};             // standing connections that are not suspect, of all I/O threads
+  std::atomic<std::uint64_t> silences{0};  // number of its connections that fell silent
+  std::atomic_flag resolving;              // an I/O thread is in the resolver, which may block it
 
   std::vector<SocketAddress> addresses() const {
     const std::lock_guard lock(mutex_);

@@ -45,7 +45,7 @@ std::optional<RespToken> RespParser::next(std::span<const std::byte>& input) {
   if (line_.size() + taken > kMaxRespLineNbytes) return bad();
   input = input.subspan(taken);
   if (newline == std::string_view::npos) {
-    // Fails at the first byte, not at the end of a line that may never come.
+    // Fails at the first byte, because the end of the line may never come.
     if (line_.empty() && std::strchr("+-:$*", text[0]) == nullptr) return bad();
     line_.append(text);
     return std::nullopt;

@@ -1,8 +1,7 @@
-// Reads RESP2 replies from pieces of any size; knows nothing of sockets, requests or memory.
+// Parses RESP2 replies from pieces of any size; independent of sockets, requests and memory.
 //
-// The bytes of a bulk string never pass through here: after a kBulk token the reader of the stream delivers
-// bulk_left() bytes to wherever they belong, tells take(), and goes on with next(), which checks the end of
-// the string.
+// Bulk strings bypass the parser: after a kBulk token the caller delivers bulk_left() bytes itself, calls
+// take(), and continues with next(), which checks the end of the string.
 #pragma once
 
 #include <cstddef>
@@ -22,11 +21,11 @@ enum class RespKind : std::uint8_t {
   kSimple,   // text
   kError,    // text, without the '-'
   kInteger,  // value
-  kBulk,     // value: how many bytes follow
-  kBulkEnd,  // the bulk string was ended as it should be
-  kNil,      // a bulk string or an array that is not there
-  kArray,    // value: how many replies follow
-  kBad,      // no RESP2, or beyond a limit: nothing that follows can be understood
+  kBulk,     // value: number of following bytes
+  kBulkEnd,  // the bulk string ended correctly
+  kNil,      // an absent bulk string or array
+  kArray,    // value: number of following replies
+  kBad,      // no RESP2, or beyond a limit: the stream is useless
 };
 
 struct RespToken {
@@ -37,27 +36,27 @@ struct RespToken {
 
 class RespParser {
  public:
-  // Takes one token off the front of `input`. Nothing: all of `input` is taken and more is needed.
-  // Must not be called while bulk_left() is above 0. After kBad: kBad again.
+  // Takes one token off the front of `input`. Nothing: all of `input` is taken and more is needed. Must not
+  // be called while bulk_left() is above 0. After kBad: kBad again.
   std::optional<RespToken> next(std::span<const std::byte>& input);
 
-  // Bytes of the current bulk string that are still to come.
+  // Bytes still missing of the current bulk string.
   std::uint64_t bulk_left() const { return bulk_left_; }
-  // `nbytes` of them have come.
+  // `nbytes` of them arrived.
   void take(std::uint64_t nbytes);
 
-  // As new: for another connection.
+  // For another connection.
   void reset();
 
  private:
   RespToken read_line(std::string_view line);
   RespToken bad();
 
-  std::string line_;  // the part of a line that came in earlier pieces
-  std::string text_;  // what the last token's text points to, when the line came in pieces
+  std::string line_;  // part of a line from earlier pieces
+  std::string text_;  // storage of the last token's text, if split
   std::uint64_t bulk_left_ = 0;
-  bool in_bulk_ = false;      // a kBulk was returned, its kBulkEnd was not
-  std::size_t end_seen_ = 0;  // bytes of the CR LF behind a bulk string
+  bool in_bulk_ = false;      // after kBulk, before kBulkEnd
+  std::size_t end_seen_ = 0;  // bytes of the CR LF after a bulk string
   bool bad_ = false;
 };
 

@@ -1,4 +1,4 @@
-// How a connection comes to stand, is suspect, and is lost: part of RespConnection, see resp_connection.h.
+// Dial, suspicion and loss of a connection: part of RespConnection, see resp_connection.h.
 #include <algorithm>
 #include <utility>
 
@@ -11,10 +11,10 @@ using namespace std::chrono_literals;
 using Kind = RespRequest::Kind;
 
 constexpr auto kFirstBackoff = 10ms;
-// A pause and an attempt together stay below a second: so soon is a server that came back used again.
+// A pause and an attempt stay below a second in all, so a recovered server is used that soon.
 constexpr auto kMaxBackoff = 400ms;
 constexpr auto kConnectPatience = 500ms;
-// For a first attempt to dial again; then requests do not wait for it any more.
+// For a first redial; afterwards requests do not wait for it.
 constexpr auto kDialGrace = 250ms;
 
 }  // namespace
@@ -65,13 +65,12 @@ void RespConnection::dial(Clock::time_point now) {
   }
 }
 
-// A name may stand for another address by now. The resolver blocks, so it is asked only when the server is
-// gone, and only where there is no other: the addresses of a cluster's nodes are looked up by the thread that installs
-// its topology.
+// The address may have changed. The resolver blocks, so it is asked only about an absent single server; the
+// thread that installs the topology resolves a cluster's nodes.
 bool RespConnection::find_addresses() {
   try {
     if (!node_->asks_resolver) addresses_ = node_->addresses();
-    // While one I/O thread asks, the others go on refusing.
+    // While one I/O thread asks, the others keep refusing.
     if (node_->asks_resolver && attempts_ > 1 && !node_->resolving.test_and_set()) {
       const std::unique_ptr<std::atomic_flag, void (*)(std::atomic_flag*)> asking(
           &node_->resolving, [](std::atomic_flag* flag) { flag->clear(); });
@@ -95,7 +94,7 @@ void RespConnection::back_off() {
 
 Clock::duration RespConnection::grace() const { return stood_ ? kDialGrace : kConnectPatience; }
 
-// From here on until a PING is answered, whatever wants this server is a fault at once.
+// Until the next answered PING, every item for this server is a fault at once.
 void RespConnection::fail_all() {
   failing_ = true;
   topology_.mark_stale();
@@ -112,8 +111,8 @@ void RespConnection::fail_all() {
   recount_send_window();
 }
 
-// Another connection fell silent, and perhaps the server with it. Where a reply is due it will tell: until it
-// does, nothing more is asked here. Where none is, nothing would tell but the PING of another dial.
+// Another connection fell silent, perhaps with the whole server. A pending reply will decide, and no request
+// is sent before it. Without one, only another dial's PING decides.
 void RespConnection::check_after_silence(Clock::time_point now) {
   count_up(false);
   last_error_ = settings_.endpoint.name() + ": the server does not answer in time";
@@ -143,11 +142,11 @@ void RespConnection::hang_up() {
   counts_.disconnections.fetch_add(1, std::memory_order_relaxed);
 }
 
-// Gives the connection up with all that is on it: its replies can no longer be told apart. What was not yet
-// sent waits for the next one.
+// Drops the connection and its sent requests, whose replies are lost; unsent ones wait for the next
+// connection.
 void RespConnection::lose(Cause cause, std::string_view why) {
   hang_up();
-  // Before any item ends: who sees one end, and asks again, finds the other connections warned.
+  // Before any item ends, so that a retry finds the other connections warned.
   if (cause == Cause::kSilence) node_->silences.fetch_add(1);
   last_error_ = settings_.endpoint.name() + ": " + std::string(why);
   std::deque<std::unique_ptr<Request>> lost;
@@ -156,12 +155,12 @@ void RespConnection::lose(Cause cause, std::string_view why) {
     if (!request->on_the_wire()) {
       requests_.push_back(std::move(request));
     } else if (request->kind == Kind::kCleanup) {
-      // A damaged record still has to go.
+      // Its damaged record must still be deleted.
       end_item(*request, Status::kMiss, {});
       again(std::move(request));
     } else if (request->item && cause == Cause::kOurselves && request->kind != Kind::kDelete &&
                !request->item->stopped()) {
-      // Sending it again changes nothing, except how many a deletion finds.
+      // A repetition is harmless, except for a deletion's count.
       again(std::move(request));
     } else {
       end_item(*request, Status::kFault, last_error_);

@@ -1,4 +1,4 @@
-// Records as they come, and what becomes of damaged ones: part of RespConnection, see resp_connection.h.
+// Received records, and the deletion of damaged ones: part of RespConnection, see resp_connection.h.
 #include <cstring>
 #include <utility>
 
@@ -11,8 +11,7 @@ using Kind = RespRequest::Kind;
 using Stage = RespRequest::Stage;
 using Sink = RespRequest::Sink;
 
-// A value of a wrong length is read to its end and thrown away up to here; beyond it, dialling anew is
-// cheaper.
+// A value of a wrong length up to this is read and discarded; beyond it, a new dial is cheaper.
 constexpr std::uint64_t kMaxDrainNbytes = 64 << 20;
 
 }  // namespace
@@ -58,7 +57,7 @@ std::string RespConnection::on_get_token(Request& request, const RespToken& toke
   return kUnexpected;
 }
 
-// All of h is there: is it the header of what was asked for?
+// h is complete: check that its header matches the request.
 void RespConnection::check_h(Request& request) {
   if (!request.item) return;
   if (request.h_nbytes < kRecordHeaderNbytes) {
@@ -89,7 +88,7 @@ std::string RespConnection::too_large(Request& request) {
   return "a record that is too large to be read to its end";
 }
 
-// The whole reply to a get has come.
+// The reply to a get is complete.
 void RespConnection::end_get(Request& request) {
   if (!request.item) return end_front(Status::kMiss, {});  // the caller has given up
   if (request.damage == Damage::kNone) {
@@ -106,9 +105,8 @@ void RespConnection::end_get(Request& request) {
   end_front(Status::kMiss, {});
 }
 
-// Counts a damaged record and has it deleted. Its item is a miss once that is done, so that whoever sees
-// the miss does not find the record again. A good one that is written just now goes with it: a miss more,
-// never a wrong byte.
+// Counts a damaged record and deletes it. Its item is a miss afterwards, so that its caller does not find the
+// record again. A good record written meanwhile is also lost: a further miss, never a wrong byte.
 void RespConnection::clean_up(Request& damaged) {
   counts_.damaged[static_cast<std::size_t>(damaged.damage)].fetch_add(1, std::memory_order_relaxed);
   auto request = std::make_unique<Request>();

@@ -1,4 +1,4 @@
-// What a server says to a connection's requests: part of RespConnection, see resp_connection.h.
+// Replies to a connection's requests: part of RespConnection, see resp_connection.h.
 #include <algorithm>
 #include <charconv>
 #include <cstring>
@@ -14,9 +14,9 @@ using PutReply = RespRequest::PutReply;
 using Stage = RespRequest::Stage;
 using Sink = RespRequest::Sink;
 
-// Smaller values are received with the replies around them and copied: that costs less than a system call.
+// Smaller values are received with their neighbours and copied: cheaper than a system call.
 constexpr std::size_t kDirectNbytes = 4096;
-// A key's slot moves from one server to one other; more hops mean that the servers do not agree.
+// A key's slot moves once; more hops mean that the servers disagree.
 constexpr unsigned kMaxHops = 5;
 constexpr std::size_t kOkNbytes = 5;
 constexpr std::size_t kPutRepliesNbytes = 35;  // "+OK", "+QUEUED" twice, "*2" and two integers
@@ -25,7 +25,7 @@ constexpr const char* kTooEarly = "it replied before it was asked";
 
 std::string_view first_word(std::string_view words) { return words.substr(0, words.find(' ')); }
 
-// Whether an error is about the command itself and not about the key: no right to it, or no such command.
+// Whether an error concerns the command rather than the key: no right, or unknown.
 bool is_command_refused(std::string_view text) {
   const std::string_view word = first_word(text);
   return (word == "NOPERM" || word == "ERR") && text.find("command") != std::string_view::npos;
@@ -72,10 +72,9 @@ bool RespConnection::receive_some() {
   return true;
 }
 
-// How much of what comes may go through the scratch buffer: up to where the next large payload should
-// begin.
+// Bytes to receive through the scratch buffer: up to the next large payload.
 std::size_t RespConnection::wanted_nbytes(bool in_body) const {
-  if (requests_.empty()) return 1;  // nothing is due: one byte is proof enough
+  if (requests_.empty()) return 1;  // nothing is due: any byte is proof enough
   const Request& front = *requests_.front();
   if (front.kind == Kind::kGet && (!front.item || front.damage != Damage::kNone)) return scratch_.size();
   std::size_t wanted = in_body ? 2 : 0;
@@ -94,7 +93,7 @@ std::size_t RespConnection::wanted_nbytes(bool in_body) const {
   return std::clamp<std::size_t>(wanted, 1, scratch_.size());
 }
 
-// Returns why the connection is to be given up; empty when it is not.
+// Returns why the connection must end; empty to keep it.
 std::string RespConnection::parse_replies(std::span<const std::byte> input) {
   while (!input.empty()) {
     if (requests_.empty() || !requests_.front()->on_the_wire()) return "it sent more than it was asked for";
@@ -132,7 +131,7 @@ void RespConnection::on_bulk(Request& request, std::span<const std::byte> piece)
   parser_.take(piece.size());
 }
 
-// `nbytes` more of b are in their place.
+// `nbytes` more of b are in place.
 void RespConnection::on_body(Request& request, std::size_t nbytes) {
   request.checksum->update(request.into.subspan(request.body_got, nbytes));
   request.body_got += nbytes;
@@ -143,7 +142,7 @@ void RespConnection::on_body(Request& request, std::size_t nbytes) {
 std::string RespConnection::on_token(Request& request, const RespToken& token) {
   if (token.kind == RespKind::kBad) return "its reply is no RESP2, or too large";
   if (request.asking && !request.asked) {
-    // Where it is refused the command is, too.
+    // A refusal of it also refuses the command.
     if (token.kind != RespKind::kSimple && token.kind != RespKind::kError) return kUnexpected;
     request.asked = true;
     return {};
@@ -181,7 +180,7 @@ std::string RespConnection::on_token(Request& request, const RespToken& token) {
   return kUnexpected;
 }
 
-// A whole reply that says no is an answer: to this command, and to no other.
+// A complete error reply refuses this command, and no other.
 std::string RespConnection::on_error(Request& request, std::string_view text) {
   const std::string_view word = first_word(text);
   const std::string words = settings_.endpoint.name() + ": " + settings_.shown(text);
@@ -199,7 +198,7 @@ std::string RespConnection::on_error(Request& request, std::string_view text) {
       return {};
     case Kind::kTouch:
       if (is_command_refused(text)) {
-        touches_ = false;  // whether the key is there can be asked all the same, from now on by itself
+        touches_ = false;  // from now on presence is tested by itself
         go_on(request, Kind::kContains);
         return {};
       }
@@ -218,7 +217,7 @@ std::string RespConnection::on_error(Request& request, std::string_view text) {
   return {};
 }
 
-// What an error says of who serves the key. True: it is to be asked for elsewhere.
+// Reads an error about the key's owner. True: ask another server.
 bool RespConnection::note_refusal(Request& request, std::string_view word, std::string_view text) {
   const bool moves = word == "MOVED" || word == "ASK";
   if (moves && !topology_.is_fixed() && note_redirect(request, text)) return true;
@@ -227,7 +226,7 @@ bool RespConnection::note_refusal(Request& request, std::string_view word, std::
   return false;
 }
 
-// The front's item asks the same server for something else.
+// The front's item sends the same server another command.
 void RespConnection::go_on(Request& answered, Kind kind) {
   if (!answered.item) return end_front(Status::kMiss, {});
   auto request = std::make_unique<Request>();
@@ -242,7 +241,7 @@ void RespConnection::go_on(Request& answered, Kind kind) {
   add(std::move(request));
 }
 
-// What is left of a key's time to live, in ms; -1: it has none, -2: it is not there.
+// The remaining time to live, in ms; -1: none, -2: the key is absent.
 std::string RespConnection::on_age(Request& request, const RespToken& token) {
   if (token.kind != RespKind::kInteger || token.value < -2) return kUnexpected;
   const std::int64_t ttl_ms = settings_.ttl.count();
@@ -253,7 +252,7 @@ std::string RespConnection::on_age(Request& request, const RespToken& token) {
   return {};
 }
 
-// MULTI, HSET, PEXPIRE and EXEC have a reply each, and that to EXEC holds those to the two between.
+// MULTI, HSET, PEXPIRE and EXEC have a reply each; EXEC's contains the results of the middle two.
 std::string RespConnection::on_put_token(Request& request, const RespToken& token) {
   const PutReply reply = request.put_reply;
   const auto place = static_cast<std::size_t>(reply);
@@ -264,7 +263,7 @@ std::string RespConnection::on_put_token(Request& request, const RespToken& toke
     if (token.kind != RespKind::kArray || token.value != 2) return kUnexpected;
   } else if (token.kind == RespKind::kInteger && token.value >= 0 &&
              token.value <= (reply == PutReply::kPexpireDone ? 1 : 2)) {
-    // In a transaction it would have been queued: one that may not begin any is answered at once.
+    // A transaction would have queued it: users without the right to begin one get the result at once.
     const bool is_done = reply == PutReply::kHsetDone || reply == PutReply::kPexpireDone;
     if (!is_done && request.outcome == Status::kOk) return kUnexpected;
     if (reply == PutReply::kPexpireDone && token.value == 0 && request.outcome == Status::kOk) {
@@ -286,7 +285,7 @@ std::string RespConnection::on_put_token(Request& request, const RespToken& toke
   return {};
 }
 
-// The first error is the one that says why; the others only follow from it.
+// The first error is the reason; the others follow from it.
 void RespConnection::on_put_error(Request& request, std::string_view text) {
   const std::string_view word = first_word(text);
   if (note_refusal(request, word, text) || request.outcome != Status::kOk) return;
@@ -297,7 +296,7 @@ void RespConnection::on_put_error(Request& request, std::string_view text) {
 
 void RespConnection::end_front(Status status, std::string words) {
   Request& front = *requests_.front();
-  attempts_ = 0;  // this connection is good for something
+  attempts_ = 0;  // this connection proved useful
   std::unique_ptr<Request> look;
   if (front.item) {
     if (status == Status::kOk || status == Status::kPresent) look = look_at(front);
@@ -310,18 +309,18 @@ void RespConnection::end_front(Status status, std::string words) {
   if (look) add(std::move(look));
 }
 
-// A key that was found and used: how long it has left is asked now and then, so that its time to live runs from its
-// last use. A write at each use would be told to all who follow the server.
+// Asks for a used key's time to live now and then, so that it restarts at a recent use. A write per use would
+// notify all followers of the server.
 std::unique_ptr<RespRequest> RespConnection::look_at(const Request& used) {
   const std::string& key = used.item->key().text;
   if (used.item->op() == Op::kContains || used.item->op() == Op::kDelete) return nullptr;
   if (!renews_ || !uses_.is_due(key, settings_.ttl, Clock::now())) return nullptr;
-  if (used.kind == Kind::kPut) return nullptr;  // it begins just now
+  if (used.kind == Kind::kPut) return nullptr;  // its time to live just began
   return Request::about(Kind::kAge, key, settings_.ttl);
 }
 
-// "MOVED 3999 10.0.0.1:6381", or ASK: a host may be empty (the same one) or an IPv6 address. False: it makes no
-// sense, or the request was sent from server to server often enough.
+// "MOVED 3999 10.0.0.1:6381", or ASK: an empty host is the same server; IPv6 hosts occur. False: nonsense, or
+// the request has hopped too often.
 bool RespConnection::note_redirect(Request& request, std::string_view text) const {
   const std::size_t space = text.rfind(' ');
   const std::size_t colon = text.rfind(':');
@@ -333,7 +332,7 @@ bool RespConnection::note_redirect(Request& request, std::string_view text) cons
   if (error != std::errc() || at != end || port < 1 || port > 65535) return false;
   if (!host.empty() && !is_host(host)) return false;
   if (request.hops >= kMaxHops) return false;
-  // Both halves of a put say the same; where they differ, the one for good counts.
+  // Both halves of a put agree; if they differ, the permanent redirect counts.
   const bool asking = text.starts_with("ASK");
   if (request.moved_port != 0 && asking) return true;
   request.moved_host = host.empty() ? settings_.endpoint.host : std::string(host);
@@ -349,7 +348,7 @@ void RespConnection::redirect_front() {
   requests_.pop_front();
   --first_unsent_;
   (front->moved_asking ? counts_.asked : counts_.moved).fetch_add(1, std::memory_order_relaxed);
-  // A slot on its way from one server to another stays ours until it has arrived.
+  // A migrating slot stays with its server until it has arrived.
   if (!front->moved_asking) topology_.mark_stale();
   if (!front->item) return;  // the caller has given up
   auto fresh = std::make_unique<Request>();

@@ -1,4 +1,4 @@
-// How requests are composed.
+// Composes requests.
 #include "store/resp_request.h"
 
 #include <algorithm>
@@ -8,15 +8,15 @@
 namespace kvpool {
 namespace {
 
-// What is left of a put that was given up is sent as zeros up to here; beyond it, dialling anew is cheaper.
+// The rest of a given up put is sent as zeros up to this; beyond it, a new dial is cheaper.
 constexpr std::size_t kMaxFillNbytes = 8 << 20;
-// A connection asks this many send windows of values ahead of its puts: with one, each send window would wait for a round trip;
-// with many, one I/O thread would take all of a batch that the others could help with.
+// A connection takes this many send windows of puts ahead: with one, each window would wait for a round trip;
+// with many, one I/O thread would take a batch that others could share.
 constexpr std::size_t kSendWindowsAhead = 4;
 
 }  // namespace
 
-// What is asked for the item, from the start.
+// The command for the item, from the start.
 void RespRequest::compose() {
   const std::string& key = item->key().text;
   head = asking ? kAsking : std::string_view();
@@ -75,7 +75,8 @@ void RespRequest::make_end(const std::optional<std::string>& last, std::string_v
   if (last) {
     append_command(end, {"PEXPIRE", key, std::to_string(ttl.count())});
   } else {
-    append_command(end, {"PEXPIRE", key});  // an error, so that EXEC refuses all; DISCARD is one more right
+    append_command(end,
+                   {"PEXPIRE", key});  // an error, so that EXEC refuses all; DISCARD would need another right
   }
   answerable[2] = before + end.size();
   append_command(end, {"EXEC"});
@@ -95,7 +96,7 @@ std::size_t RespRequest::released_by(std::size_t moved_nbytes) const {
 
 bool RespRequest::give_up_sending() {
   const std::size_t before = head.size() + body.size();
-  if (sent >= before && end_made) return true;  // the rest is ours: let it be kept
+  if (sent >= before && end_made) return true;  // the rest is in our memory: keep the record
   if (sent < before && before - sent > kMaxFillNbytes) return false;
   key_text = item->key().text;
   end.clear();

@@ -1,4 +1,4 @@
-// What a connection asks a server for one item, and how far it has come with that.
+// One item's request to a server, and its progress.
 #pragma once
 
 #include <array>
@@ -16,32 +16,31 @@
 namespace kvpool {
 
 inline constexpr std::size_t kRespTailNbytes = 128;
-inline constexpr std::size_t kRequestNbytes = 128;  // what a request counts on top of its payload
-// A value that was sent counts with at most so many bytes until the server has answered. One value and a part of the
-// next keep a server busy; more in the sockets leaves the caches and is copied once more.
+inline constexpr std::size_t kRequestNbytes = 128;  // of a request, beside its payload
+// A sent value's cost until the server answers. One value and a part of the next keep a server busy; more in
+// the sockets leaves the caches and is copied once more.
 inline constexpr std::size_t kUnansweredNbytes = 256 * 1024;
-// An item was given up and its reply is due: the connection is lost when nothing has moved for so long.
+// The connection is lost when a given up item's reply is due and nothing moves for this long.
 inline constexpr auto kRespPatience = std::chrono::seconds(5);
 inline constexpr std::string_view kAsking = "*1\r\n$6\r\nASKING\r\n";
 
 struct RespRequest {
-  // Without an item: kCleanup deletes a damaged record, kAge asks how long a key in use has left, kRenew lets
-  // that begin anew.
+  // Without an item: kCleanup deletes a damaged record, kAge reads a used key's time to live, kRenew restarts
+  // it.
   enum class Kind : std::uint8_t { kPut, kGet, kContains, kDelete, kTouch, kCleanup, kAge, kRenew };
-  // The replies to a put: to each of its commands, then what EXEC made of two of them.
+  // The replies to a put: to each of its commands, then EXEC's two results.
   enum class PutReply : std::uint8_t { kMulti, kHset, kPexpire, kExec, kHsetDone, kPexpireDone };
   enum class Stage : std::uint8_t { kStart, kHeader, kBody };
   enum class Sink : std::uint8_t { kNowhere, kHeader, kBody };
 
   Kind kind;
-  std::optional<Item> item;  // none once it was given up, and for a cleanup
+  std::optional<Item> item;  // none once given up, and for a cleanup
   Clock::time_point deadline;
-  // Once it was given up: how long nothing may move until the connection is lost, and when it is
-  // given up however much moves.
+  // Once given up: the longest silence before the connection is lost, and its end however much moves.
   Clock::duration patience = kRespPatience;
   Clock::time_point lost_at = Clock::time_point::max();
 
-  // What is sent: head, body, end. `body` lies in the caller's buffer, as do the `tail` bytes behind it.
+  // The sent bytes: head, body, end. `body` lies in the caller's buffer, as do the `tail` bytes after it.
   std::string head;
   std::span<const std::byte> body;
   std::string end;
@@ -50,9 +49,9 @@ struct RespRequest {
   std::size_t hashed = 0;  // of the body, for a put
   std::size_t cost_left = 0;
 
-  // What is received.
-  std::span<std::byte> into;       // get: where b goes
-  std::span<std::byte> into_tail;  // get: where the rest of h goes
+  // The received bytes.
+  std::span<std::byte> into;       // get: target of b
+  std::span<std::byte> into_tail;  // get: target of the rest of h
   Stage stage = Stage::kStart;
   Sink sink = Sink::kNowhere;
   std::array<std::byte, kRecordHeaderNbytes + kRespTailNbytes> h;
@@ -63,35 +62,35 @@ struct RespRequest {
   std::optional<RecordChecksum> checksum;
   Damage damage = Damage::kNone;
   PutReply put_reply = PutReply::kMulti;  // put: the next to come
-  // put: what must be sent before each of its first four replies can come
+  // put: bytes to send before each of its first four replies can come
   std::array<std::size_t, 4> answerable = {SIZE_MAX, SIZE_MAX, SIZE_MAX, SIZE_MAX};
   Status outcome = Status::kOk;
   std::string words;
-  std::string key_text;  // kAge, kRenew, and a put that was given up
+  std::string key_text;  // kAge, kRenew, and a given up put
 
-  // Where the server sends us instead: set by one of the replies, acted on after the last.
+  // The redirect's target: set by one of the replies, followed after the last.
   std::string moved_host;
-  unsigned moved_port = 0;  // 0: nowhere
+  unsigned moved_port = 0;  // 0: none
   bool moved_asking = false;
   unsigned hops = 0;
-  bool asking = false;  // it begins with an ASKING, which has a reply of its own
+  bool asking = false;  // it begins with an ASKING, which has its own reply
   bool asked = false;   // that reply has come
 
   void compose();
   // A request without an item, of kind kAge or kRenew.
   static std::unique_ptr<RespRequest> about(Kind kind, std::string key, std::chrono::milliseconds ttl);
-  // The rest of a put: the last field, the time to live, and the end of the transaction. `last`: what that field holds;
-  // none: the put is given up in the middle, and nothing of it is to stay.
+  // The rest of a put: the last field, the time to live, and the end of the transaction. `last`: that field's
+  // value; none: the put is given up midway and leaves nothing.
   void make_end(const std::optional<std::string>& h, std::string_view key_text,
                 std::chrono::milliseconds ttl);
-  // The caller's buffer is let go of while a put is being sent. False: too much of it is left; else zeros take the
-  // place of the rest, and the transaction comes to nothing.
+  // Releases the caller's buffer while a put is being sent. False: too much of it is left; else zeros replace
+  // the rest, and the transaction fails.
   bool give_up_sending();
-  // Whether it asks for the key of a kPutAbsent, which is put if the key is missing.
+  // Whether it tests the presence of a kPutAbsent's key, which is put if missing.
   bool asks_before_put() const { return item && item->op() == Op::kPutAbsent && kind != Kind::kPut; }
-  // What it takes of its connection's send window.
+  // Its share of the connection's send window.
   std::size_t cost() const;
-  // What of that is given back now that so many more bytes of its payload were sent, or have come.
+  // The part of that released by further sent or received payload bytes.
   std::size_t released_by(std::size_t moved_nbytes) const;
   std::size_t total_nbytes() const { return head.size() + body.size() + end.size(); }
   bool is_sent() const { return end_made && sent == total_nbytes(); }

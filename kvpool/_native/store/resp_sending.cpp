@@ -1,4 +1,4 @@
-// What of a request is sent next: part of RespConnection, see resp_connection.h.
+// Picks the next bytes to send: part of RespConnection, see resp_connection.h.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -11,7 +11,7 @@ namespace {
 using Kind = RespRequest::Kind;
 
 constexpr std::size_t kMaxParts = 64;  // of one sendmsg
-// What is sent for the rest of a put that was given up.
+// Replaces the rest of a given up put.
 constexpr std::array<std::byte, kChunkNbytes> kZeros{};
 
 }  // namespace
@@ -30,7 +30,7 @@ bool RespConnection::send_some() {
   if (result.state == Stream::State::kBlocked) return false;
   if (result.state != Stream::State::kMoved) {
     const std::string why = socket_.error();
-    // What the server said before it closed may still be there to be read.
+    // A closing server's last words may still be readable.
     if (!awaiting() || !receive_some()) {
       if (socket_) lose(Cause::kServer, why);
     }
@@ -40,7 +40,7 @@ bool RespConnection::send_some() {
   return true;
 }
 
-// Adds what is next to be sent of a request, hashing at most one chunk ahead. False: there is more of it.
+// Adds a request's next parts, hashing at most one chunk ahead. False: more of it remains.
 bool RespConnection::gather(Request& request, iovec* parts, std::size_t& count, std::size_t& nbytes) const {
   const auto add_part = [&](const void* data, std::size_t size) {
     if (size == 0) return;
@@ -81,7 +81,7 @@ void RespConnection::make_end(Request& request) const {
   if (!request.item) return request.make_end(std::nullopt, request.key_text, settings_.ttl);
   const Item& item = *request.item;
   const std::span<const std::byte> tail = item.buffer().subspan(request.body.size());
-  hash_up_to(request, request.body.size());  // also when there is no body
+  hash_up_to(request, request.body.size());  // also without a body
   request.checksum->update(tail);
   RecordHeader header = make_header(item.key(), item.buffer().size());
   header.checksum = request.checksum->digest();

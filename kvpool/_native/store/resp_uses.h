@@ -1,8 +1,7 @@
-// Which keys of a server were used of late, as one I/O thread knows it: so that the time to live of a key in use is looked
-// at now and then, and not at each use.
+// One I/O thread's record of recently used keys of a server, so that their times to live are checked now and
+// then, not at each use.
 //
-// A table of one word a place: the last key of a place is remembered. What was forgotten is looked at once more
-// than it had to be.
+// A table with a word per place: each remembers its last key. A forgotten key is checked again needlessly.
 #pragma once
 
 #include <algorithm>
@@ -19,11 +18,10 @@ namespace kvpool {
 
 class RespUses {
  public:
-  // Keys are looked at once in each eighth of their time to live.
+  // Checks per time to live.
   static constexpr int kLooks = 8;
 
-  // True when the key, which is in use, was not looked at in the present span of `ttl` / kLooks; it counts as looked
-  // at from now on.
+  // True when a used key was not checked in the present span of `ttl` / kLooks; marks it as checked.
   bool is_due(std::string_view key, std::chrono::milliseconds ttl, Clock::time_point now) {
     if (seen_.empty()) seen_.resize(kPlaces);
     const auto span = std::max<Clock::duration>(ttl / kLooks, std::chrono::milliseconds(1));
@@ -37,9 +35,9 @@ class RespUses {
  private:
   static constexpr std::size_t kPlaces = 1 << 17;     // 1 MiB
   static constexpr std::uint64_t kUsed = 1ULL << 63;  // so that no mark is 0
-  static constexpr std::uint64_t kEpochs = 0xffff;    // in the place of bits that kPlaces implies
+  static constexpr std::uint64_t kEpochs = 0xffff;    // in the bits implied by kPlaces
 
-  std::vector<std::uint64_t> seen_;  // made at the first use
+  std::vector<std::uint64_t> seen_;  // allocated at the first use
 };
 
 }  // namespace kvpool

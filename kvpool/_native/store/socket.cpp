@@ -1,4 +1,4 @@
-// Names resolved, sockets opened, connected and set up.
+// Resolves names; opens, connects and configures sockets.
 #include "store/socket.h"
 
 #include <linux/tcp.h>
@@ -64,7 +64,7 @@ Descriptor begin_connect(const SocketAddress& address, int& error_number) {
   }
   const int on = 1;
   if (family != AF_UNIX) {
-    // Requests are written whole: waiting for more would only add a round trip.
+    // Requests are written whole: a delay would only add a round trip.
     setsockopt(fd.get(), IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
     setsockopt(fd.get(), SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
   }

@@ -13,11 +13,11 @@
 
 namespace kvpool {
 
-// Where a server listens: a path, or a host and a port.
+// A server's address: a path, or a host and a port.
 struct Endpoint {
   std::string host;
   std::uint16_t port = 0;
-  std::string unix_path;  // when not empty, host and port are not used
+  std::string unix_path;  // not empty: host and port are unused
 
   std::string name() const;  // "host:port" or the path
 };
@@ -27,7 +27,7 @@ struct SocketAddress {
   socklen_t nbytes = 0;
 };
 
-// A server that cannot be reached: `error_number` is an errno, or 0 when a name has no address.
+// An unreachable server: `error_number` is an errno, or 0 for a name without an address.
 class Unreachable : public std::runtime_error {
  public:
   Unreachable(int error_number, const std::string& words)
@@ -38,18 +38,16 @@ class Unreachable : public std::runtime_error {
   int error_number_;
 };
 
-// Blocks for as long as the system's resolver does, unless the host is a number or a path. Throws
-// Unreachable.
+// Blocks as the system's resolver does, except for a numeric host or a path. Throws Unreachable.
 std::vector<SocketAddress> resolve(const Endpoint& endpoint);
 
-// A non-blocking socket on its way to the address. Returns none and sets `error_number` when that fails at
-// once.
+// A non-blocking socket connecting to the address. On immediate failure returns none and sets `error_number`.
 Descriptor begin_connect(const SocketAddress& address, int& error_number);
 
-// The shortest round trip that this connection has seen; zero where that is not known, as on a Unix socket.
+// The connection's shortest round trip; zero if unknown, as on a Unix socket.
 std::chrono::microseconds shortest_round_trip(int fd);
 
-// Whether the connection stands; nothing is known yet when `under_way`. Never blocks.
+// Whether the connection stands; undecided while `under_way`. Never blocks.
 bool connected(int fd, bool& under_way, int& error_number);
 
 }  // namespace kvpool

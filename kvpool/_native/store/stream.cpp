@@ -22,9 +22,9 @@ namespace kvpool {
 namespace {
 
 constexpr std::size_t kRecordNbytes = SSL3_RT_MAX_PLAIN_LENGTH;  // 16 KiB
-// Shorter parts are copied into one record together: that costs less than a record and a system call each.
+// Shorter parts are copied into one record: cheaper than a record and a system call each.
 constexpr std::size_t kOwnRecordNbytes = 4096;
-// One record, and what OpenSSL says on its own; a peer that makes it say more does not read.
+// A record, and OpenSSL's own messages; a peer that causes more does not read.
 constexpr std::size_t kMaxOwedNbytes = 256 << 10;
 
 constexpr const char* kClosedWords = "the server closed the connection";
@@ -37,27 +37,27 @@ bool would_block(int error_number) {
 
 }  // namespace
 
-// Reached by OpenSSL through `bio`, so it stays where it is.
+// `bio` points to it, so it never moves.
 struct Stream::Tls {
   Tls(int socket, const TlsContext& context, const std::string& host);
 
-  // What OpenSSL calls to read and write ciphertext: 1, or 0 with the BIO told to try again or not.
+  // OpenSSL's callbacks for ciphertext: 1, or 0 with the BIO's retry flag set or not.
   static int read(BIO* bio, char* data, std::size_t size, std::size_t* nbytes);
   static int write(BIO* bio, const char* data, std::size_t size, std::size_t* nbytes);
   static long control(BIO* bio, int command, long number, void* pointer);
   static const BIO_METHOD* method();
 
   bool owes() const { return !owed.empty(); }
-  void flush();  // sends what is owed, as much as goes
+  void flush();  // sends owed bytes, as much as fits
   std::size_t send_now(const std::byte* data, std::size_t size);
 
   const int fd;
   TlsContext::Session ssl;
-  std::vector<std::byte> owed;  // ciphertext that the socket has not taken
-  int send_error = 0;           // an errno: nothing more can be sent. What the other side said may still come
-  int receive_error = 0;        // the same for receiving
-  bool ended = false;           // the socket has seen the other side's end
-  std::optional<Result> result;  // how receiving ended for good; the session must not be asked again
+  std::vector<std::byte> owed;   // ciphertext not yet taken by the socket
+  int send_error = 0;            // an errno: sending is over. The peer's last words may still come
+  int receive_error = 0;         // an errno: receiving is over
+  bool ended = false;            // the peer closed its side
+  std::optional<Result> result;  // final result of receiving; the session must not be used again
   std::array<std::byte, kRecordNbytes> gathered;
 };
 
@@ -74,7 +74,7 @@ const BIO_METHOD* Stream::Tls::method() {
   struct Free {
     void operator()(BIO_METHOD* one) const { BIO_meth_free(one); }
   };
-  // OpenSSL's own for sockets raises SIGPIPE, and makes a record that was sent half be written again.
+  // OpenSSL's own socket BIO raises SIGPIPE, and requires a half-sent record to be written again.
   static const std::unique_ptr<BIO_METHOD, Free> shared = [] {
     std::unique_ptr<BIO_METHOD, Free> made(
         BIO_meth_new(BIO_get_new_index() | BIO_TYPE_SOURCE_SINK, "kvpool stream"));
@@ -111,7 +111,7 @@ int Stream::Tls::write(BIO* bio, const char* data, std::size_t size, std::size_t
   const auto* bytes = reinterpret_cast<const std::byte*>(data);
   const std::size_t sent = self.owes() ? 0 : self.send_now(bytes, size);
   if (self.owed.size() + size - sent > kMaxOwedNbytes) return 0;
-  // After an error too: OpenSSL is to remain able to read what the other side said before it closed.
+  // After an error too, so that OpenSSL can still read a closing peer's last words.
   if (self.send_error == 0) self.owed.insert(self.owed.end(), bytes + sent, bytes + size);
   *nbytes = size;
   return 1;
@@ -207,7 +207,7 @@ Stream::Result Stream::tls_send(std::span<const iovec> parts) {
     if (size == 0) return;
     ERR_clear_error();
     std::size_t written = 0;
-    // The BIO takes all that it is given, so this is all or an error.
+    // The BIO takes all its bytes: all or an error.
     if (SSL_write_ex(ssl, data, size, &written) == 1) {
       assert(written == size);
       taken += size;
@@ -231,7 +231,7 @@ Stream::Result Stream::tls_send(std::span<const iovec> parts) {
     if (!may_go_on()) break;
   }
   if (may_go_on()) write(tls_->gathered.data(), gathered);
-  // A failure in the middle is told by the next call: what went before it may have reached the other side.
+  // The next call reports a failure midway: earlier bytes may have reached the peer.
   if (taken == 0 && tls_->send_error != 0) return fail(State::kFailed, words_of(tls_->send_error));
   return {State::kMoved, taken};
 }
@@ -256,7 +256,7 @@ Stream::Result Stream::tls_receive(std::span<const iovec> parts) {
   return {State::kMoved, got};
 }
 
-// After a call of OpenSSL's, other than of writing, that returned so: it may only want to be called again.
+// After a failed OpenSSL call other than a write: it may only need a retry.
 Stream::Result Stream::tls_failed(int returned) {
   SSL* ssl = tls_->ssl.get();
   const int error = SSL_get_error(ssl, returned);

@@ -1,8 +1,7 @@
-// A connected socket that never blocks, in plain or under TLS. One thread uses it.
+// A connected non-blocking socket, in plain or under TLS. Single-threaded.
 //
-// Under TLS the socket takes whole records only: of one that it took a part of, the rest is kept here and
-// goes first when there is room. So bytes that send() took are on their way for good, as in a socket's own
-// buffer, and OpenSSL never has to be given the same bytes twice.
+// Under TLS the socket takes whole records: the unsent rest of a record is kept here and goes first. So
+// send() commits its bytes, as a socket's own buffer does, and OpenSSL never needs the same bytes twice.
 #pragma once
 
 #include <sys/uio.h>
@@ -21,10 +20,10 @@ namespace kvpool {
 class Stream {
  public:
   enum class State : std::uint8_t {
-    kMoved,    // nbytes of the parts, from the front; the handshake: it is over
-    kBlocked,  // nothing now: poll for events()
-    kClosed,   // the other side ended the connection
-    kFailed,   // the connection is of no use any more
+    kMoved,    // nbytes of the parts, from the front; a finished handshake
+    kBlocked,  // wait with poll() for events()
+    kClosed,   // the peer ended the connection
+    kFailed,   // the connection is useless
   };
   struct Result {
     State state;
@@ -33,28 +32,28 @@ class Stream {
 
   Stream();                        // none
   explicit Stream(Descriptor fd);  // in plain
-  // Under TLS, as a client: handshake() comes first. `host`: whose certificate is accepted.
+  // Under TLS, as a client: call handshake() first. `host`: must match the certificate.
   Stream(Descriptor fd, const TlsContext& tls, const std::string& host);
   Stream(Stream&& other) noexcept;
   Stream& operator=(Stream&& other) noexcept;
   ~Stream();
 
-  // None of these blocks. The first goes on with the handshake, until it says kMoved; in plain there is none.
+  // None of these blocks. Call handshake() until kMoved; in plain it is a no-op.
   Result handshake();
-  // No parts: only what is owed() is sent. kMoved may be 0 bytes then.
+  // No parts: sends only owed bytes. kMoved may then be 0 bytes.
   Result send(std::span<const iovec> parts);
   Result receive(std::span<const iovec> parts);
 
-  // Bytes that send() took and the socket did not yet: call send() when it is writable.
+  // Bytes of send() that the socket has not taken: call send() when writable.
   bool owes() const;
-  // There may be more to receive that poll() does not show.
+  // More may be readable although poll() is silent.
   bool has_pending() const;
-  // What to poll for, `sends`: with something to send.
+  // Events for poll(); `sends`: with something to send.
   short events(bool sends) const;
 
   int fd() const { return fd_.get(); }
   explicit operator bool() const { return static_cast<bool>(fd_); }
-  // After kClosed or kFailed: why, in a few words without secrets.
+  // After kClosed or kFailed: the reason, in a few words without secrets.
   const std::string& error() const { return error_; }
   void reset();
 

@@ -1,4 +1,4 @@
-// Certificates loaded, and OpenSSL set up for clients.
+// Loads certificates, and configures OpenSSL for clients.
 #include "store/tls.h"
 
 #include <fcntl.h>
@@ -18,7 +18,7 @@
 namespace kvpool {
 namespace {
 
-// OpenSSL receives this much with one system call, where it is there: not a header and a body for each record.
+// OpenSSL receives up to this with one system call, instead of a header and a body per record.
 constexpr std::size_t kReadAheadNbytes = 256 << 10;
 
 void check_readable(const char* what, const std::string& path) {
@@ -31,7 +31,7 @@ void check_readable(const char* what, const std::string& path) {
   throw TlsError(path + ": " + what + " cannot be used: " + tls_words());
 }
 
-// Where distributions keep all authorities in one file.
+// Distributions' files with all authorities.
 constexpr std::array kSystemAuthorities = {
     "/etc/ssl/certs/ca-certificates.crt",                 // Debian, Ubuntu, Arch, Gentoo
     "/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem",  // Fedora, RHEL, Amazon Linux
@@ -42,7 +42,8 @@ constexpr std::array kSystemAuthorities = {
 
 bool is_readable(const char* path) { return access(path, R_OK) == 0; }
 
-// Whether OpenSSL itself knows a place: by its variables, or by what it was built with. A static one was built elsewhere.
+// Whether OpenSSL has its own place: by its variables, or its build. A static build comes from another
+// system.
 bool has_default_authorities() {
   return std::getenv(X509_get_default_cert_file_env()) != nullptr ||
          std::getenv(X509_get_default_cert_dir_env()) != nullptr ||
@@ -104,7 +105,7 @@ TlsContext::TlsContext(const TlsFiles& files) : context_(SSL_CTX_new(TLS_client_
     }
   }
   if (files.cert.empty()) return;
-  // OpenSSL would ask on the terminal.
+  // OpenSSL would prompt on the terminal.
   bool has_passphrase = false;
   SSL_CTX_set_default_passwd_cb_userdata(context, &has_passphrase);
   SSL_CTX_set_default_passwd_cb(context, [](char*, int, int, void* asked) {
@@ -116,7 +117,7 @@ TlsContext::TlsContext(const TlsFiles& files) : context_(SSL_CTX_new(TLS_client_
     refuse("the client certificate", files.cert);
   }
   check_readable("the private key", files.key);
-  // It compares them, where a certificate is there already.
+  // It compares them with a present certificate.
   if (SSL_CTX_use_PrivateKey_file(context, files.key.c_str(), SSL_FILETYPE_PEM) != 1) {
     if (has_passphrase)
       throw TlsError(files.key + ": the private key has a passphrase: store it without one");
@@ -131,7 +132,7 @@ TlsContext::Session TlsContext::session(const std::string& host) const {
   Session session(SSL_new(context_.get()));
   if (!session) throw std::bad_alloc();
   X509_VERIFY_PARAM* wanted = SSL_get0_param(session.get());
-  // As browsers and Python: the name must be among the alternative names, and *.x stands for one whole label.
+  // As browsers and Python: the name must be an alternative name, and *.x stands for one whole label.
   X509_VERIFY_PARAM_set_hostflags(wanted,
                                   X509_CHECK_FLAG_NO_PARTIAL_WILDCARDS | X509_CHECK_FLAG_NEVER_CHECK_SUBJECT);
   if (X509_VERIFY_PARAM_set1_ip_asc(wanted, host.c_str()) != 1) {

@@ -1,4 +1,4 @@
-// What the TLS connections of one store have in common: whom they trust, and how they prove who they are.
+// TLS settings shared by a store's connections: trusted authorities and the client's identity.
 #pragma once
 
 #include <memory>
@@ -12,18 +12,18 @@ namespace kvpool {
 
 // Paths of PEM files.
 struct TlsFiles {
-  std::string ca;    // authorities that are trusted; empty: the system's
-  std::string cert;  // the client's certificate and its chain; empty: none is shown
+  std::string ca;    // trusted authorities; empty: the system's
+  std::string cert;  // the client's certificate and its chain; empty: none
   std::string key;   // its private key, without a passphrase
 };
 
-// A file that cannot be used: what() names it and says why in one line, and holds nothing of its contents.
+// An unusable file: what() names it and the reason in one line, without its contents.
 class TlsError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
-// Read once, then shared by all threads.
+// Loaded once, then shared by all threads.
 class TlsContext {
  public:
   // Throws TlsError.
@@ -34,7 +34,7 @@ class TlsContext {
   };
   using Session = std::unique_ptr<ssl_st, FreeSession>;
 
-  // A client's session that accepts a certificate for `host` (a name or an IP address) only.
+  // A client's session that accepts only a certificate for `host` (a name or an IP address).
   Session session(const std::string& host) const;
 
  private:
@@ -44,10 +44,10 @@ class TlsContext {
   std::unique_ptr<ssl_ctx_st, Free> context_;
 };
 
-// The file of all authorities that this Linux distribution trusts; empty: in none of the usual places.
+// The file of this Linux distribution's authorities; empty: in no usual place.
 std::string system_authorities();
 
-// Why OpenSSL's last call in this thread failed, in its own words; empties the thread's queue of errors.
+// OpenSSL's reason for the last failed call in this thread; empties the thread's error queue.
 std::string tls_words();
 
 }  // namespace kvpool

@@ -1,4 +1,4 @@
-// The map of slots: installed, looked up, marked stale.
+// The map of slots: install, lookup, staleness.
 #include "store/topology.h"
 
 #include <arpa/inet.h>

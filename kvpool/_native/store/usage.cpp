@@ -1,4 +1,4 @@
-// The file of byte counts: its checks, its lock, its changes.
+// The file of byte counts: checks, lock, changes.
 #include "store/usage.h"
 
 #include <fcntl.h>
@@ -23,8 +23,7 @@ using SteadyClock = std::chrono::steady_clock;
 
 static_assert(std::endian::native == std::endian::little, "the file is written as it lies in memory");
 
-constexpr auto kCountsPatience =
-    1s;  // a peer holds their lock for a microsecond, unless it was stopped in it
+constexpr auto kCountsPatience = 1s;  // peers hold their lock for a microsecond, unless stopped meanwhile
 constexpr int kSpins = 100;
 constexpr std::uint64_t kMaxCount = (std::uint64_t{1} << 48) - 1;
 
@@ -32,7 +31,7 @@ constexpr std::uint64_t kMaxCount = (std::uint64_t{1} << 48) - 1;
   throw std::filesystem::filesystem_error(what, path, std::error_code(error, std::generic_category()));
 }
 
-// Never 0, so that zeros are no count.
+// Never 0, so that zeros are invalid.
 std::uint64_t check_of(unsigned index, std::uint64_t nbytes) {
   std::uint64_t mixed = (nbytes ^ ((index + 1) * 0x9e37'79b9'7f4a'7c15U)) * 0xff51'afd7'ed55'8ccdU;
   mixed ^= mixed >> 32;
@@ -55,7 +54,7 @@ off_t place_of(unsigned index) {
 }
 
 UsagePage read_page(int fd) {
-  UsagePage page;  // what the file lacks stays zero: unknown
+  UsagePage page;  // missing parts of the file stay zero: unknown
   [[maybe_unused]] const ssize_t ignored = pread(fd, static_cast<void*>(&page), sizeof page, 0);
   return page;
 }
@@ -145,8 +144,7 @@ void Usage::unlock_counts() const {
 }
 
 void Usage::store(unsigned index, std::uint64_t word) const {
-  [[maybe_unused]] const ssize_t
-      ignored =  // a count that could not be written is found to be unknown, or too high
+  [[maybe_unused]] const ssize_t ignored =  // a failed write leaves a count unknown or too high
       pwrite(file_.get(), &word, sizeof word, place_of(index));
 }
 
@@ -156,7 +154,7 @@ bool Usage::reserve(std::uint64_t n, std::uint64_t capacity_nbytes, Known known)
   const auto temporaries = page.nbytes(kTemporaries);
   const auto [used, unknown] = page.sum();
   const bool reserved = (known == Known::kEstimated || unknown == 0) && used <= capacity_nbytes - n;
-  // An unknown count stays so: the next count finds the file.
+  // An unknown count stays so: the next count includes the file.
   if (reserved && temporaries) store(kTemporaries, packed(kTemporaries, *temporaries + n));
   unlock_counts();
   return reserved;
@@ -172,7 +170,7 @@ void Usage::change(std::initializer_list<Change> changes) {
       const auto size = static_cast<std::uint64_t>(nbytes < 0 ? -nbytes : nbytes);
       word = packed(index, nbytes < 0 ? *count - std::min(*count, size) : *count + size);
     }
-    store(index, word);  // unknown, where it could not be changed
+    store(index, word);  // unknown, if the change failed
   }
   if (locked) unlock_counts();
 }
@@ -192,7 +190,7 @@ std::uint64_t Usage::used_nbytes(const std::string& path) {
 }
 
 std::array<char, 16> boot_id() {
-  std::array<char, 16> id{};  // 16 of its digits are enough
+  std::array<char, 16> id{};  // 16 of its digits suffice
   const Descriptor file(open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC));
   if (file && pread(file.get(), id.data(), id.size(), 0) != static_cast<ssize_t>(id.size())) id = {};
   return id;

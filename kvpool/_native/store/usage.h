@@ -1,13 +1,13 @@
-// How many bytes lie below the root, counted by all processes of the host together in one file, root/usage.
+// Bytes below the root, counted jointly by all processes of the host in one file, root/usage.
 //
-// The file's flock orders what changes the tree: a process that adds or removes a file holds it shared (for
-// microseconds, never while payload is written); one that counts or evicts holds it exclusively, and so sees
-// files that stand still. The kernel releases the lock of a dead process.
+// The file's flock orders changes of the tree: adding or removing a file takes it shared (for microseconds,
+// never during payload I/O); counting and evicting take it exclusively, and so see a stable tree. The kernel
+// releases a dead process's lock.
 //
-// The file is read and written, not mapped: it may be cut, overwritten or deleted at any moment. Each count
-// carries a check, and what fails it (zeros, too) is unknown: those files are then counted again, and no others.
+// The file is read and written, not mapped, because it may be cut, overwritten or deleted at any moment. Each
+// count carries a check; an invalid count (zeros included) is unknown, and only its files are counted again.
 //
-// Each I/O thread has a Usage of its own: locks tell descriptors apart, not threads.
+// Each I/O thread has its own Usage: locks distinguish descriptors, not threads.
 #pragma once
 
 #include <array>
@@ -26,20 +26,20 @@ namespace kvpool {
 using GiveUp = std::function<bool()>;
 
 inline constexpr unsigned kBuckets = 4096;          // directories of records: file.h
-inline constexpr unsigned kTemporaries = kBuckets;  // the count of tmp/, reservations among it
+inline constexpr unsigned kTemporaries = kBuckets;  // the count of tmp/, including reservations
 inline constexpr unsigned kCounts = kBuckets + 1;
 
 // The file, little-endian.
 struct UsagePage {
-  std::array<char, 16> boot{};                  //  0: of which start of the host; counts do not outlive one
-  std::uint64_t cursor = 0;                     // 16: the bucket that eviction looks at next, modulo 4,096
+  std::array<char, 16> boot{};                  // 0: the host's boot; counts do not outlive it
+  std::uint64_t cursor = 0;                     // 16: the next bucket of eviction, modulo 4,096
   std::array<std::uint64_t, kCounts> counts{};  // 24: of each bucket, then of tmp/: bytes << 16 | check
 
   std::optional<std::uint64_t> nbytes(unsigned index) const;
   void set(unsigned index, std::uint64_t nbytes);
   struct Sum {
-    std::uint64_t nbytes;  // buckets that are not counted are taken for as full as those that hold something
-    unsigned unknown;      // how many counts are
+    std::uint64_t nbytes;  // uncounted buckets are assumed as full as the non-empty ones
+    unsigned unknown;      // number of unknown counts
   };
   Sum sum() const;
 };
@@ -54,7 +54,7 @@ class Usage {
     std::int64_t nbytes;
   };
 
-  // Unlocks when it goes.
+  // Unlocks on destruction.
   class Lock {
    public:
     explicit Lock(int fd) : fd_(fd) {}
@@ -69,29 +69,28 @@ class Usage {
     int fd_;
   };
 
-  // `mode`: of the file, which is made if it is not there; none: it is not made. Throws
-  // std::filesystem::filesystem_error.
+  // `mode`: of the file, created if absent; none: never create. Throws std::filesystem::filesystem_error.
   Usage(std::string path, std::optional<mode_t> mode);
 
-  // Polls until the lock is held or give_up() says so. A blocking flock() could not be given up.
+  // Polls until the lock is held or give_up() is true, which a blocking flock() could not check.
   std::optional<Lock> lock(Hold hold, const GiveUp& give_up) const;
-  // False when path is no longer the file that is open here: it was removed, or the directory was.
+  // False when path no longer names the open file: it, or its directory, was removed.
   bool current() const;
 
-  // Adds n to the temporaries unless the sum would cross the capacity, or is not Known. Under the lock.
+  // Adds n to the temporaries unless the sum exceeds the capacity, or is not Known. Under the lock.
   bool reserve(std::uint64_t n, std::uint64_t capacity_nbytes, Known known);
-  // Under the lock. A count that is unknown stays so.
+  // Under the lock. An unknown count stays so.
   void change(std::initializer_list<Change> changes);
 
   UsagePage read() const;
   void write(const UsagePage& page);               // under the exclusive lock
   void set(unsigned index, std::uint64_t nbytes);  // under the exclusive lock
 
-  // Without opening it for good; 0 when there is none.
+  // Without keeping it open; 0 if absent.
   static std::uint64_t used_nbytes(const std::string& path);
 
  private:
-  // Orders the changes of those who hold the flock shared; false after a second in which it was not to be had.
+  // Orders changes among holders of the shared flock; false after a second without it.
   bool lock_counts() const;
   void unlock_counts() const;
   void store(unsigned index, std::uint64_t word) const;
@@ -102,7 +101,7 @@ class Usage {
   std::uint64_t inode_ = 0;
 };
 
-// Of this start of the host; zeros where it is not told.
+// Identifies the host's boot; zeros if unknown.
 std::array<char, 16> boot_id();
 
 }  // namespace kvpool
