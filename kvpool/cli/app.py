@@ -51,7 +51,6 @@ app.add_typer(bench, rich_help_panel=MAINTAIN, short_help="Measure a pool.")
 
 
 def main() -> None:
-    """Entry point of the console script."""
     # gRPC would print a failed handshake; our own line reports it.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     run(app, "kvpool")

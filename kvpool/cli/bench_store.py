@@ -146,7 +146,6 @@ def benched_pool(pool: str | None, batch_nbytes: int) -> Iterator[tuple[str, Pat
 
 
 def progress_bar() -> Progress:
-    """On standard error, and on a terminal only."""
     console = Console(stderr=True)
     return Progress(console=console, transient=True, disable=not console.is_terminal)
 

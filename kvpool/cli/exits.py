@@ -104,5 +104,4 @@ def in_options(text: str) -> str:
 
 
 def error_object(sentence: str, code: int, kind: str) -> dict[str, str | int]:
-    """A failure in ``--json``."""
     return {"type": kind, "message": in_options(sentence), "exit_code": code}

@@ -233,7 +233,6 @@ def _columns(rows: Sequence[Row], shown: Sequence[Row], marks: str) -> list[Colu
 
 
 def _summary(left: Sequence[Row]) -> str:
-    """Summary of the hidden rows."""
     some = sum(1 for row in left if row.loadable_blocks)
     stale = sum(row.stale for row in left)
     said = [f"{some} of them have blocks of it" if some else "none of them has a block of it"]
@@ -281,6 +280,5 @@ def _print_ranking(model: str, ranking: Ranking) -> None:
 
 
 def _pick_json(pick: Pick) -> dict[str, Any]:
-    """The fields of the row and of the pick."""
     fields = pick._asdict()
     return {**fields.pop("row")._asdict(), **fields}

@@ -20,8 +20,6 @@ LOGS = "Logs and traces"
 
 
 class LogLevel(str, Enum):
-    """Least logged level."""
-
     DEBUG = "debug"
     INFO = "info"
     WARNING = "warning"
@@ -49,8 +47,6 @@ PlaceTimeout = Annotated[float, _option(PLACING, "SECONDS",
 
 @dataclass(frozen=True, kw_only=True)
 class FleetSettings:
-    """Options of both services."""
-
     listen: str
     pool: Annotated[str | None, _option(WORKERS, "URL",
         "The pool whose workers are followed, such as valkey://HOST:6379. A URL with a password belongs in the "
@@ -130,8 +126,6 @@ class FleetSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexSettings(FleetSettings):
-    """Options of ``kvpool index``."""
-
     proxy: ClassVar[None] = None
     finish: ClassVar[float] = 0.0
     response_timeout: ClassVar[float] = 600.0
@@ -173,8 +167,6 @@ class IndexSettings(FleetSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSettings(FleetSettings):
-    """Options of ``kvpool router``."""
-
     ext_proc: ClassVar[None] = None
     place_endpoints: ClassVar[int] = 4
     tenant_share: ClassVar[None] = None

@@ -49,7 +49,6 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def add_row(columns: Sequence[Column], *cells: object) -> None:
-    """A cell for each column, in order."""
     for column, cell in zip(columns, cells, strict=True):
         column.cells.append(str(cell))
 

@@ -164,7 +164,6 @@ class _Watch:
         }
 
     def parts(self, width: int, most: int) -> list[RenderableType]:
-        """Lines and a table of at most ``most`` rows."""
         if self._now is None:
             return [Text(f"{in_options(str(self._away))}; trying again")]
         parts: list[RenderableType] = []

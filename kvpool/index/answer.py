@@ -139,8 +139,6 @@ class IndexStatus:
 
 @dataclass(frozen=True)
 class FleetStatus:
-    """An index and its workers, by tenant and name."""
-
     index: IndexStatus
     workers: tuple[WorkerStatus, ...]
 

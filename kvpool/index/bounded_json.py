@@ -37,5 +37,4 @@ def decode(raw: bytes | str, most_values: int = MAX_VALUES, most_containers: int
 
 
 def reason(error: Exception) -> str:
-    """Why text is not JSON, in one line."""
     return str(error).splitlines()[0][:200] if str(error) else "it is no text"

@@ -341,7 +341,6 @@ class Fleet:
         return [one.answer(hashes, candidates, at_once=at_once) for one, hashes in self._asked(prompt)]
 
     def _asked(self, prompt: Prompt) -> list[tuple[Partition, Buffer]]:
-        """The partitions of a prompt, each with the prompt's hashes."""
         partitions = self._partitions(prompt.tenant, prompt.model)
         hashes = prompt.checked_hashes()
         if len(prompt.multimodal) > MAX_MULTIMODAL:

@@ -257,7 +257,6 @@ class Work:
 
     @asynccontextmanager
     async def turn(self, owner: str) -> AsyncIterator[None]:
-        """A turn of the owner's, while the block lasts."""
         async with self._of(owner), self._all:
             yield
 

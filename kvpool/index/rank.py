@@ -254,7 +254,6 @@ class Rank(_native.RankState):
                 self.gaps += 1
 
     def ask(self) -> None:
-        """All its blocks were requested."""
         with self.lock:
             news = bool(self.incomplete_reason) and not self.asked
             self.asked |= news
@@ -286,7 +285,6 @@ class Rank(_native.RankState):
             self._set_incomplete(incomplete_reason, self.clock())
 
     def rename(self, worker: Worker) -> None:
-        """Its worker has another address or namespace."""
         with self.lock:
             self.worker, self.pool = worker, pool_holder(worker.namespace)
 
@@ -348,7 +346,6 @@ class Rank(_native.RankState):
 
 
 def unhashed(no_hasher: str) -> str:
-    """The problem of a rank whose partition has no hasher."""
     return f"{UNHASHED}, for such workers {no_hasher}"
 
 

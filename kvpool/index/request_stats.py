@@ -113,7 +113,6 @@ def _zeros(names: Sequence[str]) -> Counter[str]:
 
 
 def result_of(error: BaseException) -> Result:
-    """Of a failed lookup."""
     if isinstance(error, UnknownModel):
         return "unknown"
     return "wrong" if isinstance(error, ConfigError) else "failed"
@@ -183,7 +182,6 @@ class ProxyStats:
             self._totals.under_way += 1
 
     def end(self, outcome: str) -> None:
-        """``outcome``: of ``RESPONSES``."""
         with self._lock:
             self._totals.under_way -= 1
             self._totals.responses[outcome] += 1
@@ -193,7 +191,6 @@ class ProxyStats:
             self._totals.retries[why] += 1
 
     def record_first_byte(self, seconds: float) -> None:
-        """Seconds from a request to its response's first byte."""
         with self._lock:
             self._totals.first_byte_seconds.add(seconds)
 

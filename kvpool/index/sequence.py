@@ -204,7 +204,6 @@ class Sequence:
         self._state, self._verified, self._broken, self._outdated = state, False, False, False
 
     def _ask_again(self) -> None:
-        """A replay has left a gap."""
         self._rounds += 1
         if self._rounds > MAX_ROUNDS:
             self._rounds = 0

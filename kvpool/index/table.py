@@ -55,7 +55,6 @@ def refusal(error: Exception) -> KVPoolError:
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Raise ``REFUSED`` as ``refusal``s."""
     try:
         yield
     except REFUSED as error:

@@ -64,7 +64,6 @@ class Present:
     ranks: tuple[Rank, ...]
 
     def is_among(self, ids: Collection[str] | None, tenant: str | None, model: str | None) -> bool:
-        """None: all."""
         worker = self.worker
         is_named = ids is None or worker.id in ids
         return is_named and tenant in (None, worker.tenant) and model in (None, worker.model)
@@ -393,7 +392,6 @@ def _find(partitions: Iterable[Partition], worker: Worker) -> Partition | None:
 
 
 def unknown_model(name: str, known: Iterable[str]) -> str:
-    """The error text for a model that is not among the ``known``."""
     names = sorted(known)
     if len(names) <= MAX_NAMED or nearest(name, names) is not None:
         return unknown("model", name, names)

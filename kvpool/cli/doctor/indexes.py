@@ -143,7 +143,6 @@ class _Holdings(NamedTuple):
 
 
 def _contents(statuses: list[WorkerStatus]) -> dict[_Rank, _Holdings]:
-    """Of each trusted rank."""
     return {
         (status.worker.id, status.worker.incarnation, one.dp_rank): _Holdings(
             one.sequence, one.digest, one.blocks, one.evicted_blocks

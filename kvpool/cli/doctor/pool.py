@@ -97,7 +97,6 @@ def _directory(url: StoreURL, stored_nbytes: int) -> Iterator[Finding]:
 
 
 def file_system_findings(path: str, mounts: Path = MOUNTS) -> Iterator[Finding]:
-    """Examine the file system of the directory ``path``."""
     mount = SimpleNamespace(place="", kind="", huge="never")
     for line in mounts.read_text().splitlines():
         _, escaped, kind, options, *_ = line.split(" ")
@@ -170,7 +169,6 @@ def _answers(endpoint: str) -> bool:
 
 
 def _hashing(workers: list[Worker]) -> Iterator[Finding]:
-    """Workers of one model with incompatible hashes."""
     schemes: dict[str, dict[tuple[str, str, int], str]] = {}
     for worker in workers:
         scheme = (worker.hash_algorithm, worker.hash_seed_id, worker.block_tokens)

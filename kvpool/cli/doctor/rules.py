@@ -261,7 +261,6 @@ _MOST_LISTPACK_NBYTES = 4096
 
 
 def _reply_limits(of: Any) -> tuple[int, int] | None:
-    """Hard and soft limit of normal clients."""
     words = of.value.split()
     if "normal" not in words:
         return None

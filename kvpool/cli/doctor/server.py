@@ -137,7 +137,6 @@ def _settings(server: redis.Redis) -> dict[str, str] | None:
 
 
 def _of_info(info: Info) -> dict[str, str]:
-    """INFO's settings, as CONFIG GET spells them."""
     found = {"maxmemory": info.get("maxmemory"), "maxmemory-policy": info.get("maxmemory_policy")}
     if "aof_enabled" in info:
         found["appendonly"] = "yes" if info["aof_enabled"] else "no"

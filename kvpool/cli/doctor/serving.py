@@ -96,7 +96,6 @@ def front_findings(url: str, workers: Sequence[Worker], tls_ca: str | None) -> I
 
 
 def picker_findings(picker: IndexConnection) -> Iterator[Finding]:
-    """Read an endpoint picker's health, as a gateway does."""
     state = SimpleNamespace(target=picker.target, away="", serves=False)
     try:
         state.serves = picker.is_serving(picker=True, timeout_s=TIMEOUT_S)

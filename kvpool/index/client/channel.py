@@ -199,14 +199,12 @@ def answer(target: str, timeout_s: float, reply: Any) -> Lookup | KVPoolError:
 
 
 def unreadable(target: str, method: str, error: Exception) -> KVPoolError:
-    """A malformed reply."""
     return IndexUnavailable(
         f"what {target} replied to {method} is no reply of a kvpool index of this version: {error}"
     )
 
 
 def closed(target: str) -> KVPoolError:
-    """The client was closed."""
     return IndexUnavailable(f"this client of the index at {target} was closed")
 
 
@@ -216,7 +214,6 @@ def no_push() -> KVPoolError:
 
 
 def late(target: str, timeout_s: float) -> KVPoolError:
-    """The deadline has passed."""
     return IndexUnavailable(
         f"the index at {target} did not answer within {timeout_s:g} s: it is busy or stuck, or something else "
         "listens there; allow it more time, or go on without it"
@@ -224,7 +221,6 @@ def late(target: str, timeout_s: float) -> KVPoolError:
 
 
 def ended(target: str) -> KVPoolError:
-    """The index has ended the stream."""
     return IndexUnavailable(f"this stream of lookups to the index at {target} has ended; make another")
 
 
@@ -248,7 +244,6 @@ def _away(target: str, words: str) -> KVPoolError:
 
 
 def error_of(target: str, timeout_s: float, error: grpc.RpcError) -> KVPoolError:
-    """Maps an error of gRPC's."""
     code: Any = error.code()
     return refusal(target, timeout_s, code, error.details() or "")
 

@@ -36,7 +36,6 @@ class ServerTls:
         self.context.sni_callback = self._choose  # OpenSSL calls it at each handshake, with or without a name
 
     def credentials(self) -> grpc.ServerCredentials:
-        """For one server of gRPC."""
         used = self._make
 
         def fresh() -> grpc.ServerCertificateConfiguration | None:

@@ -93,7 +93,6 @@ class Line:
             self._leave(endpoint)
 
     def _enter(self, endpoint: str, port: int, addresses: Addresses) -> None:
-        """Record the present addresses of the endpoint."""
         places = {(str(unmapped(address)), port) for address in addresses}
         self._leave(endpoint)
         if self._dialler.are_of_another(places, self._tenant):

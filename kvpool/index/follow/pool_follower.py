@@ -98,7 +98,6 @@ class PoolFollower:
         return {} if self._status is None else self._status.traffic
 
     def start(self) -> None:
-        """Returns at once."""
         if self._store is not None:
             self._follow(self._store)
         else:

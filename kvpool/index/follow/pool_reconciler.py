@@ -365,7 +365,6 @@ def _common_prefix(namespaces: Collection[Namespace]) -> str:
 
 
 def _groups(facts: Mapping[str, Fact]) -> dict[int, dict[str, Any]]:
-    """Event fields of each KV-cache group, from the facts of ``kvpool.key.key.Layout``."""
     groups: dict[int, dict[str, Any]] = {}
     count = facts.get("groups")
     for group in range(min(count, MAX_RANKS) if type(count) is int else 0):

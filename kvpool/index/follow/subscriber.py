@@ -161,7 +161,6 @@ class Subscriber:
             self._loop.stop()  # a fault of ours: see is_alive
 
     async def _read_events(self, link: _Link) -> None:
-        """Reconnects for as long as the worker is followed."""
         attempt, retry_s = 0, MIN_RETRY_S
         while True:
             try:

@@ -98,7 +98,6 @@ class LoadBoard:
         self._at(worker_id, dp_rank).pool_cost = pool_cost
 
     def fail(self, worker_id: str, dp_rank: int) -> None:
-        """The worker's metrics page failed."""
         self._at(worker_id, dp_rank).fail(self.clock())
 
     def reserve(self, worker_id: str, dp_rank: int, cost: int) -> None:

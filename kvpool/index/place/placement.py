@@ -45,7 +45,6 @@ class Refusal(KVPoolError):
 
     @property
     def body(self) -> bytes:
-        """In the form of OpenAI's API."""
         kind = _KINDS.get(self.status, "BadRequestError" if self.status < 500 else "InternalServerError")
         error = {"message": str(self), "type": kind, "param": None, "code": self.status}
         return msgspec.json.encode({"error": error})

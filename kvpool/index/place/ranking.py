@@ -84,7 +84,6 @@ class NativeRanking(NamedTuple):
         return most
 
     def pack(self) -> bytes:
-        """A packed ``RouteResponse``."""
         return self.native.pack(self.reservation)
 
     def unpack(self) -> Ranking:

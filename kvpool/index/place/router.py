@@ -70,7 +70,6 @@ class Costs:
                 )
 
     def native(self) -> tuple[float, float, float, float, float, float, bool, bool]:
-        """As ``_native.Ranking`` takes them."""
         pool = POOL if self.pool is None else self.pool
         waiting = WAITING if self.waiting is None else self.waiting
         measures = self.pool is None, self.waiting is None

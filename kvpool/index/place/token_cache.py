@@ -53,7 +53,6 @@ class TokenCache:
         self.cuts = plain and not spaced and self._is_exact([one.content for one in added][:8])
 
     def tokens(self, text: str) -> array[int]:
-        """Of ``text``, as ``encode`` makes them."""
         if not self.cuts or len(text) <= self._special_chars:
             return array("I", self._encode(text))
         made = array("I")

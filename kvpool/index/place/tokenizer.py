@@ -141,8 +141,6 @@ class Tokenizer:
 
 
 class Tokenizers:
-    """``by_model``: under the models' names."""
-
     def __init__(self, by_model: Mapping[str, Tokenizer] | None = None) -> None:
         self._by_model = by_model or {}
         self._threads = ThreadPoolExecutor(THREADS, "kvpool-text")

@@ -50,7 +50,6 @@ _LOAD_SOURCES: Mapping[int, LoadSource] = {0: "none", 1: "reported", 2: "scraped
 
 
 def encode_prompt(kind: Any, prompt: Prompt) -> Any:
-    """``LookupRequest``, or a ``RouteRequest`` with the shared fields."""
     if prompt.workers is not None and not prompt.workers:
         raise ConfigError("workers is empty; leave it out to ask about all")
     name, path = ("", "") if prompt.lora is None else _pair("lora is (name, path)", prompt.lora)
@@ -83,7 +82,6 @@ def encode_prompt(kind: Any, prompt: Prompt) -> Any:
 
 
 def decode_prompt(request: Any) -> Prompt:
-    """Of ``LookupRequest``, or ``RouteRequest`` with the same fields."""
     form = request.WhichOneof("prompt")
     if form is None:
         raise ConfigError("a request holds a prompt: block_hashes, token_ids, text or chat")

@@ -192,12 +192,10 @@ def _walk(view: memoryview) -> _Fields:
 
 
 def with_id(reply: bytes, number: int) -> bytes:
-    """The packed ``LookupResponse`` with this id."""
     return reply + _ID.pack(_ID_TAG, number) if number else reply
 
 
 def refused_response(number: int, code: int, message: str) -> bytes:
-    """The packed ``LookupResponse`` of a refused request."""
     reply: bytes = pb.LookupResponse(
         id=number, status=pb.Status(code=code, message=message)
     ).SerializeToString()
@@ -205,7 +203,6 @@ def refused_response(number: int, code: int, message: str) -> bytes:
 
 
 def pack_responses(replies: Sequence[bytes]) -> bytes:
-    """The packed ``LookupResponse`` of a request with requests."""
     parts = []
     for reply in replies:
         parts += [bytes([_RESPONSES_TAG]), _varint(len(reply)), reply]

@@ -143,7 +143,6 @@ class Exchange:
         self._placement: Placement | None = None  # with a reservation to release
 
     def close(self) -> None:
-        """Envoy is done with it."""
         self._forget_body()
         self._forget_headers()
         if self._placement is not None:
@@ -352,7 +351,6 @@ def _part(body: bytes, end_of_stream: bool) -> Any:
 
 
 def _refused(refusal: Refusal) -> Any:
-    """The answer to the client, in the form of OpenAI's API."""
     reply = pb.ProcessingResponse()
     reply.immediate_response.status.code = refusal.status
     reply.immediate_response.headers.CopyFrom(_setting(refusal.headers.items()))

@@ -43,8 +43,6 @@ class HttpRequest(NamedTuple):
 
 
 class HttpReply(NamedTuple):
-    """``body``: JSON."""
-
     body: bytes
     status: int = 200
     headers: Mapping[str, str] = NOTHING

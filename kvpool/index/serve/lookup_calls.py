@@ -71,7 +71,6 @@ class LookupCalls:
         self._work.close()
 
     async def serve(self, context: grpc.aio.ServicerContext) -> None:
-        """One stream."""
         self._stats.record_stream(1)
         memory = self._calls.memory(self._calls.caller("read", context), context)
         try:
@@ -160,7 +159,6 @@ class LookupCalls:
         return pack_responses(replies)
 
     async def _one(self, packed: Any, caller: Permissions, left_nbytes: int) -> bytes:
-        """The reply to one of many requests, or its refusal."""
         try:
             if left_nbytes <= 0:
                 raise KVPoolError("the reply is full: ask about fewer prompts or workers in one message")

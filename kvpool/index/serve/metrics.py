@@ -54,7 +54,6 @@ class Exporter(Collector):
         self._listener = HttpListener(Starlette(routes=[Route("/{path:path}", self._show)]))
 
     def collect(self) -> Iterator[Family]:
-        """Called by prometheus-client."""
         yield from self._of_fleet()
         yield from self._of_stats()
         if self._pool is not None:

@@ -48,12 +48,10 @@ class ProxyConnection(web.RequestHandler):
         self._unread: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """A request's headers have come."""
         self._busy = True
         self._cancel_late()
 
     def end(self) -> None:
-        """It is answered; the next may come."""
         self._busy = False
 
     def abort(self) -> None:

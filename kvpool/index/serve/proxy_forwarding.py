@@ -60,8 +60,6 @@ logger = logging.getLogger("kvpool.index")
 
 
 class Reply(NamedTuple):
-    """The whole response of a worker."""
-
     status: int
     kind: str
     body: bytes

@@ -198,7 +198,6 @@ class IndexServer:
     # ---- calls
 
     def _methods(self) -> dict[str, Method]:
-        """The calls with one request."""
         return {
             **self._lookups.methods,
             "Release": Method(

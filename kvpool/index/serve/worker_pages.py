@@ -114,7 +114,6 @@ class WorkerRow(NamedTuple):
 
 
 def rows_of(workers: Iterable[WorkerStatus], loads: LoadBoard) -> list[WorkerRow]:
-    """A row for each, in their order."""
     return [_row(status, loads) for status in workers]
 
 
