@@ -1,11 +1,12 @@
-"""What ``python -m benchmarks index`` has every index do: take prompts and who holds them, and be asked about them.
+"""The contest of ``python -m benchmarks index``: every index takes the same prompts and holders, and answers
+lookups.
 
-Runs in this process and, for another project's index, in the interpreter of its own environment; so it imports nothing
-of kvpool. All draw the same prompts from the same seed, ask the same questions in the same order, and each is timed in
-its own process. Prompts are asked in rotation, so that the table, not a cache, answers.
+Also runs in the interpreter of another project's index, so it imports nothing of kvpool. Prompts come from
+one seed, questions in one order, and each index is timed in its own process. Prompts rotate, so that the
+table, not a cache, answers.
 
-``sessions``: a prompt of 8,192 blocks is held by 1 to 8 workers, by one of them to its end and by the others to some
-block on the way. ``everybody``: all workers hold all of it.
+``sessions``: 1 to 8 workers hold a prompt of 8,192 blocks, one to its end and the others to a block on the
+way. ``everybody``: all workers hold all of it.
 """
 
 from __future__ import annotations
@@ -19,26 +20,26 @@ from typing import Any, Protocol
 
 PROMPT_BLOCKS = 8192
 LENGTHS = (64, 512, 1024, 8192)
-# Of what is asked the workers hold: all, the first half, nothing, or all but some blocks in the middle.
+# The held part of a question: all, the first half, nothing, or all except some blocks in the middle.
 KINDS = ("full", "half", "none", "holes")
 MOST_HOLDERS = 8
-BLOCKS_A_HOLE = 64  # one block in so many is taken away again, from every holder but the first
-SLOW_ROUNDS = 2  # for who takes milliseconds
+BLOCKS_A_HOLE = 64  # every such block is removed again, from every holder but the first
+SLOW_ROUNDS = 2  # for answers that take milliseconds
 SLOW_PROMPTS = 16
-SEED, OTHER_SEED = 5, 6  # of the prompts; of blocks that no worker has stored, and of holes
+SEED, OTHER_SEED = 5, 6  # of the prompts; of unstored blocks, and of holes
 
-Question = Any  # a prompt as an index wants it
-Held = tuple[bytes, list[tuple[int, int]]]  # a prompt, packed, and (worker, leading blocks that it holds)
-Scores = dict[int, int]  # leading blocks by worker; who holds none is left out
+Question = Any  # a prompt in an index's own form
+Held = tuple[bytes, list[tuple[int, int]]]  # a packed prompt, and (worker, its leading blocks)
+Scores = dict[int, int]  # leading blocks by worker; workers without any are left out
 
 
 class Contestant(Protocol):
-    """An index. Times are seconds of its own work; what prepares its arguments does not count."""
+    """An index. Times are seconds of its own work, without the preparation of arguments."""
 
     is_slow: bool
 
     def store(self, worker: int, hashes: Sequence[int]) -> float:
-        """The worker holds these blocks of one prompt, from its beginning."""
+        """The worker holds these leading blocks of one prompt."""
 
     def take_away(self, worker: int, hashes: Sequence[int]) -> None: ...
 
@@ -52,12 +53,12 @@ class Contestant(Protocol):
     def remove_worker(self, worker: int) -> float: ...
 
     def nbytes(self) -> int:
-        """Memory that it takes now."""
+        """Present memory."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """``wrong``: prompts of which it credited some worker with too much or too little."""
+    """``wrong``: prompts with a wrong score of any worker."""
 
     blocks: int
     kind: str
@@ -68,7 +69,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Result:
-    """M pairs/s are 10^6 (block, worker) pairs a second, from one thread."""
+    """M pairs/s are 10^6 (block, worker) pairs a second, on one thread."""
 
     pairs: int
     ingest_mpairs_per_s: float
@@ -78,7 +79,7 @@ class Result:
 
 
 def holdings(shape: str, workers: int, prompts: int) -> Iterator[Held]:
-    """Prompts and who holds them, the same ones each time."""
+    """Prompts and their holders, the same each time."""
     draw = random.Random(SEED)
     for _ in range(prompts):
         packed = draw.randbytes(8 * PROMPT_BLOCKS)
@@ -96,7 +97,7 @@ def holdings(shape: str, workers: int, prompts: int) -> Iterator[Held]:
 
 
 def contest(contestant: Contestant, shape: str, workers: int, prompts: int, rounds: int) -> Result:
-    """Fill it, ask it, take blocks away, ask again, and take a worker away."""
+    """Fill the index, ask it, remove blocks, ask again, and remove a worker."""
     held = list(holdings(shape, workers, prompts))
     before_nbytes = contestant.nbytes()
     taken_s, pairs = 0.0, 0
@@ -119,7 +120,7 @@ def contest(contestant: Contestant, shape: str, workers: int, prompts: int, roun
 
 
 def _punch(contestant: Contestant, held: list[Held]) -> dict[tuple[int, int], int]:
-    """Take blocks away; the first one that is gone, by prompt and worker."""
+    """Remove blocks; returns the first missing block by prompt and worker."""
     draw = random.Random(OTHER_SEED)
     holes: dict[tuple[int, int], int] = {}
     for number, (packed, theirs) in enumerate(held):
@@ -161,7 +162,7 @@ def _asked(
 
 
 def timed(ask: Callable[[int], object], prompts: int, rounds: int) -> list[float]:
-    """Microseconds of every call, prompt after prompt, sorted; the first round only warms up."""
+    """Sorted microseconds of all calls, prompt after prompt; the first round warms up."""
     times = []
     for turn in range(rounds + 1):
         for number in range(prompts):

@@ -1,4 +1,4 @@
-"""``python -m benchmarks device``: what kvpool's copies do on this device, and what they cost an engine."""
+"""``python -m benchmarks device``: the speed of kvpool's copies on this device, and their cost to an engine."""
 
 from __future__ import annotations
 
@@ -48,9 +48,10 @@ def run_device(
     trace: Path | None = None,
     as_json: bool,
 ) -> None:
-    """Measure everything, and print tables or JSON. ``blocks``, ``tokens`` (of a block): None for the default.
+    """Measure everything, and print tables or JSON. ``blocks``, ``tokens`` (of a block): None for the
+    default.
 
-    Blocking, for minutes. Errors: ``KVPoolError``, also when blocks came back with other bytes.
+    Blocks for minutes. Errors: ``KVPoolError``, also when blocks returned with other bytes.
     """
     # Below 6 the profiler of torch 2.13 writes its progress to standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")

@@ -1,9 +1,9 @@
 """Dynamo's ``RadixTree`` in the contest of ``python -m benchmarks index``, and a caller of its HTTP indexer.
 
-Run by the interpreter of an environment that has ``ai-dynamo-runtime``, and not kvpool; so it imports nothing of
-kvpool but the contest, by its path. The tree is used as its binding wants: an event is JSON, of as many blocks as a
-batch of ours; a prompt is a list of ints, the hashes of its blocks' tokens. A block's two hashes are the same number
-here: the tree walks by the one and finds by the other, whatever they are.
+Runs in an environment with ``ai-dynamo-runtime`` and without kvpool, so it imports only the contest, by its
+path. It uses the tree as its binding requires: an event is JSON, of as many blocks as our batches; a prompt
+is a list of block hashes. A block's two hashes are equal here; the tree's work does not depend on their
+values.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Tree:
         return time.perf_counter() - started
 
     def nbytes(self) -> int:
-        """Of the whole process: the tree does not say how much it takes."""
+        """Of the whole process, because the tree does not report its memory."""
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def _event(self, data: dict[str, Any]) -> bytes:
@@ -83,7 +83,7 @@ def run_queries(asked: dict[str, Any]) -> list[float]:
 
     bodies = []
     for tokens in asked["tokens"]:
-        # as it takes them: signed
+        # signed, as it requires
         hashes = [(one ^ 1 << 63) - (1 << 63) for one in compute_block_hash_for_seq(tokens, BLOCK_TOKENS)]
         bodies.append(json.dumps({"model_name": asked["model"], "block_hashes": hashes}))
     connection = http.client.HTTPConnection("127.0.0.1", asked["port"], timeout=TIMEOUT_S)
@@ -102,7 +102,7 @@ def run_queries(asked: dict[str, Any]) -> list[float]:
 
 
 def main() -> None:
-    # What a library prints must not be taken for an answer.
+    # Separates answers from a library's prints.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     asked = json.loads(sys.stdin.read())
@@ -111,11 +111,11 @@ def main() -> None:
     }  # fmt: skip
     try:
         answer: dict[str, Any] = {"result": parts[asked["do"]](asked)}
-    except Exception as error:  # whatever it raises is its answer
+    except Exception as error:  # any exception is its answer
         answer = {"error": f"{type(error).__name__}: {error}"}
     print(json.dumps(answer), file=answers)
     answers.flush()
-    os._exit(0)  # its threads may not want to end
+    os._exit(0)  # its threads may not end
 
 
 if __name__ == "__main__":

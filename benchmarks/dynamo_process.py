@@ -1,4 +1,4 @@
-"""Dynamo in processes of its own: what ``dynamo_peer.py`` answers, and its HTTP indexer."""
+"""Dynamo in its own processes: ``dynamo_peer.py``, and its HTTP indexer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIMEOUT_S = 60.0
 
 
 def dynamo_python(folder: Path) -> Path:
-    """The interpreter that has it, below the folder of others' environments. Errors: ``KVPoolError``."""
+    """Dynamo's interpreter, below the folder of peers' environments. Errors: ``KVPoolError``."""
     python = folder / "dynamo" / "bin" / "python"
     if not python.exists():
         raise ConfigError(f"there is no {python}: make bench-peers makes it, in a clone of kvpool")
@@ -27,7 +27,7 @@ def dynamo_python(folder: Path) -> Path:
 
 
 def ask_dynamo(python: Path, asked: dict[str, Any]) -> Any:
-    """What ``dynamo_peer.py`` answers. Blocking, while it works. Errors: ``KVPoolError``."""
+    """The answer of ``dynamo_peer.py``. Blocks while it works. Errors: ``KVPoolError``."""
     try:
         ended = subprocess.run(
             [python, "-I", dynamo_peer.__file__], input=json.dumps(asked), stdout=subprocess.PIPE, text=True,
@@ -42,7 +42,7 @@ def ask_dynamo(python: Path, asked: dict[str, Any]) -> Any:
 
 
 class DynamoIndexer:
-    """Its HTTP indexer, which reads the publishers at ``events``. Use it with ``with``."""
+    """Its HTTP indexer, subscribed to the publishers at ``events``. Use it with ``with``."""
 
     def __init__(self, python: Path, model: str, block_tokens: int, events: Sequence[str]) -> None:
         self._python, self._model = python, model
@@ -64,7 +64,9 @@ class DynamoIndexer:
         self._process.wait()
 
     def holders(self, token_ids: Sequence[int]) -> int:
-        """How many workers hold something of a prompt, as it says now. Errors: ``KVPoolError`` when it has ended."""
+        """How many workers hold a part of a prompt, by its present answer. Errors: ``KVPoolError`` after its
+        end.
+        """
         if self._process.poll() is not None:
             raise KVPoolError("Dynamo's HTTP indexer ended")
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=TIMEOUT_S)
@@ -78,7 +80,7 @@ class DynamoIndexer:
             connection.close()
 
     def query(self, prompts: Sequence[Sequence[int]], rounds: int) -> list[float]:
-        """Microseconds of each query of the hashes of these prompts, over one connection, in turns."""
+        """Microseconds of each query of these prompts' hashes, over one connection, in rotation."""
         asked = {
             "do": "queries",
             "port": self._port,

@@ -1,12 +1,13 @@
-"""``python -m benchmarks e2e``: real vLLM engines with a pool, without one, and with its peers, on one workload.
+"""``python -m benchmarks e2e``: real vLLM engines with a pool, without a pool, and with its peers, on one
+workload.
 
-An engine with an empty pool answers everything first: its tokens are those that all others must give, and what it
-stores is what the measured one finds. Then the measured engines, one for each arm, fresh but warmed up, are up at the
-same time and take turns of some requests, so that what disturbs one disturbs its neighbours; between two turns the one
-that had its turn becomes quiet. Last come the probes: prompts that no measured engine ever had, each asked twice.
+First an engine with an empty pool answers everything: its tokens are the reference, and its stores fill the
+pool. Then one warmed-up engine per arm runs at the same time; they alternate every few requests, so that
+disturbances hit all, and each becomes quiet before the next turn. Last come the probes: new prompts, each
+asked twice.
 
-An arm whose engine does not start, or complains before its first request, is unavailable, with the engine's words;
-those of ``OFF`` and ``OWN`` must start.
+An arm is unavailable, with the engine's words, when its engine does not start or complains before its first
+request; the arms ``OFF`` and ``OWN`` must start.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ TURN_REQUESTS = 5
 HOST_TIER_NBYTES = 2 << 30
 POOL_CAPACITY = "8GiB"
 DELETE_TIMEOUT_S = 60.0
-PEER_FOLDER = "lmcache-engine"  # under the folder of peers: LMCache for the interpreter of vLLM
+PEER_FOLDER = "lmcache-engine"  # below the peers' folder: LMCache for vLLM's interpreter
 
 
 @dataclass(frozen=True)
 class _Arm:
-    """``is_shared``: an engine before it fills what it reads from. ``is_needed``: without it there is no report."""
+    """``is_shared``: another engine fills its cache first. ``is_needed``: no report without it."""
 
     name: str
     transfer: dict[str, Any] | None
@@ -60,7 +61,7 @@ class _Arm:
 
 @dataclass(frozen=True)
 class Asked:
-    """One request as every arm has it. ``answer``: the first engine's; empty before that."""
+    """One request, the same in every arm. ``answer``: the first engine's; empty before."""
 
     kind: str
     number: int
@@ -83,27 +84,27 @@ def run_e2e(
     plot: Path | None,
     as_json: bool,
 ) -> bool:
-    """Measure, and print a table or JSON; ``plot`` is written as a PNG. True when the run is good.
+    """Measure, and print a table or JSON; ``plot`` is written as a PNG. True for a valid run.
 
-    Blocking, for minutes. Memory: three engines, four while they start. Errors: ``KVPoolError``.
+    Blocks for minutes. Memory: three engines, four while they start. Errors: ``KVPoolError``.
     """
     if width % 256:
         raise ConfigError(f"--width {width}: write a multiple of 256")
     console = Console(stderr=True)
     if plot is not None:
-        draw(None, plot)  # what cannot be written is told now
+        draw(None, plot)  # reports unwritable files early
     workload = draw_workload(
         seed=seed, chats=chats, documents=documents, prompt_tokens=prompt_tokens, probes=probes
     )
     with workspace("kvpool-bench-", console, keep=False) as folder:
         url = pool or f"file://{folder}/pool?capacity={POOL_CAPACITY}"
-        open_store(url).close()  # what is wrong with it shows now
+        open_store(url).close()  # reports a wrong pool early
         tenant = f"bench-e2e-{secrets.token_hex(4)}"
         unavailable: dict[str, str] = {}
         arms = _arms(url, tenant, host_tier, peers, unavailable)
         with doing(console, "a tiny model with random weights is written"):
             model = write_model(folder / "model", width=width, layers=layers)
-        token_nbytes = width * layers * 4  # K and V of half as many heads as the model has, 4 bytes a number
+        token_nbytes = width * layers * 4  # K and V of half the model's heads, 4 bytes a number
         longest = longest_prompt_tokens(prompt_tokens, ANSWER_TOKENS) + ANSWER_TOKENS
         kv_cache_tokens = max(KV_CACHE_TOKENS, 2 * longest)
         options = small_engine(
@@ -172,8 +173,9 @@ def _lmcache(server: StoreURL, installed: Path) -> _Arm:
 
 
 class _Contest:
-    """``unavailable``: why, by arm; filled here. ``held_tokens``: what a cache of all prompts' full blocks holds,
-    after ``run``."""
+    """``unavailable``: reasons, by arm. ``held_tokens``: of a cache with all prompts' full blocks, after
+    ``run``.
+    """
 
     def __init__(
         self,
@@ -188,7 +190,7 @@ class _Contest:
         self.held_tokens = 0
 
     def run(self, arms: Sequence[_Arm]) -> list[Answer]:
-        """Errors: ``EngineFailed``, of an arm that is needed, or in the middle."""
+        """Errors: ``EngineFailed``, of a needed arm, or midway."""
         [own] = [arm for arm in arms if arm.name == OWN]
         with self._engine(own, "fills") as engine:
             self._started(own, engine)
@@ -216,7 +218,7 @@ class _Contest:
         return EngineProcess(f"{arm.name} {does}".replace(" ", "-"), self._folder, options, arm.environment)
 
     def _started(self, arm: _Arm, engine: EngineProcess) -> bool:
-        """Whether it can be measured; if not, it says why in ``unavailable``."""
+        """Whether it can be measured; the reason why not goes to ``unavailable``."""
         with doing(self._console, f"the engine of arm {arm.name} starts"):
             try:
                 engine.wait_ready()
@@ -225,7 +227,7 @@ class _Contest:
                     raise
                 self._unavailable[arm.name] = engine.complaint() or str(error)
                 return False
-        # LMCache goes on without its own engine, and then keeps each request waiting for it.
+        # LMCache continues without its own engine, and then delays each request.
         complaint = None if arm.is_needed else engine.complaint()
         if complaint is not None:
             self._unavailable[arm.name] = complaint
@@ -252,7 +254,7 @@ class _Contest:
             engine.generate(prompt, ANSWER_TOKENS)
 
     def _warm_up(self, engine: EngineProcess) -> None:
-        """What takes longer at its first time: loading, computing, going on from its own cache."""
+        """Run the slow first times: loading, computing, hits in its own cache."""
         shared = list(self._workload.warm_up)
         for prompt in (shared, shared, shared[::-1]):
             engine.generate(prompt, ANSWER_TOKENS)
@@ -276,7 +278,7 @@ class _Contest:
 
 
 def _turns(asked: Sequence[Asked]) -> Iterator[list[Asked]]:
-    """Some requests at a time; then each probe, twice."""
+    """A few requests at a time; then each probe, twice."""
     requests = [one for one in asked if one.kind != "probe"]
     for at in range(0, len(requests), TURN_REQUESTS):
         yield requests[at : at + TURN_REQUESTS]
@@ -286,7 +288,7 @@ def _turns(asked: Sequence[Asked]) -> Iterator[list[Asked]]:
 
 
 def ask(engine: EngineProcess, arm: str, one: Asked) -> Answer:
-    """Blocking. Errors: ``EngineFailed``."""
+    """Blocks. Errors: ``EngineFailed``."""
     said = engine.generate(one.prompt, ANSWER_TOKENS)
     return Answer(
         arm=arm,
@@ -304,7 +306,7 @@ def ask(engine: EngineProcess, arm: str, one: Asked) -> Answer:
 
 @contextlib.contextmanager
 def emptied(pool: str, tenant: str) -> Iterator[None]:
-    """A tenant of a run alone, of which nothing stays in the pool."""
+    """A tenant of this run, removed from the pool at the end."""
     try:
         yield
     finally:

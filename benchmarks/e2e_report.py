@@ -1,4 +1,4 @@
-"""What ``python -m benchmarks e2e`` makes of its answers, prints and draws."""
+"""The report of ``python -m benchmarks e2e``: figures, tables, plot."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OFF = "pool off"
 HOST = "host tier only"
 OWN = "kvpool"
 LMCACHE = "LMCache"
-SHARED = (OWN, LMCACHE)  # another engine has computed everything before
+SHARED = (OWN, LMCACHE)  # another engine computed everything before
 KINDS = {"chat": "chats", "document": "documents"}
 PROBES = ("probe", "again")
 NEEDED_SHARE = 0.9  # of a probe's full blocks, from the pool
@@ -27,11 +27,11 @@ NEEDED_SHARE = 0.9  # of a probe's full blocks, from the pool
 
 @dataclass(frozen=True)
 class Answer:
-    """One request of one arm. ``kind``: chat, document, probe (its first time) or again (at once after that).
+    """One answer in one arm. ``kind``: chat, document, probe (new) or again (right after it).
 
-    ``number``: of the request in the workload, or of the probe; the same prompt in all arms. ``cached_tokens``: of the
-    prompt, not computed; ``loaded_tokens`` of these came by the arm's connector. ``identical``: to the tokens of the
-    engine that answered first.
+    ``number``: of the request or probe, the same prompt in all arms. ``cached_tokens``: of the prompt, not
+    computed; ``loaded_tokens`` of these came through the arm's connector. ``identical``: to the first
+    engine's tokens.
     """
 
     arm: str
@@ -48,8 +48,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Row:
-    """One arm's requests of one kind. Throughput is tokens of prompts and answers over the time of the requests, one
-    after the other. ``hit_ratio``: cached tokens over those of the prompts, and ``loaded_ratio``: loaded ones."""
+    """One arm's requests of one kind. Throughput is tokens of prompts and answers over the sequential
+    requests' time. ``hit_ratio``: cached tokens over prompt tokens; ``loaded_ratio``: loaded over prompt
+    tokens.
+    """
 
     arm: str
     kind: str
@@ -67,9 +69,9 @@ class Row:
 class Probes:
     """Medians of one arm's probes, and of their ratios to ``OFF`` with the same prompt.
 
-    ``first_s``: time to the first token of a prompt that this engine never had: computed, or loaded; ``again_s``: at
-    once after that, from its own prefix cache. ``over_recompute``: ``first_s`` over the computing one's;
-    ``over_local_hit``: ``first_s`` over its ``again_s``. None: this arm has computed, too.
+    ``first_s``: time to the first token of a new prompt: computed, or loaded; ``again_s``: right after, from
+    its prefix cache. ``over_recompute``: ``first_s`` over the computing arm's; ``over_local_hit``:
+    ``first_s`` over its ``again_s``. None: this arm computed too.
     """
 
     arm: str
@@ -83,7 +85,7 @@ class Probes:
 
 @dataclass(frozen=True)
 class Report:
-    """``unavailable``: why, by arm. ``pool``: without secrets."""
+    """``unavailable``: reasons, by arm. ``pool``: without secrets."""
 
     pool: str
     seed: int
@@ -100,7 +102,7 @@ class Report:
 
     @property
     def faults(self) -> list[str]:
-        """Why this run proves nothing; empty when it is good."""
+        """Why this run is invalid; empty when valid."""
         found = []
         for arm in self.arms:
             different = [one for one in self.answers if one.arm == arm and not one.identical]
@@ -167,12 +169,12 @@ def _probes(report: Report, arm: str) -> Probes:
 
 
 def _ratio(times: Sequence[float], others: Sequence[float]) -> float:
-    """The median over prompts of how the two compare at a prompt."""
+    """The median of the ratios prompt by prompt."""
     return statistics.median(one / other for one, other in zip(times, others, strict=True))
 
 
 def show(report: Report, as_json: bool) -> None:
-    """Print to standard output: JSON of ``Report`` with ``rows``, ``probes`` and ``faults``, or tables."""
+    """Print JSON of ``Report`` with ``rows``, ``probes`` and ``faults``, or tables."""
     if as_json:
         more = {
             "rows": [asdict(row) for row in report.rows()],
@@ -236,10 +238,10 @@ def _number(value: float | None) -> str:
 
 
 def draw(report: Report | None, path: Path) -> None:
-    """Write a PNG: of each kind of request, the part that had its first token within a time; and the probes.
+    """Write a PNG: the distribution of times to the first token by kind, and the probes.
 
-    Errors: ``ConfigError`` when matplotlib is not installed or the file cannot be written; without a report
-    only these.
+    Errors: ``ConfigError`` when matplotlib is missing or the file is unwritable. Without a report, only these
+    checks.
     """
     figure = new_figure(15, 4)
     panels = figure.subplots(1, len(KINDS) + 1)

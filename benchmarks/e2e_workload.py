@@ -1,8 +1,8 @@
-"""What ``python -m benchmarks e2e`` asks every engine, drawn from one seed: growing chats, and shared documents.
+"""The requests of ``python -m benchmarks e2e``, drawn from one seed: growing chats, and shared documents.
 
-Every prompt of a chat is all that was said before and the user's next words; what an engine answered is part of it,
-so the prompts are known once one engine has answered (``Conversations``). Every prompt about a document is the document
-and a question. Requests of all chats and documents are mixed, a chat's turns in their order.
+A chat's prompt is the whole chat so far, answers included, so prompts are fixed once an engine has answered
+(``Conversations``). A document's prompt is the document and a question. Requests of all chats and documents
+are mixed, with a chat's turns in order.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from demo.tiny_model import FIRST_WORD, VOCABULARY
 Kind = Literal["chat", "document"]
 
 TURNS = 4  # of a chat
-SYSTEM_TOKENS = 260  # that all chats begin with
-SAID_TOKENS = (120, 400)  # of the user, in a turn
+SYSTEM_TOKENS = 260  # common start of all chats
+SAID_TOKENS = (120, 400)  # of the user, per turn
 QUESTIONS = 3  # about each document
 QUESTION_TOKENS = (20, 60)
 
 
 @dataclass(frozen=True)
 class Request:
-    """``said``: what comes behind what is known: the user's words or a question. ``session``: of its kind."""
+    """``said``: the new text: the user's words or a question. ``session``: of its kind."""
 
     kind: Kind
     session: int
@@ -34,7 +34,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Workload:
-    """``probes``: prompts of a document's length that have nothing in common. ``warm_up``: the same, asked before."""
+    """``probes``: prompts of a document's length without a common prefix. ``warm_up``: likewise, asked
+    before.
+    """
 
     system: tuple[int, ...]
     documents: tuple[tuple[int, ...], ...]
@@ -44,7 +46,7 @@ class Workload:
 
 
 def draw_workload(*, seed: int, chats: int, documents: int, prompt_tokens: int, probes: int) -> Workload:
-    """The same one for the same arguments. ``prompt_tokens``: of a document, and of a probe."""
+    """Deterministic. ``prompt_tokens``: of a document, and of a probe."""
     draw = random.Random(seed)
 
     def words(count: int) -> tuple[int, ...]:
@@ -66,7 +68,7 @@ def draw_workload(*, seed: int, chats: int, documents: int, prompt_tokens: int, 
 
 
 class Conversations:
-    """What was said so far: gives each request's prompt, and is told the answer before the next request."""
+    """The chats so far: builds each prompt, and takes its answer before the next."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
@@ -83,6 +85,6 @@ class Conversations:
 
 
 def longest_prompt_tokens(prompt_tokens: int, answer_tokens: int) -> int:
-    """The most that a prompt can have, when every answer has so many tokens."""
+    """The longest prompt, for answers of ``answer_tokens``."""
     chat = SYSTEM_TOKENS + TURNS * SAID_TOKENS[1] + (TURNS - 1) * answer_tokens
     return max(chat, prompt_tokens + QUESTION_TOKENS[1])

@@ -1,4 +1,4 @@
-"""What the benchmarks of the index publish: events of blocks as vLLM would announce them."""
+"""Events of the index benchmarks, as vLLM would publish them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import msgpack
 
 EVENT_BLOCKS = 16
-BATCH_EVENTS = 64  # about what a busy engine publishes with one step
+BATCH_EVENTS = 64  # about a busy engine's step
 BLOCK_TOKENS = 16
 
 
 def payloads(hashes: Sequence[int], *, tokens: bool, batch_events: int = BATCH_EVENTS) -> list[bytes]:
-    """What vLLM would publish for these blocks of one prompt, in batches."""
+    """Batches of stored events for these blocks of one prompt."""
     events = []
     for at in range(0, len(hashes), EVENT_BLOCKS):
         part = hashes[at : at + EVENT_BLOCKS]
@@ -36,7 +36,7 @@ def payloads(hashes: Sequence[int], *, tokens: bool, batch_events: int = BATCH_E
 
 
 def removals(hashes: Sequence[int], *, batch_events: int = BATCH_EVENTS) -> list[bytes]:
-    """What vLLM would publish when it evicts these blocks."""
+    """Batches of removed events for these blocks."""
     events = [
         {"type": "BlockRemoved", "block_hashes": list(part), "medium": "GPU", "group_idx": 0}
         for part in (hashes[at : at + EVENT_BLOCKS] for at in range(0, len(hashes), EVENT_BLOCKS))
@@ -51,5 +51,5 @@ def _batches(events: Sequence[dict[str, Any]], batch_events: int) -> list[bytes]
 
 
 def event_tokens(seed: int, count: int) -> list[int]:
-    """Token ids of a large vocabulary: most take three bytes or five."""
+    """Token ids of a large vocabulary: mostly three or five bytes each."""
     return [(seed + 7919 * i) % 128_000 for i in range(count)]

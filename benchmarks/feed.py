@@ -1,10 +1,8 @@
-"""Events from a publisher's process into an index's over ZMQ, and what lookups cost meanwhile.
+"""Events from a publisher's process to an index over ZMQ, and the cost of lookups meanwhile.
 
-Part of ``python -m benchmarks index``.
-
-A process of its own (``python -m benchmarks.feed BLOCKS EVENTS``) publishes for some workers what was packed
-before. The index is a real ``kvpool index``; who measures asks it over gRPC how far it is. Dynamo's HTTP indexer, where
-there is one, reads the same publishers.
+Part of ``python -m benchmarks index``. A separate process (``python -m benchmarks.feed BLOCKS EVENTS``)
+publishes prepacked batches for some workers to a real ``kvpool index``, which reports its progress over gRPC.
+Dynamo's HTTP indexer, if present, reads the same publishers.
 """
 
 from __future__ import annotations
@@ -40,18 +38,18 @@ if TYPE_CHECKING:
 MODEL = "bench"
 PUBLISHERS = 4
 LEAST_BLOCKS = 1 << 17
-ONE_EVENT_PART = 2  # so many times fewer blocks where a batch is one event: it takes longer
+ONE_EVENT_PART = 2  # divisor of blocks with one event a batch, which is slower
 LENGTHS = (64, PROMPT_BLOCKS)
 ASKED_OF_PEER = 16  # prompts
-ASKED = 50  # lookups of one length and mood, for each round
+ASKED = 50  # lookups per length, mood and round
 TIMEOUT_S = 300.0
-LOOK_S = 0.01  # between two questions how far an index is, which cost it time
-SENTINEL = [1] * BLOCK_TOKENS  # tokens of the last block that each publisher announces
+LOOK_S = 0.01  # between two progress requests, which cost the index time
+SENTINEL = [1] * BLOCK_TOKENS  # tokens of each publisher's last block
 
 
 @dataclass(frozen=True)
 class IngestRow:
-    """10^6 blocks a second, from the first batch published to the last one applied."""
+    """10^6 blocks a second, from the first published batch to the last applied."""
 
     index: str
     batch_events: int
@@ -60,7 +58,9 @@ class IngestRow:
 
 @dataclass(frozen=True)
 class BesideRow:
-    """Microseconds of a lookup by one caller over gRPC; busy: while events come at the rate of the ingest before."""
+    """Microseconds of a gRPC lookup by one caller; busy: during events at the previously measured ingest
+    rate.
+    """
 
     blocks: int
     idle_p50_us: float
@@ -68,12 +68,12 @@ class BesideRow:
     busy_p50_us: float
     busy_p99_us: float
     p99_ratio: float
-    mblocks_per_s: float  # that came meanwhile
+    mblocks_per_s: float  # ingested meanwhile
 
 
 @dataclass(frozen=True)
 class FeedReport:
-    """``peer_query``: of 8,192 hashes, asked of Dynamo's HTTP indexer; None without it."""
+    """``peer_query``: of 8,192 hashes, in Dynamo's HTTP indexer; None without it."""
 
     publishers: int
     ingest: list[IngestRow]
@@ -84,7 +84,7 @@ class FeedReport:
 
 
 def measure_feed(blocks: int, rounds: int, dynamo: Path | None) -> FeedReport:
-    """Blocking, for some ten seconds. ``dynamo``: the interpreter that has it. Errors: ``KVPoolError``."""
+    """Blocks for some ten seconds. ``dynamo``: its interpreter. Errors: ``KVPoolError``."""
     ingest: list[IngestRow] = []
     beside: list[BesideRow] = []
     several = max(blocks, LEAST_BLOCKS) // PROMPT_BLOCKS * PROMPT_BLOCKS
@@ -129,7 +129,7 @@ def _of_dynamo(python: Path, blocks: int, batch_events: int, rounds: int) -> tup
 
 
 class _Publishing:
-    """The process that publishes; a line of words each way."""
+    """The publishing process, controlled by lines of words."""
 
     def __init__(self, blocks: int, batch_events: int) -> None:
         self.blocks = blocks
@@ -171,7 +171,7 @@ class _Publishing:
 
 
 class _Index:
-    """A ``kvpool index`` that follows the publishers."""
+    """A ``kvpool index`` subscribed to the publishers."""
 
     def __init__(self, address: str, publishing: _Publishing) -> None:
         from kvpool.index import Publisher, Worker
@@ -193,7 +193,7 @@ class _Index:
         self._client.close()
 
     def take_all(self) -> float:
-        """Seconds until everything that is published was applied."""
+        """Seconds until every published batch is applied."""
         started = time.perf_counter()
         self._publishing.tell("all")
         published = int(self._publishing.read()[0])
@@ -201,7 +201,7 @@ class _Index:
         return time.perf_counter() - started
 
     def beside(self, length: int, count: int, blocks_per_s: float) -> BesideRow:
-        """Lookups in rotation, idle, then while so many other blocks are stored and removed."""
+        """Lookups in rotation, idle, then during stores and removals of other blocks."""
         prompts = [packed[: 8 * length] for packed, _ in _prompts(self._publishing.blocks)]
         idle = self._lookups(prompts, count)
         before, started = self._blocks_taken(), time.perf_counter()
@@ -259,7 +259,7 @@ def _prompts(blocks: int) -> Iterator[Held]:
 
 
 def _tokens(blocks: int) -> list[list[int]]:
-    """Of some prompts, as they are published."""
+    """Tokens of the published prompts."""
     some = itertools.islice(_prompts(blocks), ASKED_OF_PEER)
     return [
         [
@@ -275,9 +275,9 @@ def _tokens(blocks: int) -> list[list[int]]:
 
 
 def main() -> None:
-    """``wait``: until there is a reader. ``all``: everything, once. ``flood N``: other blocks are stored and removed,
-    in N batches a second, until another line comes. Each is answered with the number of batches so far, a flood when it
-    begins. It has a rate because what outruns the index would pile up in its sockets, gigabytes of it.
+    """Serve commands. ``wait``: for a reader. ``all``: publish everything once. ``flood N``: store and remove
+    other blocks in N batches a second until the next line. Each answer is the number of batches so far, a
+    flood's at its start. The rate keeps gigabytes from piling up in a slower index's sockets.
     """
     from benchmarks.publisher import Publishers
 
@@ -321,7 +321,7 @@ def main() -> None:
 
 
 def _flood(publishers: Publishers, prompts: list[list[bytes]], batches_per_s: float) -> None:
-    """Until there is a line to read."""
+    """Publish until a line can be read."""
     started, sent = time.monotonic(), 0
     for turn in itertools.count():
         for batch in prompts[turn % len(prompts)]:

@@ -1,8 +1,9 @@
-"""``python -m benchmarks lengths`` and ``outage``: a real engine's time to the first token, from a pool on a server.
+"""``python -m benchmarks lengths`` and ``outage``: a real engine's time to the first token, from a pool on a
+server.
 
-Both start a Valkey server of their own on loopback and vLLM CPU engines with a small random model in float32. One
-engine computes all prompts and stores them. ``lengths`` asks two fresh ones, without and with the connector, in turns.
-``outage`` asks one fresh engine a prompt each second that it never had, while the server is stopped, continued, killed.
+Both start a Valkey server on loopback and vLLM CPU engines with a small random model in float32. One engine
+computes and stores all prompts. ``lengths`` alternates two fresh engines, without and with the connector.
+``outage`` asks a fresh engine a new prompt each second, while the server is stopped, continued, killed.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from demo.workspace import doing, workspace
 
 BLOCK_TOKENS = 128
 ANSWER_TOKENS = 8
-TAIL_TOKENS = 20  # of each prompt, behind its last whole block
+TAIL_TOKENS = 20  # of each prompt, after its last whole block
 OFF, FILLS, READS = "pool-off", "fills", "kvpool"
 
 
 @dataclass(frozen=True)
 class Timed:
-    """One prompt. ``how``: computed, local (the engine's own cache) or pool, as it was meant to come."""
+    """One prompt. ``how``: its intended source: computed, local (the engine's own cache) or pool."""
 
     prompt_tokens: int
     how: str
@@ -45,7 +46,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Moment:
-    """One prompt of ``outage``. ``at_s``: since the first one; ``server``: what it does then."""
+    """One prompt of ``outage``. ``at_s``: since the first; ``server``: its state."""
 
     at_s: float
     server: str
@@ -56,7 +57,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class _Bench:
-    """A server, and how its engines are started."""
+    """A server, and the settings of its engines."""
 
     server: ValkeyShards
     folder: Path
@@ -85,7 +86,7 @@ def _prompt(draw: random.Random, tokens: int) -> list[int]:
 
 
 def _bench(folder: Path, server: Path | None, width: int, layers: int, longest: int, kept: int) -> _Bench:
-    """``longest``: tokens of a prompt; ``kept``: tokens that an engine's own cache holds."""
+    """``longest``: tokens of a prompt; ``kept``: tokens in an engine's own cache."""
     console = Console(stderr=True)
     with doing(console, "a small model with random weights is written"):
         model = write_model(folder / "model", width=width, layers=layers)
@@ -105,9 +106,9 @@ def _bench(folder: Path, server: Path | None, width: int, layers: int, longest: 
 def run_lengths(
     *, server: Path | None, lengths: Sequence[int], rounds: int, width: int, layers: int, as_json: bool
 ) -> bool:
-    """Print a table or JSON. True when all tokens were the same and every prompt came from where it was meant to.
+    """Print a table or JSON. True when all tokens agreed and every prompt came from its intended source.
 
-    Blocking, for minutes. Errors: ``KVPoolError``.
+    Blocks for minutes. Errors: ``KVPoolError``.
     """
     draw = random.Random(11)
     plan = [
@@ -165,10 +166,10 @@ def _show_lengths(rows: Sequence[Timed]) -> None:
 def run_outage(
     *, server: Path | None, prompt_tokens: int, phase_s: int, width: int, layers: int, as_json: bool
 ) -> bool:
-    """Print a table or JSON. True when no request failed, all tokens were the same, and the pool was used again.
+    """Print a table or JSON. True when no request failed, all tokens agreed, and the pool was used again.
 
-    Four phases of ``phase_s``: the server runs, is stopped (SIGSTOP), runs again, is killed. Blocking, for minutes.
-    Errors: ``KVPoolError``, when a request fails.
+    Four phases of ``phase_s``: the server runs, is stopped (SIGSTOP), runs again, is killed. Blocks for
+    minutes. Errors: ``KVPoolError`` for a failed request.
     """
     draw = random.Random(12)
     prompts = [_prompt(draw, prompt_tokens + TAIL_TOKENS) for _ in range(4 * phase_s)]

@@ -1,11 +1,10 @@
-"""``python -m benchmarks fleet``: what several routers make of what they know about a fleet's caches.
+"""``python -m benchmarks fleet``: the value of routers' knowledge about a fleet's caches.
 
-The fleet is simulated (``benchmarks.simulated_fleet``), the index is not: the workers publish what they store and
-evict over ZMQ, as vLLM does, to a ``kvpool index`` in a process of its own, and the routers ask it over gRPC. All
-policies but ``random`` know the workers' backlog and place a request where its answer would begin first; they differ in
-what they know of caches: nothing, what the router itself has placed where, or what the index says. Requests are placed
-one after the other, as fast as that goes, so the index has less time between two turns of a session than users would
-give it.
+The fleet is simulated (``benchmarks.simulated_fleet``), the index is real: workers publish stores and
+evictions over ZMQ, as vLLM does, to a ``kvpool index`` process, and routers ask it over gRPC. All policies
+but ``random`` know the workers' backlog and pick the earliest answer; they differ in their knowledge of
+caches: none, the router's own placements, or the index. Requests are placed at full speed, so the index has
+less time between a session's turns than users would give it.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from kvpool.key.hashing import seed_id
 
 MODEL = "bench"
 BLOCK_TOKENS = 16
-LATE_S = 0.002  # what a router can spare for an answer
+LATE_S = 0.002  # a router's patience for an answer
 ASK_TIMEOUT_S = 1.0
 SETTLE_TIMEOUT_S = 60.0
 LOOK_S = 0.02
@@ -48,9 +47,10 @@ LOOK_S = 0.02
 
 @dataclass(frozen=True)
 class Row:
-    """Of the second half of a run. ``followup_hit_ratio``: of the blocks that a session's last turn left behind, how
-    many its next turn found. ``hit_ratio``: of all blocks of prompts. ``load``: of the seconds that each worker worked.
-    ``late_ratio``: of the index's answers; the times are its answers'. None: it was not asked."""
+    """The second half of a run. ``followup_hit_ratio``: share of blocks of a session's last turn found by its
+    next turn. ``hit_ratio``: of all prompt blocks. ``load``: each worker's busy seconds. ``late_ratio``: of
+    the index's answers, as are the times. None: not asked.
+    """
 
     policy: str
     routers: int
@@ -65,7 +65,9 @@ class Row:
 
 class Policy(Protocol):
     def hits(self, request: Request) -> Sequence[int] | None:
-        """Leading blocks by worker, as the request's router knows them; None: it does not look at workers at all."""
+        """Leading blocks by worker, as the request's router knows them; None: it picks without looking at
+        workers.
+        """
 
     def placed(self, request: Request, worker: int, taken: Taken) -> None: ...
 
@@ -88,7 +90,7 @@ class _LeastLoad:
 
 
 class _OwnHistory:
-    """Each router keeps what each worker's cache would be if no other router placed anything there."""
+    """Each router simulates the workers' caches from its own placements."""
 
     def __init__(self, workers: int, routers: int) -> None:
         self._workers = workers
@@ -107,7 +109,7 @@ class _OwnHistory:
 
 
 class _SharedIndex:
-    """The workers tell an index, and the routers ask it, each over a connection of its own."""
+    """Workers publish to an index, and routers ask it, each over its own connection."""
 
     def __init__(self, publishers: Publishers, clients: Sequence[IndexClient], workers: int) -> None:
         self._publishers, self._clients, self._workers = publishers, clients, workers
@@ -117,7 +119,7 @@ class _SharedIndex:
         started = time.perf_counter()
         try:
             found = self._clients[request.router].lookup(MODEL, hashes64=_packed(request.prompt))
-            hits: Sequence[int] = found.device_blocks  # by name, which is by number
+            hits: Sequence[int] = found.device_blocks  # by name, and so by number
         except IndexUnavailable:
             hits = [0] * self._workers
         self.answers_s.append(time.perf_counter() - started)
@@ -132,10 +134,10 @@ def run_fleet(
 ) -> None:
     """Simulate, and print a table or JSON; ``plot`` is written as a PNG. ``requests``: counted in each run.
 
-    Blocking, about a minute. Errors: ``KVPoolError``.
+    Blocks for about a minute. Errors: ``KVPoolError``.
     """
     if plot is not None:
-        _draw([], plot)  # what cannot be written is told now
+        _draw([], plot)  # reports unwritable files early
     rows: list[Row] = []
     console = Console(stderr=True)
     with (
@@ -163,7 +165,7 @@ def run_fleet(
 
 
 def _run(name: str, policy: Policy, workers: int, routers: int, count: int, seed: int) -> Row:
-    """As many requests again come first, so that what is counted meets a fleet that is full."""
+    """As many uncounted requests fill the fleet first."""
     fleet = SimulatedFleet(workers)
     draw = random.Random(seed)
     blocks = hit = earlier = earlier_hit = 0
@@ -200,7 +202,7 @@ def _run(name: str, policy: Policy, workers: int, routers: int, count: int, seed
 
 @contextlib.contextmanager
 def _shared(workers: int, routers: int) -> Iterator[Callable[[], _SharedIndex]]:
-    """An index that follows the simulated workers; each policy that it makes begins with empty caches."""
+    """An index that follows the simulated workers; each of its policies begins with empty caches."""
     with contextlib.ExitStack() as parts:
         folder = parts.enter_context(tempfile.TemporaryDirectory(prefix="kvpool-bench-"))
         publishers = parts.enter_context(Publishers(workers))
@@ -224,7 +226,7 @@ def _shared(workers: int, routers: int) -> Iterator[Callable[[], _SharedIndex]]:
 
 
 def _settle(client: IndexClient, publishers: Publishers, workers: int) -> None:
-    """Wait until the index has applied all that was published, and trusts every worker."""
+    """Wait until the index has applied every published batch, and trusts every worker."""
     deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
     while True:
         ranks = [
@@ -246,7 +248,7 @@ def _packed(hashes: Sequence[int]) -> bytes:
 
 
 def _batch(request: Request, taken: Taken) -> bytes:
-    """What vLLM would publish with the step; without tokens, which an index only steps over."""
+    """A step's events, without tokens, which an index skips anyway."""
     parent = request.prompt[taken.hit - 1] if taken.hit else None
     events: list[dict[str, Any]] = [
         {"type": "BlockRemoved", "block_hashes": [block], "medium": "GPU", "group_idx": 0}
@@ -289,7 +291,7 @@ def _table(rows: Sequence[Row], workers: int, count: int) -> Table:
 
 
 def _draw(rows: Sequence[Row], path: Path) -> None:
-    """Write a PNG: a panel each for hits and load over the number of routers. Without rows: only its errors."""
+    """Write a PNG: panels of hits and load over the number of routers. Without rows: only its errors."""
     figure = new_figure(12, 4)
     titles = {
         "followup_hit_ratio": "hit ratio of follow-ups",

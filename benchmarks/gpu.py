@@ -1,8 +1,8 @@
 """``python -m benchmarks gpu``: KV cache -> pool -> KV cache, through the mover and the stores of a worker.
 
-Blocks of a KV cache on the accelerator (main memory where there is none) are staged and stored in a pool on this
-machine, loaded into other blocks, and compared. Each row has a pool of its own, with servers of its own: by shards,
-io-threads, size of a record, and native threads of the client. The first round warms up; medians of the others.
+Blocks of a KV cache on the accelerator (else in main memory) are staged and stored in a local pool, loaded
+into other blocks, and compared. Each row has its own pool and servers, by shards, io-threads, record size and
+native client threads. The first round warms up; figures are medians of the others.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from kvpool.transfer import Block, BlockCopier, KVCacheMover
 from kvpool.transfer.device import device_of
 from kvpool.transfer.memory import LOAD_RESERVE, Staging
 
-# Of one of four tensor-parallel ranks of Llama-3-8B: 32 layers, K and V, 16 tokens, 2 of 8 heads of 128, bfloat16. So
-# 1 to 8 blocks a record are 512 KiB to 4 MiB.
+# A tensor-parallel rank (of four) of Llama-3-8B: 32 layers, K and V, 16 tokens, 2 of 8 heads of 128,
+# bfloat16. So 1 to 8 blocks a record are 512 KiB to 4 MiB.
 LAYERS, LAYER_BLOCK = 32, (2, 16, 2, 128)
 BLOCK_NBYTES = 512 << 10
 BATCH_NBYTES, ROUNDS = 1 << 30, 3
 SMALL_BATCH_NBYTES, SMALL_ROUNDS = 32 << 20, 1
-BATCH_TIMEOUT_S = 30.0  # for a batch one way; a row has two for each round
+BATCH_TIMEOUT_S = 30.0  # per batch one way; a row has two per round
 SEED = 3
 
 
 @dataclass(frozen=True)
 class Case:
-    """``shards`` 0: the file store, in shared memory. ``threads``: native threads of the client."""
+    """``shards`` 0: the file store, in shared memory. ``threads``: native client threads."""
 
     shards: int
     io_threads: int
@@ -58,7 +58,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """Shards by io-threads; then, at 8 shards and in files, sizes of a record and threads of the client."""
+    """Shards by io-threads; then, at 8 shards and in files, record sizes and client threads."""
     for shards, io_threads in itertools.product((1, 2, 4, 8), (1, 4, 8)):
         yield Case(shards, io_threads, 4, 4)
     for shards in (8, 0):
@@ -74,10 +74,10 @@ def small_cases() -> Iterator[Case]:
 
 
 def run_gpu(*, server: Path | None, small: bool, max_s: float, as_json: bool) -> bool:
-    """Measure and print; whether every row was measured and every byte came back.
+    """Measure and print; whether every row was measured and every byte returned.
 
-    Blocking, for minutes; no row begins after ``max_s``. Memory: on the device two batches and twice that where they
-    are compared, pinned 1.4 batches, on the servers one. Errors: ``KVPoolError``.
+    Blocks for minutes; no row begins after ``max_s``. Memory: on the device two batches, twice that while
+    comparing; pinned 1.4 batches; on the servers one. Errors: ``KVPoolError``.
     """
     program, started = find_server(server), time.monotonic()
     batch_nbytes, rounds = (SMALL_BATCH_NBYTES, SMALL_ROUNDS) if small else (BATCH_NBYTES, ROUNDS)
@@ -99,7 +99,9 @@ def run_gpu(*, server: Path | None, small: bool, max_s: float, as_json: bool) ->
 
 
 class _Cache:
-    """A KV cache of ``2 * blocks`` blocks and vLLM's null block: one half is stored, and loaded into the other."""
+    """A KV cache of ``2 * blocks`` blocks and vLLM's null block: one half is stored, and loaded into the
+    other.
+    """
 
     def __init__(self, blocks: int) -> None:
         place = torch.device(accelerator() or "cpu")
@@ -125,7 +127,7 @@ class _Cache:
             torch.accelerator.synchronize()
 
     def plain_copies(self) -> dict[str, float]:
-        """GB/s of one copy of a batch that lies together, to and from pinned memory: what no row can exceed."""
+        """GB/s of one contiguous copy of a batch to and from pinned memory: the upper bound of every row."""
         host = Staging(self.nbytes, 1, self.device.pinned).tensor[: self.nbytes]
         ours = self.tensor.view(-1).view(torch.uint8)[: self.nbytes]
 
@@ -146,7 +148,7 @@ class _Cache:
 
 
 def _measured(case: Case, cache: _Cache, program: str, rounds: int) -> Row:
-    """The row of a case; what fails is said in it."""
+    """The row of a case; it records a failure."""
     try:
         with _pool(case, cache.nbytes, program) as pool:
             return _Bench(case, cache, pool).run(rounds)
@@ -156,7 +158,7 @@ def _measured(case: Case, cache: _Cache, program: str, rounds: int) -> Row:
 
 
 class _Pool:
-    """A store that is opened, and what its servers do besides; files have none."""
+    """An open store, and its servers' figures; files have no servers."""
 
     def __init__(self, store: Store, shards: ValkeyShards | None) -> None:
         self.store, self._shards = store, shards
@@ -204,7 +206,7 @@ class _Bench:
         stores, loads = [], []
         try:
             for _ in range(rounds + 1):
-                # So that the server's memory is there when it is written to, as in a pool that has been full for long.
+                # So that the server's memory is allocated, as in a pool that has long been full.
                 self._pool.store.delete_many(self._keys, timeout_s=BATCH_TIMEOUT_S)
                 stores.append(self._timed(self._store))
                 self._cache.clear_target()

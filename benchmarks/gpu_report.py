@@ -1,4 +1,4 @@
-"""What ``python -m benchmarks gpu`` prints."""
+"""The report of ``python -m benchmarks gpu``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpool.text import format_nbytes
 
 
 class Way(NamedTuple):
-    """One direction. Processor seconds are those of all threads, for 10^9 bytes."""
+    """One direction. Processor seconds of all threads, per 10^9 bytes."""
 
     gb_per_s: float
     client_s_per_gb: float
@@ -24,7 +24,7 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """``shards`` 0: files in shared memory. ``fault``: why it was not measured, or what is wrong with it."""
+    """``shards`` 0: files in shared memory. ``fault``: why it is missing or wrong."""
 
     shards: int
     io_threads: int
@@ -51,7 +51,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Report:
-    """``plain``: GB/s of one copy of a batch to host memory (``store``) and from there."""
+    """``plain``: GB/s of one copy of a batch to host memory (``store``) and back."""
 
     device: str
     batch_nbytes: int
@@ -61,12 +61,12 @@ class Report:
 
 
 def say(line: str) -> None:
-    """Progress, on standard error: where the command is killed, this is what is left of it."""
+    """Progress on standard error, which survives a killed command."""
     print(line, file=sys.stderr, flush=True)
 
 
 def show(report: Report, as_json: bool) -> None:
-    """Print to standard output: JSON of ``Report``, or a table."""
+    """Print JSON of ``Report``, or a table."""
     if as_json:
         rows = [
             asdict(row) | {name: way and way._asdict() for name, way in row.ways().items()}

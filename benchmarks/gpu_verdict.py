@@ -1,6 +1,6 @@
-"""What ``scripts/gpu-proof`` makes of its parts: targets, whether they were held, and the table.
+"""The verdict of ``scripts/gpu-proof``: targets, their results, and the table.
 
-Imports nothing of kvpool, whose core may not be built yet.
+Imports nothing of kvpool, whose core may be unbuilt.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-Report = list[Any]  # the JSON documents that a part has printed
+Report = list[Any]  # the JSON documents printed by a part
 LOAD_GB_PER_S = 10.0
 
 
 class Target(NamedTuple):
-    """``wanted`` empty: a figure without a target, which counts as held. ``held`` None: there is no such figure."""
+    """``wanted`` empty: a figure without a target, which counts as held. ``held`` None: no figure."""
 
     what: str
     wanted: str
@@ -23,7 +23,7 @@ class Target(NamedTuple):
 
 @dataclass
 class Part:
-    """``status``: "held", "not held" (a target), "failed" (to run to its end), "not run", or "ran" (a dry run)."""
+    """``status``: "held", "not held" (a target), "failed" (before its end), "not run", or "ran" (a dry run)."""
 
     name: str
     limit_s: int
@@ -46,7 +46,7 @@ def judge_tests(report: Report) -> list[Target]:
 
 
 def judge_copies(report: Report) -> list[Target]:
-    """Of ``python -m benchmarks device --json``, which says its targets."""
+    """Of ``python -m benchmarks device --json``, which states its targets."""
     (told,) = report
     targets = told["targets"]
     ratios = [
@@ -92,7 +92,7 @@ def judge_engines(report: Report) -> list[Target]:
 
 
 def judge_latency(report: Report) -> list[Target]:
-    """Every prompt was found where it had to be; the rest are figures, without a target."""
+    """Every prompt came from its intended source; the rest are figures without a target."""
     cases = [line for line in report if "ok" in line]
     good = [case for case in cases if case["ok"]]
     targets = [
@@ -124,7 +124,7 @@ def _at_most(what: str, wanted: float, found: float | None) -> Target:
 
 
 def table(proof: dict[str, Any], parts: list[Part]) -> str:
-    """What a person reads: the machine, how each part ended, and each target."""
+    """The human-readable part: the machine, each part's status, and each target."""
     facts = proof["machine"]
     lines = [
         f"{facts['accelerator'] or 'no accelerator'}, driver {facts['driver'] or '-'}, torch {facts['torch']}",

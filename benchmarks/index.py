@@ -1,9 +1,7 @@
 """``python -m benchmarks index``: the prefix index beside a plain Python dictionary and Dynamo's.
 
-In this process, over gRPC, and fed over ZMQ.
-
-What is asked is in ``benchmarks.contest``. The dictionary maps a block's hash to a bit mask of workers, and is
-given events that are decoded already.
+In this process, over gRPC, and fed over ZMQ. ``benchmarks.contest`` has the questions. The dictionary maps a
+block's hash to a bit mask of workers, and receives decoded events.
 """
 
 from __future__ import annotations
@@ -42,13 +40,14 @@ from kvpool.index import PrefixIndex
 from kvpool.text import with_extra
 
 OWN, DICTIONARY, DYNAMO = "kvpool", "dict", "Dynamo"
-SETTLED_BLOCKS = 1 << 16  # below, a map's first segments are most of its memory
+SETTLED_BLOCKS = 1 << 16  # below, a map's first segments dominate its memory
 
 
 @dataclass(frozen=True)
 class Row:
-    """One shape: a result by contestant. ``tokens_mpairs_per_s``: kvpool's ingest of payloads with 16 tokens a block.
-    ``block_nbytes_most``: while its table grew, from 65,536 blocks on."""
+    """One shape: a result by contestant. ``tokens_mpairs_per_s``: kvpool's ingest of payloads with 16 tokens
+    a block. ``block_nbytes_most``: while its table grew, from 65,536 blocks on.
+    """
 
     shape: str
     workers: int
@@ -59,13 +58,13 @@ class Row:
 
 
 def run_index(*, blocks: int, workers: Sequence[int], rounds: int, peers: Path | None, as_json: bool) -> None:
-    """Measure, and print tables or JSON. ``peers``: the folder of others' environments; None: without them.
+    """Measure, and print tables or JSON. ``peers``: the folder of peers' environments; None: without them.
 
-    Blocking: some minutes, and 1 GB of memory, for a million blocks. Errors: ``KVPoolError``.
+    Blocks for minutes, with 1 GB of memory per million blocks. Errors: ``KVPoolError``.
     """
     python = dynamo_python(peers) if peers is not None else None
     shapes = [("sessions", count) for count in workers]
-    shapes.append(("everybody", min(8, max(workers))))  # a pair for each worker and block: keep it small
+    shapes.append(("everybody", min(8, max(workers))))  # a pair per worker and block: keep it small
     rows = []
     rpc_rows: list[RpcRow] = []
     feed: FeedReport | None = None
@@ -123,7 +122,7 @@ def _measure(shape: str, workers: int, prompts: int, rounds: int, python: Path |
 
 
 def _ingest_with_tokens(prompts: int) -> float:
-    """Of some prompts: tokens are slow to make."""
+    """Of a few prompts, because tokens are slow to make."""
     own, taken_s = _Own(), 0.0
     for packed, _ in holdings("sessions", 1, prompts):
         taken_s += own.apply(0, payloads(unpacked(packed), tokens=True))
@@ -224,7 +223,7 @@ class Dictionary:
         return time.perf_counter() - started
 
     def nbytes(self) -> int:
-        """Of what the dictionary itself takes: its table and its keys; masks are mostly shared, and not counted."""
+        """The dictionary's own table and keys; masks are mostly shared, and not counted."""
         return self._masks.__sizeof__() + len(self._masks) * (1 << 62).__sizeof__()
 
 

@@ -16,7 +16,7 @@ from kvpool.errors import ConfigError, KVPoolError
 
 
 def machine() -> dict[str, Any]:
-    """What of this machine a figure depends on. Linux only."""
+    """This machine's properties behind a figure. Linux only."""
     about = Path("/proc/cpuinfo").read_text().splitlines()
     [cpu, *_] = [line.partition(":")[2].strip() for line in about if line.startswith("model name")] or [
         "unknown"
@@ -32,9 +32,10 @@ def machine() -> dict[str, Any]:
 
 
 def keep(file: Path, arguments: Sequence[str], note: str) -> None:
-    """Run ``python -m benchmarks ARGUMENTS --json`` and write ``file``. ``note``: what else one has to know of the run.
+    """Run ``python -m benchmarks ARGUMENTS --json`` and write ``file``. ``note``: further conditions of the
+    run.
 
-    Blocking, as long as the benchmark. Errors: ``ConfigError``, ``KVPoolError`` when the benchmark fails.
+    Blocks for the benchmark. Errors: ``ConfigError``, ``KVPoolError`` when the benchmark fails.
     """
     if not arguments:
         raise ConfigError("name the benchmark behind --: python -m benchmarks keep FILE -- store --rounds 9")

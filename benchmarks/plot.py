@@ -1,4 +1,4 @@
-"""PNGs of the benchmarks, with matplotlib where it is installed."""
+"""PNGs of the benchmarks, if matplotlib is installed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from kvpool.errors import ConfigError
 
 
 def new_figure(width: float, height: float) -> Any:
-    """A ``matplotlib.figure.Figure`` of so many inches. Errors: ``ConfigError`` when matplotlib is not installed."""
+    """A ``matplotlib.figure.Figure``, in inches. Errors: ``ConfigError`` without matplotlib."""
     try:
-        # Not its pyplot, which would look for a screen.
+        # pyplot would look for a screen.
         module: Any = importlib.import_module("matplotlib.figure")
     except ImportError as error:
         raise ConfigError(
@@ -22,7 +22,7 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Errors: ``ConfigError`` when the file cannot be written."""
+    """Errors: ``ConfigError`` for an unwritable file."""
     try:
         figure.savefig(path, format="png", dpi=120)
     except OSError as error:

@@ -1,6 +1,6 @@
-"""``python -m benchmarks plots``: the pictures of the documentation, drawn from the results in ``benchmarks/results``.
+"""``python -m benchmarks plots``: the documentation's pictures, drawn from ``benchmarks/results``.
 
-Each is an SVG with a background of its own, which follows the reader's light or dark theme.
+Each is an SVG with its own background, which follows the reader's light or dark theme.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from kvpool.errors import ConfigError
 RESULTS = Path(__file__).parent / "results"
 SIZE = (7.2, 4.1)
 
-# Colours by role, in the light and in the dark theme: 4.5 to 1 on the background, lines 3 to 1. matplotlib draws with
-# stand-ins (#0a0a01, ...), which become CSS variables.
+# Colours by role, in the light and in the dark theme: 4.5 to 1 on the background, lines 3 to 1. matplotlib
+# draws with stand-ins (#0a0a01, ...), replaced by CSS variables.
 COLOURS = {
     "back": ("#ffffff", "#1e2129"),
     "ink": ("#22262e", "#e3e6ee"),

@@ -1,10 +1,10 @@
-"""``Publishers``: engines that publish KV events, for the benchmarks, by the protocol of vLLM's ZMQ publisher.
+"""``Publishers``: KV event publishers for the benchmarks, by the protocol of vLLM's ZMQ publisher.
 
-It is written down in ``kvpool.index.follow.subscriber``. Unlike vLLM's, a publisher here waits for a reader that is
-behind instead of dropping batches: what is measured is how fast the reader is, not how it mends a loss.
+``kvpool.index.follow.subscriber`` documents it. Unlike vLLM's, this publisher waits for a slow reader instead
+of dropping batches: the benchmark measures speed, not the repair of losses.
 
-Threads: ``_replays`` answers on the ROUTER sockets and owns them; the PUB side belongs to who calls ``publish``.
-``_lock`` guards ``_kept``.
+Threads: ``_replays`` answers on the ROUTER sockets and owns them; the caller of ``publish`` owns the PUB
+sockets. ``_lock`` guards ``_kept``.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from kvpool.discovery.worker import Publisher
 from kvpool.errors import KVPoolError
 from kvpool.index.follow.subscriber import END
 
-KEPT = 10_000  # batches that can be asked for again, as with vLLM
-WAITING = 1_000  # batches of a publisher that are on their way
+KEPT = 10_000  # batches for replay, as in vLLM
+WAITING = 1_000  # batches of a publisher in flight
 TIMEOUT_S = 60.0
 LOOK_S = 0.1
 
 
 class Publishers:
-    """``count`` publishers on this host. Use it with ``with``; one thread calls it.
+    """``count`` publishers on this host. Use it with ``with``, in one thread.
 
-    ``ports``: of each, of events and of replays; without them any that are free."""
+    ``ports``: of events and of replays, per publisher; default: free ports.
+    """
 
     def __init__(self, count: int, ports: Sequence[tuple[int, int]] | None = None) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -48,7 +49,7 @@ class Publishers:
         self._replays.start()
 
     def publish(self, number: int, payload: bytes) -> None:
-        """One batch of publisher ``number``. Blocking, while its reader is behind. Errors: ``KVPoolError``."""
+        """Publish a batch of publisher ``number``. Blocks while its reader lags. Errors: ``KVPoolError``."""
         sequence = self._next[number].to_bytes(8, "big")
         self._next[number] += 1
         with self._lock:
@@ -59,18 +60,17 @@ class Publishers:
             raise KVPoolError(f"no subscriber took a batch of KV events for {TIMEOUT_S:g} s") from error
 
     def published(self, number: int) -> int:
-        """Batches so far."""
         return self._next[number]
 
     def wait_subscribed(self) -> None:
-        """Until each has a reader. Errors: ``KVPoolError`` when one has none within a minute."""
+        """Wait until each has a reader. Errors: ``KVPoolError`` after a minute without."""
         for events in self._events:
             if not events.poll(int(TIMEOUT_S * 1e3)):
                 raise KVPoolError(f"there was no subscriber to KV events within {TIMEOUT_S:g} s")
             events.recv()
 
     def close(self) -> None:
-        """Blocking, for a moment."""
+        """Blocks for a moment."""
         self._closing.set()
         self._replays.join()
         self._context.destroy(linger=0)

@@ -1,8 +1,8 @@
-"""What a restart of the index costs: the last part of ``python -m benchmarks index``.
+"""The cost of an index's restart: the last part of ``python -m benchmarks index``.
 
-The file is that of a fleet in this process, in the shape ``sessions``. What a client sees of ``kill -9`` is measured on
-a ``kvpool index`` of its own, which follows one worker over ZMQ: it asks this process for the worker's batches, for all
-of them at first and then only for those that the snapshot lacks.
+The snapshot file is of an in-process fleet in the shape ``sessions``. A client's view of ``kill -9`` is
+measured on a separate ``kvpool index``, which follows one worker over ZMQ and requests its batches from this
+process: all at first, then only those newer than the snapshot.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ _LISTENS = re.compile(r"listens on (\S+:[0-9]+)")
 
 @dataclass(frozen=True)
 class RestartRow:
-    """``copy_ms``: for which batches wait. ``write_s``: copied, packed and on the disk. ``restore_s``: read, proved, in
-    the table. ``killed_*``: seconds after the kill of the process, which is started again at once."""
+    """``copy_ms``: pause of ingest. ``write_s``: copied, packed and on disk. ``restore_s``: read, verified,
+    in the table. ``killed_*``: seconds after the kill of the process, which restarts at once.
+    """
 
     blocks: int
     workers: int
@@ -51,7 +52,7 @@ class RestartRow:
 
 
 def measure_restart(blocks: int, workers: int) -> RestartRow:
-    """Blocking, for some seconds. Errors: ``IndexUnavailable`` when the process does not come up."""
+    """Blocks for some seconds. Errors: ``IndexUnavailable`` when the process does not start."""
     prompts = max(1, blocks // PROMPT_BLOCKS)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "snapshot"
@@ -110,7 +111,7 @@ def _killed(path: Path, count: int) -> tuple[float, float]:
             _wait(lambda: _is_known(target, prompts), JOIN_TIMEOUT_S)
             known_at_s = time.time()
             _wait(lambda: path.exists() and path.stat().st_mtime > known_at_s, JOIN_TIMEOUT_S)
-            # The one that was being written may have been taken before.
+            # A snapshot in progress may predate the last batch.
             known_at_s = path.stat().st_mtime
             _wait(lambda: path.stat().st_mtime > known_at_s, JOIN_TIMEOUT_S)
             process.kill()

@@ -1,7 +1,7 @@
 """``python -m benchmarks route``: fronts of one fleet of scripted workers, side by side.
 
-The workers (``benchmarks.route_worker``) are processes that answer OpenAI's API and publish KV events as vLLM does; all
-fronts get the same requests, and take turns in each round. Figures are medians of the rounds.
+The workers (``benchmarks.route_worker``) are processes that answer OpenAI's API and publish KV events as vLLM
+does. All fronts get the same requests, alternating in each round. Figures are medians of the rounds.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class SpeedRow:
-    """``added_*``: over no front at all in the same round."""
+    """``added_*``: over no front in the same round."""
 
     nbytes: int
     added_p50_ms: float
@@ -50,8 +50,9 @@ class SpeedRow:
 
 @dataclass(frozen=True)
 class Row:
-    """``hit_ratios``, ``first_p50_ms``: of conversations, by the number of replicas. ``returned_ratio``: of those whose
-    worker was restarted, how many were sent there again; by chance one in ``workers``."""
+    """``hit_ratios``, ``first_p50_ms``: of conversations, by number of replicas. ``returned_ratio``: share of
+    conversations sent back to their restarted worker; by chance 1 in ``workers``.
+    """
 
     front: str
     hit_ratios: dict[int, float]
@@ -72,8 +73,9 @@ def run_route(
     peers: Path | None,
     as_json: bool,
 ) -> None:
-    """Measure, and print a table or JSON. ``seconds``: of a measurement of speed, at most. ``only``: fronts whose names
-    begin so; none: all. Blocking, half an hour with the defaults. Errors: ``KVPoolError``."""
+    """Measure, and print a table or JSON. ``seconds``: longest speed measurement. ``only``: prefixes of
+    fronts' names; none: all. Blocks for half an hour with the defaults. Errors: ``KVPoolError``.
+    """
     found = fronts(peers)
     chosen = [one for one in found if not only or any(one.name.startswith(name) for name in only)]
     if not chosen:
@@ -138,7 +140,7 @@ def run_route(
 
 
 def _rushing(nbytes: int) -> int:
-    """Conversations whose follow-ups have so many bytes."""
+    """Number of conversations for follow-ups of ``nbytes``."""
     return 64 if nbytes < 10_000 else 16
 
 

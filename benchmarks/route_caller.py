@@ -1,6 +1,7 @@
-"""``Caller``: sends requests over kept connections and reads what comes back; ``call_all``: many callers, closed loop.
+"""``Caller``: sends requests over kept connections and reads answers; ``call_all``: many callers, closed
+loop.
 
-Its own few lines of HTTP instead of a client library: what it takes is part of every figure. One event loop.
+A few lines of HTTP instead of a client library, because its cost is part of every figure. One event loop.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import httptools
 
 ASK_TIMEOUT_S = 60.0
 _CACHED = re.compile(rb'"cached_tokens"\s*:\s*([0-9]+)')
-# A front that makes answers of its own passes on what a worker says, and no fingerprint.
+# A front with its own answers passes on the worker's text, without a fingerprint.
 _WORKER = re.compile(rb'"(?:system_fingerprint|content)"\s*:\s*"(worker-[0-9]+)"')
 
 
 @dataclass(frozen=True)
 class Answer:
-    """``status``: 0: none came. ``first_s``, ``total_s``: until the first byte of the body, and all of it."""
+    """``status``: 0: no answer. ``first_s``, ``total_s``: until the body's first byte, and its end."""
 
     status: int
     first_s: float
@@ -39,7 +40,7 @@ class Caller:
         self._connections: dict[str, _Connection] = {}
 
     async def ask(self, url: str, body: bytes) -> Answer:
-        """What the server at ``url`` answers to a chat."""
+        """The answer to a chat from the server at ``url``."""
         host = urlsplit(url).netloc
         head = (
             b"POST /v1/chat/completions HTTP/1.1\r\nhost: %s\r\ncontent-type: application/json\r\n"
@@ -89,7 +90,7 @@ class _Connection(asyncio.Protocol):
         self.is_closed = False
 
     def send(self, request: bytes) -> asyncio.Future[tuple[int, float, bytes]]:
-        """Status, when the body began, and the body."""
+        """Status, start time of the body, and the body."""
         self._parser = httptools.HttpResponseParser(self)
         self._parts = []
         self._answer = asyncio.get_running_loop().create_future()
@@ -134,7 +135,7 @@ class _Connection(asyncio.Protocol):
 
 
 async def call_all(callers: int, next_call: Callable[[Caller], Awaitable[bool]]) -> float:
-    """So many callers do ``next_call``, again and again, each until it says False. Returns the seconds it took."""
+    """Run ``next_call`` in ``callers`` concurrent loops until it returns False. Returns the seconds taken."""
 
     async def go_on() -> None:
         caller = Caller()

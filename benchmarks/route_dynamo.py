@@ -1,9 +1,9 @@
-"""Dynamo's frontend in ``python -m benchmarks route``, and its scripted worker: ``python -m benchmarks.route_dynamo
-PACKAGES``, with settings as JSON on stdin. ``PACKAGES``: the folder that Dynamo is installed in.
+"""Dynamo's frontend in ``python -m benchmarks route``, and its scripted worker: ``python -m
+benchmarks.route_dynamo PACKAGES``, with settings as JSON on stdin. ``PACKAGES``: Dynamo's installation.
 
-Dynamo does not forward HTTP: it finds its workers in a folder, sends them tokens by its own protocol over TCP, and
-relays KV events from their ZMQ sockets, as it does for vLLM. Cache, times and events of this worker are those of
-``benchmarks.route_worker``. The text of an answer begins with the worker's name, since no fingerprint is passed on.
+Dynamo does not forward HTTP: it discovers workers in a folder, sends them tokens by its own TCP protocol, and
+relays KV events from their ZMQ sockets, as for vLLM. Cache, times and events are those of
+``benchmarks.route_worker``. An answer begins with the worker's name, because Dynamo passes on no fingerprint.
 
 One event loop, into which Dynamo's threads call.
 """
@@ -27,11 +27,11 @@ from kvpool.errors import ConfigError, KVPoolError
 ENDPOINT = "generate"
 FOUND_TIMEOUT_S = 30.0
 LONGEST_TOKENS = 1 << 20
-_KEPT: list[Any] = []  # objects of Dynamo that work until they are collected
+_KEPT: list[Any] = []  # Dynamo's objects, which work until collected
 
 
 def installed(peers: Path) -> tuple[Path, Path]:
-    """Its interpreter and its packages, below the folder of others' environments. Errors: ``ConfigError``."""
+    """Its interpreter and packages, below the folder of peers' environments. Errors: ``ConfigError``."""
     folder = peers / "dynamo"
     found = sorted(folder.glob("lib/python*/site-packages/dynamo/frontend"))
     if not found:
@@ -42,14 +42,14 @@ def installed(peers: Path) -> tuple[Path, Path]:
 
 
 def command(python: Path, listen: int) -> list[str]:
-    """Of a frontend at this port."""
+    """A frontend's command for this port."""
     return [
         str(python), "-m", "dynamo.frontend", "--http-host=127.0.0.1", f"--http-port={listen}", "--router-mode=kv",
     ]  # fmt: skip
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Of workers and frontends that find each other in ``folder``: neither etcd nor NATS."""
+    """Environment of workers and frontends that meet in ``folder``, without etcd and NATS."""
     return {
         "DYN_DISCOVERY_BACKEND": "file", "DYN_FILE_KV": str(folder / "dynamo"), "DYN_REQUEST_PLANE": "tcp",
         "DYN_EVENT_PLANE": "zmq", "DYN_TCP_RPC_HOST": "127.0.0.1", "DYN_TCP_RESPONSE_STREAM_HOST": "127.0.0.1",
@@ -58,7 +58,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def wait_found(url: str, count: int) -> None:
-    """Until the frontend at ``url`` serves the model with so many workers. Errors: ``KVPoolError``."""
+    """Wait until the frontend at ``url`` serves the model with ``count`` workers. Errors: ``KVPoolError``."""
     ends_s = time.monotonic() + FOUND_TIMEOUT_S
     while not _ask(f"{url}/v1/models")["data"] or _workers(url) < count:
         if time.monotonic() > ends_s:
@@ -76,14 +76,15 @@ def _ask(url: str) -> Any:
 
 
 def words(worker: Worker) -> list[list[int]]:
-    """The tokens of each part of its answers, of which there are as many as ``route_worker`` sends: one, or where
-    computing takes time those of a stream."""
+    """The tokens of each part of its answers, with as many parts as ``route_worker``'s: one, or a stream's if
+    computing takes time.
+    """
     more = CHUNKS - 1 if worker.settings.token_s else 0
     return [worker.tokens(worker.settings.name), *[worker.tokens("text")] * more]
 
 
 async def answer(worker: Worker, said: list[list[int]], request: Any) -> AsyncIterator[dict[str, Any]]:
-    """Its parts, at the times of ``route_worker``. ``said``: ``words``."""
+    """The answer's parts, at the times of ``route_worker``. ``said``: ``words``."""
     prompt = worker.plan.prompts[request["sampling_options"]["seed"]]
     cached, queued_s, work_s = worker.prefill(prompt)
     async with worker.answering(prompt, queued_s):
@@ -101,7 +102,7 @@ async def answer(worker: Worker, said: list[list[int]], request: Any) -> AsyncIt
 
 
 async def join(worker: Worker) -> None:
-    """Register the worker, and have its KV events relayed. The rest are the defaults of Dynamo's worker with vLLM."""
+    """Register the worker, and relay its KV events. The rest are defaults of Dynamo's vLLM worker."""
     from dynamo import llm, runtime
 
     settings = worker.settings

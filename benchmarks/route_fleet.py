@@ -30,7 +30,7 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class Started:
-    """A process of the benchmark. Its output goes to ``log``; ``stop`` ends it and those that it has started."""
+    """A process of the benchmark. Output goes to ``log``; ``stop`` ends it and its children."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Started:
         return self._process.pid
 
     def wait_ready(self, url: str) -> None:
-        """Until ``url`` answers with 200. Errors: ``KVPoolError``, with the last line of the log."""
+        """Wait until ``url`` answers 200. Errors: ``KVPoolError``, with the last line of the log."""
         ends_s = time.monotonic() + START_TIMEOUT_S
         while not _answers(url):
             if self._process.poll() is not None or time.monotonic() > ends_s:
@@ -64,7 +64,7 @@ class Started:
             time.sleep(LOOK_S)
 
     def stop(self, *, kill: bool = False) -> None:
-        """Blocking, for seconds at most."""
+        """Blocks for seconds at most."""
         others = descendants(self.pid)
         if kill:
             self._process.kill()
@@ -81,10 +81,10 @@ class Started:
 
 
 class RouteFleet:
-    """``count`` workers whose caches hold ``blocks`` each. Use it with ``with``; one thread calls it.
+    """``count`` workers with caches of ``blocks`` each. Use it with ``with``, in one thread.
 
-    ``token_s``: what a token that is not cached takes. ``tokenizer``: a folder. ``worker``: the module of a worker, and
-    its arguments. ``environment``: what a worker's has more.
+    ``token_s``: time of an uncached token. ``tokenizer``: a folder. ``worker``: a worker's module and
+    arguments. ``environment``: additions for workers.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class RouteFleet:
         return [process.pid for process in self._processes.values()]
 
     def kvpool_flags(self) -> list[str]:
-        """Each as an option of kvpool's index names it."""
+        """Each worker as an option of kvpool's index."""
         return [
             f"--worker={one.name}=tcp://127.0.0.1:{one.ports[1]},replay=tcp://127.0.0.1:{one.ports[2]},"
             f"model={MODEL},block={BLOCK_TOKENS},address=http://127.0.0.1:{one.ports[0]}"
@@ -157,7 +157,7 @@ class RouteFleet:
         ]
 
     def endpoints(self) -> list[tuple[str, str, str]]:
-        """URL, and where it publishes KV events and replays them."""
+        """URL, and endpoints of KV events and their replay."""
         return [
             (f"http://127.0.0.1:{http}", f"tcp://127.0.0.1:{events}", f"tcp://127.0.0.1:{replay}")
             for http, events, replay in (one.ports for one in self._settings)
@@ -168,7 +168,7 @@ class RouteFleet:
         self._processes.pop(name).stop(kill=True)
 
     def start_again(self, name: str) -> None:
-        """With nothing cached, at the same ports. Blocking, until it serves."""
+        """Restart it with an empty cache, at the same ports. Blocks until it serves."""
         self._start(next(one for one in self._settings if one.name == name))
         self._wait_ready(name)
 
@@ -184,7 +184,6 @@ class RouteFleet:
 
 
 def descendants(pid: int) -> list[int]:
-    """Of a process, without itself."""
     found: list[int] = []
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         try:
@@ -196,7 +195,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def cpu_s(pids: Iterable[int]) -> float:
-    """Seconds of CPU that these processes and those that they have started have taken so far."""
+    """CPU seconds of these processes and their children so far."""
     total = 0
     for pid in pids:
         for one in (pid, *descendants(pid)):
@@ -206,7 +205,7 @@ def cpu_s(pids: Iterable[int]) -> float:
 
 
 def post(url: str, body: bytes, timeout_s: float = 30.0) -> Any:
-    """The JSON that it answers with. Errors: ``OSError``."""
+    """The JSON answer. Errors: ``OSError``."""
     request = urllib.request.Request(url, body, {"content-type": "application/json"})  # noqa: S310 - loopback
     with urllib.request.urlopen(request, timeout=timeout_s) as reply:  # noqa: S310
         return json.loads(reply.read())

@@ -1,4 +1,4 @@
-"""What stands in front of the workers in ``python -m benchmarks route``: ``Front``, one for each contestant."""
+"""The fronts before the workers in ``python -m benchmarks route``: a ``Front`` per contestant."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvpool.errors import ConfigError, KVPoolError
 from tests.support import envoy
 
 HEALTHY_TIMEOUT_S = 30.0
-# The index tokenizes what no cache of tokens holds, which takes longer than its default allows for a long prompt.
+# The index tokenizes uncached text, which exceeds its default for a long prompt.
 PLACE_TIMEOUT_S = "1"
 
 _ROUND_ROBIN = """
@@ -65,8 +65,9 @@ class Running:
 
 @dataclass(frozen=True)
 class Front:
-    """``start``: replicas of it, before a fleet; their files go to the folder. ``worker``: of the fleet.
-    ``environment``: of its workers, by the fleet's folder."""
+    """``start``: starts replicas before a fleet, with their files in the folder. ``worker``: of the fleet.
+    ``environment``: of its workers, by the fleet's folder.
+    """
 
     name: str
     start: Callable[[Path, RouteFleet, int], AbstractContextManager[Running]]
@@ -116,7 +117,7 @@ def _started(
     command: Callable[[Path, int, int], list[str]],
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Running]:
-    """``command``: of a folder, the port to listen on, and another one."""
+    """``command``: of a folder, the port to listen on, and another port."""
     with ExitStack() as parts:
         urls, pids = [], []
         for number in range(count):
@@ -209,7 +210,9 @@ DIRECT = Front("direct", _direct)
 
 
 def fronts(peers: Path | None) -> list[Front]:
-    """All that run here. ``peers``: the folder of others' environments; None: without them. Errors: ``ConfigError``."""
+    """All fronts available here. ``peers``: the folder of peers' environments; None: without them. Errors:
+    ``ConfigError``.
+    """
     if not envoy.BINARY.exists():
         raise ConfigError(f"there is no {envoy.BINARY}: make bench-route fetches it")
     found = [
@@ -233,7 +236,7 @@ def fronts(peers: Path | None) -> list[Front]:
 
 
 def _has_router() -> bool:
-    """Whether kvpool has a proxy of its own."""
+    """Whether kvpool has its own proxy."""
     with contextlib.suppress(subprocess.SubprocessError, OSError):
         return not subprocess.run(
             [*_KVPOOL, "router", "--help"], capture_output=True, timeout=60, check=False

@@ -1,5 +1,6 @@
-"""What is done to a front in ``python -m benchmarks route``: conversations, a restart in their middle, and requests as
-fast as they go. Blocking; each starts workers and a front of its own, with empty caches.
+"""The runs of ``python -m benchmarks route``: conversations, a restart midway, and requests at full speed.
+
+Each blocks, and starts its own workers and front, with empty caches.
 """
 
 from __future__ import annotations
@@ -23,20 +24,21 @@ from benchmarks.route_fronts import Front, Running
 from benchmarks.route_traffic import BLOCK_TOKENS, Traffic, Turn
 
 WORKERS = 8
-TOKEN_S = 1e-4  # to compute a token of a prompt: 10,000 a second
-TALKERS = 48  # callers of the conversations
-SETTLE_S = 1.0  # for KV events to arrive, and for a front to see who is there
-AWAY_S = 2.0  # of the worker that is restarted
-SPARE = 1.3  # blocks that the fleet's caches hold, for each block of all conversations
+TOKEN_S = 1e-4  # per prompt token: 10,000 a second
+TALKERS = 48  # concurrent callers of the conversations
+SETTLE_S = 1.0  # for KV events to arrive, and for a front's discovery
+AWAY_S = 2.0  # of the restarted worker
+SPARE = 1.3  # blocks in the fleet's caches per block of all conversations
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Talk:
-    """Of conversations. ``hit_ratio``: of the tokens of follow-ups that an earlier turn has left behind, those that the
-    chosen worker had cached. ``failed``: requests without a 200. ``returned_ratio``: of the first requests that
-    conversations of a restarted worker sent after the restart, how many were sent to it; None: nothing restarted."""
+    """Conversations. ``hit_ratio``: share of follow-ups' previously computed tokens that the chosen worker
+    had cached. ``failed``: requests without a 200. ``returned_ratio``: share of a restarted worker's
+    conversations whose first later request it received; None: no restart.
+    """
 
     hit_ratio: float
     first_p50_ms: float
@@ -46,8 +48,9 @@ class Talk:
 
 @dataclass(frozen=True)
 class Speed:
-    """``p50_ms``, ``p99_ms``: of one caller. The rest is of all callers: ``requests_s``, CPU of a request in the front
-    and its picker and in the workers, ``hit_ratio`` as in ``Talk``, ``failed``."""
+    """``p50_ms``, ``p99_ms``: of one caller. The rest covers all callers: ``requests_s``, CPU per request in
+    the front with its picker and in the workers, ``hit_ratio`` as in ``Talk``, ``failed``.
+    """
 
     p50_ms: float
     p99_ms: float
@@ -92,8 +95,9 @@ def run_talk(
     restarts: bool,
     seed: int,
 ) -> Talk:
-    """All conversations, many at the same time; each request goes to a replica at random. ``restarts``: when half of
-    the turns are over, one worker is killed and started again while none is under way."""
+    """Run many conversations at once; each request goes to a random replica. ``restarts``: after half of the
+    turns, restart one worker while no request is in flight.
+    """
     blocks = sum(segment.blocks for segment in traffic.plan.segments)
     draw = random.Random(seed)
     tally = _Tally(traffic)
@@ -108,7 +112,7 @@ def run_talk(
     ):
 
         def talk(turns: range) -> dict[int, str]:
-            """The worker of the first of these turns of each conversation."""
+            """Run these turns; returns the worker of each conversation's first."""
             due = deque((number, turns.start) for number in range(len(conversations)))
             firsts: dict[int, str] = {}
 
@@ -132,7 +136,7 @@ def run_talk(
         if not restarts:
             return Talk(tally.hit_ratio, tally.first_p50_ms, tally.failed)
         held_by = dict(worker_of)
-        # The one that most conversations were at, so that there is something to count.
+        # The worker of most conversations, for the largest count.
         name = max(fleet.names, key=list(held_by.values()).count)
         time.sleep(SETTLE_S)
         fleet.kill(name)
@@ -160,8 +164,9 @@ def run_speed(
     alone: int,
     most_s: float,
 ) -> Speed:
-    """Requests of which no two are alike: the first ``warm`` are not counted, then ``alone`` by one caller, the rest by
-    all; of both no more than go in ``most_s`` seconds."""
+    """Distinct requests: the first ``warm`` are not counted, then ``alone`` by one caller, the rest by all;
+    each phase is cut after ``most_s`` seconds.
+    """
     due = iter(turns)
     with _stage(traffic, front, 1, blocks=1 << 30, token_s=0.0) as (fleet, running):
         sent = 0
@@ -219,7 +224,7 @@ def _stage(
 
 
 def _in_loop(work: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
-    """``asyncio.run`` on uvloop, whose own ``run`` Python 3.10 and 3.11 do not take as a factory."""
+    """``asyncio.run`` on uvloop, whose own ``run`` Python 3.10 and 3.11 reject as a factory."""
     loop = uvloop.new_event_loop()
     try:
         return loop.run_until_complete(work())

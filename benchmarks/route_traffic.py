@@ -1,8 +1,8 @@
-"""``Traffic``: conversations for ``python -m benchmarks route``, and what an engine would make of them. Pure.
+"""``Traffic``: conversations for ``python -m benchmarks route``, and an engine's view of them. Pure.
 
-A conversation begins with one of a few system prompts and grows with every turn. Its texts, tokens, block hashes and
-the KV events that tell of them are made before anything is measured: a worker finds them by the ``seed`` of a request.
-What an engine stores with one turn is a ``Segment``; a prompt is a row of segments, of which it holds the first ones.
+A conversation begins with a system prompt and grows with every turn. Texts, tokens, block hashes and KV
+events are made before the measurement: a worker finds them by a request's ``seed``. A ``Segment`` is an
+engine's new blocks of one turn; a prompt is a row of segments, of which a worker holds a prefix.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tests.support.tiny_tokenizer import write_tokenizer
 MODEL = "bench"
 BLOCK_TOKENS = 16
 ANSWER_WORDS = 24
-SAID_WORDS = 120  # of a message in a conversation of so many bytes
+SAID_WORDS = 120  # per message of a conversation sized in bytes
 TOKENIZER_FILE = "tokenizer.json"
-# Parts of a text are tokenized by themselves only where special tokens part them.
+# Only special tokens split a text for separate tokenization.
 TEMPLATE = """{%- for message in messages %}
 {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
 {%- endfor %}
@@ -48,7 +48,7 @@ _WORDS = (
 
 
 class Segment(NamedTuple):
-    """``stored``, ``removed``: the KV event that tells of these blocks, packed."""
+    """``stored``, ``removed``: the packed KV event of these blocks."""
 
     blocks: int
     stored: bytes
@@ -56,8 +56,9 @@ class Segment(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """``segments``: those that its conversation has left behind, and the one that it adds with its answer, which begins
-    within the prompt. ``blocks``: that the prompt fills, and how many of them were there before, ``earlier``."""
+    """``segments``: those of earlier turns, and the segment that its answer completes, which begins within
+    the prompt. ``blocks``: filled by the prompt, ``earlier`` of them from earlier turns.
+    """
 
     segments: tuple[int, ...]
     tokens: int
@@ -67,7 +68,7 @@ class Prompt(NamedTuple):
 
 @dataclass
 class Plan:
-    """What workers know of all prompts, by number."""
+    """The workers' knowledge of all prompts, by number."""
 
     segments: list[Segment] = field(default_factory=list)
     prompts: list[Prompt] = field(default_factory=list)
@@ -97,7 +98,7 @@ class Turn(NamedTuple):
 
 
 def number_of(body: bytes) -> int:
-    """Of the prompt of a body, whatever a proxy has made of it. Errors: ``ValueError``."""
+    """The prompt's number in a body, even if a proxy rewrote it. Errors: ``ValueError``."""
     at = body.rfind(b'"seed":')
     if at < 0:
         raise ValueError("the request has no seed, so it is none of the benchmark")
@@ -106,7 +107,7 @@ def number_of(body: bytes) -> int:
 
 
 class Traffic:
-    """``plan`` grows with what is asked of it. The same for the same ``seed``."""
+    """Grows ``plan`` with each call. Deterministic by ``seed``."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         import tokenizers
@@ -118,13 +119,15 @@ class Traffic:
         self._hasher = BlockHasher(BLOCK_TOKENS)
 
     def words(self, count: int) -> str:
-        """A text, about five bytes and one token a word."""
+        """A text of about five bytes and one token a word."""
         return " ".join(self._draw.choices(_WORDS, k=count))
 
     def conversations(
         self, count: int, *, systems: int, system_words: int, turns: int, words: int
     ) -> list[list[Turn]]:
-        """``count`` conversations of ``turns`` turns of ``words`` words; each begins with one of ``systems`` texts."""
+        """``count`` conversations of ``turns`` turns of ``words`` words; each begins with one of ``systems``
+        texts.
+        """
         begun = [self._begin(self.words(system_words)) for _ in range(systems)]
         return [
             self._turns(begun[number % systems], [self.words(words) for _ in range(turns)])
@@ -132,8 +135,9 @@ class Traffic:
         ]
 
     def follow_ups(self, conversations: int, *, nbytes: int, turns: int) -> list[Turn]:
-        """Requests with bodies of about ``nbytes``, no two alike: of each of these conversations ``turns`` short
-        questions, each after all that was said before; the conversations in turn."""
+        """Distinct requests with bodies of about ``nbytes``: ``turns`` short questions per conversation, each
+        after its whole history; conversations alternate.
+        """
         asked = []
         for _ in range(conversations):
             said = _Said([], [], [], 0).with_message("system", self.words(SAID_WORDS), self._tokens)
@@ -163,7 +167,7 @@ class Traffic:
         return turns
 
     def _closed(self, said: _Said) -> _Said:
-        """Its full blocks that no segment has yet are one."""
+        """Turn its new full blocks into a segment."""
         packed = self._hasher.hashes64(array("I", said.tokens))
         hashes = list(memoryview(packed).cast("Q"))
         own = hashes[said.blocks :]
@@ -185,7 +189,7 @@ class Traffic:
 
 
 class _Said(NamedTuple):
-    """A conversation so far. ``blocks``: that its segments hold."""
+    """A conversation so far. ``blocks``: in its segments."""
 
     messages: Sequence[bytes]
     tokens: list[int]

@@ -1,12 +1,12 @@
-"""A scripted vLLM worker of ``python -m benchmarks route``: ``python -m benchmarks.route_worker``, with its settings as
-JSON on stdin.
+"""A scripted vLLM worker of ``python -m benchmarks route``: ``python -m benchmarks.route_worker``, with its
+settings as JSON on stdin.
 
-It answers OpenAI's API and publishes KV events as vLLM does, from a prefix cache of its own that holds the blocks which
-were used last. A prompt takes ``token_s`` for each token that is not cached, one prompt after the other; that is all
-that is simulated. How many tokens were cached is in the usage of an answer, as vLLM says it with
---enable-prompt-tokens-details, and the worker's name is its ``system_fingerprint``. ``/render`` really tokenizes.
+It answers OpenAI's API and publishes KV events as vLLM does, from an LRU prefix cache. Only time is
+simulated: a prompt takes ``token_s`` per uncached token, prompts run one after the other. An answer's usage
+has the cached tokens, as with vLLM's --enable-prompt-tokens-details, and its ``system_fingerprint`` the
+worker's name. ``/render`` really tokenizes.
 
-One event loop; ``Publishers`` answers replays in a thread, another one tokenizes.
+One event loop; ``Publishers`` answers replays in a thread, another thread tokenizes.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ import uvloop
 from benchmarks.publisher import Publishers
 from benchmarks.route_traffic import BLOCK_TOKENS, MODEL, TOKENIZER_FILE, Plan, Prompt, number_of
 
-FLUSH_S = 0.01  # between two batches of KV events: vLLM sends one with each step of its engine
+FLUSH_S = 0.01  # between two batches of KV events; vLLM sends one per step
 CHUNKS = 16  # of a streamed answer
 CHUNK_S = 0.025
 
 
 @dataclass(frozen=True)
 class Settings:
-    """``plan``, ``tokenizer``: files. ``ports``: of HTTP, of KV events and of their replay. ``blocks``: that the cache
-    holds."""
+    """``plan``, ``tokenizer``: files. ``ports``: of HTTP, of KV events and of their replay. ``blocks``: cache
+    size.
+    """
 
     name: str
     ports: tuple[int, int, int]
@@ -53,16 +54,18 @@ class Settings:
 
 
 class PrefixCache:
-    """The segments that were used last; of one prompt the last ones go first, so a prefix is always whole."""
+    """The least recently used segments leave first, a prompt's last ones before others, so prefixes stay
+    whole.
+    """
 
     def __init__(self, plan: Plan, blocks: int) -> None:
         self._plan, self._blocks = plan, blocks
-        self._held: OrderedDict[int, None] = OrderedDict()  # the next one to go first
+        self._held: OrderedDict[int, None] = OrderedDict()  # next to be evicted first
         self.blocks = 0
-        self.events: list[bytes] = []  # that are to be published
+        self.events: list[bytes] = []  # to be published
 
     def take(self, prompt: Prompt) -> int:
-        """A prompt was computed here, and its answer. Returns the tokens that were cached."""
+        """Cache a computed prompt and its answer. Returns the tokens that were cached."""
         held, segments = self._held, self._plan.segments
         cached = 0
         missing: list[int] = []
@@ -93,7 +96,7 @@ class Worker:
         self.plan = Plan.unpack(Path(settings.plan).read_bytes())
         self.cache = PrefixCache(self.plan, settings.blocks)
         self.running = self.waiting = 0
-        self.used_blocks = 0  # by what runs: to vLLM a cached block that no request uses is free
+        self.used_blocks = 0  # of running requests: vLLM counts unused cached blocks as free
         self._publishers = publishers
         self._free_at_s = 0.0
         self._flush_due = False
@@ -101,7 +104,7 @@ class Worker:
         self._thread = ThreadPoolExecutor(1)
 
     def prefill(self, prompt: Prompt) -> tuple[int, float, float]:
-        """Take a prompt: its cached tokens, the seconds until it is begun, and those until its first token then."""
+        """Take a prompt: its cached tokens, the seconds in the queue, and those from then to its first token."""
         cached = self.cache.take(prompt)
         if self.cache.events and not self._flush_due:
             self._flush_due = True
@@ -116,7 +119,7 @@ class Worker:
 
     @asynccontextmanager
     async def answering(self, prompt: Prompt, queued_s: float) -> AsyncIterator[None]:
-        """Wait until its prompt is begun, and count it as running until the end."""
+        """Wait for the prompt's start, and count it as running until the end."""
         self.waiting += 1
         try:
             await asyncio.sleep(queued_s)
@@ -149,8 +152,6 @@ class Worker:
         return "".join(f"vllm:{name}{{{labels}}} {float(value)}\n" for name, value in gauges.items()).encode()
 
     async def render(self, body: bytes) -> list[int]:
-        """The tokens of a chat."""
-
         def tokens() -> list[int]:
             text = "".join(
                 f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n"
@@ -162,7 +163,7 @@ class Worker:
 
 
 class Connection(asyncio.Protocol):
-    """One HTTP connection. Requests on it come one after the other."""
+    """One HTTP connection with sequential requests."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -308,7 +309,9 @@ async def _serve(
 
 
 def serve(join: Callable[[Worker], Awaitable[None]] | None = None) -> None:
-    """Until SIGTERM, with the settings on stdin. ``join``: what makes the worker known, before its HTTP is served."""
+    """Serve until SIGTERM, with the settings on stdin. ``join``: registers the worker before its HTTP is
+    served.
+    """
     told = json.loads(sys.stdin.read())
     settings = Settings(**{**told, "ports": tuple(told["ports"])})
     with Publishers(1, ports=[settings.ports[1:]]) as publishers:

@@ -1,8 +1,9 @@
-"""What a lookup costs over gRPC, beside an echo of the same bytes: the second half of ``python -m benchmarks index``.
+"""The cost of a lookup over gRPC, beside an echo of the same bytes: the second half of ``python -m benchmarks
+index``.
 
-A process of its own (``python -m benchmarks.rpc BLOCKS WORKERS``) serves an index of prompts of 8,192 blocks, and
-on another port an echo that reads as many bytes and answers as many, in the same ``grpc.aio``. The caller sends packed
-messages and does not decode what comes, so that both ways do the same work here. They take turns.
+A separate process (``python -m benchmarks.rpc BLOCKS WORKERS``) serves an index of prompts of 8,192 blocks,
+and an echo with as many bytes each way, both in ``grpc.aio``. The caller sends packed messages and does not
+decode answers, so that both cost the same here. They alternate.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class RpcRow:
 
 
 def measure_rpc(blocks: int, workers: int, rounds: int) -> list[RpcRow]:
-    """Blocking, for some seconds. Errors: ``IndexUnavailable`` when the other process does not come up."""
+    """Blocks for some seconds. Errors: ``IndexUnavailable`` when the other process does not start."""
     prompts = [packed for packed, _ in holdings("sessions", workers, _prompts(blocks))]
     process = subprocess.Popen(
         [sys.executable, "-m", __spec__.name, str(blocks), str(workers)], stdout=subprocess.PIPE, text=True
@@ -71,7 +72,7 @@ async def _measure(index: str, echo: str, prompts: Sequence[bytes], rounds: int)
     async with grpc.aio.insecure_channel(index) as ours, grpc.aio.insecure_channel(echo) as theirs:
         lookup = ours.unary_unary("/kvpool.v1.IndexService/Lookup")
         answers = [await lookup(request) for request in requests]
-        # The echo answers with as many bytes as it is told in front of the request.
+        # The echo answers with the number of bytes at the request's front.
         echoed = [
             struct.pack("<I", len(answer)) + request[4:]
             for answer, request in zip(answers, requests, strict=True)
@@ -109,7 +110,7 @@ async def _row(kind: str, callers: int, ask: Ask, echo: Ask, prompts: int, round
     for number in range(rounds + 1):
         for call, times in ((ask, ours), (echo, theirs)):
             took = await _turn(call, callers, prompts, number)
-            if number:  # the first round only warms up
+            if number:  # the first round warms up
                 times += took
     ours.sort()
     theirs.sort()

@@ -1,8 +1,8 @@
-"""Sessions and the workers that serve them, for ``python -m benchmarks fleet``. Simulated time; no threads, no I/O.
+"""Sessions and their workers, for ``python -m benchmarks fleet``. Simulated time; no threads, no I/O.
 
-A session begins with one of a few system prompts and grows with every turn: what the user adds and what was answered.
-Sessions start and go on at random, whatever the fleet does with them. A worker computes one prompt after the other,
-the blocks that it does not hold yet, and keeps the blocks that it used last.
+A session begins with a system prompt and grows with every turn's question and answer. Sessions arrive at
+random, independent of the fleet. A worker computes prompts one after the other, only the blocks it lacks, and
+keeps the most recently used blocks.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-REQUESTS_PER_S = 3.0  # for each worker: most of what it can do where nothing is found, a third where much is
-THINK_S = 2.0  # from one turn to the next, on average
+REQUESTS_PER_S = 3.0  # per worker: near its capacity without hits, a third of it with many
+THINK_S = 2.0  # mean pause between two turns
 TURNS = (2, 10)
 SYSTEM_PROMPTS = 24
 SYSTEM_BLOCKS = 32
-ADDED_BLOCKS = (8, 24)  # by the user, in a turn
+ADDED_BLOCKS = (8, 24)  # by the user, per turn
 ANSWER_BLOCKS = (4, 12)
-CACHE_BLOCKS = 2048  # of a worker: some seconds of what it computes, where nothing is found
+CACHE_BLOCKS = 2048  # of a worker: some seconds of computing without hits
 BLOCK_S = 0.002  # to compute a block of 16 tokens
-REQUEST_S = 0.05  # of a worker's time besides
+REQUEST_S = 0.05  # of a worker's time in addition
 
 
 @dataclass(frozen=True)
 class Request:
-    """``prompt``, ``answer``: hashes of blocks. ``earlier``: leading ones that the session's last turn left behind."""
+    """``prompt``, ``answer``: hashes of blocks. ``earlier``: leading blocks from the session's last turn."""
 
     at_s: float
     router: int
@@ -38,7 +38,7 @@ class Request:
 
 
 def arrivals(workers: int, routers: int, count: int, seed: int) -> Iterator[Request]:
-    """The first ``count`` requests of a fleet, in order. What arrives is the same for any number of routers."""
+    """The first ``count`` requests of a fleet, in order; the same for any number of routers."""
     draw, way = random.Random(seed), random.Random(seed + 1)
 
     def blocks(least: int, most: int) -> tuple[int, ...]:
@@ -47,7 +47,7 @@ def arrivals(workers: int, routers: int, count: int, seed: int) -> Iterator[Requ
     systems = [blocks(SYSTEM_BLOCKS, SYSTEM_BLOCKS) for _ in range(SYSTEM_PROMPTS)]
     sessions_per_s = REQUESTS_PER_S * workers / (sum(TURNS) / 2)
     number = itertools.count()
-    # (time, tie, what was said so far, turns left); without anything said: a session that starts
+    # (time, tie, text so far, turns left); an empty text starts a session
     due: list[tuple[float, int, tuple[int, ...], int]] = [(0.0, next(number), (), 0)]
     for _ in range(count):
         at_s, _, said, left = heapq.heappop(due)
@@ -64,22 +64,22 @@ def arrivals(workers: int, routers: int, count: int, seed: int) -> Iterator[Requ
 
 @dataclass(frozen=True)
 class Taken:
-    """What a prompt and its answer changed in a cache."""
+    """Changes of a cache by a prompt and its answer."""
 
-    hit: int  # leading blocks that were there
+    hit: int  # leading blocks present before
     stored: Sequence[int]
     evicted: Sequence[int]
 
 
 class BlockCache:
-    """The blocks that were used last; of one prompt the last ones go first, so a prefix is always whole."""
+    """The least recently used blocks leave first, a prompt's last ones before others, so prefixes stay whole."""
 
     def __init__(self, blocks: int = CACHE_BLOCKS) -> None:
         self._blocks = blocks
-        self._held: OrderedDict[int, None] = OrderedDict()  # the next one to go first
+        self._held: OrderedDict[int, None] = OrderedDict()  # next to be evicted first
 
     def take(self, prompt: Sequence[int], answer: Sequence[int]) -> Taken:
-        """A prompt was computed here, and its answer."""
+        """Cache a computed prompt and its answer."""
         held = self._held
         hit = next((at for at, block in enumerate(prompt) if block not in held), len(prompt))
         stored = (*prompt[hit:], *answer)
@@ -91,7 +91,7 @@ class BlockCache:
 
 
 class SimulatedFleet:
-    """``worked_s``: what each worker has computed so far, in seconds of its time."""
+    """``worked_s``: seconds computed so far by each worker."""
 
     def __init__(self, workers: int) -> None:
         self._caches = [BlockCache() for _ in range(workers)]
@@ -101,9 +101,9 @@ class SimulatedFleet:
         self.worked_s = [0.0] * workers
 
     def earliest(self, request: Request, hits: Sequence[int]) -> int:
-        """Who would be done with the prompt first; among equals, who was given one longest ago.
+        """The worker that would finish the prompt first; among equals, the longest idle.
 
-        ``hits``: leading blocks that each worker is taken to hold.
+        ``hits``: leading blocks assumed at each worker.
         """
         done_s = [
             max(0.0, free_at_s - request.at_s) - hit * BLOCK_S

@@ -1,9 +1,10 @@
-"""``python -m benchmarks store``: puts and gets by value size, idle and beside a busy interpreter; a server's memory.
+"""``python -m benchmarks store``: puts and gets by value size, idle and beside a busy interpreter; a server's
+memory.
 
-All clients (see ``benchmarks.store_clients``) keep a batch of values in the pool and take turns in every round: put it
-again, get it. So memory is there when it is written to, as in a pool that has been full for long, and what disturbs one
-disturbs its neighbours. Ratios are taken within a round; the median of the rounds counts. A busy interpreter is a
-pure-Python thread that spins in the process, which is what a vLLM worker looks like to a thread in the background.
+All clients (see ``benchmarks.store_clients``) keep a batch in the pool and alternate in every round: put it
+again, get it. So memory is already allocated, as in a long full pool, and disturbances hit all clients.
+Figures are medians of ratios within a round. A busy interpreter is a spinning pure-Python thread in the
+process, as a vLLM worker looks to a background thread.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from kvpool.text import format_nbytes, redact
 
 VERBS = ("put", "get")
 MOODS = ("idle", "busy")
-# What a client that returns into Python for each value is given, of a batch that would take longer.
+# Time slice of a client that enters Python per value, if a batch would take longer.
 TURN_S = 0.1
 
 
 @dataclass
 class _Times:
-    """Of one client at one size: seconds a value, by cell and round."""
+    """One client at one size: seconds per value, by cell and round."""
 
     counts: dict[str, int] = field(default_factory=dict)
     per_value_s: dict[str, list[float]] = field(default_factory=dict)
@@ -49,11 +50,11 @@ def run_store(
 ) -> None:
     """Measure, and print a table or JSON; ``plot`` is written as a PNG.
 
-    Blocking, for minutes. Memory here: two batches, and two for each of ``peers``; in the pool: one for each client.
-    Errors: ``KVPoolError``.
+    Blocks for minutes. Memory here: two batches, and two per peer; in the pool: one per client. Errors:
+    ``KVPoolError``.
     """
     if plot is not None:
-        draw([], plot)  # what cannot be written is told now
+        draw([], plot)  # reports unwritable files early
     with benched_pool(pool, batch_nbytes) as (url, folder):
         parsed = StoreURL.parse(url)
         with (
@@ -110,7 +111,7 @@ def _turn(client: Client, count: int, mood: str, times: _Times) -> None:
 
 
 def _count_for(move: Callable[[int], float], count: int) -> int:
-    """How many values a slow client moves within ``TURN_S``; at least a thirty-second of them."""
+    """Values that a slow client moves within ``TURN_S``; at least a thirty-second of ``count``."""
     least = max(1, min(count, max(8, count // 32)))
     return max(least, min(count, int(least * TURN_S / move(least))))
 
@@ -136,5 +137,5 @@ def _row(name: str, values: Values, times: dict[str, _Times], memory: float | No
 
 
 def _ratio(numerators: list[float], denominators: list[float]) -> float:
-    """The median over the rounds of how the two compare in a round."""
+    """The median of the ratios within a round."""
     return statistics.median(above / below for above, below in zip(numerators, denominators, strict=True))

@@ -36,35 +36,35 @@ from kvpool.store.url import DEFAULT_THREADS, SERVER_SCHEMES, StoreURL
 
 OWN, BARE, BARE_AGAIN, LMCACHE = "kvpool", "bare loop", "bare again", "lmcache"
 PEERS = {"lmcache": LMCACHE, "glide": "glide plain", "redis": "redis plain"}
-PEER_THREADS = 4  # of a Python client: what it is fastest with beside a busy interpreter
+PEER_THREADS = 4  # the fastest number for a Python client beside a busy interpreter
 
 
 class Client(Protocol):
-    """One that is measured. Every call blocks; times are seconds. Errors: ``KVPoolError``, ``RuntimeError``."""
+    """A measured client. Every call blocks; times are seconds. Errors: ``KVPoolError``, ``RuntimeError``."""
 
     name: str
-    whole_batches: bool  # it is measured with all values at a time, however long that takes
+    whole_batches: bool  # always measured with all values, however slow
 
     def fill(self, values: Values) -> None:
-        """Put all of ``values``, each under a key of its own, which the calls below then use."""
+        """Put all of ``values``, each under its own key, for the calls below."""
 
     def put(self, count: int) -> float: ...
     def get(self, count: int) -> float: ...
     def exists(self, count: int) -> float | None:
-        """How long the question takes which of the first ``count`` are there. None: it has no such question."""
+        """Time to test the presence of the first ``count``. None: unsupported."""
 
     def busy(self) -> contextlib.AbstractContextManager[None]:
         """A pure-Python thread spins in the process that moves the bytes."""
 
     def empty(self) -> None:
-        """Delete what ``fill`` put."""
+        """Delete the values of ``fill``."""
 
 
 @contextlib.contextmanager
 def clients(store: Store, url: StoreURL, folder: Path, peers: Path | None) -> Iterator[list[Client]]:
-    """kvpool's own first, then the bare loop twice where there is one for this pool, then the others.
+    """kvpool's own first, then the bare loop twice if this pool allows it, then the others.
 
-    ``folder``: for what is put beside a file store. ``peers``: where the environments of the other projects are.
+    ``folder``: for files beside a file store. ``peers``: the folder of peers' environments.
     """
     with contextlib.ExitStack() as opened:
         found: list[Client] = [LocalStoreClient(OWN, store, whole_batches=True)]
@@ -107,7 +107,7 @@ class LocalStoreClient(StoreClient, LocalClient):
 
 
 class BareServer(LocalClient):
-    """``SET`` and ``GET`` of plain strings over connections of its own."""
+    """``SET`` and ``GET`` of plain strings over its own connections."""
 
     whole_batches = True
 
@@ -139,7 +139,7 @@ class BareServer(LocalClient):
 
 
 class _Folder(LocalClient):
-    """A file for each value, in a folder of this client's own."""
+    """A file per value, in this client's own folder."""
 
     whole_batches = True
 
@@ -182,7 +182,7 @@ class PythonFiles(_Folder):
 
 
 class Peer:
-    """Another project's client, in a process of its own that is told what to do: a line of JSON each way."""
+    """Another project's client in its own process, driven by a line of JSON each way."""
 
     whole_batches = False
 
@@ -270,7 +270,7 @@ def _numbered(prefix: str, count: int) -> list[str]:
 
 
 def _connected(url: StoreURL) -> socket.socket:
-    """Logged in, and blocking; what takes ``TIMEOUT_S`` fails. Errors: ``OSError``."""
+    """Logged in, and blocking, with calls of at most ``TIMEOUT_S``. Errors: ``OSError``."""
     if url.path:
         made = socket.socket(socket.AF_UNIX)
         made.connect(url.path)

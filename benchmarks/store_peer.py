@@ -1,8 +1,9 @@
-"""Another project's client of a server, moved by lines of JSON: ``{"do": ..., ...}`` in, ``{"result": ...}`` out.
+"""Another project's client of a server, driven by lines of JSON: ``{"do": ..., ...}`` in, ``{"result": ...}``
+out.
 
-Run by the interpreter of an environment that has that client, and not kvpool; so it imports nothing of kvpool. Each
-client is used as its makers mean it to be fast: buffers in place, a batch in one call where it has one, some threads
-where it has none. Values are plain strings: nothing is proven.
+Runs in an environment with that client and without kvpool, so it imports nothing of kvpool. Each client is
+used in its fastest intended way: buffers in place, a batch per call if supported, else several threads.
+Values are plain strings, without verification.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ TIMEOUT_S = 60.0
 
 @contextlib.contextmanager
 def busy_interpreter() -> Iterator[None]:
-    """A pure-Python thread that never lets go of the interpreter by itself."""
+    """A pure-Python thread that never yields the GIL voluntarily."""
     stop = threading.Event()
 
     def spin() -> None:
@@ -41,10 +42,11 @@ def busy_interpreter() -> Iterator[None]:
 
 
 class LMCache:
-    """The native RESP client of LMCache: one call a batch, an eventfd says when it is done."""
+    """LMCache's native RESP client: one call a batch, completed by an eventfd."""
 
     def __init__(self, at: dict[str, Any]) -> None:
-        # Its package imports all of LMCache, CUDA included; the client is one extension module that needs torch alone.
+        # Its package imports all of LMCache, CUDA included; the client is one extension module that needs
+        # only torch.
         import importlib.machinery
         import importlib.metadata
         import importlib.util
@@ -94,7 +96,7 @@ class LMCache:
 
 
 class Redis:
-    """redis-py: a connection for each thread; hiredis reads, its own packer keeps memoryviews on their way out."""
+    """redis-py: a connection per thread; hiredis reads, its own packer sends memoryviews without a copy."""
 
     def __init__(self, at: dict[str, Any]) -> None:
         import redis
@@ -231,17 +233,17 @@ def timed(work: Callable[[], Any]) -> float:
 
 
 def main() -> None:
-    # What a client prints must not be taken for an answer.
+    # Separates answers from a client's prints.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     turns = Turns()
     for line in sys.stdin:
         try:
             answer = {"result": turns.do(json.loads(line))}
-        except Exception as error:  # whatever a client raises is its answer
+        except Exception as error:  # any exception is the client's answer
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers)
-    os._exit(0)  # a client's threads may not want to end
+    os._exit(0)  # a client's threads may not end
 
 
 if __name__ == "__main__":

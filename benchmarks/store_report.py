@@ -1,4 +1,4 @@
-"""What ``python -m benchmarks store`` prints and draws."""
+"""The report of ``python -m benchmarks store``."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ CELLS = ("put_idle", "put_busy", "get_idle", "get_busy")
 class Row:
     """One client at one size.
 
-    ``values``: how many it moved in a turn, by cell of ``CELLS``. ``gb_per_s``: medians, 10^9 bytes.
-    ``busy_over_idle``: by verb, and ``over_bare``, by cell: medians of the ratios within a round; the latter empty
-    where there is no bare loop. ``server_memory``: the server's bytes for a byte of payload. ``exists_ms``: by mood;
-    empty where it was not asked.
+    ``values``: moved per turn, by cell of ``CELLS``. ``gb_per_s``: medians, 10^9 bytes. ``busy_over_idle``:
+    by verb, and ``over_bare``, by cell: medians of ratios within a round; the latter empty without a bare
+    loop. ``server_memory``: the server's bytes per payload byte. ``exists_ms``: by mood; empty if
+    unsupported.
     """
 
     client: str
@@ -48,14 +48,14 @@ class Report:
 
 
 def over(rows: list[Row], value_nbytes: int, others: list[str]) -> dict[str, float]:
-    """kvpool's speed in each cell over that of the fastest of ``others``; empty when none of them was measured."""
+    """kvpool's speed in each cell over the fastest of ``others``; empty when none was measured."""
     at = {row.client: row.gb_per_s for row in rows if row.value_nbytes == value_nbytes}
     there = [at[name] for name in others if name in at]
     return {cell: at[OWN][cell] / max(each[cell] for each in there) for cell in CELLS} if there else {}
 
 
 def compared(rows: list[Row]) -> dict[str, list[str]]:
-    """What kvpool is set against: the fastest of the clients in Python, and LMCache's native one."""
+    """kvpool's rivals: the fastest of the Python clients, and LMCache's native one."""
     python = dict.fromkeys(row.client for row in rows)
     return {
         "best": [name for name in python if name not in (OWN, BARE, BARE_AGAIN, LMCACHE)],
@@ -64,7 +64,7 @@ def compared(rows: list[Row]) -> dict[str, list[str]]:
 
 
 def show(report: Report, as_json: bool) -> None:
-    """Print to standard output: JSON of ``Report`` with ``over_best`` and ``over_lmcache``, or tables."""
+    """Print JSON of ``Report`` with ``over_best`` and ``over_lmcache``, or tables."""
     sizes = sorted({row.value_nbytes for row in report.rows})
     if as_json:
         times = {
@@ -139,9 +139,9 @@ def _number(value: float | None) -> str:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Write a PNG of GB/s over value size, a panel for each cell, a line for each client.
+    """Write a PNG of GB/s over value size, a panel per cell, a line per client.
 
-    Errors: ``ConfigError`` when matplotlib is not installed or the file cannot be written. Without rows: only these.
+    Errors: ``ConfigError`` when matplotlib is missing or the file is unwritable. Without rows: only these.
     """
     figure = new_figure(12, 8)
     panels = figure.subplots(2, 2, sharex=True)

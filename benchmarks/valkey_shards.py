@@ -1,4 +1,4 @@
-"""Valkey servers of a benchmark's own on loopback: one, or the primaries of a cluster. They are killed at the end."""
+"""Valkey servers on loopback, for one benchmark: a single one, or a cluster's primaries. Killed at the end."""
 
 from __future__ import annotations
 
@@ -24,10 +24,7 @@ PAUSE_S = 0.02
 
 
 def find_server(named: Path | None) -> str:
-    """The program: the one that is ``named``, else what ``scripts/servers`` fetched, else what is on the PATH.
-
-    Errors: ``ConfigError``.
-    """
+    """The program: ``named``, else from ``scripts/servers``, else from the PATH. Errors: ``ConfigError``."""
     if named is not None:
         if shutil.which(named) is None:
             raise ConfigError(f"--server {named} cannot be run: name a valkey-server")
@@ -41,9 +38,9 @@ def find_server(named: Path | None) -> str:
 
 
 class ValkeyShards:
-    """``shards`` servers with ``io_threads`` each, and their files below ``folder``; more than one are a cluster.
+    """``shards`` servers with ``io_threads`` each, and files below ``folder``; several form a cluster.
 
-    Use it with ``with``. Blocking: ``START_TIMEOUT_S`` at most. Errors: ``StoreUnavailable``.
+    Use it with ``with``. Blocks for ``START_TIMEOUT_S`` at most. Errors: ``StoreUnavailable``.
     """
 
     def __init__(self, server: str, folder: Path, *, shards: int, io_threads: int) -> None:
@@ -67,7 +64,7 @@ class ValkeyShards:
         return f"valkey{'+cluster' if len(self._ports) > 1 else ''}://{hosts}"
 
     def ran_s(self) -> float:
-        """Processor time of all threads of all servers until now."""
+        """Processor time of all servers' threads so far."""
         return sum(ran_s(process.pid) for process in self._processes)
 
     def signal(self, number: int) -> None:
@@ -98,7 +95,7 @@ class ValkeyShards:
                 "--io-threads", str(io_threads), "--dir", str(own), "--logfile", str(own / "log"),
                 *(("--cluster-enabled", "yes", "--cluster-port", str(bus)) if many else ()),
             ]  # fmt: skip
-            # A session of its own: its processor time is asked by that.
+            # Its own session, by which its processor time is read.
             process = subprocess.Popen(
                 command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
             )
@@ -110,7 +107,7 @@ class ValkeyShards:
             self._join(deadline)
 
     def _join(self, deadline: float) -> None:
-        """Make one cluster of them, each with an equal part of the slots, and wait until every one knows it."""
+        """Form a cluster with equal parts of the slots, and wait until all servers agree."""
         count = len(self._clients)
         for number, client in enumerate(self._clients):
             ask = client.execute_command

@@ -1,1 +1,1 @@
-"""Two real vLLM CPU engines on one pool, and the processes that tests and benchmarks run too. In no wheel."""
+"""Two real vLLM CPU engines on one pool, with processes also used by tests and benchmarks. In no wheel."""

@@ -1,4 +1,4 @@
-"""``python -m demo``: what ``make demo`` runs."""
+"""``python -m demo``: the program of ``make demo``."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def demo(
 
 
 def _pairs(option: str, given: list[str] | None) -> dict[str, Any]:
-    """NAME=VALUE pairs; a value is JSON where it is JSON, and text elsewhere."""
+    """NAME=VALUE pairs; values are JSON if valid, else text."""
     pairs: dict[str, Any] = {}
     for pair in given or []:
         name, separator, text = pair.partition("=")

@@ -1,8 +1,8 @@
-"""A real vLLM engine in a process of its own, driven over a pipe (``demo/piped_engine.py``).
+"""A real vLLM engine in its own process, driven over a pipe (``demo/piped_engine.py``).
 
-The process leads a session of its own, so that stopping it takes along everything that vLLM started.
+The process leads its own session, so that stopping it ends every child of vLLM.
 
-Threads: one thread may use an engine; ``stop`` may be called from a signal handler's exception path.
+Threads: one thread may use an engine; ``stop`` may run in a signal handler's exception path.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STOP_TIMEOUT_S = 20.0
 TERMINATE_TIMEOUT_S = 10.0
 QUIET_TIMEOUT_S = 20.0
 QUIET_LOOK_S = 0.25
-QUIET_SHARE = 0.1  # of one core: an idle engine takes 0.02, one that waits actively 1
+QUIET_SHARE = 0.1  # of one core: an idle engine takes 0.02, a spinning one 1
 MAX_LINE_NBYTES = 16 << 20
 REFUSAL = "kvpool refuses to start: "
 _ERROR = re.compile(r"\b\w+(?:Error|Exception|Interrupt): .*")
@@ -49,7 +49,7 @@ QUIET = {
 
 
 class EngineFailed(KVPoolError):
-    """The engine did not start, or ended in the middle; the text names the cause and the log."""
+    """The engine did not start, or ended midway; the text names the cause and the log."""
 
 
 def connector_config(pool: str, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -64,10 +64,10 @@ def connector_config(pool: str, settings: Mapping[str, Any] | None = None) -> di
 
 
 def free_ports(count: int) -> list[int]:
-    """Different TCP ports that are free now; another process may take one before you do.
+    """Distinct free TCP ports; another process may take them first.
 
-    They are below those that the system gives to connections, so that none of these takes one. Errors: ``OSError``
-    when there are too few.
+    They lie below the system's ephemeral ports, so that connections take none. Errors: ``OSError`` when too
+    few are free.
     """
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     found: list[int] = []
@@ -81,14 +81,14 @@ def free_ports(count: int) -> list[int]:
 
 
 def child_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment for a child that runs vLLM or transformers, quiet and offline."""
+    """This process's environment for a child with vLLM or transformers, quiet and offline."""
     return {**os.environ, **QUIET, **(more or {})}
 
 
 def all_cores() -> str:
-    """The processor cores of this process, as vLLM's ``VLLM_CPU_OMP_THREADS_BIND`` wants them, at most eight.
+    """This process's cores for vLLM's ``VLLM_CPU_OMP_THREADS_BIND``, at most eight.
 
-    Without it vLLM takes one core without a connector and more with one, which would make figures unfair.
+    vLLM's default differs with a connector, which would make figures unfair.
     """
     return ",".join(map(str, sorted(os.sched_getaffinity(0))[:8]))
 
@@ -96,7 +96,9 @@ def all_cores() -> str:
 def small_engine(
     model: Path, *, block_tokens: int, longest_tokens: int, kv_cache_nbytes: int
 ) -> dict[str, Any]:
-    """Options of ``vllm.LLM`` for a small model whose every prompt, of up to ``longest_tokens``, fits into one step."""
+    """Options of ``vllm.LLM`` for a small model whose prompts, up to ``longest_tokens``, each fit into one
+    step.
+    """
     return {
         "model": str(model),
         "skip_tokenizer_init": True,
@@ -112,9 +114,9 @@ def small_engine(
 
 
 def write_model(folder: Path, **options: Any) -> Path:
-    """``tiny_model.py``, by a process of its own, so that torch stays out of this one.
+    """Run ``tiny_model.py`` in its own process, so that torch stays out of this one.
 
-    Blocking, some seconds. Errors: ``KVPoolError``.
+    Blocks for some seconds. Errors: ``KVPoolError``.
     """
     try:
         written = subprocess.run(
@@ -142,7 +144,7 @@ def write_model(folder: Path, **options: Any) -> Path:
 
 
 def _processes(session: int) -> Iterator[Path]:
-    """The ``/proc`` folders of those that are in a session now; one may end before you look into it."""
+    """The ``/proc`` folders of a session's processes, which may end at any time."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
             if os.getsid(int(process.name)) == session:
@@ -150,7 +152,7 @@ def _processes(session: int) -> Iterator[Path]:
 
 
 def ran_s(session: int) -> float:
-    """Processor time of all threads of all processes that are in a session now."""
+    """Processor time of a session's present processes."""
     ran_ns = 0
     for process in _processes(session):
         with contextlib.suppress(OSError):
@@ -160,9 +162,9 @@ def ran_s(session: int) -> float:
 
 
 def kill_all_but_trackers(session: int) -> None:
-    """Kill all of a session but multiprocessing's resource trackers.
+    """Kill a session except multiprocessing's resource trackers.
 
-    These free shared memory, and end, when those that used it have ended.
+    These free shared memory after its users' end, and then end themselves.
     """
     for process in _processes(session):
         with contextlib.suppress(OSError):
@@ -171,9 +173,9 @@ def kill_all_but_trackers(session: int) -> None:
 
 
 class EngineProcess:
-    """One engine; ``options`` are those of ``vllm.LLM``. Its output goes to ``folder``/NAME.log.
+    """One engine; ``options`` are those of ``vllm.LLM``. Output goes to ``folder``/NAME.log.
 
-    Use it with ``with``: leaving the block stops the engine and everything that it started.
+    Use it with ``with``: leaving the block stops the engine and all its children.
     """
 
     def __init__(
@@ -186,7 +188,7 @@ class EngineProcess:
         self.name = name
         self.log = folder / f"{name}.log"
         self._options = folder / f"{name}.json"
-        # vLLM puts its sockets there, whose paths may have about 100 characters: not inside a deep folder.
+        # vLLM's sockets go there, and their paths are limited to about 100 characters: no deep folder.
         self._scratch = tempfile.mkdtemp(prefix="kvpool-")
         read_fd, write_fd = os.pipe()
         self._answers = os.fdopen(read_fd, "rb", buffering=0)
@@ -222,23 +224,22 @@ class EngineProcess:
 
     @property
     def process_id(self) -> int:
-        """Of the driver; the engine's processes are in the session that it leads."""
+        """Of the driver, which leads the engine's session."""
         return self._process.pid
 
     def wait_ready(self, waiting: Callable[[], None] = lambda: None) -> None:
-        """Block until the engine takes commands, calling ``waiting`` about five times a second.
-
-        Errors: ``EngineFailed``.
+        """Block until the engine takes commands, calling ``waiting`` about five times a second. Errors:
+        ``EngineFailed``.
         """
         assert self._read(START_TIMEOUT_S, waiting) == {"ready": True}
 
     def ask(self, command: Mapping[str, Any], timeout_s: float = ASK_TIMEOUT_S) -> dict[str, Any]:
-        """Send one command and wait for its answer. Errors: ``EngineFailed``."""
+        """Send a command and wait for its answer. Errors: ``EngineFailed``."""
         self.send(command)
         return self._read(timeout_s)
 
     def send(self, command: Mapping[str, Any]) -> None:
-        """Send one command without waiting; ``receive`` takes its answer. Errors: ``EngineFailed``."""
+        """Send a command; ``receive`` takes its answer. Errors: ``EngineFailed``."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(command).encode() + b"\n")
@@ -247,7 +248,7 @@ class EngineProcess:
             raise self._failed() from error
 
     def receive(self, timeout_s: float = ASK_TIMEOUT_S) -> dict[str, Any]:
-        """The answer to a command that was sent. Errors: ``EngineFailed``."""
+        """The answer to a sent command. Errors: ``EngineFailed``."""
         return self._read(timeout_s)
 
     def generate(self, tokens: list[int], max_tokens: int = 16) -> dict[str, Any]:
@@ -255,13 +256,13 @@ class EngineProcess:
         return self.ask({"do": "generate", "tokens": tokens, "max_tokens": max_tokens})
 
     def complaint(self) -> str | None:
-        """Why the engine does not work, by its log so far: our own refusal, or the first error."""
+        """The fault in the engine's log so far: our own refusal, or the first error."""
         return first_error(self.log.read_text(errors="replace").splitlines())
 
     def wait_quiet(self) -> bool:
-        """Wait until the engine's processes hardly run; False when they still do after ``QUIET_TIMEOUT_S``.
+        """Wait until the engine's processes hardly run; False after ``QUIET_TIMEOUT_S``.
 
-        vLLM's workers wait actively for a second after each step, and stores go on after an answer.
+        vLLM's workers spin for a second after each step, and stores continue after an answer.
         """
         deadline = time.monotonic() + QUIET_TIMEOUT_S
         while time.monotonic() < deadline:
@@ -283,7 +284,9 @@ class EngineProcess:
         self.kill()
 
     def kill(self) -> None:
-        """End the engine's whole session: asked to, after a while by force, and what frees its shared memory last."""
+        """End the engine's whole session: by request, then by force, and the trackers of its shared memory
+        last.
+        """
         session = self._process.pid
         for end, patience_s in (
             (lambda: os.killpg(session, signal.SIGTERM), TERMINATE_TIMEOUT_S),
@@ -298,7 +301,7 @@ class EngineProcess:
         shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _gone(self, end: Callable[[], None], patience_s: float) -> bool:
-        """Call ``end``; whether all of the session has ended in time."""
+        """Call ``end``; whether the whole session ended in time."""
         deadline = time.monotonic() + patience_s
         with contextlib.suppress(ProcessLookupError):
             end()
@@ -340,14 +343,14 @@ class EngineProcess:
         return answer
 
     def _failed(self) -> EngineFailed:
-        # What it has to say comes after its end of the pipe has closed.
+        # Its last words come after its end of the pipe has closed.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_TIMEOUT_S)
         return EngineFailed(f"engine {self.name} did not run: {_cause(self.log)}")
 
 
 def _cause(log: Path) -> str:
-    """What an engine's log says about its end."""
+    """The cause of an engine's end, by its log."""
     lines = log.read_text(errors="replace").splitlines()
     complaint = first_error(lines)
     if complaint and complaint.startswith(REFUSAL):
@@ -361,6 +364,6 @@ def first_error(lines: list[str]) -> str | None:
         if REFUSAL in line:
             return line[line.index(REFUSAL) :]
     causes = [found[0] for line in lines if "WARNING" not in line and (found := _ERROR.search(line))]
-    # The parent's word comes last and only points at what its children said.
+    # The parent's error comes last and only points at its children's.
     causes = [cause for cause in causes if "initialization failed" not in cause] or causes
     return causes[0] if causes else None

@@ -1,4 +1,4 @@
-"""``kvpool index`` in a process of its own, on a free port, for the demo and tests."""
+"""``kvpool index`` in its own process, on a free port, for the demo and tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from types import TracebackType
 from demo.engine_process import child_environment
 from kvpool.errors import KVPoolError
 
-START_TIMEOUT_S = 240.0  # as an engine has: a busy host reads its packages slowly
+START_TIMEOUT_S = 240.0  # as for an engine: a busy host reads its packages slowly
 STOP_TIMEOUT_S = 10.0
 _LISTENS = re.compile(r"listens on (\S+:[0-9]+)")
 
@@ -23,9 +23,9 @@ class IndexFailed(KVPoolError):
 
 
 class IndexProcess:
-    """One index that follows the workers of ``pool``. Its output goes to ``folder``/index.log.
+    """One index that follows the workers of ``pool``. Output goes to ``folder``/index.log.
 
-    Use it with ``with``: ``address`` is known inside, and leaving the block stops the process.
+    Use it with ``with``: ``address`` is set inside, and leaving the block stops the process.
     """
 
     def __init__(self, folder: Path, pool: str, options: Sequence[str] = ()) -> None:
@@ -59,7 +59,7 @@ class IndexProcess:
         return self._process.pid
 
     def stop(self) -> None:
-        """Ask it to end, and after a while make it."""
+        """Ask it to end, and kill it after a while."""
         if self._process.poll() is None:
             self._process.terminate()
         try:

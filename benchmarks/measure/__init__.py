@@ -1,4 +1,4 @@
-"""Measures on the device that is here what kvpool does to it: copies, their cost to an engine, calls that wait."""
+"""Measures kvpool on the present device: copies, their cost to an engine, blocking calls."""
 
 from benchmarks.measure.arena import Arena, accelerator
 from benchmarks.measure.caches import BLOCK_TOKENS, CACHES, LAYOUTS, Cache

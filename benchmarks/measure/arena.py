@@ -1,4 +1,4 @@
-"""Arena: the device that is measured, and the memory that KV caches are laid out in there."""
+"""Arena: the measured device, and memory for its KV caches."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from kvpool.errors import ConfigError
 from kvpool.text import format_nbytes
 from kvpool.transfer.device import Device, device_of
 
-# An engine's KV cache has tens of gigabytes, and torch's kernels divide what is larger than 2^31 bytes or elements. So
-# a cache is measured in as much memory, of which the blocks that are copied take little.
+# An engine's KV cache has tens of gigabytes, and torch's kernels split tensors above 2^31 bytes or elements.
+# So caches are that large here, although the copied blocks take little.
 MOST_NBYTES = 32 << 30
-SHARE = 0.5  # of the memory that is free
+SHARE = 0.5  # of free memory
 BATCH_NBYTES = 256 << 20  # 4.7 ms over a bus of 55 GB/s
 HOST_MOST_NBYTES = 2 << 30
 HOST_BATCH_NBYTES = 4 << 20
 
 
 def accelerator() -> str | None:
-    """The kind of accelerator that torch finds here; None: only the CPU."""
+    """The kind of accelerator found by torch; None: only the CPU."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return None if found is None else found.type
 
 
 class Arena:
-    """On the accelerator that torch finds, else on the CPU. Errors: ``ConfigError`` when there is no memory.
+    """On torch's accelerator, else on the CPU. Errors: ``ConfigError`` without enough memory.
 
     Threads: one, whose current stream is the engine's.
     """
@@ -44,13 +44,13 @@ class Arena:
 
     @property
     def name(self) -> str:
-        """Of the device, for people."""
+        """The device's display name."""
         if not self.accelerator:
             return "CPU"
         return str(torch.get_device_module(self.torch_device).get_device_name())
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Bytes for one KV cache, ``nbytes`` or more; on an accelerator the same ones each time."""
+        """Memory for one KV cache, at least ``nbytes``; on an accelerator always the same."""
         if self._memory is None:
             return self._allocated(nbytes)
         if nbytes > self._memory.numel():
@@ -58,7 +58,7 @@ class Arena:
         return self._memory
 
     def timed(self, work: Callable[[], object]) -> float:
-        """Seconds until everything that ``work`` starts is over."""
+        """Seconds until all that ``work`` starts has ended."""
         self.wait()
         started = time.perf_counter()
         work()

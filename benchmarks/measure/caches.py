@@ -1,8 +1,9 @@
-"""KV caches of models, laid out as vLLM 0.32 does it.
+"""KV caches of models, in vLLM 0.32's layouts.
 
-A layer is a view ``[block, head, token, K and V]`` (B, H, N, C) of one allocation for all layers (L). A layout is named
-after the order in memory, the outermost first. Groups of a hybrid model share the allocation: a block belongs to one of
-them at a time. Source: ``vllm/v1/kv_cache_layout.py`` and ``get_kv_cache_config_from_groups``; a test compares.
+A layer is a view ``[block, head, token, K and V]`` (B, H, N, C) of one allocation for all layers (L). A
+layout's name is its order in memory, outermost first. Groups of a hybrid model share the allocation: each
+block belongs to a single group at a time. Source: ``vllm/v1/kv_cache_layout.py`` and
+``get_kv_cache_config_from_groups``; a test compares.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 BLOCK_TOKENS = (16, 64, 128)
-LAYOUTS = {  # what they are for people; the names are vLLM's
+LAYOUTS = {  # vLLM's names; values for display
     "LBNHC": "FlashAttention, FlashInfer NHD, MLA (vLLM's default)",
     "LBHNC": "FlashInfer HND",
     "BLHNC": "HND with all layers of a block side by side",
@@ -20,7 +21,7 @@ LAYOUTS = {  # what they are for people; the names are vLLM's
 
 
 class Cache(NamedTuple):
-    """``layers``: of each group. ``content``: elements of 2 bytes (bfloat16) that a token and head have in a layer."""
+    """``layers``: of each group. ``content``: elements of 2 bytes (bfloat16) per token, head and layer."""
 
     model: str
     layout: str
@@ -29,11 +30,11 @@ class Cache(NamedTuple):
     content: int
 
     def block_nbytes(self, tokens: int) -> int:
-        """What a block of ``tokens`` tokens takes of the allocation: the bytes of the largest group."""
+        """Bytes of a block of ``tokens`` tokens: those of the largest group."""
         return max(self.layers) * self.heads * tokens * self.content * 2
 
     def views(self, memory: torch.Tensor, tokens: int) -> list[list[torch.Tensor]]:
-        """The layers of each group over ``memory`` (bytes), as integers: a NaN is not equal to itself."""
+        """The layers of each group over ``memory`` (bytes), as integers, because a NaN differs from itself."""
         blocks = memory.numel() // self.block_nbytes(tokens)
         sizes = {"L": max(self.layers), "B": blocks, "H": self.heads, "N": tokens, "C": self.content}
         strides, step = {}, 1
@@ -48,8 +49,9 @@ class Cache(NamedTuple):
         ]
 
 
-# Source of the numbers: the models' config.json. A head's K and V lie side by side: 2 x 128. MLA has one latent vector
-# of 512 + 64. vLLM cuts Gemma 3's 52 layers with a sliding window into groups of at most 10, which have full attention.
+# Numbers from the models' config.json. A head's K and V lie side by side: 2 x 128. MLA has a latent vector of
+# 512 + 64. vLLM cuts Gemma 3's 52 layers with a sliding window into groups of at most 10, the number with
+# full attention.
 CACHES = (
     Cache("Llama-3-8B", "LBNHC", (32,), 8, 256),
     Cache("Llama-3-8B", "LBHNC", (32,), 8, 256),

@@ -1,4 +1,4 @@
-"""Counts the calls with which kvpool's own work makes the host wait for the device, in a trace of torch's profiler."""
+"""Counts kvpool's calls that make the host wait for the device, in a trace of torch's profiler."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from kvpool.store import open_store
 from kvpool.transfer.kv_cache import KVCacheMover
 from kvpool.transfer.mover import Finished
 
-OURS = "kvpool: "  # before the name of each of our calls in the trace
-RUNTIME = {"cuda_runtime", "cuda_driver"}  # categories of a trace; ROCm's calls have them, too
-# Names may have a version behind them (_v3020), or the kind of default stream (_ptsz).
+OURS = "kvpool: "  # prefix of our calls in the trace
+RUNTIME = {"cuda_runtime", "cuda_driver"}  # categories of a trace, for ROCm too
+# Names may end in a version (_v3020), or the kind of default stream (_ptsz).
 SYNCHRONIZING = re.compile(
     r"(cuda|cu|hip)((Device|Stream|Event|Ctx|Thread|Context)Synchronize|Memcpy(?!\w*Async)\w*)(_\w+)?"
 )
-# In these calls CUDA may wait for the device. Torch keeps its memory, so after a warm-up there should be none.
+# CUDA may wait for the device here. Torch keeps its memory, so none is expected after a warm-up.
 ALLOCATING = re.compile(r"(cuda|cu|hip)(Mem)?(Host)?(Malloc|Alloc|Free|Register|Unregister)(?!\w*Async)\w*")
 CACHE, BLOCK_TOKENS, BLOCKS, HOST_BLOCKS = CACHES[0], 16, 64, 4
 DEADLINE_S = 60.0
@@ -39,9 +39,10 @@ PAUSE_S = 0.001
 
 @dataclass(frozen=True)
 class CallsMeasured:
-    """Calls of the device's runtime in ours: stores, loads and polls of a mover. By name: how often.
+    """Runtime calls of the device inside a mover's stores, loads and polls, counted by name.
 
-    ``synchronizing`` and ``allocating`` are among ``runtime``; None: the profiler saw none at all, as on the CPU.
+    ``synchronizing`` and ``allocating`` are subsets of ``runtime``; None: the profiler saw none, as on the
+    CPU.
     """
 
     blocks: int
@@ -52,9 +53,9 @@ class CallsMeasured:
 
 
 def measure_calls(arena: Arena, *, blocks: int | None, trace: Path | None) -> CallsMeasured:
-    """Store and load blocks through a pool in a directory under the profiler; ``trace``: where to put what it saw.
+    """Store and load blocks through a pool in a directory under the profiler; ``trace``: file of the trace.
 
-    Blocking, for seconds. Errors: ``ConfigError`` when there is no memory or ``trace`` cannot be written.
+    Blocks for seconds. Errors: ``ConfigError`` without memory, or when ``trace`` is unwritable.
     """
     most = BLOCKS if arena.accelerator else HOST_BLOCKS
     copies = Copies(arena, CACHE, BLOCK_TOKENS, min(blocks or most, most))
@@ -93,12 +94,12 @@ def measure_calls(arena: Arena, *, blocks: int | None, trace: Path | None) -> Ca
 
 
 def of_kind(kind: re.Pattern[str], runtime: dict[str, int]) -> int | None:
-    """How many of these calls have such a name; None when there are no calls."""
+    """Number of calls with a matching name; None without any calls."""
     return sum(count for name, count in runtime.items() if kind.fullmatch(name)) if runtime else None
 
 
 def count_calls(events: Iterable[dict[str, Any]]) -> dict[str, int]:
-    """How often which runtime call is in a Chrome trace that began within one of our calls, in the same thread."""
+    """Runtime calls in a Chrome trace that began within one of our calls, in the same thread, by name."""
     ours: list[tuple[Any, float, float]] = []
     calls: list[dict[str, Any]] = []
     for event in events:
@@ -126,7 +127,7 @@ def _round_trip(mover: KVCacheMover, copies: Copies) -> None:
 
 
 def _finish(mover: KVCacheMover) -> None:
-    """Poll as an engine does, until nothing is under way."""
+    """Poll as an engine does, until nothing is in flight."""
     deadline = time.monotonic() + DEADLINE_S
     while mover.busy:
         with record_function(OURS + "poll"):

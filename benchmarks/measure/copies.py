@@ -21,14 +21,14 @@ from kvpool.transfer.job import Job, Part, Stage
 from kvpool.transfer.kv_cache import Block, KVCacheMemory
 
 TARGET_OVER_PLAIN = 0.9
-TARGET_FROM_NBYTES = 512 << 10  # of a block's payload; a target for smaller ones is not set
+TARGET_FROM_NBYTES = 512 << 10  # of a block's payload; smaller ones have no target
 SEED = 3
 NAMESPACE = Namespace("bench", {"model": "bench device"})
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Medians. ``plain_gb_per_s``: one copy of as many bytes that lie together, to or from the same host memory.
+    """Medians. ``plain_gb_per_s``: one contiguous copy of as many bytes, to or from the same host memory.
 
     ``over_plain``: the median of ratios within a round.
     """
@@ -40,19 +40,19 @@ class Speed:
 
 @dataclass(frozen=True)
 class CopiesMeasured:
-    """One cache. ``bytes_equal``: blocks that went to staging and back into other places are the same there."""
+    """One cache. ``bytes_equal``: blocks were equal after staging and a load elsewhere."""
 
     model: str
     layout: str
     block_tokens: int
     block_nbytes: int  # payload, of the smallest group
     blocks: int  # of a batch
-    launches: int  # index_select or index_copy_ calls of a batch that fits the scratch
+    launches: int  # index_select or index_copy_ calls of a batch within the scratch
     bytes_equal: bool
     store: Speed
     load: Speed
     both: Speed  # at once; the bytes of both
-    target: str | None  # "met" or "missed" by all three; None where there is none
+    target: str | None  # "met" or "missed" by all three; None without a target
 
 
 def measure_copies(
@@ -60,8 +60,9 @@ def measure_copies(
 ) -> CopiesMeasured:
     """Measure ``cache`` with blocks of ``tokens`` tokens; calls ``advance`` after each round.
 
-    ``blocks``: of a batch; None: as many as ``arena.batch_nbytes`` hold. Blocking. Memory: an arena, twice the batch in
-    staging, the batch and two scratches on the device. Errors: ``ConfigError`` when that is too much.
+    ``blocks``: of a batch; None: as many as ``arena.batch_nbytes`` hold. Blocks. Memory: an arena, twice the
+    batch in staging, the batch and two scratches on the device. Errors: ``ConfigError`` when that is too
+    much.
     """
     copies = Copies(arena, cache, tokens, blocks)
     plain = _Plain(arena, copies)
@@ -70,7 +71,7 @@ def measure_copies(
         "load": (copies.load, plain.load, copies.nbytes),
         "both": (copies.both, plain.both, 2 * copies.nbytes),
     }
-    equal = copies.bytes_equal(copies.both)  # a warm-up, too
+    equal = copies.bytes_equal(copies.both)  # also a warm-up
     speeds = {}
     for kind, (ours, theirs, nbytes) in kinds.items():
         arena.timed(theirs)
@@ -93,9 +94,9 @@ def measure_copies(
 
 
 class Copies:
-    """A batch that is stored from blocks anywhere in a KV cache, and one that is loaded into others.
+    """A batch stored from scattered blocks of a KV cache, and a batch loaded into others.
 
-    They go through the mover's own memory. What is loaded are the bytes of the blocks that are stored.
+    They use the mover's own memory. Loads bring the stored blocks' bytes.
     """
 
     def __init__(self, arena: Arena, cache: Cache, tokens: int, blocks: int | None) -> None:
@@ -125,7 +126,7 @@ class Copies:
         self._stored_slots: list[int] = []
 
     def store(self) -> None:
-        """Start to copy a batch to slots. The ones before may still be under way: the stream keeps the order."""
+        """Start to copy a batch to slots, behind earlier ones on the stream."""
         self.staging.release(self._stored_slots)
         self._stored_slots = self._gather()
 
@@ -139,7 +140,7 @@ class Copies:
         self.load()
 
     def bytes_equal(self, copy: Callable[[], None]) -> bool:
-        """Whether ``copy`` writes to the blocks that are loaded what was stored from the others."""
+        """Whether ``copy`` writes the stored blocks' bytes into the loaded ones."""
         for layer, _, new in self._places():
             layer[new] = 0
         self.arena.wait()
@@ -153,7 +154,7 @@ class Copies:
         )
 
     def _places(self) -> Iterator[tuple[torch.Tensor, list[int], list[int]]]:
-        """Each layer, the blocks that are stored from it, and those that are loaded into it."""
+        """Each layer, its stored blocks, and its loaded ones."""
         for group, layers in enumerate(self.layers):
             old, new = (
                 [block.block_ids[0] for block in blocks if block.group == group]
@@ -166,7 +167,7 @@ class Copies:
         return self.staging.tensor[slot * self.staging.slot_nbytes :][: self._memory.nbytes(block)]
 
     def _blocks(self, numbers: list[int]) -> list[Block]:
-        """Blocks at these places, of all groups in turn, those of one group together."""
+        """The blocks at these places, group after group."""
         groups = sorted(number % len(self.layers) for number in range(len(numbers)))
         return [
             Block(NAMESPACE.key(at.to_bytes(32, "big"), group, 0), group, (number,))
@@ -191,14 +192,14 @@ class Copies:
 
 
 class _Plain:
-    """One copy each way of as many bytes that lie together, between device memory and the same staging."""
+    """One contiguous copy each way of as many bytes, between device memory and the same staging."""
 
     def __init__(self, arena: Arena, copies: Copies) -> None:
         half = copies.staging.tensor.numel() // 2
         self._from, self._to = (copies.staging.tensor[start:][: copies.nbytes] for start in (0, half))
         self._there = torch.empty(copies.nbytes, dtype=torch.uint8, device=arena.torch_device)
         self._streams = [arena.device.copy_stream(1) for _ in range(2)]
-        arena.timed(self.load)  # so that what is stored are random bytes
+        arena.timed(self.load)  # so that random bytes are stored
 
     def store(self) -> None:
         self._streams[0].submit(partial(self._copy, self._to, self._there), [])

@@ -1,7 +1,9 @@
-"""What copies cost an engine: matrix products beside stores and loads, and a CUDA graph that is replayed beside loads.
+"""The cost of copies to an engine: matrix products beside stores and loads, and a CUDA graph replayed beside
+loads.
 
-A step has the products of a prefill of ``STEP_TOKENS`` tokens by Llama-3-8B and stores or loads as many tokens. As
-vLLM does without asynchronous scheduling, the engine waits for its stream at the end of each step, and copies go on.
+A step has the products of a prefill of ``STEP_TOKENS`` tokens by Llama-3-8B and stores or loads as many
+tokens. As in vLLM without asynchronous scheduling, the engine waits for its stream after each step, while
+copies continue.
 """
 
 from __future__ import annotations
@@ -20,20 +22,21 @@ from benchmarks.measure.copies import Copies
 TARGET_SLOWER = 0.01  # with stores
 CACHE, BLOCK_TOKENS = CACHES[0], 16
 STEP_TOKENS = 8192
-STEPS = 2  # a round: the second one's products are beside copies of the first
-# Products of (tokens, 4096) by (4096, 14336), the shape of Llama-3-8B's largest: 137 of them are 2 x 8e9 operations
-# for each token. The weights of a graph are several, 0.9 GB, so that they come from the device's memory.
+STEPS = 2  # per round: the second's products run beside the first's copies
+# Products of (tokens, 4096) by (4096, 14336), the shape of Llama-3-8B's largest: 137 of them are 2 x 8e9
+# operations per token. A graph has several weights, 0.9 GB, so that they come from the device's memory.
 SHAPE, PRODUCTS, WEIGHTS = (4096, 14336), 137, 8
-GRAPH_TOKENS = 64  # a step of decoding: its time is that of reading weights
-HOST_SHAPE, HOST_PRODUCTS, HOST_TOKENS = (64, 64), 2, 32  # on the CPU, where no figure counts
-COVERED = 0.8  # how much of a load's time the replays take, so that all of them are beside it
+GRAPH_TOKENS = 64  # a decoding step, bound by reading weights
+HOST_SHAPE, HOST_PRODUCTS, HOST_TOKENS = (64, 64), 2, 32  # on the CPU, without meaningful figures
+COVERED = 0.8  # share of a load's time taken by the replays, so that all run beside it
 
 
 @dataclass(frozen=True)
 class EngineMeasured:
-    """``*_slower``: 0.01 is 1 %; medians of ratios within a round. ``*_call_ms``: the model thread's time in our calls.
+    """``*_slower``: 0.01 is 1 %; medians of ratios within a round. ``*_call_ms``: the model thread's time in
+    our calls.
 
-    All None on the CPU, which has nothing beside; ``graph_slower`` where there is no CUDA.
+    All None on the CPU, which has no parallel copies; ``graph_slower`` also without CUDA.
     """
 
     step_tokens: int
@@ -53,14 +56,14 @@ def measure_engine(
 ) -> EngineMeasured:
     """Calls ``advance`` after each round. ``blocks``: of a step; None: those of ``STEP_TOKENS``.
 
-    Blocking. Memory: that of ``measure_copies`` with the blocks of a step, and 1.4 GB on an accelerator.
+    Blocks. Memory: that of ``measure_copies`` with a step's blocks, and 1.4 GB on an accelerator.
     """
     most = (STEP_TOKENS if arena.accelerator else HOST_TOKENS) // BLOCK_TOKENS
     copies = Copies(arena, CACHE, BLOCK_TOKENS, min(blocks or most, most))
     engine = _Engine(arena, copies.blocks * BLOCK_TOKENS)
     equal = copies.bytes_equal(copies.both)
     replay = engine.graph()
-    replay()  # the first one also brings the graph to the device
+    replay()  # the first replay also uploads the graph
     replays = max(1, int(COVERED * arena.timed(copies.load) / arena.timed(replay)))
     for beside in (None, copies.store, copies.load):  # a warm-up
         engine.steps(beside)
@@ -108,7 +111,7 @@ class _Engine:
         self._outs = {size: self._random(size, wide) for size in (tokens, GRAPH_TOKENS)}
 
     def steps(self, beside: Callable[[], None] | None) -> _Taken:
-        """Some steps, each of which is followed by ``beside``."""
+        """Run a few steps, each followed by ``beside``."""
         self._arena.wait()
         call_s, started = 0.0, time.perf_counter()
         for _ in range(STEPS):
@@ -124,7 +127,7 @@ class _Engine:
         return _Taken(taken_s, call_s)
 
     def graph(self) -> Callable[[], None]:
-        """What replays a CUDA graph of products that read all weights; without CUDA it computes them."""
+        """Replays a CUDA graph of products that read all weights; without CUDA, computes them."""
         self._decode()
         self._arena.wait()
         if self._arena.accelerator != "cuda":
@@ -135,7 +138,7 @@ class _Engine:
         return graph.replay
 
     def replayed(self, replay: Callable[[], None], times: int, beside: Callable[[], None] | None) -> float:
-        """Seconds that ``times`` replays take on the engine's stream, begun with ``beside``."""
+        """Seconds of ``times`` replays on the engine's stream, begun with ``beside``."""
         self._arena.wait()
         if beside is not None:
             beside()
