@@ -1,6 +1,6 @@
-"""For MkDocs: files of the repository that a page links to are part of the site, under ``repository/``.
+"""A MkDocs hook: repository files linked from a page join the site, under ``repository/``.
 
-So one link works where the repository is browsed and in the site, and MkDocs checks all of them.
+So one link works in the repository and in the site, and MkDocs checks all links.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)\s#]+)(#[^)\s]*)?(?=\))")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what the navigation and pages name outside of ``docs/``, and what those pages link to."""
+    """Add files outside of ``docs/`` named by the navigation and pages, and files linked from those."""
     pages = [DOCS + file.src_uri for file in files.documentation_pages()]
     named = [path.removeprefix(OTHERS) for path in _leaves(config.nav) if path.startswith(OTHERS)]
     while pages or named:
@@ -47,7 +47,7 @@ def _leaves(nav: Any) -> Iterator[str]:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Links as they are in the repository become links within the site."""
+    """Turn repository links into site links."""
     here = page.file.src_uri
     source = here.removeprefix(OTHERS) if here.startswith(OTHERS) else DOCS + here
     return LINK.sub(_within_site(here, source), markdown)
@@ -57,7 +57,7 @@ def _within_site(here: str, source: str) -> Callable[[re.Match[str]], str]:
     def link(found: re.Match[str]) -> str:
         path = _path(source, found[1])
         if not (ROOT / path).is_file():
-            return found[0]  # MkDocs tells
+            return found[0]  # MkDocs reports it
         site_path = path.removeprefix(DOCS) if path.startswith(DOCS) else OTHERS + path
         return posixpath.relpath(site_path, posixpath.dirname(here) or ".") + (found[2] or "")
 
@@ -65,7 +65,7 @@ def _within_site(here: str, source: str) -> Callable[[re.Match[str]], str]:
 
 
 def _path(page: str, link: str) -> str:
-    """In the repository; a folder stands for its README or index."""
+    """Path in the repository; a folder stands for its README or index."""
     path = posixpath.normpath(posixpath.join(posixpath.dirname(page), link))
     for name in ("README.md", "index.md"):
         if (ROOT / path / name).is_file():

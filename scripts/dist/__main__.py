@@ -30,7 +30,7 @@ VERSIONS = {"cp310": ["3.10"], "cp311": ["3.11"], "cp312": ["3.12", "3.13", "3.1
 ARCHES = ("x86_64", "aarch64")
 TARGETS = [f"{python}-{arch}" for arch in ARCHES for python in VERSIONS]
 TOOLS = Path(__file__).with_name("tools.txt")
-BUILDERS = ("cmake", "nanobind", "ninja", "scikit-build-core")  # of TOOLS, what a wheel is built with
+BUILDERS = ("cmake", "nanobind", "ninja", "scikit-build-core")  # of TOOLS, to build a wheel
 
 
 def main() -> None:
@@ -112,7 +112,7 @@ def _works(python: str, version: str) -> bool:
 
 
 def environment(python: str, name: str, scratch: Path) -> Path:
-    """The interpreter of a virtual environment with what builds a wheel."""
+    """The interpreter of a virtual environment with the build tools."""
     folder = scratch / f"python-{name}"
     lines = TOOLS.read_text().splitlines()
     wanted = [line for line in lines if line.partition("==")[0] in BUILDERS]
@@ -133,7 +133,7 @@ def site_packages(python: Path) -> Path:
 
 
 def build_sdist(scratch: Path, out: Path) -> Path:
-    """Writes the sdist to ``out``; returns the folder of its files: wheels are made of what users get."""
+    """Write the sdist to ``out``; returns the folder of its files, from which wheels are built."""
     for old in out.glob("kvpool-*.tar.gz"):
         old.unlink()
     command = [sys.executable, "-m", "build", "--no-isolation", "--sdist", "--outdir", out, ROOT]
@@ -141,7 +141,7 @@ def build_sdist(scratch: Path, out: Path) -> Path:
     if done.returncode:
         raise SystemExit(f"the sdist could not be built:\n{done.stdout}{done.stderr}")
     (archive,) = out.glob("kvpool-*.tar.gz")
-    folder = scratch / "source"  # always the same: zig finds again what it has compiled
+    folder = scratch / "source"  # always the same, for zig's cache
     shutil.rmtree(folder, ignore_errors=True)
     with tarfile.open(archive) as files:
         files.extractall(folder, filter="data")
@@ -165,7 +165,7 @@ def build_wheel(
     shutil.rmtree(folder, ignore_errors=True)
     settings = {
         "build-dir": str(scratch / "build" / "wheel"),
-        "install.strip": "false",  # the linker does it, for any processor
+        "install.strip": "false",  # the linker strips, for any processor
         "cmake.define.CMAKE_TOOLCHAIN_FILE": str(cmake),
         "cmake.define.OPENSSL_ROOT_DIR": str(prefix),
         "cmake.define.OPENSSL_USE_STATIC_LIBS": "ON",

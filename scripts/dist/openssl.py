@@ -1,4 +1,4 @@
-"""A static OpenSSL for one processor, with what kvpool's core uses of it: TLS clients, certificates, SHA-256."""
+"""A static OpenSSL for one processor with the core's needs: TLS clients, certificates, SHA-256."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from sources import Source
 from toolchain import Toolchain
 
-# Where no system has files, so that no other OpenSSL's settings are read, and the core looks for authorities itself.
+# A path without files, so that no other OpenSSL's settings are read, and the core finds authorities itself.
 NOWHERE = "/usr/lib/kvpool/no-openssl"
 TARGETS = {"x86_64": "linux-x86_64", "aarch64": "linux-aarch64"}
-# No code that is loaded at run time, no protocol but TLS over TCP, and none of the ciphers that TLS 1.2 and
-# 1.3 and today's certificates do not use.
+# No code loaded at run time, only TLS over TCP, and only ciphers of TLS 1.2, TLS 1.3 and today's
+# certificates.
 _CODE = ("shared", "tests", "dso", "module", "engine", "legacy", "ui-console")
 _PROTOCOLS = ("dtls", "quic", "comp", "cms", "ts", "ct", "srp", "cmp", "ssl3")
 _CIPHERS = (
@@ -35,7 +35,7 @@ WITHOUT = (*_CODE, *_PROTOCOLS, *_CIPHERS, "sm2", "sm3", "sm4")
 
 
 def build(source: Source, tree: Path, toolchain: Toolchain, scratch: Path) -> Path:
-    """Folder with ``include`` and ``lib``; built unless it is there."""
+    """Folder with ``include`` and ``lib``; built unless present."""
     prefix = scratch / f"{source.folder}-{toolchain.arch}"
     stamp = prefix / ".built"
     unknown = {"quic"} if source.version.startswith("3.0.") else set()

@@ -1,4 +1,4 @@
-"""What wheels are built from besides this repository: pinned by version and SHA-256, fetched once into a folder."""
+"""Sources of wheels outside of this repository: pinned by version and SHA-256, fetched once into a folder."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ MAX_NBYTES = 100 << 20
 
 
 class Unavailable(Exception):
-    """A source could not be fetched from any of its places; one line for each."""
+    """No place served a source; a line for each."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """``urls``: of the makers. ``debian``: below the pool of any mirror of Debian, which has the same file."""
+    """``urls``: of the makers. ``debian``: path of the same file in any Debian mirror's pool."""
 
     name: str
     version: str
     sha256: str
-    folder: str  # that the archive unpacks to
+    folder: str  # inside the archive
     url: str
     debian: str
     licence: str  # SPDX
@@ -45,7 +45,7 @@ OPENSSL = Source(
     "LICENSE.txt",
     "cpe:2.3:a:openssl:openssl:3.5.7:*:*:*:*:*:*:*",
 )
-# For tests alone, where the other one is not to be had: Debian 12 keeps it, and OpenSSL's makers mend it no more.
+# For tests without access to the pinned version: Debian 12 keeps it, its makers no longer fix it.
 OPENSSL_FOR_TESTS = Source(
     "OpenSSL",
     "3.0.20",
@@ -71,7 +71,7 @@ XXHASH = Source(
 
 
 def unpacked(source: Source, folder: Path) -> Path:
-    """The source's files, in a folder below ``folder``; fetched unless they are there. Errors: ``Unavailable``."""
+    """The source's files, in a folder below ``folder``; fetched unless present. Errors: ``Unavailable``."""
     tree = folder / source.folder
     if (tree / ".unpacked").exists():
         return tree
@@ -111,7 +111,7 @@ def _fetch(source: Source, archive: Path) -> None:
 
 
 def _debian_mirrors() -> list[str]:
-    """Where this machine takes Debian's packages from, if it does."""
+    """This machine's Debian mirrors, if any."""
     command = ["apt-get", "indextargets", "--format", "$(SITE)", "Created-By: Packages"]
     try:
         told = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout

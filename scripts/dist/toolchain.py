@@ -1,4 +1,4 @@
-"""Compilers for one processor and an old glibc: zig, as its wheel on PyPI brings it."""
+"""Compilers for one processor and an old glibc: zig from its wheel on PyPI."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Toolchain:
         return f"zig {importlib.metadata.version('ziglang')} glibc {GLIBC}"
 
     def environment(self) -> dict[str, str]:
-        """For a build that asks for its tools by the usual variables. zig keeps what it compiled in ``cache``."""
+        """Variables for a build with standard tool names. zig caches its output in ``cache``."""
         tools = {"CC": "cc", "CXX": "c++", "AR": "ar", "RANLIB": "ranlib"}
         paths = {name: str(self.folder / tool) for name, tool in tools.items()}
         return {**paths, "ZIG_GLOBAL_CACHE_DIR": str(self.cache), "ZIG_LOCAL_CACHE_DIR": str(self.cache)}
 
     def write(self) -> Path:
-        """The programs, and a file for CMake, whose path is returned."""
+        """Write the programs, and a file for CMake; returns the file's path."""
         self.folder.mkdir(parents=True, exist_ok=True)
         zig = zig_folder() / "zig"
         target = f"{self.arch}-linux-gnu.{GLIBC}"
@@ -56,6 +56,6 @@ class Toolchain:
             'set(CMAKE_MODULE_LINKER_FLAGS_INIT "-s")\n'
             f'set(CMAKE_PROJECT_INCLUDE "{self.folder / "project.cmake"}")\n'
         )
-        # zig takes nothing from its cache where it is asked for a list of headers, and each build is from nothing.
+        # zig bypasses its cache when asked for header dependencies, and each build starts from nothing.
         (self.folder / "project.cmake").write_text('set(CMAKE_DEPFILE_FLAGS_CXX "")\n')
         return cmake

@@ -46,7 +46,7 @@ def codes(library: bytes) -> Iterator[Code]:
         while at < end:
             magic, _, head_nbytes, nbytes = struct.unpack_from("<IHHQ", library, at)
             if magic != CONTAINER:
-                at += 8  # between two containers are zeros, to a multiple of 8
+                at += 8  # containers are separated by zeros, to a multiple of 8
                 continue
             inside, at = at + head_nbytes, at + head_nbytes + nbytes
             while inside < at:

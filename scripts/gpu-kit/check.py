@@ -61,7 +61,7 @@ PYTHON_ONLY = {
 
 
 class Case(NamedTuple):
-    """``options``: of ``vllm.LLM``. In bfloat16 vLLM takes FlashAttention 3 by itself."""
+    """``options``: of ``vllm.LLM``. In bfloat16 vLLM picks FlashAttention 3."""
 
     name: str
     model: str
@@ -78,9 +78,7 @@ CASES = (
     Case("llama-fp8kv-triton", "llama", "file", {"dtype": "bfloat16", "kv_cache_dtype": "fp8", **TRITON}),
     Case("llama-bf16-triton-graphs", "llama", "valkey", {"dtype": "bfloat16", **TRITON, **GRAPHS}),
 )
-SMALL = Case(
-    "small", "llama", "file", {"dtype": "float32", "block_size": 32}
-)  # vLLM's CPU kernels take no 16
+SMALL = Case("small", "llama", "file", {"dtype": "float32", "block_size": 32})  # vLLM's CPU kernels reject 16
 
 
 def main() -> int:
@@ -113,7 +111,7 @@ def main() -> int:
 
 
 def extension() -> tuple[bool, dict[str, Any]]:
-    """Whether vLLM's compiled code computes what it must on this device."""
+    """Whether vLLM's compiled code computes correctly on this device."""
     command = [sys.executable, "-c", CALL_EXTENSION]
     run = subprocess.run(command, capture_output=True, text=True, timeout=EXTENSION_TIMEOUT_S, check=False)
     if run.returncode:
@@ -123,7 +121,7 @@ def extension() -> tuple[bool, dict[str, Any]]:
 
 
 def outcome(case: Case, folder: Path, models: dict[str, Path]) -> tuple[bool, dict[str, Any]]:
-    """Whether both engines say what they must, and figures."""
+    """Whether both engines answer as required, and figures."""
     if case.model not in models:
         shape = {"width": 512, "layers": 12 if case.model == "gemma3" else 4}
         models[case.model] = write_model(folder / case.model, kind=case.model, **shape)
@@ -143,10 +141,8 @@ def outcome(case: Case, folder: Path, models: dict[str, Path]) -> tuple[bool, di
         full = [(len(tokens) - 1) // block_tokens * block_tokens for tokens in prompts]
         with started(f"{case.name}-first", folder, options) as (engine, started_s):
             for tokens in prompts:
-                engine.generate(
-                    tokens, GENERATED_TOKENS
-                )  # compiles what is compiled at first use, and stores
-            # Like a hit of the pool, one of the engine's own computes the last block only: by the same kernels.
+                engine.generate(tokens, GENERATED_TOKENS)  # triggers first-use compilation and stores
+            # Like the pool's hit, the engine's own computes only the last block, by the same kernels.
             first = [engine.generate(tokens, GENERATED_TOKENS) for tokens in prompts]
             if not stores_ended(engine, STORES_END_S):
                 raise RuntimeError(f"nothing was stored within {STORES_END_S:.0f} s")

@@ -33,7 +33,7 @@ MAKERS = ("empty", "zeros", "ones", "full", "empty_strided", "tensor", "arange",
 
 
 class Event:
-    """Of a stream that is always at its end."""
+    """Of a stream that is always finished."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
     def record(self, *_: Any) -> None: ...
@@ -48,7 +48,7 @@ class Event:
 
 
 class Stream:
-    """What it is given is done at once."""
+    """Runs work immediately."""
 
     cuda_stream = stream_id = 0
 
@@ -83,7 +83,7 @@ def not_pinned(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def without_driver() -> None:
-    """Have torch's calls of a driver do nothing."""
+    """Turn torch's driver calls into no-ops."""
     only, cuda, accelerator = Stream(), torch.cuda, torch.accelerator
     answers: dict[Any, dict[str, Any]] = {
         cuda: {
@@ -113,7 +113,7 @@ def without_driver() -> None:
 
 
 def in_main_memory() -> None:
-    """Have vLLM's CUDA platform keep its tensors there."""
+    """Keep the tensors of vLLM's CUDA platform in main memory."""
     import vllm.platforms.cuda as platform
     import vllm.utils.torch_utils as views
     import vllm.v1.worker.gpu.buffer_utils as buffers
@@ -135,7 +135,7 @@ from vllm.v1.worker import gpu_worker  # noqa: E402
 
 
 class Worker(gpu_worker.Worker):
-    """vLLM's own for GPUs, without the questions to a device."""
+    """vLLM's GPU worker, without device queries."""
 
     def init_device(self) -> None:
         self.device = torch.device("cpu")
@@ -179,7 +179,7 @@ def main() -> int:
             answers.append((list(answer.outputs[0].token_ids), answer.num_cached_tokens))
             print(*answers[-1], flush=True)
             once = SamplingParams(max_tokens=1, detokenize=False)
-            engine.generate([{"prompt_token_ids": words[:3]}], once)  # stores end in its step
+            engine.generate([{"prompt_token_ids": words[:3]}], once)  # its step ends stores
             engine.reset_prefix_cache()
     (first, cached), (again, loaded) = answers
     full = (PROMPT_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS

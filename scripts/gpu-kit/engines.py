@@ -1,4 +1,4 @@
-"""What the checks with real engines share: engines that start one after the other, a pool, and one line a case."""
+"""Shared by the checks with real engines: sequential engines, a pool, and a line per case."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from demo.engine_process import EngineProcess
 from tests.e2e.harness import prompt
 
 LOG_LINES = 25
-# vLLM takes FlashInfer's sampler for granted on this kind of GPU.
+# vLLM assumes FlashInfer's sampler on this kind of GPU.
 WITHOUT_FLASHINFER = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
 
 def tell(case: str, ok: bool, **figures: Any) -> None:
-    """One case, a line of JSON on standard output."""
+    """Print a case as a line of JSON."""
     print(json.dumps({"case": case, "ok": ok, **figures}), flush=True)
 
 
 @contextlib.contextmanager
 def started(name: str, folder: Path, options: Mapping[str, Any]) -> Iterator[tuple[EngineProcess, float]]:
-    """An engine that takes commands, and the seconds that its start took. Its log is in ``folder``."""
+    """A ready engine, and the seconds of its start. Its log is in ``folder``."""
     environment = {} if importlib.util.find_spec("flashinfer") else WITHOUT_FLASHINFER
     began = time.monotonic()
     with EngineProcess(name, folder, options, environment) as engine:
@@ -37,16 +37,16 @@ def started(name: str, folder: Path, options: Mapping[str, Any]) -> Iterator[tup
 
 @contextlib.contextmanager
 def valkey(folder: Path, shards: int) -> Iterator[str]:
-    """The URL of a pool on servers of its own."""
+    """The URL of a pool on its own servers."""
     with ValkeyShards(find_server(None), folder, shards=shards, io_threads=1) as servers:
         yield servers.url
 
 
 def stores_ended(engine: EngineProcess, within_s: float) -> float:
-    """How many blocks it has stored when that count stands still for a second; 0 when it does not in time."""
+    """The number of stored blocks once it stands still for a second; 0 if it does not in time."""
     deadline, before = time.monotonic() + within_s, -1.0
     while time.monotonic() < deadline:
-        engine.generate(prompt(8, 3), 1)  # what ends is counted in a step
+        engine.generate(prompt(8, 3), 1)  # only steps count ended stores
         count = float(engine.ask({"do": "metrics"}).get("kvpool_stored_blocks_total", 0.0))
         if count and count == before:
             return count
@@ -56,7 +56,7 @@ def stores_ended(engine: EngineProcess, within_s: float) -> float:
 
 
 class Cases:
-    """Runs cases until ``max_s`` is over, and tells why one failed. ``good``: whether all were as they must be."""
+    """Runs cases until ``max_s``, and reports failures. ``good``: whether all passed."""
 
     def __init__(self, folder: Path, max_s: float) -> None:
         self._folder, self._until, self._max_s = folder, time.monotonic() + max_s, max_s

@@ -97,7 +97,7 @@ def main() -> int:
 
 
 def outcome(name: str, plan: Plan, folder: Path) -> tuple[bool, dict[str, Any]]:
-    """Whether each prompt was found where it had to be, and medians."""
+    """Whether each prompt came from its intended source, and medians."""
     longest = max(plan.lengths) + plan.after_tokens + plan.block_tokens
     options = {
         "model": str(folder / "model"), "load_format": "dummy", "skip_tokenizer_init": True,
@@ -116,8 +116,8 @@ def outcome(name: str, plan: Plan, folder: Path) -> tuple[bool, dict[str, Any]]:
 
 @contextlib.contextmanager
 def connector(name: str, plan: Plan, folder: Path) -> Iterator[dict[str, Any] | None]:
-    """The ``kv_transfer_config`` of an engine; its pool is there meanwhile."""
-    # Without the gate every hit is loaded, also where it would cost more than computing it: that is what is measured.
+    """An engine's ``kv_transfer_config``, while its pool runs."""
+    # Without the gate every hit is loaded, even if slower than a recompute, because loads are the subject.
     settings = {"cost_gate": False, "model_id": "dummy-llama-3-8b", "threads": 4}
     if name == "off":
         yield None
@@ -137,7 +137,7 @@ def connector(name: str, plan: Plan, folder: Path) -> Iterator[dict[str, Any] | 
 
 
 def length_figures(engine: Any, plan: Plan, tokens: int, name: str) -> dict[str, Any]:
-    """Medians of one length: ms to the first token, and from one of the next to the other."""
+    """Medians of one length: ms to the first token, and between later tokens."""
     ways: dict[str, list[dict[str, Any]]] = {"cold": [], "local": []}
     if name != "off":
         ways["pool"] = []
@@ -174,7 +174,7 @@ def median_ms(answers: list[dict[str, Any]], seconds_of: Callable[[dict[str, Any
 
 
 def end_stores(engine: Any, name: str) -> None:
-    """Wait until what was stored stands still; vLLM's offloading has no counter of ours."""
+    """Wait until the count of stored blocks stands still; vLLM's offloading lacks kvpool's counter."""
     if name == "offload":
         time.sleep(1.0)
         return

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# The operations that the engine asks for at its start, as Python.
+# The engine's start-up operations, in Python.
 EXTENSION = """
 import torch
 
