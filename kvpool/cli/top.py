@@ -190,7 +190,7 @@ class _Watch:
         return "no worker is in this index: it finds those that have started by its --pool, or names each with --worker"
 
 
-# ---- from looks to numbers
+# ---- from states to numbers
 
 
 def rows_of(now: Look, before: Look | None, sort: str) -> list[Row]:

@@ -106,7 +106,7 @@ class Fleet:
         """``kvpool.key.hashing.seed_id`` of the seed, for workers that name none."""
         return seed_id(self._seed)
 
-    # ---- who
+    # ---- workers
 
     def add(self, worker: Worker, source: Source, lease_s: float | None = None) -> Added:
         """Follow a worker, for ``lease_s`` seconds or until it is removed.
@@ -213,7 +213,7 @@ class Fleet:
 
     @property
     def joining(self) -> int:
-        """Ranks with events that were not heard from yet."""
+        """Ranks whose feed has not confirmed every batch yet."""
         return sum(rank.joining and bool(rank.publisher.events) for rank in tuple(self._ranks.values()))
 
     def followed(self) -> list[Worker]:
@@ -320,7 +320,7 @@ class Fleet:
         ranks = tuple(self._ranks.items())
         return [key for key, rank in ranks if rank.incomplete_reason and not rank.stale]
 
-    # ---- what is asked
+    # ---- lookups
 
     def lookup(self, model: str | Prompt, **fields: Unpack[PromptFields]) -> Lookup:
         """How many leading blocks of a prompt each worker of its model holds: a row for every candidate rank.

@@ -107,7 +107,7 @@ class Rank(_native.RankState):
         self.unmatchable = ""  # why no prompt can match its blocks, until its publisher restarts
         self.gone = False
 
-    # ---- what is known of it
+    # ---- state
 
     @property
     def position(self) -> Position | None:
@@ -159,7 +159,7 @@ class Rank(_native.RankState):
             return "not heard from yet" if self.publisher.events else "it publishes no KV events"
         return "asleep, or no event since it woke" if self.batches <= self.emptied_at else ""
 
-    # ---- what its publisher says, through ``Sequence``; any thread, no I/O but a line to the log
+    # ---- its publisher's reports, through ``Sequence``; any thread, no I/O but a line to the log
 
     def apply(self, sequence: int, payload: bytes) -> None:
         """One batch, in the order of ``sequence``, each once. Errors: ``MalformedEvents``, with nothing
@@ -275,7 +275,7 @@ class Rank(_native.RankState):
         if became_stale:
             logger.info("%s is stale: it is asleep", self)
 
-    # ---- what becomes of it
+    # ---- its worker
 
     def restore(self, position: Position, incomplete_reason: str) -> None:
         """From a snapshot of this position; before another thread has the rank."""

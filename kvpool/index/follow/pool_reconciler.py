@@ -252,7 +252,7 @@ class PoolReconciler:
             found = [(key, block) for key, block in self._ours(keys) if block.rank == 0]
             yield max(LOOK_KEYS, len(keys)) + self._settle(found, set(keys))
 
-    # ---- what is there
+    # ---- blocks
 
     def _ours(self, keys: Iterable[str]) -> list[tuple[str, FoundKey]]:
         """Parses keys of known namespaces, and counts the ranks of their groups."""
@@ -331,7 +331,7 @@ class PoolReconciler:
                     if (tenant, one.hex) in self._known:
                         self._groups[tenant, one.hex] = _groups(one.facts)
 
-    # ---- what is said
+    # ---- totals and log
 
     def _count(self, **more: int) -> None:
         self._totals = self._totals._replace(

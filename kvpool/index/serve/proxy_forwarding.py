@@ -379,7 +379,7 @@ def _incomplete(target: Target, error: BaseException) -> str:
 
 
 def _line(error: BaseException) -> str:
-    # For an invalid response only the exception's text has URLs and several lines; for a connection it names calls.
+    # str() of a ClientResponseError has URLs and several lines; of a connection error, names of calls.
     if isinstance(error, aiohttp.ClientConnectorError) and (error.errno or 0) > 0:
         text = os.strerror(error.errno or 0)
     else:

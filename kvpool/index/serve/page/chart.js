@@ -1,4 +1,4 @@
-// Two lines over the last hour: what the best holder had, and the rate of requests that the index placed itself.
+// Two lines over the last hour: the best holder's share, and that of requests placed by the index.
 
 import { drawing, element } from "./dom.js";
 import { percent, whole } from "./format.js";
@@ -8,10 +8,10 @@ const MIN_SPAN_S = 300;
 const MAX_POINTS = 240;
 const TOP = 10, LEFT = 46, BOTTOM = 24, RIGHT = 10;
 
-// What a sample holds, in the order of its numbers.
+// Positions in a sample.
 const AT = 0, ASKED = 2, HELD = 3, PLACED = 5, CHOSEN = 6;
 
-// A point for each sample: seconds, blocks asked for, shares; null where nothing was asked in its minute.
+// A point for each sample: seconds, requested blocks, shares; null for a minute without requests.
 export function pointsOf(samples) {
   const points = [];
   let begin = 0;
@@ -67,14 +67,14 @@ function pathOf(points, name, x, y) {
   let path = "";
   let goesOn = false;
   for (const point of points) {
-    // Of no length where it begins: a point between two gaps would not be drawn.
+    // A zero-length segment draws a point between two gaps.
     if (point[name] !== null) path += `${goesOn ? "L" : "M"}${x(point.at).toFixed(1)},${y(point[name]).toFixed(1)}${goesOn ? "" : "h0"}`;
     goesOn = point[name] !== null;
   }
   return path;
 }
 
-// The same in numbers, one row a minute, the last minute first.
+// As a table, one row a minute, the last minute first.
 export function drawTable(table, points) {
   const head = element("tr", {}, ...["Minutes ago", "Best holder", "Reused where placed", "Blocks asked for"].map(
     (label) => element("th", { scope: "col" }, label),

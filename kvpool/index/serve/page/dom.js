@@ -1,4 +1,4 @@
-// Makes elements. Text becomes text and never HTML: names come from workers, and so from tenants.
+// Makes elements. Text never becomes HTML: names come from workers, and so from tenants.
 
 export const byId = (id) => document.getElementById(id);
 
@@ -33,12 +33,12 @@ export function part(className, share) {
   return made;
 }
 
-// Only when it has changed: a screen reader reads again what is written again.
+// Only changes are written: a screen reader repeats every write.
 export function write(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-// Rows of a table with roles, since a narrow screen shows them as blocks. Columns: [label, how cells are aligned].
+// Rows of a table with roles, since a narrow screen shows them as blocks. Columns: [label, alignment].
 export function tableHead(table, columns) {
   table.tHead.replaceChildren(
     element(

@@ -1,4 +1,4 @@
-// The status page: asks the index for its state every few seconds, and shows it. The token stays in this tab.
+// The status page: reads the index's state every few seconds, and shows it. The token stays in this tab.
 
 import { byId, write } from "./dom.js";
 import { samplesHere, showOverview } from "./overview.js";

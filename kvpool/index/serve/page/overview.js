@@ -24,7 +24,7 @@ const MAX_SAMPLES = 720;
 
 let history = { instance: "", next: 0, samples: [] };
 
-// How many samples are here already, so that only new ones are sent.
+// The number of samples here, so that only new ones are sent.
 export const samplesHere = () => history.next;
 
 export function showOverview(data) {
@@ -126,7 +126,7 @@ function sentence(last) {
   return `${asked}; requests that this index placed found ${percent(last.chosen)} where they went.`;
 }
 
-// What the engines themselves count, of windows in which they were asked something.
+// The engines' own counts, of windows with requests.
 function showTraffic({ traffic }) {
   const windows = WINDOWS.filter(([name]) => traffic?.[name]).map(
     ([name, label]) => `${label}: hit rate ${percent(traffic[name].hit_ratio)}, ceiling ${percent(traffic[name].ceiling)}`,

@@ -1,4 +1,4 @@
-// Who holds how much of a prompt.
+// Holders of a prompt.
 
 import { byId, drawing, element, part, tableHead, tableRow, write } from "./dom.js";
 import { compact, count, whole } from "./format.js";
@@ -41,7 +41,7 @@ export function startPrompt(ask) {
   });
 }
 
-// The models that there are, when they have changed; what was chosen stays chosen.
+// Updates the list of models; the choice stays.
 export function showModels(fleet) {
   if (JSON.stringify(fleet.models) === JSON.stringify(models)) return;
   const select = byId("model");
@@ -123,7 +123,7 @@ function row(one, rows, tokens) {
   ]);
 }
 
-// Why it is not credited, or gets no requests.
+// Why a rank has no credit, or gets no requests.
 function away(one) {
   if (one.unreachable) return "unreachable: comes last";
   if (one.asleep) return "asleep: comes last";

@@ -20,7 +20,6 @@ const FIND_MS = 250;
 let pages = [""]; // where this page and those before it begin
 let next = "";
 
-// What the index is asked for.
 export function workersQuery() {
   return { after: pages[pages.length - 1], health: byId("health").value, find: byId("find").value.trim() };
 }
@@ -59,7 +58,7 @@ export function showWorkers(workers, fleet, byToken) {
   const several = new Set(fleet.models.map((one) => one.tenant)).size > 1;
   byId("workers-table").tBodies[0].replaceChildren(...workers.rows.map((worker) => row(worker, several)));
   byId("workers-table").hidden = !workers.rows.length;
-  // Not disabled while they have the focus: it would be lost.
+  // Disabling a focused button would lose the focus.
   for (const [id, goes] of [["previous", pages.length > 1], ["next", Boolean(next)]]) {
     byId(id).disabled = !goes && document.activeElement !== byId(id);
     byId(id).setAttribute("aria-disabled", String(!goes));
