@@ -11,9 +11,9 @@ import torch
 
 from kvpool.transfer import BlockCopier
 from kvpool.transfer.kv_cache import ABANDON_AFTER_S
-from tests.support.deadlines import ends_within, eventually
+from tests.support.deadlines import ends_within
 from tests.support.devices import ACCELERATED, ON_CUDA, RunningDevice, keep_busy, wait_for_all
-from tests.support.mover import BLOCKS, NOTHING, Bench, block
+from tests.support.mover import BLOCKS, Bench, block
 
 pytestmark = pytest.mark.gpu
 
@@ -50,35 +50,6 @@ def assert_written_over(at: Bench) -> None:
     wait_for_all()
     for place in [*CONTENTS, *PLACES]:
         assert at.holds(place, -place), f"block {place} was written after it was given back"
-
-
-def test_a_load_that_is_cancelled_gives_its_blocks_back_when_its_copy_is_over() -> None:
-    at = Bench(slots=32, scratch_blocks=4, device=RunningDevice)
-    under_way(at)
-    end_all(at)
-    at.engine.cancel("job")
-    finished = at.engine.poll()
-    if ACCELERATED:
-        assert finished == NOTHING, "both copies wait for the engine"
-        assert at.engine.slots_in_use == 2 * len(CONTENTS)
-
-    def over() -> bool:
-        more = at.engine.poll()
-        finished.loads.extend(more.loads)
-        finished.staged.extend(more.staged)
-        finished.stores.extend(more.stores)
-        return len(finished.loads) == 1 and len(finished.staged) == len(CONTENTS)
-
-    assert eventually(over)
-    assert finished.loads[0].cause == ("cancelled" if ACCELERATED else ""), "on the CPU it was over before"
-    write_over(at)
-    at.store.end_all()
-    finished.stores.extend(at.engine.poll().stores)
-    assert sorted(finished.stored) == [(content, True) for content in CONTENTS]
-    assert_written_over(at)
-    assert all(at.kept(100 + content) for content in CONTENTS)
-    assert at.engine.slots_in_use == 0
-    at.engine.close()
 
 
 @pytest.mark.parametrize("busy_s", [BUSY_S, LONGER_THAN_CLOSE_WAITS_S])

@@ -16,9 +16,7 @@ from kvpool.transfer import BlockCopier
 from kvpool.transfer.device import DONE, Event, device_of
 from kvpool.transfer.kv_cache import Block
 from kvpool.transfer.memory import Staging
-from tests.support.deadlines import eventually
 from tests.support.devices import (
-    ACCELERATED,
     LAYERS,
     NUMBERS,
     Engine,
@@ -34,7 +32,6 @@ pytestmark = pytest.mark.gpu
 
 BUSY_S = 0.2
 BLOCKS = 64
-STEPS = 30 if ACCELERATED else 10
 COPIES = 400
 
 
@@ -58,51 +55,6 @@ def test_a_store_has_what_was_computed_before_it_and_not_what_is_written_after(e
     assert [load.ok for load in run(engine.mover).loads] == [True]
     engine.holds(places)
     engine.holds(dict(zip(blocks, second, strict=True)))
-
-
-def test_a_block_is_written_over_as_soon_as_it_is_said_to_be_staged(engine: Engine) -> None:
-    places, kept = list(range(1, 33)), []
-    for step in range(STEPS):
-        keep_busy(random.Random(step).random() * 4e-3)
-        contents = {block: step * len(places) + block for block in places}
-        blocks = {content: block for block, content in contents.items()}  # by tag, which is the content
-        engine.compute(contents)
-        engine.mover.stage(named(contents), list(blocks))
-
-        def write_over(blocks: dict[int, int] = blocks) -> bool:
-            finished = engine.mover.poll()
-            kept.extend(tag for tag, ok in finished.stored if ok)
-            engine.compute({blocks.pop(tag): -tag for tag in finished.staged})
-            return not blocks
-
-        assert eventually(write_over)
-    kept += [tag for tag, ok in run(engine.mover).stored if ok]
-    assert sorted(kept) == list(range(1, STEPS * len(places) + 1))
-    for first in range(0, len(kept), 31):
-        wanted = {33 + at: content for at, content in enumerate(sorted(kept)[first : first + 31])}
-        engine.mover.load("job", named(wanted), timeout_s=60, max_s=60)
-        assert [load.ok for load in run(engine.mover).loads] == [True]
-        engine.holds(wanted)
-
-
-def test_a_load_writes_after_what_the_engine_was_given_before_it_and_is_there_for_what_follows(
-    engine: Engine,
-) -> None:
-    contents = {block: block for block in range(1, 31)}
-    engine.compute(contents)
-    engine.mover.stage(named(contents), list(contents))
-    run(engine.mover)
-    places = {30 + block: block for block in contents}
-    engine.compute(dict.fromkeys(places, 777))
-    keep_busy(BUSY_S)
-    before = engine.read(list(places))  # by a request that had the blocks
-    engine.mover.load("job", named(places), timeout_s=60, max_s=60)
-    loads = []
-    assert eventually(lambda: bool(loads.extend(engine.mover.poll().loads) or loads))
-    after = engine.read(list(places))
-    assert [load.ok for load in loads] == [True]
-    assert_contents(before, [777] * len(places))
-    assert_contents(after, list(places.values()))
 
 
 @pytest.mark.parametrize("seed", range(10))

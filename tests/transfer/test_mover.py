@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from kvpool import metrics
 from kvpool.errors import ConfigError
 from kvpool.metrics import Counters
 from kvpool.store import Batch, Store, open_store
@@ -47,9 +46,8 @@ def engine_on(
     caches: list[list[torch.Tensor]],
     slots: int = 16,
     cap: int = 0,
-    blocks_per_record: int = 1,
 ) -> KVCacheMover:
-    copiers = [BlockCopier(group, blocks_per_record) for group in caches]
+    copiers = [BlockCopier(group) for group in caches]
     slot_nbytes = max(copier.payload_nbytes for copier in copiers)
     return KVCacheMover(
         store,
@@ -91,31 +89,6 @@ def test_blocks_come_back_byte_for_byte_in_other_places(store: Store) -> None:
     assert writer.slots_in_use == reader.slots_in_use == 0
 
 
-def test_of_a_record_of_several_blocks_a_load_writes_those_that_are_wanted(store: Store) -> None:
-    source, target = layers(), layers()
-    fill(source, 1)
-    fill(target, 2)
-    writer = engine_on(store, source, blocks_per_record=3)
-    records = [Block(key(n, g), g, (3 * n + 1, 3 * n + 3, 3 * n + 2)) for g in range(2) for n in range(5)]
-    writer.stage(records, tags=list(range(10)))
-    assert sorted(run(writer).stored) == [(tag, True) for tag in range(10)]
-    assert store.counters()["puts"] == 10
-    untouched = [[layer.clone() for layer in group] for group in target]
-    reader = engine_on(store, target, slots=4, blocks_per_record=3)
-    places = {1: 0, 3: 0, 2: 21, 4: 22, 6: 0, 5: 24}  # by block of the source; the rest go where they were
-    wanted = [
-        record._replace(block_ids=tuple(places.get(block, block) for block in record.block_ids))
-        for record in records
-    ]
-    reader.load("job", wanted, timeout_s=60, max_s=60)
-    assert [(load.job, load.ok) for load in run(reader).loads] == [("job", True)]
-    came_from = {places.get(block, block): block for block in range(1, 16) if places.get(block, block)}
-    for ours, theirs, before in zip(target, source, untouched, strict=True):
-        for mine, other, old in zip(ours, theirs, before, strict=True):
-            for at in range(BLOCKS):
-                assert torch.equal(mine[at], other[came_from[at]] if at in came_from else old[at])
-
-
 def test_a_load_of_a_lower_number_gets_the_next_slots(store: Store) -> None:
     caches = layers(1)
     writer = engine_on(store, caches, slots=64)
@@ -150,54 +123,12 @@ def test_a_load_with_one_missing_block_fails_and_names_it(store: Store) -> None:
     )
 
 
-def test_a_key_already_there_is_not_sent_again(store: Store) -> None:
-    caches = layers(1)
-    engine = engine_on(store, caches)
-    engine.stage(blocks(range(4), groups=1), tags=[0, 1, 2, 3])
-    run(engine)
-    sent = store.counters()["puts"]
-    engine.stage(blocks(range(6), groups=1), tags=list(range(6)))
-    assert sorted(run(engine).stored) == [(tag, True) for tag in range(6)]
-    assert store.counters()["puts"] == sent + 2
-
-
-def test_stores_without_a_slot_are_dropped_and_loads_wait(store: Store) -> None:
-    caches = layers(1)
-    fill(caches, 3)
-    engine = engine_on(store, caches, slots=4)
-    engine.stage(blocks(range(10), groups=1), tags=list(range(10)))
-    stored = dict(run(engine).stored)
-    assert sum(stored.values()) == 3, "a quarter of the slots, here one, is kept for loads"
-    assert len(stored) == 10
-    skipped = engine._counters.take()[f"{metrics.STORE_SKIPPED_BLOCKS.name}/staging_full"]
-    assert skipped == 7
-    for start in range(0, 10, 3):
-        engine.stage(
-            blocks(range(start, min(10, start + 3)), groups=1), tags=[0, 1, 2][: min(10, start + 3) - start]
-        )
-        run(engine)
-    for job in "abc":
-        engine.load(job, blocks(range(10), groups=1), timeout_s=60, max_s=60)
-    assert engine.slots_in_use == 4, "30 blocks wait for 4 slots"
-    assert {load.job: load.ok for load in run(engine).loads} == {"a": True, "b": True, "c": True}
-
-
 def test_the_cap_on_store_bandwidth_holds(store: Store) -> None:
     caches = layers(1)
     payload = BlockCopier(caches[0]).payload_nbytes
     engine = engine_on(store, caches, slots=64, cap=3 * payload)
     engine.stage(blocks(range(20), groups=1), tags=list(range(20)))
     assert sum(ok for _, ok in run(engine).stored) == 3
-
-
-def test_a_load_is_submitted_once() -> None:
-    store = StallingStore()
-    engine = engine_on(store, layers(1))
-    engine.load("job", blocks([1], groups=1), timeout_s=60, max_s=60)
-    with pytest.raises(AssertionError):
-        engine.load("job", blocks([1], groups=1), timeout_s=60, max_s=60)
-    engine.close()
-    store.close()
 
 
 def test_a_load_that_the_store_never_ends_fails_in_time_and_late_bytes_go_nowhere() -> None:
@@ -269,22 +200,6 @@ def test_a_batch_of_a_load_that_is_refused_costs_that_load_alone(
     assert engine.slots_in_use == 0
     engine.load("again", blocks(range(2)), timeout_s=60, max_s=60)
     assert [(load.job, load.ok) for load in run(engine).loads] == [("again", True)]
-
-
-def test_cancel_ends_a_load_and_returns_its_slots() -> None:
-    store, caches = StallingStore(), layers(1)
-    engine = engine_on(store, caches, slots=4)
-    engine.load("job", blocks(range(30), groups=1), timeout_s=60, max_s=60)
-    engine.cancel("job")
-    assert all(batch.cancelled for batch, _ in store.batches)
-    submitted = len(store.batches)
-    assert engine.poll().loads == [], "its slots are still the store's"
-    for batch, _ in store.batches:
-        batch.ended = True
-    assert [load.ok for load in engine.poll().loads] == [False]
-    assert len(store.batches) == submitted, "a cancelled load submits no further part"
-    assert engine.slots_in_use == 0
-    store.close()
 
 
 def test_close_ends_everything() -> None:
