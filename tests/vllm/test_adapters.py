@@ -18,8 +18,6 @@ from kvpool.vllm import weights as adapters
 from kvpool.vllm.weights import AdapterCheck, Adapters, pool_hash
 from tests.support.deadlines import eventually
 from tests.support.scheduler import (
-    BLOCK_TOKENS,
-    BLOCKS,
     NAMESPACE,
     TABLE,
     answer,
@@ -182,17 +180,6 @@ def test_hashes_of_different_adapters_meet_in_their_last_eight_bytes_alone(width
         assert len(one) == len(other) == width
         assert one[-8:] == other[-8:] == block_hash[-8:]
         assert one[:-8] != other[:-8]
-
-
-def test_an_adapter_that_was_rewritten_between_two_engines_is_another_one(
-    store: Store, tmp_path: Path
-) -> None:
-    lora = {"lora": ("adapter", str(write(tmp_path / "a", 1)))}
-    told = computed(request_with("stored", **lora), store)  # type: ignore[arg-type]
-    assert answer(half(store), request_with("same", **lora)) == BLOCK_TOKENS * BLOCKS  # type: ignore[arg-type]
-    write(tmp_path / "a", 2)
-    assert answer(half(store), request_with("rewritten", **lora)) == 0  # type: ignore[arg-type]
-    assert len(told) == BLOCKS
 
 
 def test_a_request_of_an_adapter_that_is_not_known_is_computed_and_counted(

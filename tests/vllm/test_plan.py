@@ -122,15 +122,6 @@ def test_a_record_is_held_when_all_of_its_blocks_are() -> None:
     ]
 
 
-def test_a_hole_ends_full_attention_and_not_a_window_beyond_it() -> None:
-    present = bytes([1] * 4 + [0] + [1] * 11)
-    full, window = Group(16), Group(16, 40)
-    sizes = {"local_tokens": 0, "max_tokens": 256, "align_tokens": 16}
-    assert longest_hit([full], [present], **sizes) == 64
-    assert longest_hit([window], [present], **sizes) == 256
-    assert longest_hit([full, window], [present, present], **sizes) == 64
-
-
 @given(BLOCKS, st.lists(st.integers(1, 100), max_size=20), st.integers(0, 3))
 def test_each_full_block_is_stored_once(block_tokens: int, steps: list[int], lag: int) -> None:
     """However a request's tokens fall into steps, also when hashes come ``lag`` blocks late."""

@@ -40,11 +40,18 @@ def ids(step: PoolMetadata) -> list[int]:
     return [block_id for block in step.stores for block_id in block.block_ids]
 
 
-# Requests.
+# Requests, and roles.
 
 
-def test_a_request_that_opts_out_of_loads_is_not_even_looked_up(store: Store) -> None:
-    scheduler, asked = half(store), request("a", transfer_params={"kvpool": {"load": False}})
+@pytest.mark.parametrize(
+    ("params", "role"),
+    [({"kvpool": {"load": False}}, {}), (None, {"loads": False})],
+    ids=["a request", "a worker that only writes"],
+)
+def test_who_opts_out_of_loads_is_not_even_looked_up(
+    store: Store, params: object, role: dict[str, bool]
+) -> None:
+    scheduler, asked = half(store, **role), request("a", transfer_params=params)  # type: ignore[arg-type]
     put(store, asked.block_hashes)
     scheduler.seen(asked)
     assert scheduler.matched_tokens(asked, 0) == (0, False)
@@ -52,21 +59,16 @@ def test_a_request_that_opts_out_of_loads_is_not_even_looked_up(store: Store) ->
     assert ids(whole(scheduler, asked)) == TABLE[0][:6], "it is stored all the same"
 
 
-def test_a_request_that_opts_out_of_stores_is_loaded_only(store: Store) -> None:
-    scheduler, asked = half(store), request("a", transfer_params={"kvpool": {"store": False}})
+@pytest.mark.parametrize(
+    ("params", "role"),
+    [({"kvpool": {"store": False}}, {}), (None, {"stores": False})],
+    ids=["a request", "a worker that only reads"],
+)
+def test_who_opts_out_of_stores_is_loaded_only(store: Store, params: object, role: dict[str, bool]) -> None:
+    scheduler, asked = half(store, **role), request("a", transfer_params=params)  # type: ignore[arg-type]
     put(store, asked.block_hashes)
     assert answer(scheduler, asked) == 96
     assert whole(scheduler, asked).stores == []
-
-
-@pytest.mark.parametrize("params", [{"stor": False}, {"store": "no"}, "no"])
-def test_a_request_that_is_not_understood_goes_without_the_pool(store: Store, params: object) -> None:
-    scheduler, asked = half(store), request("a", transfer_params={"kvpool": params})
-    put(store, asked.block_hashes)
-    scheduler.seen(asked)
-    assert scheduler.matched_tokens(asked, 0) == (0, False)
-    assert whole(scheduler, asked).stores == []
-    assert answer(scheduler, request("b")) == 96, "the next one is served"
 
 
 def test_requests_of_a_lower_number_come_first(store: Store) -> None:
@@ -92,25 +94,6 @@ def test_requests_of_a_lower_number_come_first(store: Store) -> None:
     plan = scheduler.plan(step)
     assert [(load.request_id, load.priority) for load in plan.loads] == [("late", 5), ("soon", -5)]
     assert ids(plan) == [11, 12, 13, 14, 15, 16, 1, 2, 3, 4, 5, 6], "what is at the end is dropped first"
-
-
-# Roles.
-
-
-def test_a_worker_that_only_reads_stores_nothing(store: Store) -> None:
-    scheduler, asked = half(store, stores=False), request("a")
-    put(store, asked.block_hashes)
-    assert answer(scheduler, asked) == 96
-    assert whole(scheduler, asked).stores == []
-
-
-def test_a_worker_that_only_writes_asks_for_nothing(store: Store) -> None:
-    scheduler, asked = half(store, loads=False), request("a")
-    put(store, asked.block_hashes)
-    scheduler.seen(asked)
-    assert scheduler.matched_tokens(asked, 0) == (0, False)
-    assert metrics.LOOKUP_REQUESTS.name not in scheduler.counters.take()
-    assert ids(whole(scheduler, asked)) == TABLE[0][:6]
 
 
 # Prompts.
@@ -248,6 +231,7 @@ def test_write_back_stores_what_the_engine_evicts_next_and_only_once(store: Stor
         held = engine.pool.blocks[block_id].block_hash
         assert held is not None
         assert held[:-4] == block.block_hash
+        assert not engine.pool.blocks[block_id].ref_cnt, "it is held while it is sent"
     assert engine.step().stores == []
 
 

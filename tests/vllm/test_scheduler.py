@@ -5,7 +5,6 @@ Over 400 lines because all calls of the scheduler half share one scripted pool.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from kvpool import metrics
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.key.key import Namespace
 from kvpool.store import Batch, Store, open_store
-from kvpool.store.store import MAX_BATCH_KEYS
 from kvpool.vllm.lookups import LOOKUP_GRACE_S
 from kvpool.vllm.plan import BlockRef, Group, PoolWorkerMetadata
 from kvpool.vllm.scheduler import SchedulerHalf
@@ -87,14 +85,6 @@ def test_what_is_the_same_on_every_rank_is_asked_for_once(store: Store) -> None:
     scheduler.finished(asked)
     store.delete_many(NAMESPACE.keys(asked.block_hashes[1:2], 0, 0))
     assert answer(scheduler, request("b")) == 16
-
-
-def test_heads_that_ranks_have_in_common_are_asked_for_on_each(store: Store) -> None:
-    """With fewer KV heads than ranks; which ranks hold copies is not known for certain (decision 6)."""
-    scheduler, asked = half(store, ranks=4), request("a")
-    put(store, asked.block_hashes, ranks=3)
-    assert answer(scheduler, asked) == 0
-    assert scheduler.counters.take()[metrics.LOOKUP_BLOCKS.name] == 4 * 6
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -237,29 +227,6 @@ def test_of_two_stages_the_facts_of_both_make_the_namespace_and_are_told_once(st
     assert scheduler.plan(SchedulerOutput.make_empty()).facts == {}
 
 
-def test_full_blocks_are_stored_once_and_announced_when_every_rank_has_them(store: Store) -> None:
-    scheduler, asked = half(store, ranks=2, groups=[Group(BLOCK_TOKENS, window=64)]), request("a")
-    scheduler.seen(asked)
-    scheduler.allocated(asked, TABLE, 0)
-    first = scheduler.plan(output(asked, 40, ([7, 0, 9, 10, 11, 12, 13],)))
-    assert ids(first.stores) == [7], "block 0 holds nothing"
-    asked.num_computed_tokens = 40
-    second = scheduler.plan(output(asked, 60, TABLE))
-    assert ids(second.stores) == [9, 10, 11, 12]
-    assert [block.block_hash for block in second.stores] == asked.block_hashes[2:6]
-    assert scheduler.wants_steps()
-    scheduler.update(PoolWorkerMetadata(stored=dict.fromkeys(first.tags + second.tags, 1)), (), ())
-    assert scheduler.take_events() == []
-    lost, kept = second.tags[0], [*first.tags, *second.tags[1:]]
-    scheduler.update(PoolWorkerMetadata(stored=dict.fromkeys(kept, 1), dropped={lost: 1}), (), ())
-    events = scheduler.take_events()
-    announced = [int(event.block_hashes[0]).to_bytes(8, "big") for event in events]
-    assert announced == [asked.block_hashes[i][-8:] for i in (0, 3, 4, 5)]
-    assert events[1].token_ids == list(range(48, 64))
-    assert events[1].medium == "STORAGE"
-    assert not scheduler.wants_steps()
-
-
 def computed(scheduler: SchedulerHalf, ranks_blocks: int = 4) -> tuple[BlockPool, list[int], list[int]]:
     """(the engine's pool, the blocks of a request that is over, the tags of their stores)."""
     asked = request("a", tokens=BLOCK_TOKENS * ranks_blocks)
@@ -276,23 +243,6 @@ def computed(scheduler: SchedulerHalf, ranks_blocks: int = 4) -> tuple[BlockPool
     )  # the request ends, is aborted or preempted, or its window goes on
     scheduler.finished(asked)
     return block_pool, table, step.tags
-
-
-def test_a_block_is_kept_until_every_rank_has_copied_it(store: Store) -> None:
-    scheduler = half(store, ranks=2)
-    block_pool, table, tags = computed(scheduler)
-    assert block_pool.get_num_free_blocks() == 15 - 4
-    scheduler.update(PoolWorkerMetadata(staged=dict.fromkeys(tags, 1)), (), ())
-    assert block_pool.get_num_free_blocks() == 15 - 4, "the other rank may still read them"
-    scheduler.update(PoolWorkerMetadata(staged=dict.fromkeys(tags[:2], 1)), (), ())
-    assert block_pool.get_num_free_blocks() == 15 - 2
-    assert not {block.block_id for block in block_pool.get_new_blocks(13)} & set(table[2:])
-    scheduler.update(PoolWorkerMetadata(staged=dict.fromkeys(tags[2:], 1)), (), ())
-    assert block_pool.get_num_free_blocks() == 2
-    assert scheduler.wants_steps(), "staged, not stored"
-    scheduler.update(PoolWorkerMetadata(staged={tags[0]: 2, 999: 1}, stored=dict.fromkeys(tags, 2)), (), ())
-    assert block_pool.get_num_free_blocks() == 2, "given back once"
-    assert not scheduler.wants_steps()
 
 
 def test_blocks_are_given_back_when_a_rank_has_ended_the_pool(store: Store) -> None:
@@ -328,14 +278,6 @@ def test_a_load_may_begin_inside_a_record(store: Store, local_tokens: int, first
     assert ids(load.blocks[1:]) == LONG_TABLE[0][4 * begun + 4 : 12]
 
 
-def test_a_hit_ends_where_a_record_does(store: Store) -> None:
-    scheduler, asked = half(store, blocks_per_record=4), request("a", tokens=200)
-    put(store, asked.block_hashes[3:8:4])
-    assert answer(scheduler, asked) == 128
-    assert answer(scheduler, asked, local_tokens=112) == 16
-    assert answer(scheduler, asked, local_tokens=144) == 0, "inside a record that is not there"
-
-
 def test_a_record_is_stored_when_its_last_block_is_full_and_announced_as_one(store: Store) -> None:
     scheduler, asked = half(store, blocks_per_record=4), request("a", tokens=200)
     scheduler.seen(asked)
@@ -352,19 +294,8 @@ def test_a_record_is_stored_when_its_last_block_is_full_and_announced_as_one(sto
     ends = [int.from_bytes(block_hash[-8:], "big") for block_hash in asked.block_hashes[3::4]]
     assert [event.block_hashes for event in events] == [[end] for end in ends]
     assert [event.parent_block_hash for event in events] == [None, *ends[:2]]
-    assert [event.block_size for event in events] == [64] * 3
+    assert [(event.block_size, event.medium) for event in events] == [(64, "STORAGE")] * 3
     assert [token for event in events for token in event.token_ids] == list(range(192))
-
-
-def test_a_record_of_which_the_engine_has_given_up_a_block_is_not_stored(store: Store) -> None:
-    scheduler, asked = (
-        half(store, blocks_per_record=4, groups=[Group(BLOCK_TOKENS, window=100)]),
-        request("a", tokens=200),
-    )
-    scheduler.seen(asked)
-    scheduler.allocated(asked, LONG_TABLE, 0)
-    windowed = ([*range(11, 15), 0, *range(16, 24)],)
-    assert ids(scheduler.plan(output(asked, 200, windowed)).stores) == [11, 12, 13, 14, 19, 20, 21, 22]
 
 
 def test_a_record_that_begins_with_what_the_engine_had_is_stored_whole(store: Store) -> None:
@@ -594,17 +525,6 @@ def test_a_fault_in_planning_a_load_fails_that_load_alone(
     works(scheduler, store)
 
 
-def test_a_load_without_tables_fails_alone(store: Store) -> None:
-    scheduler, bad = half(store), request("bad")
-    put(store, bad.block_hashes)
-    assert answer(scheduler, bad) == 96
-    scheduler.allocated(bad, (), 96)
-    (load,) = scheduler.plan(SchedulerOutput.make_empty()).loads
-    assert not load.blocks
-    scheduler.finished(bad)
-    works(scheduler, store)
-
-
 def test_a_fault_in_planning_stores_costs_that_request_its_stores(store: Store) -> None:
     scheduler, bad, other = half(store), request("bad"), request("other")
     for one in (bad, other):
@@ -619,18 +539,6 @@ def test_a_fault_in_planning_stores_costs_that_request_its_stores(store: Store) 
     works(scheduler, store)
 
 
-def test_no_number_of_faulty_requests_ends_the_pool(store: Store) -> None:
-    scheduler = half(store)
-    for number in range(200):
-        bad = request(f"bad-{number}", tokens=17)
-        bad.block_hashes = [b"short"]
-        scheduler.seen(bad)
-        assert scheduler.matched_tokens(bad, 0) == (0, False)
-        scheduler.finished(bad)
-    assert faults(scheduler, "lookup") == 200
-    works(scheduler, store)
-
-
 def test_a_fault_in_what_the_workers_report_ends_the_pool_and_not_the_engine(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -640,47 +548,3 @@ def test_a_fault_in_what_the_workers_report_ends_the_pool_and_not_the_engine(
     scheduler.update(PoolWorkerMetadata(stored={1: 1}), (), ())
     assert scheduler.matched_tokens(asked, 0) == (0, False)
     assert scheduler.plan(output(asked, 100, TABLE)).stores == []
-
-
-# Long requests.
-
-
-@pytest.mark.parametrize("more", [-1, 0, 1, 3000])
-def test_a_request_of_more_keys_than_a_batch_has_is_looked_up_and_offered(store: Store, more: int) -> None:
-    ranks = 8
-    asked = request("long", tokens=17)
-    hashes = [number.to_bytes(32, "big") for number in range(MAX_BATCH_KEYS // ranks + more)]
-    asked.block_hashes = hashes
-    asked._all_token_ids = [0] * (BLOCK_TOKENS * len(hashes) + 1)
-    scheduler = half(store, ranks=ranks)
-    put(store, hashes[:5], ranks=ranks)
-    scheduler.seen(asked)
-    assert answer(scheduler, asked) == 80
-    assert scheduler.counters.take()[metrics.LOOKUP_BLOCKS.name] == MAX_BATCH_KEYS + more * ranks
-    scheduler.finished(asked)
-    other = request("other")
-    put(store, other.block_hashes, ranks=ranks)
-    assert answer(scheduler, other) == 96
-
-
-# Lookups and admission.
-
-
-def test_the_answer_of_a_lookup_stays_when_its_request_was_admitted_before_it_came(
-    stalling: StallingStore,
-) -> None:
-    scheduler, asked = half(stalling), request("a")
-    scheduler.seen(asked)
-    lookup = scheduler._requests["a"].lookup
-    assert lookup is not None
-    scheduler.allocated(asked, TABLE, 0)
-    ((batch, _),) = stalling.batches
-    assert not batch.cancelled
-    assert not lookup.ended(time.monotonic())
-    batch.ended = True
-    assert lookup.ended(time.monotonic())
-    assert lookup.present == [bytes([1] * 6)]
-    assert scheduler.matched_tokens(asked, 0) == (None, False), "preempted: the pool is asked afresh"
-    assert len(stalling.batches) == 2
-    scheduler.finished(asked)
-    assert [batch.cancelled for batch, _ in stalling.batches] == [False, True], "the answer is for the stores"

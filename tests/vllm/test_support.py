@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from dataclasses import replace
 from typing import Any
@@ -66,11 +67,33 @@ def test_xxhash_shares_by_its_seed(engine_config: Any, monkeypatch: pytest.Monke
     assert differing(facts, facts_of(config)) == {"hash_seed"}
 
 
-@pytest.mark.parametrize("flag", ["decode_context_parallel_size", "prefill_context_parallel_size"])
-def test_other_parallelism_is_refused(engine_config: Any, flag: str) -> None:
-    config = engine_config()
-    setattr(config.parallel_config, flag, 2)
-    with pytest.raises(EngineRefused, match=f"--{flag.replace('_', '-')} 2"):
+DRAFTS = ("eagle", "eagle3", "mtp", "dflash", "draft_model", "medusa", "mlp_speculator", "custom_class")
+KV_TYPES = (
+    "fp8_per_token_head", "int8_per_token_head", "int4_per_token_head", "nvfp4", "fp8_inc", "fp8_ds_mla",
+    "turboquant_4bit_nc", "ultraquant_4bit", "of a later version",
+)  # fmt: skip
+REFUSED: list[tuple[str, Any, str]] = [
+    ("parallel_config.decode_context_parallel_size", 2, "--decode-context-parallel-size 2"),
+    ("parallel_config.prefill_context_parallel_size", 2, "--prefill-context-parallel-size 2"),
+    *(
+        ("speculative_config.method", method, f'by "{method}" is not supported yet.*--speculative-config')
+        for method in DRAFTS
+    ),
+    *(
+        ("cache_config.cache_dtype", kind, f"--kv-cache-dtype {kind} is not supported yet")
+        for kind in KV_TYPES
+    ),
+    ("attention_config.use_non_causal", True, "use_non_causal: .* not in the block's hash; remove it"),
+    ("diffusion_config", object(), "diffusion models compute"),
+]
+
+
+@pytest.mark.parametrize(("setting", "value", "words"), REFUSED)
+def test_a_setting_is_refused_by_name(engine_config: Any, setting: str, value: Any, words: str) -> None:
+    *section, name = setting.split(".")
+    config = engine_config(speculative_config=NGRAM if "speculative_config" in section else None)
+    setattr(functools.reduce(getattr, section, config), name, value)
+    with pytest.raises(EngineRefused, match=words):
         refuse_unsupported(config)
 
 
@@ -83,17 +106,6 @@ def test_drafts_of_tokens_alone_share_with_engines_that_have_none(engine_config:
         config.speculative_config.method = method
         refuse_unsupported(config)
         assert facts_of(config) == plain
-
-
-@pytest.mark.parametrize(
-    "method",
-    ["eagle", "eagle3", "mtp", "dflash", "draft_model", "medusa", "mlp_speculator", "custom_class"],
-)
-def test_drafts_of_layers_are_refused_by_name(engine_config: Any, method: str) -> None:
-    config = engine_config(speculative_config=NGRAM)
-    config.speculative_config.method = method
-    with pytest.raises(EngineRefused, match=f'by "{method}" is not supported yet.*--speculative-config'):
-        refuse_unsupported(config)
 
 
 def test_hashes_that_cover_tokens_behind_the_block_are_refused(
@@ -116,18 +128,6 @@ def test_kv_types_that_are_supported_arefacts_of(engine_config: Any, kind: str) 
         "the model's own, where none is named"
     )
     assert differing(facts, facts_of(engine_config())) == (set() if kind == "auto" else {"kv_dtype"})
-
-
-@pytest.mark.parametrize(
-    "kind",
-    ["fp8_per_token_head", "int8_per_token_head", "int4_per_token_head", "nvfp4", "fp8_inc", "fp8_ds_mla",
-     "turboquant_4bit_nc", "ultraquant_4bit", "of a later version"],
-)  # fmt: skip
-def test_other_kv_types_are_refused_by_name(engine_config: Any, kind: str) -> None:
-    config = engine_config()
-    config.cache_config.cache_dtype = kind
-    with pytest.raises(EngineRefused, match=f"--kv-cache-dtype {kind} is not supported yet"):
-        refuse_unsupported(config)
 
 
 def test_scales_that_each_engine_computes_for_itself_are_refused(engine_config: Any) -> None:
@@ -169,17 +169,6 @@ def test_accelerators_pass_but_for_sleep_mode(
     refuse_unsupported(config)
     config.model_config.enable_sleep_mode = True
     with pytest.raises(EngineRefused, match="--enable-sleep-mode"):
-        refuse_unsupported(config)
-
-
-def test_attention_to_later_tokens_is_refused_by_name(engine_config: Any) -> None:
-    config = engine_config()
-    config.attention_config.use_non_causal = True
-    with pytest.raises(EngineRefused, match=r"use_non_causal: .* not in the block's hash; remove it"):
-        refuse_unsupported(config)
-    config.attention_config.use_non_causal = False
-    config.diffusion_config = object()
-    with pytest.raises(EngineRefused, match="diffusion models compute"):
         refuse_unsupported(config)
 
 

@@ -288,18 +288,6 @@ def computed(engine: TieredEngine, name: str, prompt: list[OffloadKey] = PROMPT)
     return engine.counts
 
 
-def test_what_one_engine_stores_the_other_loads(
-    pool: ScriptedPool, engine: Callable[[], TieredEngine]
-) -> None:
-    first, second = engine(), engine()
-    assert computed(first, "a")["stores good"] == 1
-    assert computed(second, "b")["loads good"] == 1
-    for one in (first, second):
-        one.rest()
-        one.shut_down()
-    assert check_records(pool) == len(PROMPT)
-
-
 @pytest.mark.parametrize("where", STUMBLES)
 def test_a_fault_of_ours_loses_no_job(where: str, engine: Callable[[], TieredEngine]) -> None:
     """A job that is never reported pins its rows for ever, and a request waits for it."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,12 +14,10 @@ from vllm import envs
 from vllm.model_executor import model_loader
 from vllm.model_executor.models.llama import LlamaForCausalLM
 
-from demo.engine_process import child_environment
 from kvpool.config import PoolConfig
 from kvpool.errors import ConfigError, EngineRefused
 from kvpool.key.key import Fact
 from kvpool.vllm.weights import model_name, weights_of
-from tests.support.hub import serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.allow_leaks("vLLM keeps helpers of its own for a process")]
 
@@ -285,39 +281,3 @@ def test_the_log_says_what_was_read(config: Any) -> None:
     assert "of 1 file with" in made.source
     assert config.model_config.model in made.source
     assert " ms" in made.source
-
-
-RESOLVED = """
-import json, sys
-from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.model_loader import get_model_loader
-from kvpool.config import PoolConfig
-from kvpool.vllm.weights import model_name, weights_of
-
-config = EngineArgs(model=sys.argv[1], skip_tokenizer_init=True, max_model_len=512).create_engine_config()
-get_model_loader(config.load_config).download_model(config.model_config)
-facts = weights_of(config, PoolConfig.load({"pool": "file:///unused"}, {})).facts
-print(json.dumps([model_name(config.model_config, None), type(config.model_config.revision).__name__, facts]))
-"""
-
-
-def test_vllm_fetches_what_is_digested_from_a_hub(config: Any, tmp_path: Path) -> None:
-    """Its own way from a model's name to files, without an engine; online, and offline when the hub has gone."""
-    environment: dict[str, str] = {}
-
-    def resolved() -> list[Any]:
-        ended = subprocess.run(
-            [sys.executable, "-c", RESOLVED, "kvpool/tiny"],
-            env=child_environment(environment), capture_output=True, text=True, timeout=240, check=False,
-        )  # fmt: skip
-        assert ended.returncode == 0, ended.stderr[-2000:]
-        return list(json.loads(ended.stdout.splitlines()[-1]))
-
-    with serving() as hub:
-        environment = hub.environment(tmp_path / "hub")
-        commit = hub.push("kvpool/tiny", Path(config.model_config.model))
-        name, revision, facts = resolved()
-    assert (name, revision) == ("kvpool/tiny", "ResolvedRevision")
-    assert facts == {**_facts(config), "revision": commit}
-    environment["HF_HUB_OFFLINE"] = "1"
-    assert resolved()[::2] == ["kvpool/tiny", facts]

@@ -268,41 +268,6 @@ def test_a_stage_moves_nothing_before_it_has_the_facts_of_all(cache: torch.Tenso
         assert store.announcements("kvpool:default:worker:") == {}
 
 
-def test_a_rank_without_a_pool_has_stored_nothing_of_what_is_the_same_on_every_rank(
-    tmp_path: Path, cache: torch.Tensor
-) -> None:
-    (tmp_path / "file").write_text("not a folder")
-    worker = WorkerHalf(
-        PoolConfig(pool=f"file://{tmp_path}/file"), [Group(16, latent=True)], rank=0, step_tokens=2048
-    )
-    worker.register([[cache]], FACTS)
-    worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
-    report = worker.take_report()
-    assert report is not None
-    assert (report.staged, report.stored, report.dropped) == ({10: 1}, {}, {10: 1})
-    worker.close()
-
-
-def test_a_record_of_several_blocks_goes_and_comes_back_in_part(cache: torch.Tensor, tmp_path: Path) -> None:
-    worker = WorkerHalf(
-        PoolConfig(pool=f"file://{tmp_path}/pool"),
-        [Group(16, blocks_per_record=3)],
-        rank=RANK,
-        step_tokens=2048,
-    )
-    worker.register([[cache]], FACTS)
-    worker.start_stores(PoolMetadata(stores=[BlockRef(hashed(1), 0, (3, 1, 2))], tags=[10]))
-    stored(worker, 10)
-    before = cache.clone()
-    plan = LoadPlan("a", [BlockRef(hashed(1), 0, (0, 8, 9))], 1.0)
-    worker.start_loads(PoolMetadata(loads=[plan]))
-    assert finish(worker, 1) == ({"a"}, set())
-    before[8], before[9] = before[1], before[2]
-    assert torch.equal(cache, before)
-    assert worker.slots_in_use == 0
-    worker.close()
-
-
 def test_a_missing_block_fails_its_load_and_is_named(worker: WorkerHalf) -> None:
     worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
     stored(worker, 10)
