@@ -16,8 +16,6 @@ from kvpool.key import checkpoint
 from kvpool.key.checkpoint import checkpoint_digest
 from tests.support.deadlines import eventually
 
-MIB = 1 << 20
-
 
 def safetensors(path: Path, tensors: dict[str, bytes], **metadata: str) -> None:
     """A file of one-byte numbers."""
@@ -168,52 +166,40 @@ def test_the_files_that_an_engine_loads_are_taken(tmp_path: Path) -> None:
     assert single.files == 1
 
 
-def refuse_nothing(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.mkdir()
-
-
-def refuse_missing(folder: Path) -> None:
-    shutil.rmtree(folder)
-
-
-def refuse_pipe(folder: Path) -> None:
-    os.mkfifo(folder / "extra.safetensors")
-
-
-def refuse_short(folder: Path) -> None:
-    with (folder / "model-00001-of-00002.safetensors").open("r+b") as file:
-        file.truncate(9_000)
-
-
-def refuse_pointer(folder: Path) -> None:
-    text = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
-    (folder / "model-00001-of-00002.safetensors").write_text(text)
-
-
-def refuse_config(folder: Path) -> None:
-    (folder / "config.json").write_text("{")
-
-
-def refuse_link(folder: Path) -> None:
-    (folder / "extra.safetensors").symlink_to(folder / "gone")
+SHARD = "model-00001-of-00002.safetensors"
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
 
 
 @pytest.mark.usefixtures("sampled")
 @pytest.mark.parametrize(
     ("harm", "sentence"),
     [
-        (refuse_nothing, "there are no weights in .*: no file ends in .safetensors"),
-        (refuse_missing, "there are no weights in .*: it is not there"),
-        (refuse_pipe, "is not a file of weights"),
-        (refuse_short, "is shorter than its header says; fetch the checkpoint again"),
-        (refuse_pointer, "is not a whole safetensors file; fetch the checkpoint again"),
-        (refuse_config, "config.json is not JSON; fetch the checkpoint again"),
-        (refuse_link, "cannot be read .*; name a folder that this user can read"),
+        (
+            lambda folder: (shutil.rmtree(folder), folder.mkdir()),
+            "there are no weights in .*: no file ends in .safetensors",
+        ),
+        (shutil.rmtree, "there are no weights in .*: it is not there"),
+        (lambda folder: os.mkfifo(folder / "extra.safetensors"), "is not a file of weights"),
+        (
+            lambda folder: os.truncate(folder / SHARD, 9_000),
+            "is shorter than its header says; fetch the checkpoint again",
+        ),
+        (
+            lambda folder: (folder / SHARD).write_text(POINTER),
+            "is not a whole safetensors file; fetch the checkpoint again",
+        ),
+        (
+            lambda folder: (folder / "config.json").write_text("{"),
+            "config.json is not JSON; fetch the checkpoint again",
+        ),
+        (
+            lambda folder: (folder / "extra.safetensors").symlink_to(folder / "gone"),
+            "cannot be read .*; name a folder that this user can read",
+        ),
     ],
 )
 def test_what_cannot_be_vouched_for_is_refused_in_one_line(
-    tmp_path: Path, harm: Callable[[Path], None], sentence: str
+    tmp_path: Path, harm: Callable[[Path], object], sentence: str
 ) -> None:
     folder = model(tmp_path / "m")
     harm(folder)

@@ -36,15 +36,6 @@ def test_golden_hashes(row: dict[str, Any]) -> None:
     assert hasher.hashes64(row["token_ids"], **arguments(row)).hex() == row["hashes64"]
 
 
-def test_hashes64_are_the_last_eight_bytes() -> None:
-    for algorithm in ("sha256_cbor", "xxhash_cbor"):
-        hasher = BlockHasher(16, algorithm, "5")
-        digests = hasher.hashes(TOKENS)
-        assert {len(digest) for digest in digests} == {32 if algorithm == "sha256_cbor" else 16}
-        words = struct.unpack(f"<{len(digests)}Q", hasher.hashes64(TOKENS))
-        assert list(words) == [int.from_bytes(digest, "big") & ((1 << 64) - 1) for digest in digests]
-
-
 @pytest.mark.parametrize(
     "tokens",
     [tuple(TOKENS), range(1000, 1100), array.array("I", TOKENS), array.array("q", TOKENS),

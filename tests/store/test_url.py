@@ -12,66 +12,61 @@ from kvpool.store.url import StoreURL
 GIB = 1 << 30
 
 
+def of_files(path: str, capacity_nbytes: int = 10 * GIB, threads: int = 2) -> StoreURL:
+    return StoreURL("file", path, capacity_nbytes, threads)
+
+
+def on_server(scheme: str, host: str = "", port: int | None = None, **more: Any) -> StoreURL:
+    """One that keeps values for a day, on the usual port of its host."""
+    if port is None:
+        port = 6379 if host else 0
+    return StoreURL(scheme, more.pop("path", ""), 0, host=host, port=port, **{"ttl_s": 86400, **more})
+
+
 @pytest.mark.parametrize(
     ("url", "expected"),
     [
-        ("file:///var/kv", StoreURL("file", "/var/kv", 10 * GIB, 2)),
-        ("file:///b/?capacity=1048576", StoreURL("file", "/b/", 1 << 20, 2)),
-        ("file:///dev/shm/kvpool", StoreURL("file", "/dev/shm/kvpool", 10 * GIB, 2)),
-        ("file:///a?capacity=2TiB&threads=64", StoreURL("file", "/a", 2 << 40, 64)),
-        ("file:///a?threads=1&capacity=500MB", StoreURL("file", "/a", 500_000_000, 1)),
-        ("file:///a%20b%3F", StoreURL("file", "/a b?", 10 * GIB, 2)),
-        ("file:///a@b:c", StoreURL("file", "/a@b:c", 10 * GIB, 2)),
-        ("valkey://h", StoreURL("valkey", "", 0, 2, "h", 6379, "", "", 0, 86400)),
-        ("redis://10.0.0.1:7/", StoreURL("redis", "", 0, 2, "10.0.0.1", 7, "", "", 0, 86400)),
-        ("valkey://[::1]:7/3", StoreURL("valkey", "", 0, 2, "::1", 7, "", "", 3, 86400)),
+        ("file:///var/kv", of_files("/var/kv")),
+        ("file:///b/?capacity=1048576", of_files("/b/", capacity_nbytes=1 << 20)),
+        ("file:///dev/shm/kvpool", of_files("/dev/shm/kvpool")),
+        ("file:///a?capacity=2TiB&threads=64", of_files("/a", capacity_nbytes=2 << 40, threads=64)),
+        ("file:///a?threads=1&capacity=500MB", of_files("/a", capacity_nbytes=500_000_000, threads=1)),
+        ("file:///a%20b%3F", of_files("/a b?")),
+        ("file:///a@b:c", of_files("/a@b:c")),
+        ("valkey://h", on_server("valkey", "h")),
+        ("redis://10.0.0.1:7/", on_server("redis", "10.0.0.1", 7)),
+        ("valkey://[::1]:7/3", on_server("valkey", "::1", 7, database=3)),
         (
             "valkey://u%40:p%2Fw%3A@h?ttl=2h&connections=4",
-            StoreURL("valkey", "", 0, 4, "h", 6379, "u@", "p/w:", 0, 7200),
+            on_server("valkey", "h", threads=4, user="u@", password="p/w:", ttl_s=7200),
         ),
-        ("valkey://:p@h?ttl=1", StoreURL("valkey", "", 0, 2, "h", 6379, "", "p", 0, 1)),
+        ("valkey://:p@h?ttl=1", on_server("valkey", "h", password="p", ttl_s=1)),
         (
             "valkey+unix:///run/a%20b?db=2&ttl=366d",
-            StoreURL("valkey+unix", "/run/a b", 0, 2, "", 0, "", "", 2, 366 * 86400),
+            on_server("valkey+unix", path="/run/a b", database=2, ttl_s=31622400),
         ),
-        ("valkey://h?client=native", StoreURL("valkey", "", 0, 2, "h", 6379, "", "", 0, 86400, "native")),
-        (
-            "redis://h?client=glide&ttl=1m",
-            StoreURL("redis", "", 0, 2, "h", 6379, "", "", 0, 60, "glide"),
-        ),
+        ("valkey://h?client=native", on_server("valkey", "h")),
+        ("redis://h?client=glide&ttl=1m", on_server("redis", "h", ttl_s=60, client="glide")),
         (
             "valkey+unix:///s?client=redis&db=1",
-            StoreURL("valkey+unix", "/s", 0, 2, "", 0, "", "", 1, 86400, "redis"),
+            on_server("valkey+unix", path="/s", database=1, client="redis"),
         ),
         (
             "valkey+cluster://u:p@a,[::1]:7,10.0.0.1:8?ttl=2h&connections=4",
-            StoreURL(
+            on_server(
                 "valkey+cluster",
-                "",
-                0,
-                4,
-                "",
-                0,
-                "u",
-                "p",
-                0,
-                7200,
+                threads=4,
+                user="u",
+                password="p",
+                ttl_s=7200,
                 nodes=(("a", 6379), ("::1", 7), ("10.0.0.1", 8)),
             ),
         ),
         (
             "valkey+sentinel://a,b:7/my-pool/2?sentinel_user=s&sentinel_password=q%26?client=native",
-            StoreURL(
+            on_server(
                 "valkey+sentinel",
-                "",
-                0,
-                2,
-                "",
-                0,
-                "",
-                "",
-                2,
-                86400,
+                database=2,
                 nodes=(("a", 26379), ("b", 7)),
                 service="my-pool",
                 sentinel_user="s",
@@ -80,27 +75,23 @@ GIB = 1 << 30
         ),
         (
             "valkey+cluster://a?tls=true&ca=/x",
-            StoreURL(
-                "valkey+cluster",
-                "",
-                0,
-                2,
-                "",
-                0,
-                "",
-                "",
-                0,
-                86400,
-                nodes=(("a", 6379),),
-                tls=Tls("/x", "", ""),
-            ),
+            on_server("valkey+cluster", tls=Tls("/x"), nodes=(("a", 6379),)),
         ),
-        ("valkeys://h", StoreURL("valkeys", "", 0, 2, "h", 6379, "", "", 0, 86400, "native", Tls())),
+        ("valkeys://h", on_server("valkeys", "h", tls=Tls())),
         (
             "rediss://u:p@[::1]:7/1?ca=/a%20b.pem&cert=/c&key=/k&client=redis",
-            StoreURL("rediss", "", 0, 2, "::1", 7, "u", "p", 1, 86400, "redis", Tls("/a b.pem", "/c", "/k")),
+            on_server(
+                "rediss",
+                "::1",
+                7,
+                user="u",
+                password="p",
+                database=1,
+                client="redis",
+                tls=Tls("/a b.pem", "/c", "/k"),
+            ),
         ),
-        ("valkey+unix://u:p@/run/s", StoreURL("valkey+unix", "/run/s", 0, 2, "", 0, "u", "p", 0, 86400)),
+        ("valkey+unix://u:p@/run/s", on_server("valkey+unix", path="/run/s", user="u", password="p")),
     ],
 )
 def test_parse(url: str, expected: StoreURL) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -121,22 +120,6 @@ def test_a_fork_is_told_to_open_its_own(store: Store) -> None:
     assert store.contains_many([key(1)]) == [True]
 
 
-def test_what_one_thread_learns_the_others_know(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """GLIDE waits for a server that is away until its timeout: once, not once a connection."""
-    monkeypatch.setattr(executor, "MAX_CALL_S", 2.0)
-    with open_store(f"{server.url}?client=glide&connections=4") as store:
-        value = bytes(2 * MIB)
-        assert eventually(
-            lambda: all(store.put_many(keys(16), [value] * 16)) and store.counters()["up_connections"] == 4
-        )
-        server.kill()
-        with pytest.raises(StoreUnavailable):
-            store.contains_many([key(1)], timeout_s=60)
-        for _ in range(12):
-            with ends_within(0), pytest.raises(StoreUnavailable, match=r"refused|timed out"):
-                store.contains_many([key(1)], timeout_s=60)
-
-
 def test_glide_leaves_no_hook_for_forks(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     hooks = []
     monkeypatch.setattr(os, "register_at_fork", lambda **hook: hooks.append(hook))
@@ -158,19 +141,6 @@ def test_an_evicted_value_has_no_room() -> None:
         assert store.put_many([key(1)], [b"x"]) == [False]
         assert store.counters()["no_room"] == 1
         assert store.counters()["puts"] == 0
-
-
-def test_a_server_that_is_away_is_asked_again_in_pauses() -> None:
-    with misbehaving() as server, open_store(f"{server.url}?client=redis") as store:
-        server.misbehave(says(b"-LOADING it is\r\n"), when_dialled=True)
-        started, calls = time.monotonic(), 0
-        while calls <= 30 or time.monotonic() - started < 0.4:
-            calls += 1
-            with pytest.raises(StoreUnavailable, match="LOADING it is"):
-                store.contains_many([key(1)])
-        dials, passed_s = store.counters()["failed_dials"], time.monotonic() - started
-        # After 0, 50, 150 and 350 ms, and then every 400 ms.
-        assert sum(min(0.05 * 2**number, 0.4) for number in range(dials - 1)) <= passed_s
 
 
 def test_a_surplus_reply_is_not_taken_for_the_next_one() -> None:

@@ -15,7 +15,7 @@ from tests.support.conformance import MIB, key, payload
 from tests.support.deadlines import ends_within, eventually
 from tests.support.exchange import ANOTHER, TIMEOUT_S, Exchange
 from tests.support.proxy import Harm, Proxy, Way, proxied
-from tests.support.servers import ON_VALKEY, Server, with_client
+from tests.support.servers import Server, with_client
 from tests.support.soak import LONG_SOAK
 from tests.support.store_traffic import Traffic, serves
 
@@ -137,38 +137,6 @@ def test_a_record_is_never_without_a_time_to_live(server: Server, direct: redis.
             kept.append(left_ms > 0)
         assert kept[-1]
         assert not kept[0]
-
-
-@ON_VALKEY
-@pytest.mark.parametrize(
-    ("passed_nbytes", "harm"), [(MIB, Harm.CLOSE), (16 * MIB, Harm.RESET), (31 * MIB, Harm.CLOSE)]
-)
-def test_a_value_larger_than_the_sockets_hold_is_cut(
-    server: Server, direct: redis.Redis, client: str, passed_nbytes: int, harm: Harm
-) -> None:
-    """A put ends while it is being sent: above, the sockets have taken all of a request before it is cut."""
-    value, target = payload(1, 32 * MIB), bytearray(32 * MIB)
-    with proxied(server.port) as proxy, open_store(url_through(proxy, client, connections=1)) as store:
-        assert serves(store, ANOTHER)
-        proxy.arm(Way.ASKED, passed_nbytes, harm)
-        with pytest.raises(StoreUnavailable):
-            store.put_many([key(1)], [value], timeout_s=60)
-        assert proxy.harmed == 1
-        assert not direct.exists(key(1))
-        assert eventually(lambda: serves(store, ANOTHER))
-        assert store.get_many_into([key(1)], [target], timeout_s=60) == [False]
-        assert store.put_many([key(1)], [value], timeout_s=60) == [True]
-        proxy.arm(Way.ANSWERED, passed_nbytes, harm)
-        with pytest.raises(StoreUnavailable):
-            store.get_many_into([key(1)], [target], timeout_s=60)
-        assert proxy.harmed == 2
-        assert eventually(lambda: serves(store, ANOTHER))
-        assert store.get_many_into([key(1)], [target], timeout_s=60) == [True]
-        assert target == value
-        assert store.counters()["damaged"] == 0
-        # Each cut costs one; a native store has one for puts and one for all else.
-        count = 4 if client == "native" else 3
-        assert store.counters().get("connections", count) == count
 
 
 @pytest.mark.parametrize("way", Way)

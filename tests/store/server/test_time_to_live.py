@@ -66,20 +66,6 @@ def test_one_that_is_young_is_not_written(server: Server, url: str) -> None:
     assert writes(server) == before
 
 
-def test_a_key_in_use_outlives_its_time(server: Server, url: str) -> None:
-    with open_store(f"{url}{'&' if '?' in url else '?'}ttl=2s") as store:
-        assert store.put_many(keys(3), [b"value"] * 3) == [True] * 3
-
-        def unused_one_has_gone() -> bool:
-            assert store.touch_many([key(0)]) == [True]
-            assert store.get_many_into([key(1)], [bytearray(5)]) == [True]
-            return store.contains_many([key(2)]) == [False]
-
-        assert eventually(unused_one_has_gone)
-        assert store.touch_many([key(0)]) == [True]
-        assert store.contains_many([key(1)]) == [True]
-
-
 def test_a_lookup_again_costs_one_command(server: Server, url: str) -> None:
     put_aged(server, url, left_ms=TTL_MS - 1000)
 
