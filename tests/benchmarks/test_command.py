@@ -14,6 +14,7 @@ from tests.support.command_line import benchmark, benchmark_refused
     ("arguments", "says"),
     [
         (["store", "--batch-bytes", "0"], "--batch-bytes"),
+        (["store", "--plot", "HERE/x/plot.png"], "cannot write the plot"),
         (["index", "--blocks", "10"], "--blocks"),
         (["index", "--workers", "0"], "--workers"),
         (["e2e", "--pool", "fiel:///x"], 'did you mean "file"?'),

@@ -85,37 +85,8 @@ def test_peer_moves_values_in_a_process_of_its_own(tmp_path: Path, name: str) ->
 
 def test_peer_that_is_not_there_or_cannot_start_is_one_clear_line(tmp_path: Path) -> None:
     with running("valkey-server", tmp_path) as server:
-        arguments = [
-            "store",
-            "--pool",
-            server.url,
-            "--peers",
-            "--peers-folder",
-            str(tmp_path / "peers"),
-        ]
+        arguments = ["store", "--pool", server.url, "--peers", "--peers-folder", str(tmp_path / "peers")]
         assert "make bench-peers" in benchmark_refused(*arguments)
         environment(tmp_path / "peers", "lmcache")
         assert "lmcache could not open" in benchmark_refused(*arguments)
         assert server.client.keys() == []
-
-
-def test_plot_that_cannot_be_written_is_told_before_anything_is_measured(tmp_path: Path) -> None:
-    line = benchmark_refused("store", "--plot", str(tmp_path / "nowhere" / "plot.png"))
-    assert "cannot write the plot" in line
-
-
-def test_bench_store_refuses_a_server_that_would_evict_for_it(tmp_path: Path) -> None:
-    with running(
-        "valkey-server", tmp_path, "--maxmemory", "10mb", "--maxmemory-policy", "allkeys-lru"
-    ) as server:
-        server.client.set("other", "theirs")
-        line = benchmark_refused("store", "--pool", server.url, "--rounds", "1", "--batch-bytes", "8MiB")
-        assert "before it evicts" in line
-        assert "--batch-bytes" in line
-        assert server.client.keys() == [b"other"]
-
-
-def test_bench_store_in_a_pool_that_is_too_small_is_one_clear_line(tmp_path: Path) -> None:
-    url = f"file://{tmp_path}/pool?capacity=2MiB"
-    assert "lower --batch-bytes" in benchmark_refused("store", "--pool", url, "--batch-bytes", "8MiB")
-    assert list((tmp_path / "pool" / "blocks").glob("*/*")) == []

@@ -6,6 +6,8 @@ import io
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,7 @@ def test_an_option_that_said_the_default_is_refused(command: str, option: str) -
 def test_without_a_command_there_is_help(command: tuple[str, ...]) -> None:
     ended = kvpool(*command)
     assert (ended.returncode, ended.stderr) == (0, "")
+    assert kvpool("--version").stdout.strip().count(".") == 2
     assert ended.stdout == kvpool(*command, "--help").stdout
 
 
@@ -80,6 +83,7 @@ def test_completion_knows_commands_options_and_values() -> None:
     [
         (["top", "--onse"], 2, "UsageError"),
         (["nothing"], 2, "UsageError"),
+        (["bench", "nothing"], 2, "UsageError"),
         (["lookup", "--model", "m"], 2, "ConfigError"),
         (["lookup", "--model", "m", "--token-ids", "/nowhere/x"], 1, "ConfigError"),
         (["top", "--once", "--index", "127.0.0.1:1"], 1, "IndexUnavailable"),
@@ -184,6 +188,54 @@ def test_pool_and_index_can_stand_in_the_environment(tmp_path: Path) -> None:
     )
     # A worker in such an environment does not take it for a misspelled setting.
     assert PoolConfig.load({"pool": "file:///pool"}, environ={"KVPOOL_INDEX": "h:1"}).pool == "file:///pool"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--pool", "file:///proc/nowhere"], "file:///proc/nowhere"),
+        (["--pool", "file://relative/path"], "three slashes"),
+        (["--pool", "fiel:///x"], 'did you mean "file"?'),
+        (["--pool", "file:///etc/passwd"], "choose a directory"),
+        (["--pool", "file:///x?capacty=1GiB"], "capacity"),
+        (["--pool", "valkeys://user:secret@127.0.0.1:1?ca=/nowhere/x.pem"], "/nowhere/x.pem"),
+        (["--rounds", "0"], "--rounds"),
+        (["--batch-bytes", "0"], "--batch-bytes"),
+    ],
+)
+def test_wrong_use_is_one_clear_line(arguments: list[str], says: str) -> None:
+    line = refused("bench", "store", *arguments)
+    assert says in line
+    assert "secret" not in line
+
+
+AS_NOBODY = """
+import os, sys
+import zoneinfo, kvpool.cli.bench_store, kvpool.store.file  # while the interpreter's files can be read
+from kvpool.cli.app import main
+if os.getuid() == 0:  # no permission stops root
+    os.setgroups([]), os.setgid(65534), os.setuid(65534)
+main()
+"""
+
+
+def test_a_folder_without_write_access_is_one_clear_line(tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
+    for folder in tmp_path.parents:
+        if folder.name.startswith("pytest-") and folder.stat().st_uid == os.getuid():
+            folder.chmod(0o755)
+    arguments = ["bench", "store", "--pool", f"file://{tmp_path}/pool"]
+    ended = subprocess.run(
+        [sys.executable, "-c", AS_NOBODY, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode != 0
+    assert "Permission denied" in ended.stderr.strip().splitlines()[-1]
+    assert "write access" in ended.stderr
+    assert "Traceback" not in ended.stderr
 
 
 # ---- tables

@@ -16,28 +16,27 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from array import array
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvpool import BlockHasher, ConfigError, IndexClient, UnknownModel, Worker, open_store
+from kvpool import BlockHasher, ConfigError, IndexClient, Worker, open_store
 from kvpool.cli.commands.options import IndexConnection
 from kvpool.cli.index_options import parse_worker
 from kvpool.cli.lookup import read_numbers, run_lookup
-from kvpool.discovery.announcer import Announcer
 from kvpool.index import Publisher
 from kvpool.index.fleet import Fleet
 from kvpool.key.hashing import seed_id
+from tests.support.announced_workers import announced
 from tests.support.command_line import kvpool, refused
 from tests.support.credentials import DOCUMENTED, Authority, url_of
 from tests.support.deadlines import eventually
 from tests.support.feeds import misbehaving
 from tests.support.fleets import a_worker, say, serving
-from tests.support.index_process import running
+from tests.support.http_client import figures, get, post
+from tests.support.index_process import held_blocks, running
 from tests.support.servers import running as running_server
 from tests.support.wire import batch, packed64, stored
 
@@ -58,8 +57,7 @@ def test_it_may_open_as_many_files_as_its_process_may() -> None:
 def test_from_a_publisher_to_a_table() -> None:
     with misbehaving() as publisher:
         publisher.publish(batch(stored(BlockHasher(16).hashes(TOKENS)[:3])))
-        events, replay = publisher.publisher.events, publisher.publisher.replay
-        worker = f"w-1={events},model=m,block=16,replay={replay},address=http://h:8000"
+        worker = publisher.flag("w-1", address="http://h:8000")
         with running("--worker", worker, "--metrics", "127.0.0.1:0", "--http", "127.0.0.1:0") as index:
             shown = re.fullmatch(
                 r"index listens on \S+, 1 worker, pool none, metrics on port ([0-9]+), HTTP on port ([0-9]+) "
@@ -101,33 +99,27 @@ def test_from_a_publisher_to_a_table() -> None:
             ended = kvpool("lookup", "--index", index.target, "--model", "x", "--token-ids", "-", input="1")
             assert (ended.returncode, ended.stderr) == (1, 'kvpool: unknown model "x"; known are m\n')
 
-            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-            with opener.open(f"http://127.0.0.1:{shown[1]}/metrics", timeout=60) as page:
-                figures = dict(
-                    line.rsplit(" ", 1) for line in page.read().decode().splitlines() if line[0] != "#"
-                )
-            assert figures["kvpool_index_workers"] == "1.0"
-            assert figures["kvpool_index_stale_ranks"] == "0.0"
-            assert figures["kvpool_index_blocks"] == "3.0"
-            assert figures["kvpool_index_batches_total"] == "1.0"
-            assert figures['kvpool_index_tier_blocks{tier="device"}'] == "3.0"
-            assert float(figures['kvpool_index_matched_ratio_sum{where="device"}']) > 0
-            assert 'kvpool_index_staleness_seconds{rank="0",tenant="default",worker="w-1"}' in figures
-            assert figures['kvpool_index_refused_requests_total{status="NOT_FOUND"}'] == "2.0"
+            counted = figures(f"http://127.0.0.1:{shown[1]}/metrics")
+            assert {
+                "kvpool_index_workers": "1.0",
+                "kvpool_index_stale_ranks": "0.0",
+                "kvpool_index_blocks": "3.0",
+                "kvpool_index_batches_total": "1.0",
+                'kvpool_index_tier_blocks{tier="device"}': "3.0",
+                'kvpool_index_refused_requests_total{status="NOT_FOUND"}': "2.0",
+                'kvpool_index_lookups_total{result="unknown"}': "2.0",
+            }.items() <= counted.items()
+            assert float(counted['kvpool_index_matched_ratio_sum{where="device"}']) > 0
+            assert 'kvpool_index_staleness_seconds{rank="0",tenant="default",worker="w-1"}' in counted
+            assert float(counted["kvpool_index_lookup_seconds_count"]) >= 6
 
             packed = base64.b64encode(array("I", TOKENS).tobytes()).decode()
-            asked = urllib.request.Request(
-                f"http://127.0.0.1:{shown[2]}/v1/lookup",
-                json.dumps({"scope": {"model": "m"}, "token_ids": packed}).encode(),
-                {"content-type": "application/json"},
-            )
-            with opener.open(asked, timeout=60) as reply:
-                assert json.loads(reply.read())["device_blocks"] == [3]
+            asked = {"scope": {"model": "m"}, "token_ids": packed}
+            reply = post(f"http://127.0.0.1:{shown[2]}", asked, "/v1/lookup")
+            assert json.loads(reply.body)["device_blocks"] == [3]
             top = json.loads(kvpool("top", "--index", index.target, "--once", "--json").stdout)
             assert (top["ranks"][0]["worker"], top["ranks"][0]["device_blocks"]) == ("w-1", 3)
             assert top["index"]["device_blocks"] >= 3  # that were asked about
-            assert figures['kvpool_index_lookups_total{result="unknown"}'] == "2.0"
-            assert float(figures["kvpool_index_lookup_seconds_count"]) >= 6
 
             line = refused("index", "--listen", index.target)
             assert line.startswith(f"kvpool: cannot listen on {index.target}: Address already in use")
@@ -153,8 +145,7 @@ def test_windows_are_known_where_nobody_asks_for_reports(flags: list[str], block
     told = stored([1, 2, 3, 4], group_idx=0), stored([1, 2, 3, 4], **window)
     with misbehaving() as publisher:
         publisher.publish(batch(*told))
-        worker = f"w={publisher.publisher.events},model=m,block=16,replay={publisher.publisher.replay}"
-        with running("--worker", worker, *flags) as index, IndexClient(index.target, 60) as client:
+        with running("--worker", publisher.flag(), *flags) as index, IndexClient(index.target, 60) as client:
             assert eventually(
                 lambda: client.lookup("m", hashes64=packed64([1, 2, 3, 4])).device_blocks == (4,)
             )
@@ -165,9 +156,8 @@ def test_windows_are_known_where_nobody_asks_for_reports(flags: list[str], block
 def test_hashes_and_the_seed_of_the_index() -> None:
     with misbehaving() as publisher:
         publisher.publish(batch(stored([7, 0xFFEEDDCCBBAA9988, 9])))
-        worker = f"w={publisher.publisher.events},model=m,block=16,replay={publisher.publisher.replay}"
         with (
-            running("--worker", worker, PYTHONHASHSEED="7") as index,
+            running("--worker", publisher.flag(), PYTHONHASHSEED="7") as index,
             IndexClient(index.target, 60) as client,
         ):
             assert client.workers()[0].worker.hash_seed_id == seed_id("7")
@@ -199,14 +189,11 @@ def test_an_index_starts_without_its_pool_and_follows_it_when_it_comes(tmp_path:
                 worker = Worker(
                     "w", "m", 16, seed_id(None), (Publisher(0, "tcp://127.0.0.1:1"),), incarnation="1"
                 )
-                announcer = Announcer(store, worker, lease_s=5.0)
-                try:
+                with announced(store, worker, 5.0):
                     assert eventually(lambda: len(client.workers()) == 1)
                     assert eventually(lambda: told_servers(client) == (1, 0))
                     shown = kvpool("top", "--index", index.target, "--once").stdout
                     assert "of the pool cannot be reached" not in shown
-                finally:
-                    announcer.close()
             code, lines = index.stop()
             assert code == 0
             assert sum("starts without its pool" in line for line in lines) == 1
@@ -225,16 +212,8 @@ def test_workers_that_are_confined_to_their_tenant_are_followed_by_its_name(tmp_
             commands=[*DOCUMENTED, "+scan", "+client|id", "+client|tracking", "+subscribe"],
         )  # fmt: skip
         of_index = of_worker.replace("worker:", "index:")
-        worker = Worker(
-            "w",
-            "m",
-            16,
-            seed_id(None),
-            (publisher.publisher,),
-            incarnation="1",
-            namespace="a" * 32,
-            tenant="team",
-        )
+        told = {"incarnation": "1", "namespace": "a" * 32, "tenant": "team"}
+        worker = Worker("w", "m", 16, seed_id(None), (publisher.publisher,), **told)
         publisher.publish(batch(stored([1, 2])))
         with (
             open_store(of_worker) as store,
@@ -242,19 +221,8 @@ def test_workers_that_are_confined_to_their_tenant_are_followed_by_its_name(tmp_
             IndexClient(index.target, 60) as client,
         ):
             assert store.put_many([key], [b"block"]) == [True]
-            announcer = Announcer(store, worker, lease_s=5.0)
-            try:
-
-                def answer() -> list[tuple[int, int, bool]]:
-                    try:
-                        rows = client.lookup("m", hashes64=packed64([1, 2]), tenant="team")
-                    except UnknownModel:
-                        return []
-                    return [(row.device_blocks, row.pool_blocks, row.stale) for row in rows]
-
-                assert eventually(lambda: answer() == [(2, 1, False)]), answer()
-            finally:
-                announcer.close()
+            with announced(store, worker, 5.0):
+                assert eventually(lambda: held_blocks(client, [1, 2], "team") == [(2, 1, False)])
             assert eventually(lambda: client.workers(tenant="team") == [])
             assert index.stop()[0] == 0
 
@@ -283,31 +251,18 @@ def test_who_announces_itself_in_the_pool_is_followed(tmp_path: Path) -> None:
             store.announce(f"kvpool:default:{'a' * 32}:facts", b"facts", lease_s=60)  # as the connector does
             keys = [f"kvpool:default:{'a' * 32}:{number:064x}:0:0" for number in (1, 2, 3)]
             assert all(store.put_many(keys, [b"block"] * 3))
-            announcer = Announcer(store, worker, lease_s=5.0)
-            try:
-
-                def answer() -> list[tuple[int, ...]]:
-                    try:
-                        rows = client.lookup("m", hashes64=packed64([1, 2, 3, 4]))
-                    except UnknownModel:
-                        return []
-                    return [(row.dp_rank, row.device_blocks, row.pool_blocks, row.stale) for row in rows]
-
-                assert eventually(lambda: answer() == [(3, 2, 3, False)]), answer()
+            with announced(store, worker, 5.0):
+                assert eventually(lambda: held_blocks(client, [1, 2, 3, 4]) == [(2, 3, False)])
+                assert [row.dp_rank for row in client.lookup("m", hashes64=packed64([1]))] == [3]
                 assert store.delete_many([keys[1]]) == 1
-                assert eventually(lambda: answer() == [(3, 2, 1, False)]), answer()
-                page = (
-                    urllib.request.urlopen(f"http://127.0.0.1:{metrics}/metrics", timeout=60).read().decode()
-                )
-                figures = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
-                assert float(figures["kvpool_index_pool_removed_total"]) >= 1
-                assert float(figures["kvpool_index_pool_max_staleness_seconds"]) >= 10
-                assert figures["kvpool_index_pool_notifications_down"] == "0.0"
+                assert eventually(lambda: held_blocks(client, [1, 2, 3, 4]) == [(2, 1, False)])
+                counted = figures(f"http://127.0.0.1:{metrics}/metrics")
+                assert float(counted["kvpool_index_pool_removed_total"]) >= 1
+                assert float(counted["kvpool_index_pool_max_staleness_seconds"]) >= 10
+                assert counted["kvpool_index_pool_notifications_down"] == "0.0"
                 (status,) = client.workers()
                 assert (status.source, status.worker) == ("pool", worker)
                 assert status.lease_left_ms > 0
-            finally:
-                announcer.close()
             assert eventually(lambda: client.workers() == [])
             code, lines = index.stop()
             assert code == 0
@@ -385,41 +340,26 @@ def test_a_table_of_many_workers(
 def test_tls_and_tokens_from_the_command_line(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     server, client = authority.issue("server", names=("127.0.0.1",)), authority.issue("client")
-    tokens, router, other = (str(tmp_path / name) for name in ("tokens.toml", "router.token", "other.token"))
+    files = ("tokens.toml", "router.token", "other.token", "nowhere")
+    tokens, router, other, nowhere = (str(tmp_path / name) for name in files)
     made = kvpool("token", "router", "--right", "read", "--token-file", router)
     made_other = kvpool("token", "other", "--right", "publish", "--tenant", "*", "--token-file", other)
     Path(tokens).write_text(made.stdout + made_other.stdout)
     secrets = [Path(name).read_text().strip() for name in (router, other)]
     assert Path(router).stat().st_mode & 0o777 == 0o600
     assert "name a new file" in refused("token", "router", "--token-file", router)
-    secured = [
-        "--tls-cert",
-        str(server.cert),
-        "--tls-key",
-        str(server.key),
-        "--tls-client-ca",
-        str(authority.ca),
-    ]
+    secured = [f"--tls-cert={server.cert}", f"--tls-key={server.key}", f"--tls-client-ca={authority.ca}"]
     worker = "w=tcp://127.0.0.1:1,model=m,block=16"
     # Nobody is heard from, and this may take longer than the index waits for that.
     with running("--worker", worker, "--tokens", tokens, "--warm-up", "300", *secured) as index:
-        trusting = [
-            "--tls-ca",
-            str(authority.ca),
-            "--tls-cert",
-            str(client.cert),
-            "--tls-key",
-            str(client.key),
-        ]
+        trusting = [f"--tls-ca={authority.ca}", f"--tls-cert={client.cert}", f"--tls-key={client.key}"]
         asked = ["lookup", "--index", index.target, "--model", "m", "--hashes", "-"]
-        rows = json.loads(kvpool(*asked, "--json", *trusting, "--token-file", router, input="1").stdout)[
-            "rows"
-        ]
-        assert [row["worker"] for row in rows] == ["w"]
-        found = kvpool(
-            *asked, "--json", *trusting, input="1", env={**os.environ, "KVPOOL_INDEX_TOKEN": secrets[0]}
-        )
-        assert json.loads(found.stdout)["rows"][0]["worker"] == "w"
+        given = {"env": {**os.environ, "KVPOOL_INDEX_TOKEN": secrets[0]}}
+        for found in (
+            kvpool(*asked, "--json", *trusting, "--token-file", router, input="1"),
+            kvpool(*asked, "--json", *trusting, input="1", **given),
+        ):
+            assert [row["worker"] for row in json.loads(found.stdout)["rows"]] == ["w"]
         doctor = kvpool("doctor", "--index", index.target, *trusting, "--token-file", router).stdout
         assert f"{index.target} answers: it follows 1 worker with 1 rank" in " ".join(doctor.split())
         doctor = kvpool("doctor", "--index", index.target, *trusting).stdout
@@ -432,13 +372,10 @@ def test_tls_and_tokens_from_the_command_line(tmp_path: Path) -> None:
                 [*trusting, "--token-file", str(server.cert)],
                 "a token is 1 to 1024 printable ASCII characters",
             ),
-            (
-                [*trusting, "--token-file", f"{tmp_path}/nowhere"],
-                f"--token-file {tmp_path}/nowhere: No such file or directory",
-            ),
+            ([*trusting, "--token-file", nowhere], f"--token-file {nowhere}: No such file or directory"),
             (["--token-file", router], "If the index serves TLS, name its authority with --tls-ca"),
-            ([*trusting[:2], "--token-file", router], "add --tls-cert and --tls-key"),
-            (["--tls-ca", f"{tmp_path}/nowhere"], f"--tls-ca {tmp_path}/nowhere: No such file"),
+            ([trusting[0], "--token-file", router], "add --tls-cert and --tls-key"),
+            (["--tls-ca", nowhere], f"--tls-ca {nowhere}: No such file"),
         ]:
             line = refused(*asked, *arguments, input="1")
             assert says in line, line
@@ -453,17 +390,9 @@ def test_tls_and_tokens_from_the_command_line(tmp_path: Path) -> None:
 def test_after_sigterm_health_says_no_and_calls_are_answered_until_a_second_one() -> None:
     with running("--http", "127.0.0.1:0", "--drain", "600") as index, IndexClient(index.target, 60) as client:
         page = f"http://127.0.0.1:{index.http_port}/health"
-
-        def health() -> int:
-            try:
-                return int(urllib.request.urlopen(page, timeout=60).status)
-            except urllib.error.HTTPError as error:
-                error.close()
-                return int(error.code)
-
-        assert eventually(lambda: health() == 200)
+        assert eventually(lambda: get(page).status == 200)
         index.process.send_signal(signal.SIGTERM)
-        assert eventually(lambda: health() == 503)
+        assert eventually(lambda: get(page).status == 503)
         assert client.workers() == []
         code, lines = index.stop()
         assert code == 0

@@ -12,15 +12,15 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from demo.engine_process import free_ports
-from kvpool import IndexClient, IndexUnavailable, UnknownModel, Worker, open_store
-from kvpool.discovery.announcer import Announcer
+from kvpool import IndexClient, IndexUnavailable, Worker, open_store
 from kvpool.index.protocol.messages import SERVICE
 from kvpool.key.hashing import seed_id
 from kvpool.key.key import namespace_prefix
+from tests.support.announced_workers import announced
 from tests.support.command_line import kvpool, refused
 from tests.support.deadlines import eventually
 from tests.support.feeds import Misbehaving, misbehaving
-from tests.support.index_process import Index, running
+from tests.support.index_process import Index, held_blocks, running
 from tests.support.servers import running as running_server
 from tests.support.wire import batch, packed64, removed, stored
 
@@ -28,11 +28,6 @@ pytestmark = pytest.mark.usefixtures("grpc_started")
 
 WITHIN_S = 60.0
 PROMPT = list(range(1, 201))
-
-
-def flag(publisher: Misbehaving) -> list[str]:
-    ends = publisher.publisher
-    return ["--worker", f"w={ends.events},model=m,block=16,replay={ends.replay}"]
 
 
 def publish(publisher: Misbehaving, numbers: range) -> None:
@@ -52,10 +47,18 @@ def health(target: str) -> str:
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status))
 
 
+def of_replicas(*targets: str) -> list[dict[str, str]]:
+    """What the doctor finds of them."""
+    findings = json.loads(kvpool("doctor", *(f"--index={one}" for one in targets), "--json").stdout)[
+        "findings"
+    ]
+    return [one for one in findings if one["about"] == "replicas"]
+
+
 def test_killed_and_warm_again_then_damaged_and_cold(tmp_path: Path) -> None:
     path = tmp_path / "snapshot"
     with misbehaving() as publisher:
-        keeping = [*flag(publisher), "--snapshot", str(path), "--snapshot-every"]
+        keeping = ["--worker", publisher.flag(), "--snapshot", str(path), "--snapshot-every"]
         publish(publisher, range(10))
         with running(*keeping, "0.1") as index, IndexClient(index.target, 60) as client:
             assert eventually(lambda: row(client) == (10, 9, False), within_s=WITHIN_S)
@@ -91,7 +94,7 @@ def test_health_waits_for_the_publishers_and_a_peer_gives_what_it_knows() -> Non
     with misbehaving() as publisher:
         publish(publisher, range(10))
         publisher.mute = True
-        slow = [*flag(publisher), "--warm-up", "600"]
+        slow = ["--worker", publisher.flag(), "--warm-up", "600"]
         with running(*slow) as index, IndexClient(index.target, 60) as client:
             assert eventually(lambda: len(publisher.asked) > 0, within_s=WITHIN_S)
             assert health(index.target) == "NOT_SERVING"
@@ -109,34 +112,31 @@ def test_health_waits_for_the_publishers_and_a_peer_gives_what_it_knows() -> Non
             assert row(client) == (10, 9, False)
             publisher.forget(9)
             with (
-                running(*flag(publisher), "--bootstrap", index.target) as other,
+                running("--worker", publisher.flag(), "--bootstrap", index.target) as other,
                 IndexClient(other.target, 60) as its_client,
             ):
                 assert eventually(lambda: row(its_client) == (10, 9, False), within_s=WITHIN_S)
-                both = ["--index", index.target, "--index", other.target]
-                findings = json.loads(kvpool("doctor", *both, "--json").stdout)["findings"]
-                assert [one["level"] for one in findings if one["about"] == "replicas"] == ["ok"]
+                assert [one["level"] for one in of_replicas(index.target, other.target)] == ["ok"]
 
                 client.remove("w")  # and nobody tells the first nine again
                 client.register(its_client.workers()[0].worker)
                 assert eventually(lambda: row(client) == (0, 9, False), within_s=WITHIN_S)
-                findings = json.loads(kvpool("doctor", *both, "--json").stdout)["findings"]
-                (says,) = [one["says"] for one in findings if one["about"] == "replicas"]
-                assert f"{index.target} knows of 1 blocks and {other.target} of 10" in says
+                (only,) = of_replicas(index.target, other.target)
+                assert f"{index.target} knows of 1 blocks and {other.target} of 10" in only["says"]
 
 
 def test_a_replica_that_is_full_is_not_compared() -> None:
     with misbehaving() as publisher:
         publish(publisher, range(10))
-        with running(*flag(publisher)) as whole, running(*flag(publisher), "--max-blocks", "5") as full:
+        with (
+            running("--worker", publisher.flag()) as whole,
+            running("--worker", publisher.flag(), "--max-blocks", "5") as full,
+        ):
             targets = [whole.target, full.target]
             for target in targets:
                 with IndexClient(target, 60) as client:
                     assert eventually(lambda client=client: row(client)[1:] == (9, False), within_s=WITHIN_S)
-            findings = json.loads(
-                kvpool("doctor", "--index", targets[0], "--index", targets[1], "--json").stdout
-            )["findings"]
-            about = {one["level"]: one["says"] for one in findings if one["about"] == "replicas"}
+            about = {one["level"]: one["says"] for one in of_replicas(*targets)}
             assert about.keys() == {"warn", "ok"}
             assert about["warn"].startswith("not compared are 1 rank:")
             assert about["ok"].endswith("know the same of 0 ranks")
@@ -156,28 +156,18 @@ def test_what_the_pool_held_comes_back_while_it_is_the_same_one(tmp_path: Path) 
         assert all(store.put_many([f"{prefix}{block:064x}:0:0" for block in (1, 2, 3)], [b"block"] * 3))
         ends = (publisher.publisher,)
         worker = Worker("w", "m", 16, seed_id(None), ends, incarnation="1", namespace="a" * 32)
-        announcer = Announcer(store, worker, lease_s=3.0)
-        try:
 
-            def answers(device: int, pool: int) -> list[str]:
-                """Start an index, wait for this answer, stop it; what it said."""
-                with (
-                    running("--pool", server.url, "--snapshot", str(path)) as index,
-                    IndexClient(index.target, 60) as client,
-                ):
+        def answers(device: int, pool: int) -> list[str]:
+            """Start an index, wait for this answer, stop it; what it said."""
+            with (
+                running("--pool", server.url, "--snapshot", str(path)) as index,
+                IndexClient(index.target, 60) as client,
+            ):
+                assert eventually(lambda: held_blocks(client, [1, 2, 3]) == [(device, pool, False)])
+                assert eventually(lambda: health(index.target) == "SERVING", within_s=WITHIN_S)
+                return index.stop()[1]
 
-                    def found() -> list[tuple[int, int, bool]]:
-                        try:
-                            rows = client.lookup("m", hashes64=packed64([1, 2, 3]))
-                        except UnknownModel:
-                            return []
-                        return [(one.device_blocks, one.pool_blocks, one.stale) for one in rows]
-
-                    assert eventually(lambda: found() == [(device, pool, False)], within_s=WITHIN_S), found()
-                    assert eventually(lambda: health(index.target) == "SERVING", within_s=WITHIN_S)
-                    _, lines = index.stop()
-                    return lines
-
+        with announced(store, worker, 3.0):
             assert not any("are back" in line for line in answers(2, 3))
             publisher.forget(1)  # only the snapshot knows of both now
             lines = answers(2, 3)
@@ -187,8 +177,6 @@ def test_what_the_pool_held_comes_back_while_it_is_the_same_one(tmp_path: Path) 
             server.start()
             assert eventually(lambda: any("worker" in key for key in store.announcements("kvpool:default:")))
             answers(2, 0)
-        finally:
-            announcer.close()
 
 
 def test_one_replica_after_the_other_is_replaced_while_a_client_asks(tmp_path: Path) -> None:
@@ -234,7 +222,9 @@ def test_one_replica_after_the_other_is_replaced_while_a_client_asks(tmp_path: P
 
         def start(place: int, *more: str) -> Index:
             path = tmp_path / f"snapshot-{place}"
-            index = Index(*flag(publisher), "--listen", targets[place], "--snapshot", str(path), *more)
+            index = Index(
+                "--worker", publisher.flag(), "--listen", targets[place], "--snapshot", str(path), *more
+            )
             replicas[place] = index
             assert eventually(lambda: health(index.target) == "SERVING", within_s=WITHIN_S)
             return index

@@ -31,11 +31,7 @@ def test_a_ranking_of_a_chat(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "tokenizer")
     (tmp_path / "chat.json").write_text(json.dumps(CHAT))
     with misbehaving() as publisher, serving_page({0: Engine(3, 1, 0.9)}) as pages:
-        events, replay = publisher.publisher.events, publisher.publisher.replay
-        workers = [
-            f"w-1={events},model=m,block=16,replay={replay},address={pages.address}",
-            "w-2=tcp://127.0.0.1:1,model=m,block=16",
-        ]
+        workers = [publisher.flag("w-1", address=pages.address), "w-2=tcp://127.0.0.1:1,model=m,block=16"]
         options = [f"--worker={worker}" for worker in workers]
         costs = ["--route-cost=waiting=500", "--route-cost=speed=0"]  # what waits is not less a moment later
         with running(*options, f"--tokenizer=m={folder}", *costs) as index:
@@ -49,22 +45,16 @@ def test_a_ranking_of_a_chat(tmp_path: Path) -> None:
                 tokens = _tokens(folder)
                 publisher.publish(batch(stored(BlockHasher(16).hashes(tokens)[:3])))
                 assert eventually(lambda: client.lookup("m", token_ids=tokens).device_blocks[0] == 3)
-                assert eventually(lambda: client.route("m", token_ids=[1]).picks[0].load_source != "none")
-                assert eventually(
-                    lambda: (
-                        {pick.load_source for pick in client.route("m", token_ids=[1]).picks}
-                        == {"none", "scraped"}
-                    )
-                )
+
+                def sources() -> set[str]:
+                    return {pick.load_source for pick in client.route("m", token_ids=[1]).picks}
+
+                assert eventually(lambda: sources() == {"none", "scraped"})
             picks = json.loads(kvpool(*chat, "--route", "--json").stdout)["picks"]
             assert [pick["worker"] for pick in picks] == ["w-1", "w-2"]
             best: dict[str, Any] = picks[0]
-            assert (best["device_blocks"], best["trust"], best["running"], best["waiting"]) == (
-                3,
-                "exact",
-                3,
-                1,
-            )
+            known = {"device_blocks": 3, "trust": "exact", "running": 3, "waiting": 1}
+            assert known.items() <= best.items()
             assert best["queue_cost"] == 500 + 3 * 64 + 512 == picks[1]["queue_cost"]
             assert best["cost"] == best["prefill_cost"] + best["fetch_cost"] + best["queue_cost"]
             assert best["prefill_cost"] == len(tokens) - 48

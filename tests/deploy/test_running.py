@@ -23,15 +23,7 @@ import yaml
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from demo.engine_process import free_ports
-from tests.deploy.manifests import (
-    OVERLAYS,
-    Object,
-    arguments,
-    containers,
-    one,
-    options,
-    overlay,
-)
+from tests.deploy.manifests import OVERLAYS, Object, arguments, containers, one, options, overlay
 from tests.support import envoy
 from tests.support.deadlines import eventually
 from tests.support.openai_worker import scripted

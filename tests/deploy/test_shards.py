@@ -64,20 +64,8 @@ class Pods:
             for number, (name, address) in enumerate(self.addresses.items()):
                 space = f"{self._prefix}-{name}"
                 self._namespace(space, ends)
-                _ip(
-                    "-n",
-                    self._hub,
-                    "link",
-                    "add",
-                    f"v{number}",
-                    "type",
-                    "veth",
-                    "peer",
-                    "name",
-                    "eth0",
-                    "netns",
-                    space,
-                )
+                veth = ("type", "veth", "peer", "name", "eth0", "netns", space)
+                _ip("-n", self._hub, "link", "add", f"v{number}", *veth)
                 _ip("-n", self._hub, "link", "set", f"v{number}", "master", "bridge", "up")
                 _ip("-n", space, "address", "add", f"{address}/24", "dev", "eth0")
                 _ip("-n", space, "link", "set", "eth0", "up")

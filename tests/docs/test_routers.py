@@ -17,11 +17,11 @@ import yaml
 
 from demo.engine_process import free_ports
 from kvpool import BlockHasher
-from kvpool.index.fleet import Fleet
 from tests.support import envoy
 from tests.support.deadlines import eventually
 from tests.support.feeds import misbehaving
 from tests.support.fleets import say, serving
+from tests.support.fronts import followed
 from tests.support.http_client import TEXT, get, post
 from tests.support.index_process import running
 from tests.support.openai_worker import ScriptedWorker, scripted
@@ -81,18 +81,9 @@ def envoy_without_index(folder: Path, workers: list[ScriptedWorker]) -> Iterator
     listen, admin = free_ports(2)
     resources["listeners"][0]["address"]["socket_address"] = {"address": "127.0.0.1", "port_value": listen}
     config["admin"]["address"]["socket_address"]["port_value"] = admin
-    cluster["load_assignment"]["endpoints"] = [
-        {
-            "lb_endpoints": [
-                {
-                    "endpoint": {
-                        "address": {"socket_address": {"address": "127.0.0.1", "port_value": one.port}}
-                    }
-                }
-                for one in workers
-            ]
-        }
-    ]
+    addresses = [{"socket_address": {"address": "127.0.0.1", "port_value": one.port}} for one in workers]
+    ends = [{"endpoint": {"address": address}} for address in addresses]
+    cluster["load_assignment"]["endpoints"] = [{"lb_endpoints": ends}]
     with envoy.started(folder, yaml.safe_dump(config), listen=listen, admin=admin) as front:
         assert eventually(lambda: front.healthy("workers") == len(workers))
         yield front.url
@@ -180,24 +171,15 @@ def test_nginx_before_routers_places_by_prefix(tmp_path: Path, workers: list[Scr
         r"  upstream workers \{\n.*?\n  \}\n", lambda _: upstream, nginx_config(), flags=re.DOTALL
     )
     assert count == 1
-    fleet = Fleet()
-    for worker in workers:
-        fleet.add(worker.worker(), "flag")
-        fleet.rank(f"default/{worker.name}", 0).heard()
+    fleet = followed(workers)
     place: dict[str, Any] = {"timeout_s": 60}
     with serving(fleet, place=place, proxy={}) as one, serving(fleet, place=place, proxy={}) as other:
         places = {"127.0.0.1:8081": one.proxy, "127.0.0.1:8082": other.proxy}
         with nginx(tmp_path, config, places) as url:
             for number, holder in enumerate("abab"):
                 text = f"{number} {TEXT}"
-                sequence = number // 2
-                say(
-                    fleet,
-                    f"default/{holder}",
-                    0,
-                    sequence,
-                    batch(stored(BlockHasher(16).hashes(list(text.encode())))),
-                )
+                blocks = BlockHasher(16).hashes(list(text.encode()))
+                say(fleet, f"default/{holder}", 0, number // 2, batch(stored(blocks)))
                 for _ in range(4):
                     reply = post(url, {"model": "m", "prompt": text})
                     assert (reply.worker, reply.headers["x-kvpool-reason"]) == (holder, "prefix")
@@ -214,15 +196,10 @@ def test_llm_ds_envoy_takes_the_index_as_its_picker(tmp_path: Path, workers: lis
         flags = ["--ext-proc", "127.0.0.1:0", *place]
         publishers = [parts.enter_context(misbehaving()) for _ in workers]
         for worker, one in zip(workers, publishers, strict=True):
-            at = one.publisher
-            flags.append(
-                f"--worker={worker.name}={at.events},model=m,block=16,replay={at.replay},address=http://{worker.at}"
-            )
+            flags.append(f"--worker={one.flag(worker.name, address=f'http://{worker.at}')}")
         index = parts.enter_context(running(*flags))
-        found = re.search(r"ext_proc on port ([0-9]+)", index.ready)
-        assert found is not None
         listen, admin = free_ports(2)
-        picker = [f"127.0.0.1:{found[1]}"]
+        picker = [f"127.0.0.1:{index.port('ext_proc')}"]
         config = yaml.safe_load(
             envoy.configured([workers[0].at], picker, listen=listen, admin=admin, duplex=True)
         )

@@ -16,12 +16,12 @@ import pytest
 from demo.engine_process import free_ports
 from kvpool import BlockHasher, open_store
 from kvpool.index import Publisher
-from kvpool.index.fleet import Fleet
 from tests.support import envoy
 from tests.support.announced_workers import announced
 from tests.support.deadlines import eventually
 from tests.support.feeds import misbehaving
 from tests.support.fleets import Served, say, serving
+from tests.support.fronts import followed
 from tests.support.http_client import TEXT, post
 from tests.support.openai_worker import ScriptedWorker, scripted
 from tests.support.recipes import SPLIT_HEADING, SPLIT_PAGE, put_in, recipe, split_chat, split_front, started
@@ -59,12 +59,8 @@ class Split:
 def split(tmp_path: Path) -> Iterator[Split]:
     with scripted(*NAMES) as running:
         workers = {worker.name: worker for worker in running}
-        fleet = Fleet()
-        for worker in running:
-            fleet.add(worker.worker(), "flag")
-            fleet.rank(f"default/{worker.name}", 0).heard()
         listen, admin = free_ports(2)
-        with serving(fleet, place={"timeout_s": 60}) as index:
+        with serving(followed(running), place={"timeout_s": 60}) as index:
             prefill, decode = ([workers[name].at for name in names] for names in (("p1", "p2"), ("d1", "d2")))
             config = split_front(prefill, decode, index.ext_proc, listen, admin)
             with (

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from demo.engine_process import EngineFailed
+from demo.engine_process import EngineFailed, write_model
 from tests.support.engines import (
     BLOCK_TOKENS,
     GENERATED_TOKENS,
@@ -19,7 +19,6 @@ from tests.support.engines import (
     passing,
     prompt,
     started,
-    write_model,
 )
 from tests.support.hub import Hub, serving
 

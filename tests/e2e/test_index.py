@@ -21,16 +21,7 @@ from kvpool.index.follow.subscriber import END, Subscriber
 from kvpool.key.hashing import seed_id
 from kvpool.key.key import parse_facts_key
 from tests.support.deadlines import eventually
-from tests.support.engines import (
-    BLOCK_TOKENS,
-    PROMPTS,
-    WITHIN_S,
-    Index,
-    options_of,
-    passing,
-    prompt,
-    started,
-)
+from tests.support.engines import BLOCK_TOKENS, PROMPTS, WITHIN_S, Index, options_of, passing, prompt, started
 from tests.support.servers import running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]

@@ -40,16 +40,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 PROMPTS = {
     name: prompt(seed, 1500 + 97 * seed)
-    for seed, name in enumerate(
-        [
-            "hit",
-            "corrupted",
-            "flipped",
-            "aborted",
-            "after abort",
-            "halved",
-        ]
-    )
+    for seed, name in enumerate(["hit", "corrupted", "flipped", "aborted", "after abort", "halved"])
 }
 LONG = {name: prompt(100 + seed, 4000) for seed, name in enumerate(["gone", "replaced", "aborted"])}
 

@@ -15,19 +15,14 @@ import httpx
 import openai
 import pytest
 
-from demo.engine_process import free_ports
+from demo.engine_process import connector_config, free_ports
 from demo.index_process import IndexProcess
 from kvpool import IndexClient
 from tests.compose.traffic import words
 from tests.support import api_server, envoy
 from tests.support.api_server import ApiServer
 from tests.support.deadlines import eventually
-from tests.support.engines import (
-    BLOCK_TOKENS,
-    GENERATED_TOKENS,
-    PATIENT,
-    connector_config,
-)
+from tests.support.engines import BLOCK_TOKENS, GENERATED_TOKENS, PATIENT
 from tests.support.recipes import split_chat, split_front
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]

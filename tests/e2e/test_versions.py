@@ -59,13 +59,7 @@ def test_engines_of_another_version_pass_the_tests_of_engines(version: str, file
 
 def _run(command: list[str], environment: dict[str, str], timeout_s: float) -> str:
     ended = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=timeout_s,
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=timeout_s
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout

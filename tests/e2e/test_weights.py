@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from demo.engine_process import EngineProcess
+from demo.engine_process import EngineProcess, write_model
 from tests.support.engines import (
     ask,
     call,
@@ -16,7 +16,6 @@ from tests.support.engines import (
     prompt,
     started,
     write_adapter,
-    write_model,
 )
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]

@@ -538,10 +538,7 @@ def test_after_close_everything_is_a_miss(tmp_path: Path, serve: Serve) -> None:
         ({"layout": "page_unified"}, "page_first"),
         ({"parallel": {"should_split_heads": True}}, "tp_lcm_size"),
         (
-            {
-                "kind": "mla",
-                "parallel": {"dcp_size": 2, "tp_size": 2, "logical_page_size": 2 * PAGE_TOKENS},
-            },
+            {"kind": "mla", "parallel": {"dcp_size": 2, "tp_size": 2, "logical_page_size": 2 * PAGE_TOKENS}},
             "dcp",
         ),
     ],
@@ -586,9 +583,7 @@ def test_before_there_is_host_memory_all_is_a_miss(tmp_path: Path) -> None:
         backend.clear()
 
 
-def test_the_recipe_in_the_documentation_is_what_both_sides_take(
-    tmp_path: Path,
-) -> None:
+def test_the_recipe_in_the_documentation_is_what_both_sides_take(tmp_path: Path) -> None:
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
     from sglang.srt.mem_cache.storage import StorageBackendFactory
     from sglang.srt.server_args import ServerArgs

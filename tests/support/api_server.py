@@ -58,10 +58,7 @@ class ApiServer:
             process.wait()
 
     def _command(self) -> list[str]:
-        publisher = {
-            "endpoint": f"tcp://*:{self.events}",
-            "replay_endpoint": f"tcp://*:{self.replay}",
-        }
+        publisher = {"endpoint": f"tcp://*:{self.events}", "replay_endpoint": f"tcp://*:{self.replay}"}
         return [
             sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model),
             "--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(self.port), "--dtype", "float32",

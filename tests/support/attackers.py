@@ -45,8 +45,8 @@ class Attackers:
     def __init__(
         self, targets: list[str], pages: list[str], token: str, pool: str, victim: list[str]
     ) -> None:
-        self._targets, self._pages, self._token, self._pool = targets, pages, token, pool
-        self._victim = victim
+        self._targets, self._pages, self._token = targets, pages, token
+        self._pool, self._victim = pool, victim
         self._metadata = (("authorization", f"Bearer {token}"),)
         self.begun: set[str] = set()
 
@@ -92,9 +92,8 @@ class Attackers:
 
     def endpoints_of_others(self, target: str) -> None:
         with self._client(target) as client:
-            for number, endpoint in enumerate(
-                ("ipc:///run/x.sock", "tcp://169.254.169.254:80", "tcp://[::]:1")
-            ):
+            endpoints = ("ipc:///run/x.sock", "tcp://169.254.169.254:80", "tcp://[::]:1")
+            for number, endpoint in enumerate(endpoints):
                 self._register(client, f"other-{number}", endpoint)
 
     def messages_without_end(self, target: str) -> None:
@@ -230,15 +229,8 @@ class Attackers:
             server.delete(f"kvpool:{TENANT}::announced")
 
     def all(self) -> list[Callable[[str], None]]:
-        return [
-            self.large_requests_without_a_token, self.calls_that_send_nothing, self.prompts_that_go_in_circles,
-            self.bad_questions_on_streams, self.names_that_do_not_resolve, self.workers_without_end,
-            self.endpoints_of_others, self.messages_without_end, self.batches_of_the_largest_size,
-            self.pages_of_megabytes, self.bodies_over_http, self.bodies_sent_to_health, self.bodies_sent_by_halves,
-            self.endpoints_of_others_spelled_in_other_ways, self.batches_that_store_and_clear,
-            self.known_hashes_in_turns, self.known_hashes_of_many_workers, self.slow_pages_of_many_workers,
-            self.announcements_that_are_none,
-        ]  # fmt: skip
+        others = ("all", "run")
+        return [getattr(self, name) for name in vars(type(self)) if name[0] != "_" and name not in others]
 
     def run(self) -> None:
         """Until standard input ends."""
@@ -265,11 +257,7 @@ class Attackers:
     def _follow(self, client: IndexClient, name: str, publisher: Publisher, **fields: Any) -> None:
         known: dict[str, Any] = {"model": "m", "tenant": TENANT, "incarnation": "1", **fields}
         worker = Worker(
-            name=name,
-            block_tokens=16,
-            hash_seed_id=seed_id(None),
-            publishers=(publisher,),
-            **known,
+            name=name, block_tokens=16, hash_seed_id=seed_id(None), publishers=(publisher,), **known
         )
         with contextlib.suppress(Exception):
             client.register(worker, 30)

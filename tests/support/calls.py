@@ -13,10 +13,7 @@ import grpc.aio
 import pytest
 
 import kvpool
-from kvpool import (
-    AsyncIndexClient,
-    IndexClient,
-)
+from kvpool import AsyncIndexClient, IndexClient
 from kvpool.index.protocol.messages import REPLIES, SERVICE
 
 PATIENT_S = 60.0

@@ -17,13 +17,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from demo.engine_process import (
-    EngineProcess,
-    connector_config,
-    kill_all_but_trackers,
-    small_engine,
-    write_model,
-)
+from demo.engine_process import EngineProcess, connector_config, kill_all_but_trackers, small_engine
 from demo.tiny_model import FIRST_WORD, VOCABULARY
 from kvpool import BlockHasher
 from kvpool._native import RECORD_HEADER_NBYTES, pack_header
@@ -113,15 +107,8 @@ def ask(
 
     ``adapter``: name, number and path.
     """
-    return engine.ask(
-        {
-            "do": "generate",
-            "tokens": tokens,
-            "max_tokens": GENERATED_TOKENS,
-            "cache_salt": salt,
-            "adapter": adapter,
-        }
-    )
+    asked = {"tokens": tokens, "max_tokens": GENERATED_TOKENS, "cache_salt": salt, "adapter": adapter}
+    return engine.ask({"do": "generate", **asked})
 
 
 def call(engine: EngineProcess, method: str, *arguments: Any, **more: Any) -> Any:
@@ -218,34 +205,9 @@ def _of_threads(process: int, file: str) -> list[str]:
     return texts
 
 
-__all__ = [
-    "BLOCK_TOKENS",
-    "GENERATED_TOKENS",
-    "PATIENT",
-    "ask",
-    "corrupt",
-    "engine_options",
-    "held_worker",
-    "namespaces",
-    "passing",
-    "process_named",
-    "processes_below",
-    "prompt",
-    "ran_ns",
-    "records",
-    "rests",
-    "started",
-    "write_model",
-]
-
-
 # 40 blocks of 1 MiB: the prompts below need more, so blocks are evicted.
 KV_CACHE_NBYTES = 40 << 20
-
-
 PROMPTS = [prompt(700 + i, 1100 + 130 * i) for i in range(8)]
-
-
 WITHIN_S = 60.0
 
 

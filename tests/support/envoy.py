@@ -42,7 +42,6 @@ def configured(
     listen: int,
     admin: int,
     duplex: bool,
-    more: str = "",
     text: str = "",
     message_timeout_s: float = 60,
 ) -> str:
@@ -75,10 +74,6 @@ def configured(
             "request_body_mode: FULL_DUPLEX_STREAMED\n                request_trailer_mode: SEND\n"
             "                response_body_mode: FULL_DUPLEX_STREAMED\n                response_trailer_mode: SEND",
         )
-    if more:
-        text = text.replace(
-            "{envoy_grpc: {cluster_name: picker}", "{envoy_grpc: {cluster_name: picker}" + more
-        )
     return text
 
 
@@ -89,15 +84,14 @@ def running(
     pickers: Sequence[str],
     *,
     duplex: bool = False,
-    more: str = "",
     text: str = "",
     message_timeout_s: float = 60,
 ) -> Iterator[Envoy]:
-    """Until the end of the block. ``workers``, ``pickers``: ``IP:PORT``. ``more``: of the picker's service. ``text``:
-    of the configuration; else the shipped one."""
+    """Until the end of the block. ``workers``, ``pickers``: ``IP:PORT``. ``text``: of the configuration; else the
+    shipped one."""
     listen, admin = free_ports(2)
     config = configured(
-        workers, pickers, listen=listen, admin=admin, duplex=duplex, more=more, text=text,
+        workers, pickers, listen=listen, admin=admin, duplex=duplex, text=text,
         message_timeout_s=message_timeout_s,
     )  # fmt: skip
     with started(folder, config, listen=listen, admin=admin) as front:

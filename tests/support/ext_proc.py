@@ -19,11 +19,7 @@ from tests.support.fleets import Served, a_worker, say, serving
 from tests.support.wire import batch, stored
 
 TOKENS = list(range(1, 65))
-
-
 BODY = json.dumps({"model": "m", "prompt": TOKENS}).encode()
-
-
 PROCESS = f"/{ext_proc.SERVICE}/Process"
 
 

@@ -53,6 +53,12 @@ class Misbehaving:
         replay = f"tcp://127.0.0.1:{self.ports[1]}" if self._replays else ""
         return Publisher(3, f"tcp://127.0.0.1:{self.ports[0]}", replay)
 
+    def flag(self, name: str = "w", **more: str) -> str:
+        """What ``--worker`` takes: model m, blocks of 16 tokens."""
+        ends = self.publisher
+        fields = {"model": "m", "block": "16", "replay": ends.replay, **more}
+        return ",".join([f"{name}={ends.events}", *(f"{key}={value}" for key, value in fields.items())])
+
     def publish(self, payload: bytes, *, lost: bool = False, number: int | None = None) -> None:
         with self._lock:
             self.kept.append(payload)

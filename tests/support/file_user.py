@@ -9,11 +9,7 @@ from pathlib import Path
 
 from kvpool.errors import KVPoolError
 from kvpool.store.file import FileStore
-from tests.support.conformance import (
-    MIB,
-    key,
-    payload,
-)
+from tests.support.conformance import MIB, key, payload
 
 VALUE_NBYTES = 300_000
 

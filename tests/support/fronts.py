@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,23 @@ from tests.support.wire import batch, stored
 ASKED = {"model": "m", "prompt": list(TEXT.encode())}  # no worker has to be asked for its tokens
 
 
-class ProxyCluster:
-    """Workers behind a proxy."""
+def followed(
+    workers: Sequence[ScriptedWorker | BadWorker], fleet: Fleet | None = None, **fields: Any
+) -> Fleet:
+    """A fleet with these, which hold nothing and are heard."""
+    fleet = fleet or Fleet()
+    for worker in workers:
+        fleet.add(worker.worker(**fields), "flag")
+        fleet.rank(f"default/{worker.name}", 0).heard()
+    return fleet
 
-    def __init__(self, workers: list[ScriptedWorker], index: Served, router: Router) -> None:
+
+class Cluster:
+    """Workers behind a front at ``url``."""
+
+    def __init__(self, workers: list[ScriptedWorker], index: Served, url: str) -> None:
         self.workers = {worker.name: worker for worker in workers}
-        self.index, self.router, self.url = index, router, f"http://{index.proxy}"
-        self.port = int(index.proxy.rpartition(":")[2])
+        self.index, self.url = index, url
         self._sequence = 0
 
     def hold(self, name: str, text: str = TEXT) -> None:
@@ -35,6 +45,16 @@ class ProxyCluster:
         hashes = BlockHasher(16).hashes(list(text.encode()))
         say(self.index.fleet, f"default/{name}", 0, self._sequence, batch(stored(hashes)))
         self._sequence += 1
+
+
+def join(there: Cluster, worker: ScriptedWorker, model: str, **fields: Any) -> None:
+    followed([worker], there.index.fleet, model=model, **fields)
+
+
+class ProxyCluster(Cluster):
+    def __init__(self, workers: list[ScriptedWorker], index: Served, router: Router) -> None:
+        super().__init__(workers, index, f"http://{index.proxy}")
+        self.router, self.port = router, int(index.proxy.rpartition(":")[2])
 
     def outcomes(self) -> dict[str, int]:
         return {name: count for name, count in self.index.proxy_stats.totals().responses.items() if count}
@@ -66,20 +86,16 @@ def proxy_cluster(
     **options: Any,
 ) -> Iterator[ProxyCluster]:
     with ExitStack() as parts:
-        started = (
-            workers if workers is not None else parts.enter_context(scripted(*(names or ("a", "b", "c"))))
-        )
-        fleet = Fleet()
-        for worker in started:
-            fleet.add(worker.worker(), "flag")
-            fleet.rank(f"default/{worker.name}", 0).heard()
+        if workers is None:
+            workers = parts.enter_context(scripted(*(names or ("a", "b", "c"))))
+        fleet = followed(workers)
         router = Router(fleet)
         index = parts.enter_context(
             serving(
                 fleet, place={"timeout_s": 60, **(place or {})}, proxy=proxy or {}, router=router, **options
             )
         )
-        yield ProxyCluster(started, index, router)
+        yield ProxyCluster(workers, index, router)
 
 
 @contextmanager
@@ -87,32 +103,17 @@ def beside(bad: BadWorker, *good: str) -> Iterator[ProxyCluster]:
     """A cluster of these and of a worker that misbehaves, which holds the prompt."""
     try:
         with proxy_cluster(*good) as there:
-            there.index.fleet.add(bad.worker(), "flag")
-            there.index.fleet.rank(f"default/{bad.name}", 0).heard()
+            followed([bad], there.index.fleet)
             there.hold(bad.name)
             yield there
     finally:
         bad.stop()
 
 
-def join(there: ProxyCluster, worker: ScriptedWorker, model: str, **fields: Any) -> None:
-    there.index.fleet.add(worker.worker(model=model, **fields), "flag")
-    there.index.fleet.rank(f"default/{worker.name}", 0).heard()
-
-
-class EnvoyCluster:
-    """Workers a, b and c behind Envoy and an index."""
-
+class EnvoyCluster(Cluster):
     def __init__(self, workers: list[ScriptedWorker], index: Served, front: envoy.Envoy) -> None:
-        self.workers = {worker.name: worker for worker in workers}
-        self.index, self.front, self.url = index, front, front.url
-        self._sequence = 0
-
-    def hold(self, name: str, text: str = TEXT) -> None:
-        """From now on a worker holds the blocks of a text."""
-        hashes = BlockHasher(16).hashes(list(text.encode()))
-        say(self.index.fleet, f"default/{name}", 0, self._sequence, batch(stored(hashes)))
-        self._sequence += 1
+        super().__init__(workers, index, front.url)
+        self.front = front
 
 
 @contextmanager
@@ -121,20 +122,16 @@ def envoy_cluster(
     *,
     duplex: bool = False,
     place: dict[str, Any] | None = None,
-    more: str = "",
     names: tuple[str, ...] = ("a", "b", "c"),
     **options: Any,
 ) -> Iterator[EnvoyCluster]:
     with ExitStack() as parts:
         workers = parts.enter_context(scripted(*names))
-        fleet = options.pop("fleet", None) or Fleet()
-        for worker in workers:
-            fleet.add(worker.worker(), "flag")
-            fleet.rank(f"default/{worker.name}", 0).heard()
+        fleet = followed(workers, options.pop("fleet", None))
         options.setdefault("router", Router(fleet))
         index = parts.enter_context(serving(fleet, place={"timeout_s": 60, **(place or {})}, **options))
         front = parts.enter_context(
-            envoy.running(folder, [w.at for w in workers], [index.ext_proc], duplex=duplex, more=more)
+            envoy.running(folder, [w.at for w in workers], [index.ext_proc], duplex=duplex)
         )
         assert eventually(lambda: front.healthy("workers") == len(workers) and front.healthy("picker") == 1)
         yield EnvoyCluster(workers, index, front)

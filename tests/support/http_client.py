@@ -41,6 +41,12 @@ def get(url: str, data: bytes | None = None, headers: dict[str, str] | None = No
             return Reply(error.code, {k.lower(): v for k, v in error.headers.items()}, error.read())
 
 
+def figures(url: str) -> dict[str, str]:
+    """The samples of a page of metrics."""
+    lines = get(url).body.decode().splitlines()
+    return dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+
+
 def all_of(client: socket.socket) -> bytes:
     received = b""
     while part := client.recv(65536):

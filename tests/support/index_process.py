@@ -12,6 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvpool import IndexClient, UnknownModel
+from tests.support.wire import packed64
+
 START_TIMEOUT_S = 240.0  # a busy machine reads packages slowly
 
 
@@ -21,15 +24,8 @@ class Index:
     command = "index"
 
     def __init__(self, *arguments: str, **environment: str) -> None:
-        command = [
-            str(Path(sys.executable).parent / "kvpool"),
-            self.command,
-            "--listen",
-            "127.0.0.1:0",
-            "--drain",
-            "0",
-            *arguments,
-        ]
+        program = str(Path(sys.executable).parent / "kvpool")
+        command = [program, self.command, "--listen", "127.0.0.1:0", "--drain", "0", *arguments]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **environment}
         )
@@ -42,12 +38,15 @@ class Index:
         assert found is not None, self.ready or self.stop()
         self.target = found[1]
 
-    @property
-    def http_port(self) -> int:
-        """Of one that was started with ``--http``."""
-        found = re.search(r"HTTP on port ([0-9]+)", self.ready)
+    def port(self, door: str) -> int:
+        """Where it listens for ``metrics``, ``HTTP``, ``gRPC`` or ``ext_proc``."""
+        found = re.search(rf"{door} on port ([0-9]+)", self.ready)
         assert found is not None, self.ready
         return int(found[1])
+
+    @property
+    def http_port(self) -> int:
+        return self.port("HTTP")
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> tuple[int, list[str]]:
         """Exit code and the lines on standard error, without their time."""
@@ -67,6 +66,17 @@ def running(*arguments: str, kind: type[Index] = Index, **environment: str) -> I
         if index.process.poll() is None:
             index.process.kill()
             index.process.communicate(timeout=60)
+
+
+def held_blocks(
+    client: IndexClient, hashes: list[int], tenant: str = "default"
+) -> list[tuple[int, int, bool]]:
+    """Of each rank of model m the blocks on its device and in the pool, and whether it is stale; empty: no worker."""
+    try:
+        rows = client.lookup("m", hashes64=packed64(hashes), tenant=tenant)
+    except UnknownModel:
+        return []
+    return [(row.device_blocks, row.pool_blocks, row.stale) for row in rows]
 
 
 def peak_nbytes(index: Index) -> int:

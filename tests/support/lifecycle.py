@@ -136,7 +136,6 @@ class World:
             "kvpool.vllm.gate",
             "kvpool.vllm.stores",
             "kvpool.vllm.store_queue",
-            "kvpool.vllm.store_queue",
             "kvpool.transfer.mover",
             "kvpool.transfer.kv_cache",
             "kvpool.transfer.job",
@@ -457,9 +456,8 @@ class ScriptedEngine:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("kvpool.vllm.internals.get_pp_group", lambda: SimpleNamespace(rank_in_group=stage))
-            patch.setattr(
-                "kvpool.vllm.internals.get_tp_group", lambda: SimpleNamespace(rank_in_group=of_stage)
-            )
+            tensor_parallel = SimpleNamespace(rank_in_group=of_stage)
+            patch.setattr("kvpool.vllm.internals.get_tp_group", lambda: tensor_parallel)
             patch.setattr("kvpool.vllm.worker.BlockCopier", Watched)
             device = LateDevice() if self.shape.late else None
             if device is not None:
@@ -641,28 +639,15 @@ class ScriptedEngine:
     def _execute(self, planned: SchedulerOutput) -> ModelRunnerOutput:
         self._update_running(planned)
         names = list(planned.num_scheduled_tokens)
-        computed = dict(
-            [(new.req_id, new.num_computed_tokens) for new in planned.scheduled_new_reqs]
-            + list(
-                zip(
-                    planned.scheduled_cached_reqs.req_ids,
-                    planned.scheduled_cached_reqs.num_computed_tokens,
-                    strict=True,
-                )
-            )
-        )
+        cached = planned.scheduled_cached_reqs
+        computed = {new.req_id: new.num_computed_tokens for new in planned.scheduled_new_reqs}
+        computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         outputs: list[ModelRunnerOutput | None] = []
+        sampled = []
         for name in names:
             computed[name] = min(computed[name], self.running[name].computed)
-        sampled = [
-            self._sample(
-                name,
-                computed[name],
-                planned.num_scheduled_tokens[name],
-                len(planned.scheduled_spec_decode_tokens.get(name, ())),
-            )
-            for name in names
-        ]
+            drafted = len(planned.scheduled_spec_decode_tokens.get(name, ()))
+            sampled.append(self._sample(name, computed[name], planned.num_scheduled_tokens[name], drafted))
         for rank in self.ranks:
             metadata = pickle.loads(pickle.dumps(planned.kv_connector_metadata))  # each process gets its own
             assert isinstance(metadata, PoolMetadata)
@@ -684,11 +669,12 @@ class ScriptedEngine:
             if rank.device is not None and not rank.device.halted and self.world.random.random() < 0.5:
                 rank.device.go_on()
             ended = connector.get_transfer_results(planned.finished_req_ids)
-            output = KVConnectorOutput()
-            output.finished_sending = ended.finished_sending
-            output.finished_recving = ended.finished_recving
-            output.failed_recving = ended.failed_recving
-            output.kv_connector_worker_meta = connector.build_connector_worker_meta()
+            output = KVConnectorOutput(
+                finished_sending=ended.finished_sending,
+                finished_recving=ended.finished_recving,
+                failed_recving=ended.failed_recving,
+                kv_connector_worker_meta=connector.build_connector_worker_meta(),
+            )
             connector.clear_connector_metadata()
             assert not ended.finished_sending
             assert ended.failed_recving <= ended.finished_recving
@@ -696,14 +682,9 @@ class ScriptedEngine:
                 assert name in rank.loading, f"{name} was reported twice, or was never loaded"
                 self._check_loaded(rank, name, ok=name not in ended.failed_recving)
                 del rank.loading[name]
-            outputs.append(
-                ModelRunnerOutput(
-                    names,
-                    {name: index for index, name in enumerate(names)},
-                    [list(tokens) for tokens in sampled],
-                    kv_connector_output=output,
-                )
-            )
+            index = {name: at for at, name in enumerate(names)}
+            tokens = [list(one) for one in sampled]
+            outputs.append(ModelRunnerOutput(names, index, tokens, kv_connector_output=output))
         together = self.aggregator.aggregate(outputs)
         assert together is not None
         return together
@@ -717,13 +698,8 @@ class ScriptedEngine:
                 text, [list(ids) for ids in new.block_ids], text.prompt_tokens, new.num_computed_tokens
             )
         cached = planned.scheduled_cached_reqs
-        for name, new_ids, outputs, computed in zip(
-            cached.req_ids,
-            cached.new_block_ids,
-            cached.num_output_tokens,
-            cached.num_computed_tokens,
-            strict=True,
-        ):
+        told = (cached.req_ids, cached.new_block_ids, cached.num_output_tokens, cached.num_computed_tokens)
+        for name, new_ids, outputs, computed in zip(*told, strict=True):
             running = self.running[name]
             if name in cached.resumed_req_ids:
                 assert new_ids is not None
@@ -826,9 +802,8 @@ class ScriptedEngine:
             self.dropped.clear()
         for block, tag in zip(step.stores, step.tags, strict=True):
             self.tags[tag] = (block.block_hash, block.group)
-            self.stored_again += self.in_pool(block.block_hash, block.group) and not self.in_pool(
-                block.block_hash, block.group, now=True
-            )
+            was_there = self.in_pool(block.block_hash, block.group)
+            self.stored_again += was_there and not self.in_pool(block.block_hash, block.group, now=True)
             parent = self.world.parents[block.block_hash]
             if self._windowed(block.group) or parent is None or (parent, block.group) not in self.dropped:
                 continue
@@ -837,12 +812,9 @@ class ScriptedEngine:
 
     def in_pool(self, block_hash: bytes, group: int, *, now: bool = False) -> bool:
         """Whether every part of a record is in the pool, or was at some time."""
-        if self.planner._namespace.current is None:
+        if (namespace := self.planner._namespace.current) is None:
             return False
-        parts = range(self.shape.parts(group))
-        keys = [
-            key for part in parts for key in self.planner._namespace.current.keys([block_hash], group, part)
-        ]
+        keys = [namespace.key(block_hash, group, part) for part in range(self.shape.parts(group))]
         return all(self.world.records.contains_many(keys)) if now else self.world.put >= set(keys)
 
     def _watch_offers(self) -> None:

@@ -16,10 +16,7 @@ from kvpool.transfer.kv_cache import Block
 from kvpool.transfer.mover import Finished
 from tests.support.deadlines import eventually
 from tests.support.devices import DEVICE, RunningDevice, SlowDevice
-from tests.support.scripted_store import (
-    ScriptedStore,
-    key,
-)
+from tests.support.scripted_store import ScriptedStore, key
 
 
 def run(engine: KVCacheMover, *, within_s: float = 60.0) -> Finished:

@@ -12,13 +12,7 @@ from typing import Any
 from kvpool import PrefixIndex
 from kvpool.index import Match, Row
 from tests.support.feeds import Misbehaving
-from tests.support.wire import (
-    batch,
-    cleared,
-    packed64,
-    removed,
-    stored,
-)
+from tests.support.wire import batch, cleared, packed64, removed, stored
 
 TIER = {None: "device", "GPU": "device", "CPU": "host", "DISK": "disk", "STORAGE": "pool"}
 COLUMNS = (
@@ -182,8 +176,6 @@ def device_blocks(index: PrefixIndex, prompt: list[int], worker: str = "w") -> i
 
 
 PROMPTS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [9, 10], [4, 5]]
-
-
 Events = list[dict[str, Any]]
 
 

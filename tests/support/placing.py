@@ -73,8 +73,6 @@ async def placing(timeout_s: float = 20.0, models: str = "mm") -> AsyncIterator[
 
 
 COSTS = Costs(local=0.25, pool=0.5, waiting=1000, running=100, usage=200, speed=100)
-
-
 NAMESPACE = "0123456789abcdef" * 2
 
 

@@ -96,8 +96,6 @@ BODIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 USER = {"role": "user", "content": "x"}
 TEXTS = ["the user asks", " x", "<|im_start|>user\n\u00e9", "a" * 3000]
-
-
 NAMES: list[tuple[str, str]] = []
 CASES: list[tuple[str, str, dict[str, Any]]] = []
 for (_template, _source), (_name, _body) in itertools.product(TEMPLATES.items(), BODIES.items()):

@@ -15,11 +15,7 @@ from tests.support.deadlines import eventually
 from tests.support.wire import Hash, packed64
 
 NAMESPACE = Namespace("default", {"model": "m"})
-
-
 NEVER_S = 3600.0  # a pause in which nothing but notices can help
-
-
 NBYTES = 2000
 
 

@@ -24,17 +24,9 @@ from kvpool.vllm.scheduler import SchedulerHalf
 from tests.support.deadlines import eventually
 
 BLOCK_TOKENS = 16
-
-
 FACTS = {"model": "test", "tensor_parallel": 2}
-
-
 NAMESPACE = Namespace("default", FACTS)
-
-
 BUDGET_S = 0.2
-
-
 STEP_TOKENS = 32
 
 
@@ -123,11 +115,7 @@ def output(asked: Request, scheduled_tokens: int, tables: tuple[list[int], ...])
 
 
 TABLE = ([7, 8, 9, 10, 11, 12, 13],)
-
-
 TOKENS = list(range(100))
-
-
 BLOCKS = len(TOKENS) // BLOCK_TOKENS
 
 

@@ -168,9 +168,8 @@ class DirectoryPool:
 
     def damage(self, part: float) -> None:
         # Folders come and go meanwhile, which only this walk takes as it comes.
-        files = [
-            Path(folder, name) for folder, _, names in os.walk(self._folder / "blocks") for name in names
-        ]
+        walk = os.walk(self._folder / "blocks")
+        files = [Path(folder, name) for folder, _, names in walk for name in names]
         for file in sorted(files):
             if self.random.random() < part:
                 with contextlib.suppress(FileNotFoundError), file.open("r+b") as record:
@@ -255,9 +254,7 @@ class WatchedTier(KVPoolTier):
         for result in results:
             self.engine.ended(result)
         self.engine.check_batches()
-        if (
-            self.engine.stumbled == stumbled
-        ):  # after a fault of ours in this very call the next one ends the jobs
+        if self.engine.stumbled == stumbled:  # else the next call ends the jobs
             self.engine.check_overdue()
         return results
 

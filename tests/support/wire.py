@@ -72,14 +72,8 @@ def packed64(hashes: Sequence[int]) -> bytes:
 
 
 GOLDEN: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "golden" / "events.json").read_text())
-
-
 HASHES = st.sampled_from([0, 1, 2, 3, 4, 5, 6, 7, 1 << 32, (1 << 63) + 1, (1 << 64) - 1])
-
-
 WORKERS = st.sampled_from(["a", "b", "c"])
-
-
 RANKS = st.sampled_from([0, 0, 0, 1])
 
 

@@ -21,7 +21,7 @@ def engine_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A function that makes a ``VllmConfig`` from options of ``EngineArgs``, with kvpool as its connector."""
     from vllm.engine.arg_utils import EngineArgs
 
-    from tests.support.engines import write_model
+    from demo.engine_process import write_model
 
     model: Path = write_model(tmp_path_factory.mktemp("config") / "model", kind="llama", width=256, layers=2)
 

@@ -16,7 +16,7 @@ from kvpool.index.fleet import Fleet
 from tests.support.command_line import kvpool, refused
 from tests.support.doctor import announced, examined, sentences, worker
 from tests.support.feeds import misbehaving
-from tests.support.fleets import Served, a_worker, serving
+from tests.support.fleets import a_worker, serving
 from tests.support.metrics_pages import PageServer, answer, serving_page
 
 PAGE = b"""# HELP kvpool_lookup_requests_total Requests whose prefix was looked up in the pool.
@@ -116,21 +116,6 @@ def test_a_picker_and_an_index_are_asked_for_their_health() -> None:
     code, findings = examined("--picker", "127.0.0.1:1")
     assert code == 1
     assert "no picker answers on 127.0.0.1:1: nothing listens there" in sentences(findings, "fail")
-
-
-def test_nothing_is_well_of_what_is_not_there(tmp_path: Path) -> None:
-    """A mistyped directory, an index without workers."""
-    mistyped = tmp_path / "pol"
-    code, _ = examined("--pool", f"file://{mistyped}")
-    assert (code, mistyped.exists()) == (1, False)
-    served = Served(Fleet())
-    served.start()
-    try:
-        code, findings = examined("--index", served.target)
-    finally:
-        served.stop()
-    assert code == 1
-    assert "it follows no worker" in sentences(findings, "fail")
 
 
 def test_what_is_examined_can_stand_in_the_environment(tmp_path: Path) -> None:

@@ -77,12 +77,7 @@ WRONG = [
     ("save", "3600 1", "warn", "save is on"),
     ("appendonly", "yes", "warn", "appendonly is on"),
     ("client-output-buffer-limit", "normal 0 0 0", "warn", "client-output-buffer-limit has none"),
-    (
-        "client-output-buffer-limit",
-        "normal 4mb 0 0",
-        "fail",
-        "client-output-buffer-limit ends connections",
-    ),
+    ("client-output-buffer-limit", "normal 4mb 0 0", "fail", "client-output-buffer-limit ends connections"),
     ("maxmemory-clients", "0", "warn", "maxmemory-clients is 0"),
     ("maxmemory-clients", "1%", "fail", "maxmemory-clients allows 10.2 MiB"),
     ("maxmemory-clients", "20mb", "fail", "maxmemory-clients allows 20 MiB"),

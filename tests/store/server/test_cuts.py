@@ -13,11 +13,10 @@ from kvpool import open_store
 from kvpool.errors import StoreUnavailable
 from tests.support.conformance import MIB, key, payload
 from tests.support.deadlines import ends_within, eventually
-from tests.support.exchange import ANOTHER, TIMEOUT_S, Exchange
 from tests.support.proxy import Harm, Proxy, Way, proxied
 from tests.support.servers import Server, with_client
 from tests.support.soak import LONG_SOAK
-from tests.support.store_traffic import Traffic, serves
+from tests.support.store_traffic import ANOTHER, TIMEOUT_S, Exchange, Traffic, serves
 
 # What a dial and one batch of each kind consist of, as words that must have passed before a sweep counts.
 STAGES = (

@@ -26,10 +26,9 @@ from kvpool.store.tls import Tls
 from tests.support.conformance import MIB, LightConformance, ServerConformance, keys, payload
 from tests.support.credentials import Authority, Pair
 from tests.support.deadlines import ends_within, eventually
-from tests.support.exchange import Exchange
 from tests.support.proxy import Harm, Way, proxied
 from tests.support.servers import CLIENTS, ON_REDIS, ON_VALKEY, SERVERS, TlsServer, started, with_client
-from tests.support.store_traffic import Traffic, serves
+from tests.support.store_traffic import Exchange, Traffic, serves
 
 
 @pytest.fixture(scope="module")
