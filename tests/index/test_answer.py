@@ -94,21 +94,6 @@ def test_a_rank_whose_batches_name_others_has_what_all_of_them_have() -> None:
     assert (device, local, pool) == ((0, 1, 2), (0, 2, 2), (1, 0, 1))
 
 
-def test_a_rank_that_changes_meanwhile_is_asked_again() -> None:
-    index = PrefixIndex()
-    state = _native.RankState()
-    state.stale = False
-    state.version = 1
-    rows = _native.Rows((("w", 0, "", 16, "a", "", state),), True)
-    answer = rows.answer(index.native, packed64([1]), 0, False)
-    assert answer.moved() == (0,)
-    index.apply("a", batch(stored([1])))
-    state.sequence, state.version = 5, 2
-    rows.again(0, index.native, packed64([1]), 0, answer, False)
-    _, device, _, _, sequences, *_ = answer.columns()
-    assert (device, sequences) == ((1,), (5,))
-
-
 # ---- requests
 
 ASCII = st.text(st.characters(max_codepoint=127), max_size=6)

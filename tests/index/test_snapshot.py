@@ -16,8 +16,6 @@ from unittest.mock import Mock
 
 import msgpack
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvpool import PrefixIndex, SnapshotRefused, Worker, _native
 from kvpool.discovery.worker import Position
@@ -263,31 +261,6 @@ def test_golden_snapshots(case: dict[str, Any]) -> None:
         unpack(bytes.fromhex(case["hex"])).partitions[0].workers[0].worker
         == again.partitions[0].workers[0].worker
     )
-
-
-@given(
-    life=st.text(max_size=5),
-    written_at_s=st.floats(allow_nan=False),
-    workers=st.lists(
-        st.tuples(
-            st.text("xyz.-", min_size=1, max_size=8), st.sampled_from(["pool", "flag", "call"]),
-            st.none() | st.floats(0, 8e4), st.text("ab", max_size=3), st.integers(0, (1 << 64) - 1),
-        ),
-        max_size=4, unique_by=lambda one: one[0],
-    ),
-)  # fmt: skip
-@settings(max_examples=50)
-def test_what_is_packed_is_what_is_unpacked(life: str, written_at_s: float, workers: list[Any]) -> None:
-    fleet = Fleet()
-    for name, source, lease_s, incarnation, _ in workers:
-        fleet.add(a_worker(name, incarnation=incarnation, ranks=2), source, lease_s or None)
-    packed = b"".join(pack(Snapshot(written_at_s, life, fleet.snapshot())))
-    snapshot = unpack(packed)
-    assert (snapshot.life, snapshot.written_at_s) == (life, written_at_s)
-    found = {state.worker: state for partition in snapshot.partitions for state in partition.workers}
-    assert found.keys() == {status.worker for status in fleet.workers()}
-    assert {state.source for state in found.values()} == {source for _, source, *_ in workers}
-    assert b"".join(pack(snapshot)) == packed
 
 
 def test_a_byte_that_is_changed_missing_or_too_many_is_noticed() -> None:

@@ -77,17 +77,6 @@ def test_a_batch_that_stores_and_clears_in_turns_costs_its_own_rank_what_it_hold
     assert fleet.totals().malformed_batches == 1
 
 
-def test_a_group_that_changes_its_kind_in_turns_is_refused_as_well() -> None:
-    index = PrefixIndex(reuse_reports=False)
-    index.apply("w", batch(stored(BLOCKS, group_idx=0), stored(BLOCKS, group_idx=1, **WINDOW)))
-    index.apply("other", batch(stored(BLOCKS)))
-    turn = [stored([1], group_idx=1, kv_cache_spec_kind=kind) for kind in ("full_attention", "mamba")]
-    index.apply("w", batch(*turn * 8))
-    with pytest.raises(ClearedTooOften):
-        index.apply("w", batch(*turn * 9))
-    assert [row.worker for row in index.match(packed64(BLOCKS))] == ["other"]
-
-
 def a_crowd(workers: int = 300) -> Fleet:
     """Each holds other halves of a prompt: the holders change at each block."""
     fleet = Fleet()

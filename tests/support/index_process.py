@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from kvpool import IndexClient, UnknownModel
@@ -19,16 +19,17 @@ START_TIMEOUT_S = 240.0  # a busy machine reads packages slowly
 
 
 class Index:
-    """A running ``kvpool index``."""
+    """A running ``kvpool index``. ``log``: a file for its standard error, where that would fill a pipe."""
 
     command = "index"
 
-    def __init__(self, *arguments: str, **environment: str) -> None:
+    def __init__(self, *arguments: str, log: Path | None = None, **environment: str) -> None:
         program = str(Path(sys.executable).parent / "kvpool")
         command = [program, self.command, "--listen", "127.0.0.1:0", "--drain", "0", *arguments]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, **environment}
-        )
+        with log.open("wb") if log else nullcontext(subprocess.PIPE) as errors:
+            self.process = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=errors, env={**os.environ, **environment}
+            )
         assert self.process.stdout is not None
         if not select.select([self.process.stdout], [], [], START_TIMEOUT_S)[0]:
             self.stop(signal.SIGKILL)
@@ -58,8 +59,10 @@ class Index:
 
 
 @contextmanager
-def running(*arguments: str, kind: type[Index] = Index, **environment: str) -> Iterator[Index]:
-    index = kind(*arguments, **environment)
+def running(
+    *arguments: str, kind: type[Index] = Index, log: Path | None = None, **environment: str
+) -> Iterator[Index]:
+    index = kind(*arguments, log=log, **environment)
     try:
         yield index
     finally:

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from kvpool.index.resolver import Addresses, Resolver, Unresolved
 from tests.support.deadlines import eventually
 from tests.support.servers import find
 
@@ -142,3 +144,23 @@ class Names:
         if host not in self.known:
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", (self.known[host], 0))]
+
+
+class KnownNames(Resolver):
+    """Knows names; others have no address, or hang. ``asked``: how often it was."""
+
+    def __init__(self, *hanging: str, **known: str) -> None:
+        super().__init__()
+        self.known, self.asked = known, 0
+        self.hanging: dict[str, Future[Addresses]] = {name: Future() for name in hanging}
+
+    def resolve(self, host: str, owner: str = "", port: int = 0) -> Future[Addresses]:
+        self.asked += 1
+        if host in self.hanging:
+            return self.hanging[host]
+        found: Future[Addresses] = Future()
+        if host in self.known:
+            found.set_result((self.known[host],))
+        else:
+            found.set_exception(Unresolved(f"the name {host} does not resolve"))
+        return found

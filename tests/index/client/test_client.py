@@ -49,14 +49,13 @@ from kvpool.index.protocol.messages import (
     encode_index_status,
     encode_lookup,
     encode_worker_status,
-    pack_tokens,
 )
 from kvpool.key.hashing import seed_id
 from kvpool.v1 import index_pb2 as pb
 from tests.support.calls import PATIENT_S, by_either, grpc_server
 from tests.support.deadlines import eventually
 from tests.support.fleets import Served, a_worker, say, serving
-from tests.support.wire import batch, packed64, stored
+from tests.support.wire import batch, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 
@@ -280,25 +279,22 @@ def test_what_listens_is_no_grpc(says: bytes) -> None:
     assert "does not speak gRPC" in str(caught.value) or "no index answers" in str(caught.value)
 
 
-def test_another_grpc_server() -> None:
-    with grpc_server(None) as target, pytest.raises(IndexUnavailable) as caught:
-        by_either(target, "workers")
-    assert f"what listens on {target} is no kvpool index" in str(caught.value)
+ONE_AND_TWO = pb.LookupResponse(worker=["a"], dp_rank=[0, 1]).SerializeToString()
 
 
-def test_a_reply_that_is_no_table() -> None:
-    reply = pb.LookupResponse(worker=["a"], dp_rank=[0, 1]).SerializeToString()
-    with (
-        grpc_server(lambda *_: reply) as target,
-        pytest.raises(IndexUnavailable, match="columns differ in length"),
-    ):
+@pytest.mark.parametrize(
+    ("handle", "says"),
+    [
+        (None, "what listens on {} is no kvpool index"),
+        (lambda *_: ONE_AND_TWO, "columns differ in length"),
+        (lambda *_: b"\xff\xff", "{}"),
+    ],
+    ids=["another server", "no table", "no message"],
+)
+def test_a_server_that_is_no_index(handle: Any, says: str) -> None:
+    with grpc_server(handle) as target, pytest.raises(IndexUnavailable) as caught:
         by_either(target, "lookup", "m", hashes64=bytes(8))
-
-
-def test_a_reply_that_is_no_message() -> None:
-    with grpc_server(lambda *_: b"\xff\xff") as target, pytest.raises(IndexUnavailable) as caught:
-        by_either(target, "workers")
-    assert target in str(caught.value)
+    assert says.format(target) in str(caught.value)
 
 
 def test_a_server_that_hangs_costs_the_deadline() -> None:
@@ -536,9 +532,3 @@ def test_noise_is_refused_or_read(noise: bytes) -> None:
     except kvpool.KVPoolError as error:
         lines = str(error).splitlines()
         assert len(lines) == 1
-
-
-def test_packed_numbers_are_little_endian() -> None:
-    assert pack_tokens([1, 0x01020304]).hex() == "0100000004030201"
-    call = lookup_call(Prompt("m", hashes64=packed64([1, 0x0102030405060708])))
-    assert call.request.block_hashes.hex() == "01000000000000000807060504030201"

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -17,6 +14,7 @@ from kvpool.index.answer import WorkerStatus
 from kvpool.key.hashing import seed_id
 from tests.support.deadlines import eventually
 from tests.support.feeds import frames, misbehaving, raw_publisher
+from tests.support.index_process import peak_nbytes, running
 from tests.support.wire import batch, packed64, stored
 
 WITHIN_S = 60.0
@@ -24,36 +22,6 @@ MiB = 1 << 20
 PYTHON_NBYTES = 64 * MiB  # of code that is loaded on the way, and of what the interpreter keeps
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
-
-
-class Index:
-    """A ``kvpool index`` whose log goes to a file: what it says of thousands of ranks would fill a pipe."""
-
-    def __init__(self, log: Path, max_memory: str) -> None:
-        program = str(Path(sys.executable).parent / "kvpool")
-        with log.open("wb") as lines:
-            self.process = subprocess.Popen(
-                [program, "index", "--listen", "127.0.0.1:0", "--max-memory", max_memory],
-                stdout=subprocess.PIPE, stderr=lines,
-            )  # fmt: skip
-        assert self.process.stdout is not None
-        found = re.match(r"index listens on (\S+),", self.process.stdout.readline().decode())
-        assert found is not None, log.read_text()
-        self.target = found[1]
-
-    def __enter__(self) -> Index:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-
-def peak(index: Index) -> int:
-    status = Path(f"/proc/{index.process.pid}/status").read_text()
-    found = re.search(r"^VmHWM:\s+([0-9]+) kB$", status, re.MULTILINE)
-    assert found is not None
-    return int(found[1]) << 10
 
 
 def a_worker(name: str, *publishers: Publisher, tenant: str = "default") -> Worker:
@@ -66,12 +34,15 @@ def statuses(client: IndexClient) -> dict[str, WorkerStatus]:
 
 def test_ranks_that_say_nothing_take_little_and_no_more_than_there_is(tmp_path: Path) -> None:
     ranks = tuple(Publisher(rank, "") for rank in range(1024))
-    with Index(tmp_path / "log", "256MiB") as index, IndexClient(index.target, timeout_s=WITHIN_S) as client:
+    with (
+        running("--max-memory", "256MiB", log=tmp_path / "log") as index,
+        IndexClient(index.target, timeout_s=WITHIN_S) as client,
+    ):
         client.workers()
-        before = peak(index)
+        before = peak_nbytes(index)
         for number in range(4):
             client.register(a_worker(f"w-{number}", *ranks))
-        assert peak(index) - before < 32 * MiB + PYTHON_NBYTES
+        assert peak_nbytes(index) - before < 32 * MiB + PYTHON_NBYTES
         with pytest.raises(Exception, match="no memory is left for 1024 more ranks of tenant default"):
             client.register(a_worker("w-4", *ranks))
         client.register(a_worker("w", ranks[0], tenant="other"))
@@ -85,11 +56,11 @@ def test_a_message_of_many_frames_is_not_taken(tmp_path: Path) -> None:
         misbehaving() as publisher,
         raw_publisher(frames(*[58 * MiB] * 12)) as hostile,
         raw_publisher(frames(*[20 * MiB] * 12)) as other,
-        Index(tmp_path / "log", "256MiB") as index,
+        running("--max-memory", "256MiB", log=tmp_path / "log") as index,
         IndexClient(index.target, timeout_s=WITHIN_S) as client,
     ):
         client.workers()
-        before = peak(index)
+        before = peak_nbytes(index)
         client.register(a_worker("hostile", hostile))
         client.register(a_worker("other", other))
         publisher.publish(batch(stored([1, 2])))
@@ -104,7 +75,7 @@ def test_a_message_of_many_frames_is_not_taken(tmp_path: Path) -> None:
         assert eventually(
             lambda: client.lookup("m", hashes64=packed64([1, 2]), workers=["w"]).device_blocks[0] == 2
         )
-        assert peak(index) - before < 64 * MiB + PYTHON_NBYTES
+        assert peak_nbytes(index) - before < 64 * MiB + PYTHON_NBYTES
 
 
 def test_twelve_ranks_with_large_batches_while_a_lease_ends(tmp_path: Path) -> None:
@@ -114,10 +85,10 @@ def test_twelve_ranks_with_large_batches_while_a_lease_ends(tmp_path: Path) -> N
     assert 30 * MiB < len(large) < 40 * MiB
     with ExitStack() as opened:
         publishers = [opened.enter_context(misbehaving()) for _ in range(12)]
-        index = opened.enter_context(Index(tmp_path / "log", "512MiB"))
+        index = opened.enter_context(running("--max-memory", "512MiB", log=tmp_path / "log"))
         client = opened.enter_context(IndexClient(index.target, timeout_s=WITHIN_S))
         client.register(a_worker("leased", Publisher(0, ""), tenant="other"), lease_s=1)
-        before = peak(index)
+        before = peak_nbytes(index)
         for number, publisher in enumerate(publishers):
             publisher.publish(large)
             client.register(a_worker(f"w-{number}", publisher.publisher))
@@ -129,4 +100,4 @@ def test_twelve_ranks_with_large_batches_while_a_lease_ends(tmp_path: Path) -> N
 
         assert eventually(followed, within_s=WITHIN_S)
         assert index.process.poll() is None
-        assert peak(index) - before < 128 * MiB + PYTHON_NBYTES
+        assert peak_nbytes(index) - before < 128 * MiB + PYTHON_NBYTES

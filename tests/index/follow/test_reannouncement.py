@@ -1,4 +1,4 @@
-"""A rank of which batches were lost tells all it holds when it is asked: over real pools, real sockets, no engine."""
+"""A rank of which batches were lost tells all it holds when it is asked: over a real pool, real sockets, no engine."""
 
 from __future__ import annotations
 
@@ -26,19 +26,15 @@ from kvpool.store.store import Store
 from tests.support.deadlines import eventually
 from tests.support.feeds import Misbehaving, misbehaving
 from tests.support.fleets import a_worker
-from tests.support.servers import running
 from tests.support.wire import batch, cleared, packed64, removed, stored
 
 WITHIN_S = 60.0
 
 
-@pytest.fixture(params=["file", "valkey-server"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
-    with contextlib.ExitStack() as parts:
-        url = f"file://{tmp_path}/pool"
-        if request.param != "file":
-            url = parts.enter_context(running(request.param, tmp_path)).url
-        yield parts.enter_context(open_store(url))
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with open_store(f"file://{tmp_path}/pool") as one:
+        yield one
 
 
 class Index:
@@ -93,7 +89,7 @@ def announced(store: Store, publisher: Publisher) -> Iterator[Announcer]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(announcer, "READ_S", 0.05)
-    monkeypatch.setattr(worker_watch, "ASK_S", 0.2)
+    monkeypatch.setattr(worker_watch, "REQUEST_EVERY_S", 0.2)
     monkeypatch.setattr(worker_watch, "REQUEST_LEASE_S", 1.0)
     monkeypatch.setattr(feed, "PROBE_S", 0.2)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
-from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -13,28 +12,8 @@ import pytest
 from kvpool.index.fleet import Fleet
 from kvpool.index.place import endpoints
 from kvpool.index.place.endpoints import Endpoints
-from kvpool.index.resolver import Addresses, Resolver, Unresolved
 from tests.support.fleets import a_worker
-
-
-class Names(Resolver):
-    """Knows names; others have no address, or hang. ``asked``: how often it was."""
-
-    def __init__(self, *hanging: str, **known: str) -> None:
-        super().__init__()
-        self.known, self.asked = known, 0
-        self.hanging: dict[str, Future[Addresses]] = {name: Future() for name in hanging}
-
-    def resolve(self, host: str, owner: str = "", port: int = 0) -> Future[Addresses]:
-        self.asked += 1
-        if host in self.hanging:
-            return self.hanging[host]
-        found: Future[Addresses] = Future()
-        if host in self.known:
-            found.set_result((self.known[host],))
-        else:
-            found.set_exception(Unresolved(f"the name {host} does not resolve"))
-        return found
+from tests.support.networks import KnownNames
 
 
 def a_fleet(**addresses: str) -> Fleet:
@@ -58,7 +37,7 @@ def test_the_workers_at_the_endpoints_of_a_subset() -> None:
         none="", rank="http://10.0.0.1:8000/",
     )  # fmt: skip
     fleet.add(a_worker("other", tenant="t", address="http://10.0.0.9:8000"), "flag")
-    there = Endpoints(fleet, Names(named="10.0.0.3"))
+    there = Endpoints(fleet, KnownNames(named="10.0.0.3"))
 
     async def asks() -> None:
         assert await there.names_at(at("10.0.0.3:80"), "default", 60) == ["named"]
@@ -74,7 +53,7 @@ def test_the_workers_at_the_endpoints_of_a_subset() -> None:
 
 def test_a_request_does_not_look_at_each_worker() -> None:
     fleet = a_fleet(**{f"w{number}": f"http://w{number}:8000" for number in range(50)})
-    names = Names(**{f"w{number}": f"10.0.0.{number}" for number in range(50)})
+    names = KnownNames(**{f"w{number}": f"10.0.0.{number}" for number in range(50)})
     there = Endpoints(fleet, names)
 
     async def asks() -> None:
@@ -87,7 +66,7 @@ def test_a_request_does_not_look_at_each_worker() -> None:
 
 def test_who_joins_leaves_or_moves_is_seen_at_once() -> None:
     fleet = a_fleet(a="http://10.0.0.1:8000", b="http://10.0.0.2:8000")
-    there = Endpoints(fleet, Names())
+    there = Endpoints(fleet, KnownNames())
 
     async def asks() -> None:
         both = at("10.0.0.1:8000", "10.0.0.2:8000")
@@ -104,7 +83,7 @@ def test_who_joins_leaves_or_moves_is_seen_at_once() -> None:
 
 def test_a_name_that_moves_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints, "PLACES_S", 0.0)
-    names = Names(one="10.0.0.1")
+    names = KnownNames(one="10.0.0.1")
     there = Endpoints(a_fleet(one="http://one:8000"), names)
 
     async def asks() -> None:
@@ -118,7 +97,7 @@ def test_a_name_that_moves_is_found_again(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_name_that_hangs_holds_up_no_request_that_can_do_without_it() -> None:
-    names = Names("slow", one="10.0.0.1")
+    names = KnownNames("slow", one="10.0.0.1")
     there = Endpoints(a_fleet(one="http://one:8000", slow="http://slow:8000"), names)
 
     async def asks() -> None:
@@ -134,7 +113,7 @@ def test_a_name_that_hangs_holds_up_no_request_that_can_do_without_it() -> None:
 
 def test_the_endpoints_of_so_many_tenants_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoints, "MAX_TENANTS", 2)
-    there = Endpoints(a_fleet(one="http://10.0.0.1:8000"), Names())
+    there = Endpoints(a_fleet(one="http://10.0.0.1:8000"), KnownNames())
 
     async def asks() -> None:
         for tenant in ("default", "x", "default", "y", "z", "default"):

@@ -134,22 +134,15 @@ def test_a_request_goes_to_workers_of_its_model_whatever_is_read_of_it(path: str
     asyncio.run(ask())
 
 
-def test_a_request_whose_tokens_come_too_late_goes_to_workers_of_its_model() -> None:
+@pytest.mark.parametrize("under_way", [0, placer_module.MAX_UNDER_WAY], ids=["beside too many", "too late"])
+def test_a_request_that_is_not_read_in_time_goes_to_workers_of_its_model(
+    monkeypatch: pytest.MonkeyPatch, under_way: int
+) -> None:
+    monkeypatch.setattr(placer_module, "MAX_UNDER_WAY", under_way)
+
     async def ask() -> None:
         async with placing(timeout_s=0.1, models=MODELS) as there:
             there.tokenizer.goes_on.clear()
-            assert await targets(there, "/v1/completions", said(prompt=LONG)) == ["b"]
-
-    asyncio.run(ask())
-
-
-def test_a_request_beside_too_many_others_goes_to_workers_of_its_model(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(placer_module, "MAX_UNDER_WAY", 0)
-
-    async def ask() -> None:
-        async with placing(models=MODELS) as there:
             assert await targets(there, "/v1/completions", said(prompt=LONG)) == ["b"]
 
     asyncio.run(ask())

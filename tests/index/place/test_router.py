@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvpool import BlockHasher, ConfigError, KVPoolError, Load, UnknownModel
 from kvpool.index.answer import Row
 from kvpool.index.place.load import KEEP_S
-from kvpool.index.place.ranking import Pick, Ranking
+from kvpool.index.place.ranking import Pick
 from kvpool.index.place.router import Costs, Router
 from kvpool.index.prompt import Prompt
 from kvpool.index.protocol.messages import decode_route
@@ -26,18 +26,10 @@ from tests.support.wire import batch, packed64, stored
 @pytest.mark.parametrize(
     ("device", "local", "pool", "prompt_tokens", "terms"),
     [
-        (0, 0, range(0), None, (160, 0)),
         (0, 0, range(0), 167, (167, 0)),
-        (10, 10, range(0), None, (0, 0)),
         (10, 10, range(0), 167, (7, 0)),
         (10, 10, range(0), 100, (0, 0)),  # fewer than its blocks hold: not below 0
-        (2, 6, range(0), None, (64, 16)),
-        (2, 6, range(8), None, (32, 16 + 16)),
-        (2, 6, range(4), None, (64, 16)),  # the nearer tier counts
-        (0, 0, range(10), None, (0, 80)),
-        (2, 2, range(2, 10), None, (0, 64)),  # the pool continues what the worker has begun
         (2, 6, range(6, 9), None, (16, 16 + 24)),
-        (2, 6, range(7, 10), None, (64, 16)),  # behind a hole
     ],
 )
 def test_what_is_left_to_compute_and_to_fetch(
@@ -116,28 +108,6 @@ def test_coefficients_are_judged(coefficient: str) -> None:
 # ---- over a fleet
 
 
-def test_the_cheapest_comes_first() -> None:
-    fleet = a_fleet("a", "b", "c", namespace=NAMESPACE)
-    hashes = BlockHasher(16).hashes(range(160))
-    say(fleet, "default/a", 0, 0, batch(stored(hashes[:3])))
-    say(fleet, "default/b", 0, 0, batch(stored(hashes[:8])))
-    say(fleet, "default/c", 0, 0, batch(stored(hashes[:5], medium="STORAGE")))
-    router = Router(fleet, costs=COSTS, clock=Clock())
-    route = router.route("m", token_ids=list(range(165)))
-    assert [(pick.worker, pick.cost) for pick in route.picks] == [("b", 37), ("a", 85 + 16), ("c", 85 + 40)]
-    assert route.picks[1].fetch_cost == 16, "a loads two more from the pool that is also its own"
-    assert route.picks[0].address == "http://b:8000"
-    assert route.reservation == ""
-    loads = [Load("a"), Load("b", running=1), Load("c")]
-    assert order(router.route("m", token_ids=list(range(165)), loads=loads, limit=2)) == ["a", "c"]
-    as_hashes = router.route(
-        "m", hashes64=BlockHasher(16).hashes64(range(160)), prompt_tokens=165, loads=[Load("b")]
-    )
-    assert [pick.prefill_cost for pick in as_hashes.picks if pick.worker == "b"] == [37]
-    assert order(router.route("m", token_ids=[1], workers=["c"])) == ["c"]
-    assert router.route("m", token_ids=[1], workers=["nobody"]) == Ranking()
-
-
 def test_trust() -> None:
     fleet = a_fleet("a", "b")
     fleet.add(a_worker("c", port=6000), "flag")  # not heard from
@@ -148,23 +118,6 @@ def test_trust() -> None:
     route = Router(fleet).route("m", hashes64=hashes)
     trust = {pick.worker: (pick.trust, pick.prefill_cost) for pick in route.picks}
     assert trust == {"a": ("exact", 0), "b": ("degraded", 32), "c": ("fallback", 32)}
-
-
-def test_who_is_asleep_comes_last() -> None:
-    fleet = a_fleet("a", "b")
-    say(fleet, "default/a", 0, 0, batch(stored([1])))
-    router = Router(fleet)
-    router.loads.scrape("default/a", Load("a"), asleep=True)
-    route = router.route("m", hashes64=packed64([1]), loads=[Load("b", running=500)])
-    assert [(pick.worker, pick.asleep) for pick in route.picks] == [("b", False), ("a", True)]
-
-
-def test_a_load_that_is_not_known_is_the_mean() -> None:
-    router = Router(a_fleet("a", "b", "c"), costs=COSTS)
-    loads = [Load("a", running=2), Load("b", running=6)]
-    queues = {pick.worker: pick.queue_cost for pick in router.route("m", token_ids=[1], loads=loads).picks}
-    assert queues == {"a": 200, "b": 600, "c": 400}
-    assert {pick.load_source for pick in Router(a_fleet("a")).route("m", token_ids=[1]).picks} == {"none"}
 
 
 def test_the_mean_of_the_longest_queues_is_a_number() -> None:

@@ -146,15 +146,13 @@ def test_an_upgrade_is_answered_and_not_made(front: Front) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    "model", ["m\r\nx-forged: 1", "m\0", "\u00e9\u4e2d", "a" * 5000, "../..", ""], ids=lambda name: name[:3]
-)
-def test_a_models_name_forges_no_header(front: Front, model: str) -> None:
-    reply = post(front.url, {"model": model, "prompt": "x"})
-    assert (reply.status, reply.headers["x-kvpool-worker"] in NAMES) == (200, True)
-    assert reply.headers["x-kvpool-reason"] in ("unknown-model", "unreadable")
-    seen = front.workers[reply.worker].seen()
-    assert "x-forged" not in {*reply.headers, *seen}
+def test_a_models_name_forges_no_header(front: Front) -> None:
+    for model in ("m\r\nx-forged: 1", "m\0", "\u00e9\u4e2d", "a" * 5000, "../..", ""):
+        reply = post(front.url, {"model": model, "prompt": "x"})
+        assert (reply.status, reply.headers["x-kvpool-worker"] in NAMES) == (200, True)
+        assert reply.headers["x-kvpool-reason"] in ("unknown-model", "unreadable")
+        seen = front.workers[reply.worker].seen()
+        assert "x-forged" not in {*reply.headers, *seen}
 
 
 def test_a_prompt_that_is_too_long_gets_the_workers_answer(front: Front) -> None:
@@ -177,21 +175,6 @@ def test_all_workers_away(front: Front) -> None:
     reply = post(front.url, ASKED)
     assert in_form(reply.body, reply.status) == "no worker has joined the index"
     assert reply.headers["retry-after"] == "1"
-
-
-def test_a_client_that_goes_away_amid_a_stream(front: Front) -> None:
-    for worker in front.workers.values():
-        worker.hold_parts.clear()
-    port = int(front.url.rpartition(":")[2])
-    body = json.dumps({**ASKED, "stream": True}).encode()
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
-        client.sendall(sent("POST /v1/completions HTTP/1.1", f"content-length: {len(body)}", body=body))
-        read = b""
-        while b"data:" not in read:
-            part = client.recv(65536)
-            assert part, read
-            read += part
-    assert eventually(lambda: sum(worker.given_up for worker in front.workers.values()) == 1)
 
 
 PATHS = (

@@ -12,16 +12,12 @@ from pathlib import Path
 import pytest
 
 from demo.engine_process import free_ports
-from kvpool import BlockHasher
-from kvpool.index.fleet import Fleet
 from tests.support import envoy
 from tests.support.deadlines import ends_within, eventually
-from tests.support.fleets import say
 from tests.support.fronts import envoy_cluster
 from tests.support.http_client import TEXT, get, post
 from tests.support.index_process import running
 from tests.support.openai_worker import scripted
-from tests.support.wire import batch, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 
@@ -47,61 +43,13 @@ def test_a_request_goes_to_the_worker_that_holds_its_prompt(tmp_path: Path, dupl
 
 
 @MODES
-def test_chats_and_token_ids_find_their_worker(tmp_path: Path, duplex: bool) -> None:
+def test_requests_arrive_as_they_were_sent(tmp_path: Path, duplex: bool) -> None:
     with envoy_cluster(tmp_path, duplex=duplex) as there:
-        there.hold("c", f"user: {TEXT}\n")
-        there.hold("b", TEXT)
-        chat = {"model": "m", "messages": [{"role": "user", "content": TEXT}]}
-        assert post(there.url, chat, "/v1/chat/completions").worker == "c"
-        assert post(there.url, {"model": "m", "prompt": list(TEXT.encode())}).worker == "b"
-        assert post(there.url, {"model": "m", "prompt": [TEXT, "another"]}).worker == "b"
-
-
-@MODES
-def test_responses_find_their_worker_by_the_tokens_that_one_of_them_says(
-    tmp_path: Path, duplex: bool
-) -> None:
-    with envoy_cluster(tmp_path, duplex=duplex) as there:
-        for worker in there.workers.values():
-            worker.render = lambda body: list(body["input"].encode())
-        there.hold("c")
-        reply = post(there.url, {"model": "m", "input": TEXT}, "/v1/responses")
-        assert (reply.worker, reply.headers["x-kvpool-reason"]) == ("c", "prefix")
-        assert json.loads(reply.body)["path"] == "/v1/responses"
-        assert sum(worker.rendered for worker in there.workers.values()) == 1
-
-
-@MODES
-@pytest.mark.parametrize("size", [0, 1 << 17, (16 << 20) - 100])
-def test_bodies_arrive_as_they_were_sent(tmp_path: Path, duplex: bool, size: int) -> None:
-    with envoy_cluster(tmp_path, duplex=duplex) as there:
-        body = json.dumps({"model": "m", "prompt": "x" * size}).encode() if size else b""
-        reply = post(there.url, body)
-        assert reply.status == 200
-        assert json.loads(reply.body)["sha256"] == hashlib.sha256(body).hexdigest()
-
-
-@MODES
-def test_what_is_wrong_with_a_request_is_for_the_worker_to_say(tmp_path: Path, duplex: bool) -> None:
-    with envoy_cluster(tmp_path, duplex=duplex) as there:
-        for body, reason in (
-            (b"{", "unreadable"),
-            (b"[1, 2]", "unreadable"),
-            (b"\xff\xfe", "unreadable"),
-            (b'{"model": "m", "prompt": 7}', "unreadable"),
-            (b'{"model": 7}', "unreadable"),
-            (b'{"model": "m", "prompt": ' + b"[" * 10_000 + b"]" * 10_000 + b"}", "unreadable"),
-            (b'{"model": "other", "prompt": "x"}', "unknown-model"),
-            (b'{"prompt": "x"}', "unreadable"),
-        ):
+        for size in (0, 1 << 17, (16 << 20) - 100):
+            body = json.dumps({"model": "m", "prompt": "x" * size}).encode() if size else b""
             reply = post(there.url, body)
-            assert (reply.status, reply.headers["x-kvpool-reason"]) == (200, reason), body
+            assert reply.status == 200
             assert json.loads(reply.body)["sha256"] == hashlib.sha256(body).hexdigest()
-
-
-@MODES
-def test_requests_without_a_body_and_other_paths(tmp_path: Path, duplex: bool) -> None:
-    with envoy_cluster(tmp_path, duplex=duplex) as there:
         assert get(f"{there.url}/v1/models").headers["x-kvpool-reason"] in ("unreadable", "load")
         reply = post(there.url, {"model": "m", "input": "x"}, "/v1/embeddings")
         assert (reply.status, reply.headers["x-kvpool-reason"]) == (200, "no-tokens")
@@ -134,13 +82,6 @@ def test_the_next_best_worker_serves_where_the_best_cannot_be_reached(tmp_path: 
         reply = post(there.url, {"model": "m", "prompt": TEXT, "user": "x" * nbytes})
         assert (reply.status, reply.worker) == (200, "c")
         assert reply.headers["x-kvpool-worker"] == "b", "where it was meant to go"
-
-
-def test_without_an_index_requests_are_served(tmp_path: Path) -> None:
-    with envoy_cluster(tmp_path) as there:
-        there.index.stop()
-        assert {post(there.url, {"model": "m", "prompt": TEXT}).status for _ in range(20)} == {200}
-        assert "x-kvpool-reason" not in post(there.url, {"model": "m", "prompt": TEXT}).headers
 
 
 def test_where_an_index_hangs_a_request_is_served_after_the_deadline_of_its_answer(tmp_path: Path) -> None:
@@ -192,6 +133,7 @@ def test_without_an_index_a_dead_worker_costs_no_request(tmp_path: Path) -> None
         # Faster than health checks find it: each retry goes to a worker that was not tried.
         statuses = [post(there.url, {"model": "m", "prompt": TEXT}).status for _ in range(30)]
         assert set(statuses) == {200}, statuses
+        assert "x-kvpool-reason" not in post(there.url, {"model": "m", "prompt": TEXT}).headers
 
 
 def test_a_connection_that_a_worker_closes_when_idle_is_not_used_again(tmp_path: Path) -> None:
@@ -206,70 +148,3 @@ def test_a_connection_that_a_worker_closes_when_idle_is_not_used_again(tmp_path:
             return there.front.counters(name)[name]
 
         assert eventually(lambda: idle_timeouts() == 1), "before the 5 s of vLLM's server"
-
-
-def test_callers_do_not_reach_what_is_between_engines(tmp_path: Path) -> None:
-    with envoy_cluster(tmp_path, names=("a",)) as there:
-        assert post(there.url, {"request_ids": ["x"]}, "/inference/v1/abort_requests").status == 404
-        assert there.workers["a"].bodies == []
-
-
-def test_a_worker_that_says_no_tokens_in_time_costs_no_request(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with envoy_cluster(tmp_path, place={"timeout_s": 0.2}) as there:
-        there.hold("b")
-        for worker in there.workers.values():
-            worker.render_delay_s = 1.0
-        assert post(there.url, {"model": "m", "prompt": TEXT}).headers["x-kvpool-reason"] == "no-tokens"
-        # They were made all the same, for the next one.
-        assert eventually(
-            lambda: post(there.url, {"model": "m", "prompt": TEXT}).headers["x-kvpool-reason"] == "prefix"
-        )
-        assert sum(worker.rendered for worker in there.workers.values()) == 1
-        for worker in there.workers.values():
-            worker.render, worker.render_delay_s = None, 0.0
-        for _ in range(5):
-            reply = post(there.url, {"model": "m", "prompt": f"another {TEXT}"})
-            assert (reply.status, reply.headers["x-kvpool-reason"]) == (200, "no-tokens")
-        assert sum(worker.rendered for worker in there.workers.values()) == 2, "one was enough to know"
-        assert [
-            one.getMessage().partition(": start ")[2] for one in caplog.records if "/render" in one.message
-        ] == ["kvpool with --tokenizer, or the workers with --enable-scale-out"], "said once"
-
-
-def test_what_is_under_way_counts_until_it_is_answered(tmp_path: Path) -> None:
-    with envoy_cluster(tmp_path) as there:
-        from concurrent.futures import ThreadPoolExecutor
-
-        for worker in there.workers.values():
-            worker.hold.clear()
-        with ThreadPoolExecutor(9) as callers:
-            asked = [
-                callers.submit(post, there.url, {"model": "m", "prompt": f"{number} {TEXT}"})
-                for number in range(9)
-            ]
-            assert eventually(
-                lambda: sorted(len(worker.bodies) for worker in there.workers.values()) == [3, 3, 3]
-            ), "none was given more, for each reserves its work"
-            for worker in there.workers.values():
-                worker.hold.set()
-            assert {one.result().status for one in asked} == {200}
-        router = there.index._options["router"]
-        assert eventually(lambda: len(router._reservations) == 0)
-
-
-def test_two_that_are_one_worker_have_one_endpoint_and_the_rank_is_told(tmp_path: Path) -> None:
-    fleet = Fleet()
-    with envoy_cluster(tmp_path, fleet=fleet, names=("a",)) as there:
-        worker = there.workers["a"]
-        fleet.remove("default/a")
-        fleet.add(worker.worker(ranks=2), "flag")
-        for rank in (0, 1):
-            fleet.rank("default/a", rank).heard()
-        say(fleet, "default/a", 1, 0, batch(stored(BlockHasher(16).hashes(list(TEXT.encode())))))
-        reply = post(there.url, {"model": "m", "prompt": TEXT})
-        assert reply.headers["x-kvpool-reason"] == "prefix"
-        seen = {name.lower(): value for name, value in worker.headers[-1].items()}
-        assert seen["x-data-parallel-rank"] == "1"
-        assert seen["x-gateway-destination-endpoint"] == worker.at

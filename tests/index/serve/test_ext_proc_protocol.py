@@ -6,6 +6,7 @@ Over 400 lines because all are of one call.
 from __future__ import annotations
 
 import json
+from concurrent.futures import Future
 from typing import Any
 
 import grpc
@@ -16,7 +17,6 @@ from kvpool import BlockHasher
 from kvpool.index import limits
 from kvpool.index.fleet import Fleet
 from kvpool.index.place import placement
-from kvpool.index.resolver import Resolver, Unresolved
 from kvpool.index.serve import ext_proc
 from kvpool.index.serve.auth import TokenAuth
 from kvpool.v1 import ext_proc_pb2 as pb
@@ -37,6 +37,7 @@ from tests.support.ext_proc import (
     set_headers,
 )
 from tests.support.fleets import a_worker, say
+from tests.support.networks import KnownNames
 from tests.support.wire import batch, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
@@ -350,28 +351,8 @@ def placed(channel: grpc.Channel) -> bool:
         return False
 
 
-class Names(Resolver):
-    """Knows names, until it does not."""
-
-    def __init__(self, **known: str) -> None:
-        super().__init__()
-        self.known, self.hangs = known, False
-
-    def resolve(self, host: str, owner: str = "", port: int = 0) -> Any:
-        from concurrent.futures import Future
-
-        found: Any = Future()
-        if self.hangs:
-            return found
-        if host in self.known:
-            found.set_result((self.known[host],))
-        else:
-            found.set_exception(Unresolved(f"the name {host} does not resolve"))
-        return found
-
-
 def test_names_are_numbers_in_answers_and_one_that_fails_is_left_out() -> None:
-    names = Names(one="10.0.0.1", two="fd00::2")
+    names = KnownNames(one="10.0.0.1", two="fd00::2")
     fleet = Fleet()
     for place, name in enumerate(("one", "two", "three")):
         fleet.add(a_worker(name, port=6000 + 2 * place, address=f"http://{name}:8000"), "flag")
@@ -381,16 +362,16 @@ def test_names_are_numbers_in_answers_and_one_that_fails_is_left_out() -> None:
         calling(index) as channel,
     ):
         assert sorted(Call(channel).place()) == ["10.0.0.1:8000", "[fd00::2]:8000"]
-        names.hangs = True
+        names.hanging = {name: Future() for name in ("one", "two", "three")}
         assert sorted(Call(channel).place()) == ["10.0.0.1:8000", "[fd00::2]:8000"], "what was known last"
-        names.hangs, names.known = False, {}
+        names.hanging, names.known = {}, {}
         assert sorted(Call(channel).place()) == ["10.0.0.1:8000", "[fd00::2]:8000"]
 
 
 def test_where_no_name_resolves_the_reason_is_said() -> None:
     fleet = Fleet()
     fleet.add(a_worker("one", address="http://nowhere:8000"), "flag")
-    with picking(fleet=fleet, place={"resolver": Names()}) as index, calling(index) as channel:
+    with picking(fleet=fleet, place={"resolver": KnownNames()}) as index, calling(index) as channel:
         call = Call(channel)
         call.ask(headers())
         refused = call.ask(body()).immediate_response

@@ -64,21 +64,6 @@ def called(target: str, request: Any) -> Any:
     return pb.LookupResponse.FromString(answer)
 
 
-def test_one_bad_question_leaves_the_others_of_its_stream_alone(served: Served) -> None:
-    requests = [asking(blocks, number=blocks) for blocks in range(1, 51)]
-    requests[20] = asking(21, model="unknown", number=21)
-    replies = streamed(served.target, *requests)
-    assert sorted(reply.id for reply in replies) == list(range(1, 51))
-    for reply in replies:
-        if reply.id == 21:
-            assert reply.status.code == NOT_FOUND
-            assert "unknown" in reply.status.message
-            assert not reply.worker
-        else:
-            assert not reply.HasField("status")
-            assert list(reply.device_blocks) == [reply.id]
-
-
 @pytest.mark.parametrize(
     ("request_", "code", "says"),
     [

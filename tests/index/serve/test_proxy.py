@@ -60,6 +60,7 @@ def test_a_request_goes_to_the_worker_that_holds_its_prompt() -> None:
         assert seen["host"] == there.workers["b"].at, "the worker's own authority"
         chat = {"model": "m", "messages": [{"role": "user", "content": TEXT}]}
         assert post(there.url, chat, "/v1/chat/completions").worker == "c"
+        assert post(there.url, {"model": "m", "prompt": [TEXT, "another"]}).worker == "b"
         assert post(there.url, ASKED, "/v1/completions?x=%2F").worker == "b"
         assert json.loads(post(there.url, ASKED, "/v1/a%2Fb").body)["path"] == "/v1/a/b"
         assert eventually(there.ends)
@@ -89,6 +90,28 @@ def test_a_request_whose_tokens_only_a_worker_makes_goes_to_the_holder_of_its_pr
         reply = post(there.url, {"model": "m", **prompt, "tools": []}, path)
         assert (reply.status, reply.headers["x-kvpool-reason"]) == (200, "no-tokens")
         assert eventually(there.ends)
+
+
+def test_a_worker_that_says_no_tokens_in_time_costs_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    with proxy_cluster(place={"timeout_s": 0.2}) as there:
+        there.hold("b")
+        for worker in there.workers.values():
+            worker.render_delay_s = 1.0
+        assert post(there.url, {"model": "m", "prompt": TEXT}).headers["x-kvpool-reason"] == "no-tokens"
+        # They were made all the same, for the next one.
+        assert eventually(
+            lambda: post(there.url, {"model": "m", "prompt": TEXT}).headers["x-kvpool-reason"] == "prefix"
+        )
+        assert sum(worker.rendered for worker in there.workers.values()) == 1
+        for worker in there.workers.values():
+            worker.render, worker.render_delay_s = None, 0.0
+        for _ in range(5):
+            reply = post(there.url, {"model": "m", "prompt": f"another {TEXT}"})
+            assert (reply.status, reply.headers["x-kvpool-reason"]) == (200, "no-tokens")
+        assert sum(worker.rendered for worker in there.workers.values()) == 2, "one was enough to know"
+        assert [
+            one.getMessage().partition(": start ")[2] for one in caplog.records if "/render" in one.message
+        ] == ["kvpool with --tokenizer, or the workers with --enable-scale-out"], "said once"
 
 
 def test_parts_of_a_stream_come_as_the_worker_sends_them() -> None:
@@ -442,32 +465,27 @@ def test_all_workers_busy_asleep_or_away() -> None:
         assert there.outcomes() == {"refused": 4}
 
 
-@pytest.mark.parametrize(
-    "body", [b"no json", b"", b"[]", b'{"model": "unknown", "prompt": "x"}', b'{"prompt": 3}']
-)
-def test_what_is_wrong_with_a_request_is_for_a_worker_to_say(body: bytes) -> None:
+def test_what_is_wrong_with_a_request_is_for_a_worker_to_say() -> None:
     with proxy_cluster("a") as there:
         there.workers["a"].status = 400
-        assert post(there.url, body).status == 400
-        assert there.workers["a"].bodies == [body]
+        for number, (body, reason) in enumerate(
+            (
+                (b"no json", "unreadable"),
+                (b"", "unreadable"),
+                (b"[1, 2]", "unreadable"),
+                (b"\xff\xfe", "unreadable"),
+                (b'{"model": "m", "prompt": 7}', "unreadable"),
+                (b'{"model": 7}', "unreadable"),
+                (b'{"model": "m", "prompt": ' + b"[" * 10_000 + b"]" * 10_000 + b"}", "unreadable"),
+                (b'{"model": "other", "prompt": "x"}', "unknown-model"),
+                (b'{"prompt": "x"}', "unreadable"),
+            ),
+            1,
+        ):
+            reply = post(there.url, body)
+            assert (reply.status, reply.headers["x-kvpool-reason"]) == (400, reason), body
+            assert (there.workers["a"].bodies[-1], len(there.workers["a"].bodies)) == (body, number)
         assert get(f"{there.url}/v1/models").status == 400
-        assert eventually(there.ends)
-
-
-@pytest.mark.parametrize("streams", [False, True])
-def test_what_a_worker_says_of_a_prompt_that_is_too_long_passes_as_it_is(streams: bool) -> None:
-    message = "This model's maximum context length is 64 tokens. However, your request has 87 input tokens."
-    error = {"message": message, "type": "BadRequestError", "param": "input_tokens", "code": 400}
-    with proxy_cluster() as there:
-        there.hold("b")
-        worker = there.workers["b"]
-        worker.status, worker.reply = 400, json.dumps({"error": error}, indent=1).encode()
-        worker.reply_headers = {"content-type": "application/json"}
-        reply = post(there.url, {**ASKED, "stream": streams})
-        assert (reply.status, reply.body) == (400, worker.reply)
-        assert (reply.headers["content-type"], reply.headers["x-kvpool-worker"]) == ("application/json", "b")
-        assert [len(there.workers[name].bodies) for name in "abc"] == [0, 1, 0]
-        assert (there.retries(), there.outcomes()) == ({}, {"4xx": 1})
         assert eventually(there.ends)
 
 

@@ -55,23 +55,6 @@ def channel(served: Served) -> Iterator[grpc.Channel]:
 # ---- the four calls, by the generated stub
 
 
-def test_lookup(channel: grpc.Channel) -> None:
-    stub = index_pb2_grpc.IndexServiceStub(channel)
-    request = pb.LookupRequest(scope=pb.Scope(model="m"), block_hashes=packed64([1, 2, 3]))
-    reply = stub.Lookup(request, timeout=WAIT_S)
-    assert list(reply.worker) == ["a", "a"]
-    assert list(reply.dp_rank) == [0, 1]
-    assert list(reply.address) == ["http://a:8000"] * 2
-    assert list(reply.block_tokens) == [16, 16]
-    assert list(reply.prompt_blocks) == [3, 3]
-    assert list(reply.device_blocks) == [2, 0]
-    assert list(reply.local_blocks) == [2, 0]
-    assert list(reply.pool_blocks) == [0, 0]
-    assert list(reply.sequence) == [4, 0]
-    assert len(reply.staleness_ms) == 2
-    assert list(reply.stale) == [False, True]
-
-
 def test_register_list_remove(channel: grpc.Channel) -> None:
     stub = index_pb2_grpc.IndexServiceStub(channel)
     worker = pb.Worker(
@@ -408,20 +391,6 @@ def test_a_port_in_use_is_refused(served: Served, capfd: pytest.CaptureFixture[s
     with pytest.raises(ConfigError, match=f"cannot listen on {served.target}: Address already in use"):
         other.start()
     assert capfd.readouterr() == ("", "")
-
-
-def test_it_listens_on_ipv6() -> None:
-    async def start() -> int:
-        server = IndexServer(Fleet())
-        try:
-            port = await server.start("[::1]:0")
-            async with grpc.aio.insecure_channel(f"[::1]:{port}") as channel:
-                await channel.unary_unary(f"/{SERVICE}/ListWorkers")(b"", timeout=WAIT_S)
-            return port
-        finally:
-            await server.stop()
-
-    assert asyncio.run(start()) > 0
 
 
 # ---- who is followed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import ssl
@@ -10,10 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvpool import ConfigError, IndexClient, IndexUnavailable
+from kvpool import AsyncIndexClient, ConfigError, IndexClient, IndexUnavailable
 from kvpool.index.client.tls import ServerTls
-from tests.support import calls
-from tests.support.calls import by_either
 from tests.support.credentials import Authority, Pair
 from tests.support.deadlines import eventually
 from tests.support.fleets import serving
@@ -72,20 +71,11 @@ def test_an_index_that_proves_its_name_is_asked(authority: Authority, server: Pa
         for host in NAMES:
             assert ask(f"{host}:{port}", tls_ca=str(authority.ca)) == 0
 
+        async def ask_too() -> list[Any]:
+            async with AsyncIndexClient(served.target, WAIT_S, tls_ca=str(authority.ca)) as client:
+                return await client.workers()
 
-def test_both_clients(authority: Authority, server: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Trusting(IndexClient):
-        def __init__(self, target: str, timeout_s: float) -> None:
-            super().__init__(target, timeout_s, tls_ca=str(authority.ca))
-
-    class AsyncTrusting(calls.AsyncIndexClient):
-        def __init__(self, target: str, timeout_s: float) -> None:
-            super().__init__(target, timeout_s, tls_ca=str(authority.ca))
-
-    monkeypatch.setattr(calls, "IndexClient", Trusting)
-    monkeypatch.setattr(calls, "AsyncIndexClient", AsyncTrusting)
-    with secured(server) as served:
-        assert by_either(served.target, "workers") == [[], []]
+        assert asyncio.run(ask_too()) == []
 
 
 def test_an_index_that_does_not_prove_itself_is_not_asked(

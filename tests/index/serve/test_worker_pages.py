@@ -75,12 +75,6 @@ def test_workers_that_come_and_go_between_pages_move_no_other() -> None:
         assert (first + second, end) == ([*NAMES, ("c", "z")], "")
 
 
-def test_another_replica_gives_the_next_page() -> None:
-    with serving(a_fleet()) as one, serving(a_fleet()) as other:
-        first, token = listed(one.target, page_size=3)
-        assert first + listed(other.target, page_size=100, page_token=token)[0] == NAMES
-
-
 def test_a_page_is_bounded_in_bytes_and_in_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(a_fleet()) as served:
         monkeypatch.setattr(worker_pages, "MAX_PAGE_SIZE", 4)
