@@ -54,9 +54,7 @@ class Row:
 
 
 def run_bench_store(*, pool: str | None, rounds: int, batch_nbytes: int, as_json: bool) -> None:
-    """Measure, and print a table or JSON. Blocking, for a minute. Takes two batches of memory. Errors:
-    ``KVPoolError``.
-    """
+    """Print a table or JSON. Blocking, for a minute. Takes two batches of memory. Errors: ``KVPoolError``."""
     with benched_pool(pool, batch_nbytes) as (url, _), progress_bar() as progress:
         parsed = StoreURL.parse(url)
         with open_store(url) as store, server_memory(parsed, batch_nbytes) as memory_of:

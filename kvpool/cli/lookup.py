@@ -103,8 +103,7 @@ def read_chat(source: str, option: str) -> Chat:
 def read_numbers(source: str, option: str, what: str, most: int) -> list[int]:
     """The whole numbers from 0 to ``most`` in a file; ``-``: standard input.
 
-    A JSON list, or decimal and 0x numbers between spaces, line ends or commas. Blocking. Errors:
-    ``ConfigError`` with the place.
+    JSON, or decimal and 0x numbers between spaces, lines or commas. Blocking. Errors: ``ConfigError``.
     """
     where = _where(source)
     text = _text(source, option)

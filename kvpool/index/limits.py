@@ -67,8 +67,8 @@ class Limits:
     """``max_memory_nbytes``: three quarters for ``tables``, of all partitions; a quarter, ``limit_nbytes``, for
     received batches, digests of batches, ranks, large messages, bodies and snapshots. None: tables are unlimited.
 
-    One owner has at most half of ``limit_nbytes``; ``INDEX`` may have all. Any thread; ``_lock`` guards the
-    counts. Errors: ``ConfigError``.
+    An owner has at most half of ``limit_nbytes``, ``INDEX`` all. Any thread; ``_lock`` guards counts. Errors:
+    ``ConfigError``.
     """
 
     def __init__(self, max_memory_nbytes: int | None = None) -> None:
@@ -129,8 +129,7 @@ class Limits:
     def take(self, nbytes: int, owner: str, *, optional: bool = False, host: str = "") -> bool:
         """Take the bytes if the limits have room; returns whether they did.
 
-        ``optional``: the caller can do without: half of either limit is left to others. ``host``: takes from
-        the host's part of the owner's.
+        ``optional``: half of either limit is left to others. ``host``: takes from the host's part of the owner's.
         """
         part = 2 if optional else 1
         of_owner_nbytes = self.limit_of_owner_nbytes

@@ -3,8 +3,7 @@
 **A row is true as of its sequence**: credited blocks are exact after that batch. Replies are native
 (``kvpool/_native/index/answer.h``); rows whose rank applied a batch meanwhile are read again here, under its lock.
 
-Threads: any may ask. A writer of ``members`` or ``namespaces`` holds the fleet's lock; a reader takes
-``members`` once.
+Threads: any. Writers of ``members`` or ``namespaces`` hold the fleet's lock; readers take ``members`` once.
 """
 
 from __future__ import annotations
@@ -143,8 +142,7 @@ class Partition:
     def answer(self, hashes: Buffer, candidates: frozenset[str] | None, *, at_once: bool = False) -> Answer:
         """A row for every rank of the candidates; None: of all.
 
-        ``at_once``: for an event loop: waits for no batch, takes about 1 ms, or raises ``NotAtOnce``. Errors:
-        as ``PrefixIndex.match``.
+        ``at_once``: waits for no batch, takes about 1 ms, or raises ``NotAtOnce``. Errors: as ``PrefixIndex.match``.
         """
         members = self.members if candidates is None else self._among(candidates)
         table, rows, now_ms = self.index.native, members.rows, int(self._clock() * 1000)

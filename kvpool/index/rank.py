@@ -162,9 +162,7 @@ class Rank(_native.RankState):
     # ---- its publisher's reports, through ``Sequence``; any thread, no I/O but a line to the log
 
     def apply(self, sequence: int, payload: bytes) -> None:
-        """One batch, in the order of ``sequence``, each once. Errors: ``MalformedEvents``, with nothing
-        applied; ``ClearedTooOften``.
-        """
+        """Each batch once, in order. Errors: ``MalformedEvents``, with nothing applied; ``ClearedTooOften``."""
         now_s = self.clock()
         completed = found_unmatchable = False
         with self.lock:
@@ -261,9 +259,7 @@ class Rank(_native.RankState):
             logger.info("%s is asked for all it holds: %s", self, self.incomplete_reason)
 
     def empty(self, batches: int) -> None:
-        """Asleep after so many batches: stale until a later batch. An engine empties its cache for sleep, and
-        reports it with the first batch after waking.
-        """
+        """Asleep, and stale until a batch after ``batches``: waking engines report the emptied cache."""
         with self.lock:
             if self.gone:
                 return

@@ -57,8 +57,7 @@ class Placed(NamedTuple):
 class Reuse(NamedTuple):
     """Blocks of prompts that a worker could reuse, as known at the request; sums.
 
-    ``held_blocks``: the largest leading count of any rank or the pool. Its share of ``prompt_blocks`` is the
-    ceiling of routing.
+    ``held_blocks``: the largest count of any rank or the pool; over ``prompt_blocks``, the ceiling of routing.
     """
 
     prompts: int = 0

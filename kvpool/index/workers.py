@@ -2,8 +2,7 @@
 
 A partition is a ``PrefixIndex`` for workers that share tenant, model, hash algorithm, seed and block size.
 Its holders are ranks of one start of a worker (``rank/N``, N never reused) and pools of one namespace
-(``pool/NAMESPACE``). So a late event of an earlier start never counts for a later one, and no worker's name
-is taken for a pool.
+(``pool/NAMESPACE``). So late events of an earlier start never count for a later one.
 
 Threads: the caller holds the fleet's lock, for every method. ``present``, ``ranks`` and ``models`` may be
 read without it: each value is replaced whole.
@@ -78,8 +77,7 @@ class Workers:
     """``options``: of each partition's ``PrefixIndex``. ``seed``, ``clock``, ``tenant_share``: as in
     ``Fleet``. ``limits``: has room for each rank.
 
-    ``models``: the partitions of each (tenant, model); (): known, without ranks now. ``departed``: totals of
-    former ranks.
+    ``models``: partitions by (tenant, model); (): known, without ranks now. ``departed``: totals of former ranks.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-// The index's answer about a prompt: a row for every candidate rank, and LookupResponse packed from them
+// Answers about a prompt: a row for every candidate rank, packed as LookupResponse
 // (protos/kvpool/v1/index.proto).
 //
 // A row is true as of its sequence. A writer of a rank's blocks makes its version odd before and even after,

@@ -189,8 +189,7 @@ std::optional<Tier> tier_of(std::string_view medium) {
   return std::nullopt;
 }
 
-// KVCacheSpecKind in vllm/v1/kv_cache_interface.py. An unknown kind counts as needing every block, which only
-// lowers credits.
+// KVCacheSpecKind in vllm/v1/kv_cache_interface.py. An unknown kind needs every block: that only lowers credits.
 Reach reach_of(std::string_view kind) {
   if (kind == "sliding_window" || kind == "sliding_window_mla") return Reach::kWindow;
   if (kind == "mamba") return Reach::kState;

@@ -29,8 +29,7 @@ class FlatMap {
  public:
   static constexpr std::size_t kBucketEntries = 5;
   static constexpr std::size_t kSegmentBuckets = 512;
-  // Keys are mixed with a secret seed, so only chance fills one segment repeatedly; at this many bits,
-  // insert() refuses.
+  // A secret seed mixes keys, so only chance fills a segment repeatedly; insert() refuses at this many bits.
   static constexpr unsigned kMaxDepth = 24;
 
   explicit FlatMap(std::uint64_t seed);
@@ -59,8 +58,7 @@ class FlatMap {
   template <typename IsDead>
   void sweep_segment(std::uint64_t& cursor, IsDead is_dead);
 
-  // Erases the next cold or is_dead(value) entry of the segment of `key`; calls leaves(key, value) before.
-  // False: the segment is empty.
+  // Erases the next cold or is_dead(value) entry of the segment of `key`, after leaves(key, value). False: empty.
   template <typename IsDead, typename Leaves>
   bool evict(std::uint64_t key, IsDead is_dead, Leaves leaves);
 
@@ -119,8 +117,7 @@ class FlatMap {
     Segment* segment;
   };
 
-  // A bijection (the finalizer of MurmurHash3): equal only for equal keys. High bits choose the segment, low
-  // bits the bucket.
+  // A bijection (the finalizer of MurmurHash3). High bits choose the segment, low bits the bucket.
   std::uint64_t mix(std::uint64_t key) const {
     key ^= seed_;
     key = (key ^ (key >> 33)) * 0xff51afd7ed558ccdULL;

@@ -87,8 +87,7 @@ Applied Table::apply(std::string_view worker, std::uint32_t default_rank, const 
         applied.unknown += event.count;
       }
     } else if (const auto holder = holder_of(by, dp_rank, event.group)) {
-      // In a worker's own name the pool's blocks may be larger than those of its memory: they do not set the
-      // group's kind.
+      // A worker's own pool blocks may be larger than its memory's: they do not set the group's kind.
       if (elsewhere || event.tier != Tier::kPool) drops += learn_group(*holder, event);
       empty &= static_cast<Tiers>(~tiers_of(event.tier));
       store(*holder, batch, event, applied);

@@ -11,9 +11,8 @@
 // groups (sliding windows, states, larger blocks) is scored by the lengths that all groups share (spans.h).
 // Of such a group, a stored event from a root is credited only as far as a report would be true.
 //
-// Mark and sweep against a listing of the pool (docs/decisions/0029-mark-and-sweep-the-pool.md): doubt()
-// marks every credited block, apply() the listed blocks as stored events, expel() sweeps the marked ones. Any
-// stored event unmarks its blocks.
+// Mark and sweep against a listing of the pool (docs/decisions/0029-mark-and-sweep-the-pool.md): doubt() marks every
+// credited block, apply() the listed blocks as stored events, expel() sweeps the marked ones. Stored events unmark.
 //
 // A full table (max_blocks, or its MemoryBudget) evicts cold blocks, neither stored nor requested for a while
 // (docs/decisions/0025-split-segments-evict-by-clock.md). Counts are then below the engine's, never above.
@@ -110,8 +109,7 @@ class Table {
   // have blocks of that size. budget: of all tables that share it; null: no limit.
   Table(std::size_t max_blocks, bool reuse_reports, std::uint32_t block_tokens = 0,
         std::shared_ptr<MemoryBudget> budget = nullptr);
-  // From another table's image. Blocks without room are refused, and counted as evicted() for their holders.
-  // Throws DamagedImage.
+  // From an image. Blocks without room are refused, and count as evicted(). Throws DamagedImage.
   Table(std::size_t max_blocks, bool reuse_reports, std::uint32_t block_tokens,
         std::shared_ptr<MemoryBudget> budget, const TableImage& image);
   Table(const Table&) = delete;

@@ -1,5 +1,4 @@
-// A Table at rest: copied out in a few milliseconds per million blocks, packed without the lock, read back,
-// and made into another table.
+// A Table at rest: copied out in a few milliseconds per million blocks, packed without the lock, read back.
 //
 // The bytes, little-endian; a number has 7 bits a byte, lowest first, and the highest bit announces more:
 //

@@ -1,8 +1,7 @@
 """Each finding of ``kvpool doctor``: its level, condition, sentence and remedy.
 
 ``fail``: absent or broken. ``warn``: costs speed, memory or knowledge. Other modules gather the subjects.
-Rules of a server's settings agree with ``deploy/valkey.conf``; a test starts real servers with the file, and
-with each setting wrong in turn.
+Rules of a server's settings agree with ``deploy/valkey.conf``, as a test of real servers proves.
 """
 
 from __future__ import annotations
@@ -28,9 +27,7 @@ class Finding(NamedTuple):
 
 
 class Rule(NamedTuple):
-    """``when``: whether it applies to a subject. In the sentences ``of`` is the subject, ``it`` the value of
-    ``when``.
-    """
+    """``when``: applies to a subject. In the sentences ``of`` is the subject, ``it`` the value of ``when``."""
 
     level: Level
     when: Callable[[Any], object]

@@ -79,8 +79,7 @@ class Access:
     """``token``: the bearer token; None: none.
 
     ``tls_ca``: PEM file of the authorities of the index's certificate; None: no TLS. ``tls_cert``,
-    ``tls_key``: this client's certificate and key, for an index that demands them. Blocking: reads these
-    files. Errors: ``ConfigError``.
+    ``tls_key``: of this client, if demanded. Blocking: reads these files. Errors: ``ConfigError``.
     """
 
     def __init__(

@@ -158,8 +158,7 @@ class IndexClient:
     def snapshot(self, *, timeout_s: float | None = None, max_nbytes: int | None = None) -> bytearray:
         """The index's state, for ``kvpool.index.snapshot.unpack``; its bytes are not checked here.
 
-        For an index at its start. Errors: also ``IndexUnavailable`` for an index that is not warm, or above
-        ``max_nbytes``.
+        For a starting index. Errors: also ``IndexUnavailable`` if not warm, or above ``max_nbytes``.
         """
         most_nbytes = MAX_SNAPSHOT_NBYTES if max_nbytes is None else max_nbytes
         limit_s = self._timeout_s if timeout_s is None else channel.check_timeout_s(timeout_s)

@@ -23,9 +23,8 @@ logger = logging.getLogger("kvpool.index")
 class ServerTls:
     """TLS of listening ports. ``client_ca``: authorities of callers' required certificates; empty: not required.
 
-    ``context``: for servers other than gRPC's. A ``reload`` holds for later connections. ``_make`` is shared
-    with gRPC's threads, ``_current`` with those of other servers; each is replaced whole. Errors:
-    ``ConfigError`` with the file.
+    ``context``: for servers other than gRPC's. A ``reload`` holds for later connections. ``_make`` and
+    ``_current`` are shared with servers' threads and replaced whole. Errors: ``ConfigError`` with the file.
     """
 
     def __init__(self, cert: str, key: str, client_ca: str = "") -> None:

@@ -32,9 +32,8 @@ logger = logging.getLogger("kvpool.index")
 class PoolFollower:
     """A ``WorkerWatch`` and a ``PoolReconciler`` for ``fleet``, on the pool of ``url``.
 
-    ``tenants``: as in ``WorkerWatch``. Call ``start`` once. A thread retries every ``RETRY_S`` seconds until
-    the pool answers. Blocking: the first attempt, a few seconds. Errors: ``ConfigError`` for a URL that
-    cannot be an index's pool.
+    ``tenants``: as in ``WorkerWatch``. Call ``start`` once. A thread retries every ``RETRY_S`` seconds.
+    Blocking: the first attempt, a few seconds. Errors: ``ConfigError`` for an unfit URL.
     """
 
     def __init__(

@@ -6,8 +6,7 @@ Workers' events report puts and load misses, but not a server's evictions, delet
 - **Rounds.** Mark and sweep over all keys, again and again. Each credited block is marked; a block that is
 found, or stored by an event meanwhile, loses its mark; the sweep removes blocks still marked.
 
-A block of a KV-cache group is present when the keys of all its ranks are. A group's rank count is the highest
-rank among its keys, plus one.
+A block is present when the keys of all its ranks are: of ranks up to the highest among its group's keys.
 
 Once pool and events rest, the next round makes the index exact, within ``ReconcilerTotals.max_staleness_s``.
 Notices are faster; rounds repair missed notices.
@@ -73,9 +72,8 @@ class ReconcilerTotals(NamedTuple):
 class PoolReconciler:
     """Keeps the pool's blocks in ``fleet`` equal to ``store``, in a thread, until it is closed.
 
-    ``keys_per_s``: rate of its rounds. ``pause_s``: between two rounds. An unreachable pool, or one that
-    refuses scans or notifications, is logged and retried. The store must stay open until ``close`` returns.
-    Errors: ``ConfigError``.
+    ``keys_per_s``: rate of its rounds. ``pause_s``: between two rounds. An unreachable pool, or refused scans
+    or notifications, are logged and retried. ``close`` before the store. Errors: ``ConfigError``.
     """
 
     def __init__(

@@ -51,8 +51,8 @@ class Silent(Lost):
 class Connection:
     """Made by ``connect``; end with ``close``.
 
-    ``owner``: whose part of ``limits`` it uses. ``silence_s``: how long ``receive`` waits for bytes; None: as
-    long as the peer answers pings.
+    ``owner``: whose part of ``limits`` it uses. ``silence_s``: of ``receive``; None: as long as the peer
+    answers pings.
     """
 
     def __init__(

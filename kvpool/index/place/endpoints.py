@@ -1,7 +1,6 @@
 """``Endpoints``: workers' addresses as ``IP:PORT``: addresses name hosts, and proxies need numbers.
 
-One event loop. A name resolved before is answered at once with its last addresses, so a hanging name server
-delays no request.
+One event loop. Known names keep their last addresses, so a hanging name server delays no request.
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ PLACES_S = 1.0  # lifetime of a tenant's endpoints; names are looked up every 5 
 
 
 class Url(NamedTuple):
-    """Of a worker: ``is_tls``, ``host`` (a name or a numeric address), ``port``. ``endpoint``: ``IP:PORT``;
-    empty: the host is a name.
-    """
+    """Of a worker. ``host``: a name or a numeric address. ``endpoint``: ``IP:PORT``; empty: the host is a name."""
 
     is_tls: bool
     host: str
@@ -66,8 +63,8 @@ def parse_url(address: str) -> Url:
 
 
 class _Places(NamedTuple):
-    """Of a tenant's workers. ``workers``: all of them then. ``names``: by endpoint. ``unknown``: addresses in
-    their first lookup.
+    """Of a tenant. ``workers``: all of them then. ``names``: by endpoint. ``unknown``: addresses in their
+    first lookup.
     """
 
     workers: list[Worker]

@@ -160,8 +160,7 @@ class Reservations:
     ) -> str:
         """Hold ``cost`` against a rank for ``keep_s`` seconds. Returns its name; "": too many.
 
-        ``each_s``: seconds per unit of cost at the rank; the reservation ends with the expected work, after
-        earlier work.
+        ``each_s``: seconds per unit of cost; the reservation ends with the expected work, after earlier work.
         """
         self.expire()
         if len(self._held) >= MAX_RESERVATIONS or self._of[tenant] >= MAX_RESERVATIONS * self._tenant_share:

@@ -48,8 +48,8 @@ logger = logging.getLogger("kvpool.index")
 
 
 class _Ranked(NamedTuple):
-    """A request with the ranking of its prompt; None: by load, for ``reason``. ``needs_render``: the tokens
-    must come from a worker's /render.
+    """A request with its ranking; None: by load, for ``reason``. ``needs_render``: tokens come from a
+    worker's /render.
     """
 
     request: InferenceRequest
@@ -104,7 +104,7 @@ class Placer:
         tenant: str,
         subset: frozenset[str] | None = None,
     ) -> Placement:
-        """``subset``: ``IP:PORT`` of the candidates; None: all. No targets: a fault of ours, or a cold index.
+        """``subset``: candidates' ``IP:PORT``; None: all. No targets: a fault of ours, or a cold index.
         Errors: ``Refusal``.
         """
         began_s = time.perf_counter()

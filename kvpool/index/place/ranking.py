@@ -25,9 +25,8 @@ class Pick(NamedTuple):
     ``queued_tokens`` (0 also if unknown), ``kv_usage_permille`` and ``reserved_cost``; ``load_source`` and
     ``load_age_ms`` are their origin.
 
-    ``trust``: ``exact``: blocks are known; ``degraded``: stale, device and local blocks count as 0;
-    ``fallback``: nothing is known. ``asleep``: its engine serves no requests now. ``unreachable``: stale and
-    silent: place nothing there.
+    ``trust``: ``exact``: blocks are known; ``degraded``: stale, device and local blocks count as 0; ``fallback``:
+    nothing is known. ``asleep``: its engine serves no requests now. ``unreachable``: stale and silent.
     """
 
     row: Row

@@ -86,8 +86,7 @@ _RENDERED = msgspec.json.Decoder(_Rendered | list[_Rendered])
 class Renderer:
     """Remembers the tokens of prompts, late ones included.
 
-    ``tls``: for workers at https; None: the system's authorities. ``limits``: counts undecoded replies; None:
-    its own.
+    ``tls``: for https; None: the system's authorities. ``limits``: counts undecoded replies; None: its own.
     """
 
     def __init__(self, *, tls: ssl.SSLContext | None = None, limits: Limits | None = None) -> None:
@@ -114,9 +113,7 @@ class Renderer:
         choose: Choose,
         timeout_s: float,
     ) -> Prompt:
-        """The prompt of ``request``, in tokens. ``headers``: of the request; a worker gets its authorization.
-        Errors: ``NoTokens``.
-        """
+        """The prompt in tokens. ``headers``: of the request; a worker gets its authorization. Errors: ``NoTokens``."""
         if request.path not in RENDERED:
             raise NoTokens(f"requests to {request.path:.60} are placed by load")
         key = (request.tenant, prompt_key(request.path, body))

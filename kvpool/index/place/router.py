@@ -79,8 +79,7 @@ class Costs:
 class Router:
     """Places requests on the workers of ``fleet``.
 
-    ``loads``: written by the scraper. ``tenant_share``: a tenant's largest share of reservations. ``clock``:
-    monotonic seconds.
+    ``loads``: from the scraper. ``tenant_share``: of reservations, per tenant. ``clock``: monotonic seconds.
     """
 
     def __init__(
@@ -135,9 +134,8 @@ class Router:
     ) -> NativeRanking:
         """``route``, not yet unpacked. ``prompts``: of several models of a tenant: their workers in one ranking.
 
-        ``until_computed``: with a known load, the first pick's reservation ends with the expected
-        computation, at ``reserve_s`` at the latest. ``takes_turn`` False: nothing is picked or reserved.
-        ``at_once``: see ``Fleet.ask``.
+        ``until_computed``: a reservation at a known load ends with the expected computation, ``reserve_s`` at
+        the latest. ``takes_turn`` False: nothing is picked or reserved. ``at_once``: see ``Fleet.ask``.
         """
         if limit is not None and limit < 1:
             raise ConfigError(f"limit is the number of picks, 1 or more, not {limit}")

@@ -149,9 +149,7 @@ class Tokenizers:
         return model in self._by_model
 
     def tokens(self, prompt: Prompt) -> Prompt:
-        """The prompt with tokens instead of its text or chat. Any thread; time grows with the text. Errors:
-        ``ConfigError``.
-        """
+        """The prompt in tokens. Any thread; time grows with the text. Errors: ``ConfigError``."""
         tokenizer = self._by_model[prompt.model]
         if isinstance(prompt.chat, Chat):
             token_ids = tokenizer.of_chat(prompt.chat)

@@ -172,8 +172,7 @@ class _Fields(NamedTuple):
 def _walk(view: memoryview) -> _Fields:
     """The fields of a packed ``LookupRequest``, unparsed.
 
-    A malformed request of many is refused alone, and millions of empty ones never become messages. Errors:
-    ``DecodeError``, ``ConfigError``.
+    A malformed request is refused alone; empty ones never become messages. Errors: ``DecodeError``, ``ConfigError``.
     """
     number, has_prompt = 0, False
     requests: list[Buffer] = []

@@ -137,9 +137,7 @@ class Calls:
     async def answer(
         self, method: Method, packed: bytes, caller: Permissions, memory: CallMemory | None
     ) -> Any:
-        """The reply to one message of a caller with the right. ``memory``: None: already taken. Errors: for
-        ``explain``.
-        """
+        """The reply to a message of an authorized caller. ``memory``: None: already taken. Errors: for ``explain``."""
         if memory is not None and len(packed) > SMALL_NBYTES:
             async with memory.waiting(COPIES * len(packed)) as has_room:
                 if not has_room:

@@ -67,8 +67,8 @@ logger = logging.getLogger("kvpool.index")
 class HttpServer:
     """The index over HTTP. One event loop: ``start``, ``stop``.
 
-    ``tls``, ``max_connection_age_s``: as in ``HttpListener``. ``status``: None: no status page. The caller
-    starts and closes it.
+    ``tls``, ``max_connection_age_s``: as in ``HttpListener``. ``status``: None: no page; the caller starts
+    and closes it.
     """
 
     def __init__(

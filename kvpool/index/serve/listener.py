@@ -71,8 +71,8 @@ class HttpListener:
         self._server: uvicorn.Server | None = None
 
     async def start(self, listen: str, what: str) -> int:
-        """Listen on ``HOST:PORT``; port 0: any free one. Returns the port. ``what``: the action, for the
-        error. Errors: ``ConfigError``.
+        """Listen on ``HOST:PORT``; port 0: any free one. Returns the port. ``what``: for the error. Errors:
+        ``ConfigError``.
         """
 
         class Connection(_Connection):

@@ -1,7 +1,6 @@
 """``Forwarding``: one request on its way to a worker, and the response on its way back. One event loop.
 
-A worker gets its own authority as ``Host``, not the client's: TLS servers and ingresses choose by it, and
-vLLM does not read it.
+A worker gets its own authority as ``Host``: TLS servers and ingresses choose by it; vLLM ignores it.
 
 ``Sending`` bounds the sending of a body: aiohttp's ``sock_read`` begins after it, so a worker that takes no
 bytes would hold a body above the sockets' buffers for ever.
@@ -66,9 +65,7 @@ class Reply(NamedTuple):
 
 
 class Forwarding:
-    """``run`` or ``fetch`` it once. ``is_broken``: the worker broke off its response, and the client's
-    connection ended.
-    """
+    """``run`` or ``fetch`` it once. ``is_broken``: the worker broke off, and the client's connection ended."""
 
     def __init__(
         self,
@@ -106,8 +103,8 @@ class Forwarding:
             self._forget_body()
 
     async def fetch(self, like: bytes, most_nbytes: int) -> Reply:
-        """The whole answer to a request without a body, placed as if with the body ``like``; empty above
-        ``most_nbytes``. Errors: ``Refusal``.
+        """The answer to a request without a body, placed by the body ``like``; empty above ``most_nbytes``.
+        Errors: ``Refusal``.
         """
         try:
             reply, target = await self._send(await self._place(like), _NOT_FORWARDED | {"accept-encoding"})

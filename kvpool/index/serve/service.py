@@ -1,7 +1,6 @@
 """``IndexServer``: the index's protocol over gRPC, with health and reflection beside it.
 
-The handlers run in one event loop. ``_threads`` add and remove workers. Every call passes ``Calls``, which
-authenticates by ``TokenAuth``.
+Handlers run in one event loop; ``_threads`` add and remove workers. ``Calls`` authenticates every call.
 """
 
 from __future__ import annotations
@@ -106,8 +105,8 @@ class IndexServer:
         self._snapshots = SnapshotStreams(packed, self.health, self.calls, self._threads)
 
     async def start(self, listen: str | None) -> int:
-        """Listen on ``HOST:PORT``; port 0: any free one; None: nowhere, the index has other ports. Returns
-        the port; 0: none. Errors: ``ConfigError``.
+        """``listen``: ``HOST:PORT``; port 0: any free one; None: nowhere. Returns the port; 0: none. Errors:
+        ``ConfigError``.
         """
         bound = 0
         if listen is not None:

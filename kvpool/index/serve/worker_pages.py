@@ -1,7 +1,6 @@
 """Workers by tenant and name, in pages: of ``ListWorkers``, and of the status page. Pure, but for reads.
 
-A page's token is the id of its last worker. Any replica can answer the next page, and a worker that stays is
-listed once.
+A page's token is the id of its last worker. Any replica answers the next page; a worker is listed once.
 """
 
 from __future__ import annotations
