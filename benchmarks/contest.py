@@ -120,7 +120,6 @@ def contest(contestant: Contestant, shape: str, workers: int, prompts: int, roun
 
 
 def _punch(contestant: Contestant, held: list[Held]) -> dict[tuple[int, int], int]:
-    """Remove blocks; returns the first missing block by prompt and worker."""
     draw = random.Random(OTHER_SEED)
     holes: dict[tuple[int, int], int] = {}
     for number, (packed, theirs) in enumerate(held):

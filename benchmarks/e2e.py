@@ -254,7 +254,6 @@ class _Contest:
             engine.generate(prompt, ANSWER_TOKENS)
 
     def _warm_up(self, engine: EngineProcess) -> None:
-        """Run the slow first times: loading, computing, hits in its own cache."""
         shared = list(self._workload.warm_up)
         for prompt in (shared, shared, shared[::-1]):
             engine.generate(prompt, ANSWER_TOKENS)

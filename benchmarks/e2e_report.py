@@ -130,7 +130,6 @@ class Report:
         return [_probes(self, arm) for arm in self.arms if self._times(arm, "probe")]
 
     def _times(self, arm: str, kind: str) -> list[float]:
-        """By number."""
         chosen = [one for one in self.answers if (one.arm, one.kind) == (arm, kind)]
         return [one.first_token_s for one in sorted(chosen, key=lambda one: one.number)]
 
@@ -169,7 +168,6 @@ def _probes(report: Report, arm: str) -> Probes:
 
 
 def _ratio(times: Sequence[float], others: Sequence[float]) -> float:
-    """The median of the ratios prompt by prompt."""
     return statistics.median(one / other for one, other in zip(times, others, strict=True))
 
 

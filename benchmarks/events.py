@@ -13,7 +13,6 @@ BLOCK_TOKENS = 16
 
 
 def payloads(hashes: Sequence[int], *, tokens: bool, batch_events: int = BATCH_EVENTS) -> list[bytes]:
-    """Batches of stored events for these blocks of one prompt."""
     events = []
     for at in range(0, len(hashes), EVENT_BLOCKS):
         part = hashes[at : at + EVENT_BLOCKS]
@@ -36,7 +35,6 @@ def payloads(hashes: Sequence[int], *, tokens: bool, batch_events: int = BATCH_E
 
 
 def removals(hashes: Sequence[int], *, batch_events: int = BATCH_EVENTS) -> list[bytes]:
-    """Batches of removed events for these blocks."""
     events = [
         {"type": "BlockRemoved", "block_hashes": list(part), "medium": "GPU", "group_idx": 0}
         for part in (hashes[at : at + EVENT_BLOCKS] for at in range(0, len(hashes), EVENT_BLOCKS))

@@ -129,8 +129,6 @@ def _of_dynamo(python: Path, blocks: int, batch_events: int, rounds: int) -> tup
 
 
 class _Publishing:
-    """The publishing process, controlled by lines of words."""
-
     def __init__(self, blocks: int, batch_events: int) -> None:
         self.blocks = blocks
         self._process = subprocess.Popen(
@@ -193,7 +191,6 @@ class _Index:
         self._client.close()
 
     def take_all(self) -> float:
-        """Seconds until every published batch is applied."""
         started = time.perf_counter()
         self._publishing.tell("all")
         published = int(self._publishing.read()[0])
@@ -259,7 +256,6 @@ def _prompts(blocks: int) -> Iterator[Held]:
 
 
 def _tokens(blocks: int) -> list[list[int]]:
-    """Tokens of the published prompts."""
     some = itertools.islice(_prompts(blocks), ASKED_OF_PEER)
     return [
         [
@@ -321,7 +317,6 @@ def main() -> None:
 
 
 def _flood(publishers: Publishers, prompts: list[list[bytes]], batches_per_s: float) -> None:
-    """Publish until a line can be read."""
     started, sent = time.monotonic(), 0
     for turn in itertools.count():
         for batch in prompts[turn % len(prompts)]:

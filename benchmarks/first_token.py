@@ -57,8 +57,6 @@ class Moment:
 
 @dataclass(frozen=True)
 class _Bench:
-    """A server, and the settings of its engines."""
-
     server: ValkeyShards
     folder: Path
     options: dict[str, Any]

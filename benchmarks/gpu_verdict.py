@@ -124,7 +124,6 @@ def _at_most(what: str, wanted: float, found: float | None) -> Target:
 
 
 def table(proof: dict[str, Any], parts: list[Part]) -> str:
-    """The human-readable part: the machine, each part's status, and each target."""
     facts = proof["machine"]
     lines = [
         f"{facts['accelerator'] or 'no accelerator'}, driver {facts['driver'] or '-'}, torch {facts['torch']}",

@@ -42,7 +42,6 @@ def installed(peers: Path) -> tuple[Path, Path]:
 
 
 def command(python: Path, listen: int) -> list[str]:
-    """A frontend's command for this port."""
     return [
         str(python), "-m", "dynamo.frontend", "--http-host=127.0.0.1", f"--http-port={listen}", "--router-mode=kv",
     ]  # fmt: skip

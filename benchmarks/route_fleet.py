@@ -149,7 +149,6 @@ class RouteFleet:
         return [process.pid for process in self._processes.values()]
 
     def kvpool_flags(self) -> list[str]:
-        """Each worker as an option of kvpool's index."""
         return [
             f"--worker={one.name}=tcp://127.0.0.1:{one.ports[1]},replay=tcp://127.0.0.1:{one.ports[2]},"
             f"model={MODEL},block={BLOCK_TOKENS},address=http://127.0.0.1:{one.ports[0]}"
@@ -157,7 +156,6 @@ class RouteFleet:
         ]
 
     def endpoints(self) -> list[tuple[str, str, str]]:
-        """URL, and endpoints of KV events and their replay."""
         return [
             (f"http://127.0.0.1:{http}", f"tcp://127.0.0.1:{events}", f"tcp://127.0.0.1:{replay}")
             for http, events, replay in (one.ports for one in self._settings)

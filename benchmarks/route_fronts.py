@@ -236,7 +236,6 @@ def fronts(peers: Path | None) -> list[Front]:
 
 
 def _has_router() -> bool:
-    """Whether kvpool has its own proxy."""
     with contextlib.suppress(subprocess.SubprocessError, OSError):
         return not subprocess.run(
             [*_KVPOOL, "router", "--help"], capture_output=True, timeout=60, check=False

@@ -167,7 +167,6 @@ class Traffic:
         return turns
 
     def _closed(self, said: _Said) -> _Said:
-        """Turn its new full blocks into a segment."""
         packed = self._hasher.hashes64(array("I", said.tokens))
         hashes = list(memoryview(packed).cast("Q"))
         own = hashes[said.blocks :]

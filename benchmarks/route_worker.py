@@ -163,8 +163,6 @@ class Worker:
 
 
 class Connection(asyncio.Protocol):
-    """One HTTP connection with sequential requests."""
-
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._parser: Any = httptools.HttpRequestParser(self)

@@ -64,8 +64,6 @@ def arrivals(workers: int, routers: int, count: int, seed: int) -> Iterator[Requ
 
 @dataclass(frozen=True)
 class Taken:
-    """Changes of a cache by a prompt and its answer."""
-
     hit: int  # leading blocks present before
     stored: Sequence[int]
     evicted: Sequence[int]
@@ -79,7 +77,6 @@ class BlockCache:
         self._held: OrderedDict[int, None] = OrderedDict()  # next to be evicted first
 
     def take(self, prompt: Sequence[int], answer: Sequence[int]) -> Taken:
-        """Cache a computed prompt and its answer."""
         held = self._held
         hit = next((at for at, block in enumerate(prompt) if block not in held), len(prompt))
         stored = (*prompt[hit:], *answer)

@@ -38,8 +38,6 @@ TURN_S = 0.1
 
 @dataclass
 class _Times:
-    """One client at one size: seconds per value, by cell and round."""
-
     counts: dict[str, int] = field(default_factory=dict)
     per_value_s: dict[str, list[float]] = field(default_factory=dict)
     exists_s: dict[str, list[float]] = field(default_factory=dict)
@@ -137,5 +135,4 @@ def _row(name: str, values: Values, times: dict[str, _Times], memory: float | No
 
 
 def _ratio(numerators: list[float], denominators: list[float]) -> float:
-    """The median of the ratios within a round."""
     return statistics.median(above / below for above, below in zip(numerators, denominators, strict=True))

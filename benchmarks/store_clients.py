@@ -87,8 +87,6 @@ def clients(store: Store, url: StoreURL, folder: Path, peers: Path | None) -> It
 
 
 class LocalClient(TimedClient):
-    """A client in this process."""
-
     whole_batches = False
 
     def exists(self, count: int) -> float | None:
@@ -99,8 +97,6 @@ class LocalClient(TimedClient):
 
 
 class LocalStoreClient(StoreClient, LocalClient):
-    """A store of kvpool."""
-
     def __init__(self, name: str, store: Store, *, whole_batches: bool = False) -> None:
         super().__init__(name, store)
         self.whole_batches = whole_batches
@@ -139,8 +135,6 @@ class BareServer(LocalClient):
 
 
 class _Folder(LocalClient):
-    """A file per value, in this client's own folder."""
-
     whole_batches = True
 
     def __init__(self, name: str, folder: Path) -> None:

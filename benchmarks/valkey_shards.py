@@ -64,7 +64,6 @@ class ValkeyShards:
         return f"valkey{'+cluster' if len(self._ports) > 1 else ''}://{hosts}"
 
     def ran_s(self) -> float:
-        """Processor time of all servers' threads so far."""
         return sum(ran_s(process.pid) for process in self._processes)
 
     def signal(self, number: int) -> None:

@@ -152,7 +152,6 @@ def _processes(session: int) -> Iterator[Path]:
 
 
 def ran_s(session: int) -> float:
-    """Processor time of a session's present processes."""
     ran_ns = 0
     for process in _processes(session):
         with contextlib.suppress(OSError):
@@ -350,7 +349,6 @@ class EngineProcess:
 
 
 def _cause(log: Path) -> str:
-    """The cause of an engine's end, by its log."""
     lines = log.read_text(errors="replace").splitlines()
     complaint = first_error(lines)
     if complaint and complaint.startswith(REFUSAL):

@@ -59,7 +59,6 @@ class IndexProcess:
         return self._process.pid
 
     def stop(self) -> None:
-        """Ask it to end, and kill it after a while."""
         if self._process.poll() is None:
             self._process.terminate()
         try:

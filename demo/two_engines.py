@@ -75,7 +75,6 @@ class Row:
 
     @property
     def index_right(self) -> bool:
-        """Whether the index's answers were right."""
         nothing, everything = Held(0, 0), Held(self.full_blocks, self.full_blocks)
         expected = (nothing, everything), (Held(0, self.full_blocks), everything)
         return (self.first, self.second) == expected
@@ -129,8 +128,6 @@ def wrong_with(rows: Sequence[Row]) -> list[str]:
 
 
 class _Fleet:
-    """Two engines, one after the other, and the index that follows them."""
-
     def __init__(
         self, folder: Path, options: dict[str, Any], pool: str, settings: dict[str, Any], console: Console
     ) -> None:
@@ -204,8 +201,6 @@ class _Answer:
 
 
 class _Asked:
-    """One engine, and the index's answers before and after a prompt."""
-
     def __init__(
         self, client: IndexClient, name: str, engine: EngineProcess, model: str, block_tokens: int
     ) -> None:
@@ -318,7 +313,6 @@ def _typed(program: Path) -> str:
 
 
 def verdict(rows: Sequence[Row]) -> str:
-    """The demo's conclusion."""
     cold_s, warm_s = _medians(rows)
     if wrong := wrong_with(rows):
         return "\n".join([*wrong, "FAIL"])

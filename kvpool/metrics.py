@@ -380,7 +380,6 @@ class Counters:
             self._samples[key] = value
 
     def take(self) -> Samples:
-        """Return the samples and reset."""
         samples, self._samples = self._samples, {}
         return samples
 

@@ -105,7 +105,6 @@ def missing_extra(error: ModuleNotFoundError, extras: Sequence[str] = ("index", 
 
 
 def with_extra(extra: str) -> str:
-    """How to install a missing part of kvpool."""
     return f"install kvpool with its extra {extra}, in a checkout: pip install '.[{extra}]'"
 
 

@@ -47,7 +47,6 @@ def _leaves(nav: Any) -> Iterator[str]:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn repository links into site links."""
     here = page.file.src_uri
     source = here.removeprefix(OTHERS) if here.startswith(OTHERS) else DOCS + here
     return LINK.sub(_within_site(here, source), markdown)

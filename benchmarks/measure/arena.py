@@ -44,7 +44,6 @@ class Arena:
 
     @property
     def name(self) -> str:
-        """The device's display name."""
         if not self.accelerator:
             return "CPU"
         return str(torch.get_device_module(self.torch_device).get_device_name())
@@ -66,12 +65,10 @@ class Arena:
         return time.perf_counter() - started
 
     def wait(self) -> None:
-        """Wait for all streams."""
         if self.accelerator:
             torch.accelerator.synchronize()
 
     def wait_for_engine(self) -> None:
-        """Wait for the engine's stream only."""
         if self.accelerator:
             torch.accelerator.current_stream().synchronize()
 

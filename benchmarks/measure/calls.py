@@ -127,7 +127,6 @@ def _round_trip(mover: KVCacheMover, copies: Copies) -> None:
 
 
 def _finish(mover: KVCacheMover) -> None:
-    """Poll as an engine does, until nothing is in flight."""
     deadline = time.monotonic() + DEADLINE_S
     while mover.busy:
         with record_function(OURS + "poll"):

@@ -131,7 +131,6 @@ class Copies:
         self._stored_slots = self._gather()
 
     def load(self) -> None:
-        """Start to copy a batch from slots."""
         self._part.job.after = self._memory.mark()
         self._memory.scatter([self._part])
 
@@ -154,7 +153,6 @@ class Copies:
         )
 
     def _places(self) -> Iterator[tuple[torch.Tensor, list[int], list[int]]]:
-        """Each layer, its stored blocks, and its loaded ones."""
         for group, layers in enumerate(self.layers):
             old, new = (
                 [block.block_ids[0] for block in blocks if block.group == group]

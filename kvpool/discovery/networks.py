@@ -78,7 +78,6 @@ class WorkerNetworks:
 
 
 def places_of(worker: Worker) -> set[tuple[str, int]]:
-    """The (host, port) pairs that reach this worker."""
     return {place for _, endpoint in _endpoints(worker) if (place := _place(endpoint)) is not None}
 
 

@@ -58,7 +58,6 @@ class Seen:
 
     @property
     def distinct(self) -> float:
-        """Estimated number of distinct blocks."""
         counts = np.bincount(self.registers, minlength=1)
         zeros = int(counts[0])
         estimate = (

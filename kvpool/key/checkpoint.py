@@ -92,8 +92,6 @@ class _File(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Places of one file for one thread."""
-
     file: _File
     spots: Sequence[tuple[int, int]]  # (offset, bytes), ascending
 

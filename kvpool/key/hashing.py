@@ -66,6 +66,7 @@ class BlockHasher:
 
     @property
     def block_tokens(self) -> int:
+        """Tokens in a block."""
         return self._block_tokens
 
     @property

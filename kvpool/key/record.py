@@ -37,8 +37,6 @@ assert _HEADER.size == HEADER_NBYTES == _native.RECORD_HEADER_NBYTES
 
 
 class Header(NamedTuple):
-    """The fields of a record's header, in order."""
-
     magic: bytes
     version: int
     flags: int

@@ -38,8 +38,6 @@ Form = Literal["parts", "flat"]
 
 
 class _Namespaces(NamedTuple):
-    """The namespaces of one epoch, by form of pages."""
-
     epoch: str
     parts: Namespace
     flat: Namespace
@@ -57,7 +55,6 @@ class PageKeys:
         self._namespaces = self._of_epoch("")
 
     def namespace(self, form: Form) -> Namespace:
-        """The form's namespace in the current epoch."""
         epoch = self._epoch.since_update if self._weights_never_change else self._epoch.since_flush
         with self._lock:
             left = self._namespaces.epoch != epoch
@@ -89,7 +86,6 @@ class PageKeys:
 
 
 def is_hash(key: object) -> bool:
-    """Whether SGLang spells a page's hash like this."""
     return isinstance(key, str) and _HASH.fullmatch(key) is not None
 
 

@@ -106,7 +106,6 @@ class HostPages:
         return [self._view(pointer, nbytes) for pointer, nbytes in zip(pointers, sizes, strict=True)]
 
     def sizes(self, form: str) -> tuple[int, ...]:
-        """Bytes of each of a page's buffers in this form."""
         return self.part_nbytes if form == "parts" else (self.nbytes,)
 
     def empty_page(self) -> torch.Tensor:

@@ -108,8 +108,9 @@ class Store(ABC):
 
     Keys come from ``Namespace.keys``. Buffers are any buffer-protocol objects, counted in bytes, not
     elements. A key may repeat in a batch. ``timeout_s`` bounds the whole batch, in seconds (above 0, at most
-    3,600; None: 5). A miss is a value; a fault is ``StoreUnavailable``. Any thread may call any method. Calls
-    after ``close`` raise ``StoreClosed``; wrong arguments raise ``ConfigError`` before any I/O.
+    3,600; None: 5). A miss is a value; a fault is ``StoreUnavailable``. Any thread may call any method.
+    Blocking calls release the GIL. Calls after ``close`` raise ``StoreClosed``; wrong arguments raise
+    ``ConfigError`` before any I/O.
     """
 
     def __init__(self, name: str, engine: Engine, documents: Documents) -> None:
@@ -123,21 +124,19 @@ class Store(ABC):
     def put_many(
         self, keys: Sequence[str], buffers: Sequence[Any], *, timeout_s: float | None = None
     ) -> list[bool]:
-        """Store a value per key, replacing the old one atomically. False: no room.
+        """Store a value per key, replacing the old one atomically. False: no room. Blocks.
 
-        A buffer that is not contiguous is copied once. Blocks without the GIL. Errors: ``StoreUnavailable``,
-        ``StoreClosed``, ``ConfigError``.
+        A non-contiguous buffer is copied once.
         """
         return _finished(self.submit_put(keys, buffers, timeout_s=timeout_s))
 
     def get_many_into(
         self, keys: Sequence[str], buffers: Sequence[Any], *, timeout_s: float | None = None
     ) -> list[bool]:
-        """Read each value into its buffer of exactly the value's length. False: a miss.
+        """Read each value into its buffer of exactly the value's length. False: a miss. Blocks.
 
         A value of another length, or one that fails verification, is deleted, counted, and a miss. After a
-        miss or a fault the buffer's content is unspecified. Non-contiguous buffers go through a copy. Blocks
-        without the GIL. Errors: ``StoreUnavailable``, ``StoreClosed``, ``ConfigError``.
+        miss or a fault the buffer's content is unspecified. Non-contiguous buffers go through a copy.
         """
         destinations = [destination(buffer, position) for position, buffer in enumerate(buffers)]
         found = _finished(self._submit_get(keys, destinations, timeout_s))
@@ -145,10 +144,7 @@ class Store(ABC):
         return found
 
     def contains_many(self, keys: Sequence[str], *, timeout_s: float | None = None) -> list[bool]:
-        """Whether each key has a value now; it may vanish, or prove damaged, before a read.
-
-        Blocks without the GIL. Errors: ``StoreUnavailable``, ``StoreClosed``, ``ConfigError``.
-        """
+        """Whether each key has a value now; it may vanish, or prove damaged, before a read. Blocks."""
         return _finished(self.submit_contains(keys, timeout_s=timeout_s))
 
     def touch_many(self, keys: Sequence[str], *, timeout_s: float | None = None) -> list[bool]:
@@ -156,10 +152,7 @@ class Store(ABC):
         return _finished(self.submit_touch(keys, timeout_s=timeout_s))
 
     def delete_many(self, keys: Sequence[str], *, timeout_s: float | None = None) -> int:
-        """Delete the keys' values; returns how many were present.
-
-        Blocks without the GIL. Errors: ``StoreUnavailable``, ``StoreClosed``, ``ConfigError``.
-        """
+        """Delete the keys' values; returns how many were present. Blocks."""
         return sum(_finished(self._begin(_native.DELETE, "delete", keys, None, timeout_s)))
 
     # ------------------------------------------------------------------ calls that return at once
@@ -167,7 +160,7 @@ class Store(ABC):
     def submit_put(
         self, keys: Sequence[str], buffers: Sequence[Any], *, timeout_s: float | None = None
     ) -> Batch:
-        """Begin ``put_many``. The buffers must not change until ``done()``. Errors: as there."""
+        """Begin ``put_many``. The buffers must not change until ``done()``."""
         views = [source(buffer, position) for position, buffer in enumerate(buffers)]
         return self._begin(_native.PUT, "put", keys, views, timeout_s)
 
@@ -178,8 +171,7 @@ class Store(ABC):
 
         ``Batch.results`` has a byte a key: ``_native.OK``: put here; ``PRESENT``: it was present, or another
         put of the key stored it; ``NO_ROOM``. ``Batch.wait`` says which values are present now. A present
-        value is not compared with the buffer, which must not change until ``done()``. Errors: as
-        ``put_many``.
+        value is not compared with the buffer, which must not change until ``done()``.
         """
         views = [source(buffer, position) for position, buffer in enumerate(buffers)]
         return self._begin(_native.PUT_ABSENT, "put absent", keys, views, timeout_s)
@@ -187,9 +179,8 @@ class Store(ABC):
     def submit_get(
         self, keys: Sequence[str], buffers: Sequence[Any], *, timeout_s: float | None = None
     ) -> Batch:
-        """Begin ``get_many_into``. The batch owns the buffers until ``done()``. Errors: as there.
-
-        Non-contiguous buffers are refused: they would need a copy at the end.
+        """Begin ``get_many_into``. The batch owns the buffers until ``done()``; non-contiguous ones are
+        refused.
         """
         destinations = [destination(buffer, position) for position, buffer in enumerate(buffers)]
         for position, (_, copy_to) in enumerate(destinations):
@@ -200,9 +191,11 @@ class Store(ABC):
         return self._submit_get(keys, destinations, timeout_s)
 
     def submit_contains(self, keys: Sequence[str], *, timeout_s: float | None = None) -> Batch:
+        """Begin ``contains_many``."""
         return self._begin(_native.CONTAINS, "contains", keys, None, timeout_s)
 
     def submit_touch(self, keys: Sequence[str], *, timeout_s: float | None = None) -> Batch:
+        """Begin ``touch_many``."""
         return self._begin(_native.TOUCH, "touch", keys, None, timeout_s)
 
     def submit_lookup(
@@ -211,8 +204,8 @@ class Store(ABC):
         """Ask which leading records of a prompt are present, as ``touch_many``, while answers are useful.
 
         Any length: keys are spelled when sent, so this call is short. After a missing part, records that need
-        it are skipped; groups without a sliding window go first. Errors: as ``touch_many``;
-        ``StoreUnavailable`` for too many pending lookups.
+        it are skipped; groups without a sliding window go first. Too many pending lookups are
+        ``StoreUnavailable``.
         """
         self._check_open()
         timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else check_timeout(timeout_s)
@@ -230,11 +223,11 @@ class Store(ABC):
     # ------------------------------------------------------------------ leased documents
 
     def announce(self, key: str, document: bytes, *, lease_s: float) -> None:
-        """Keep a small document for ``lease_s`` seconds, replacing the one under ``key``.
+        """Keep a small document for ``lease_s`` seconds, replacing the one under ``key``. Blocks for a small
+        write.
 
         ``key``: printable ASCII, 1 to 512 characters. ``document``: 1 to 65,536 bytes. A store keeps 65,536
-        of them, a server as many per tenant. Blocks for one small write. Errors: ``ConfigError``;
-        ``StoreUnavailable`` when it cannot be kept.
+        of them, a server as many per tenant.
         """
         self._check_open()
         _check_announcement_key(key)
@@ -247,19 +240,18 @@ class Store(ABC):
         self._documents.put(key, document, float(lease_s))
 
     def withdraw(self, key: str) -> bool:
-        """End an announcement early; False if ``key`` had none.
+        """End an announcement early; False if ``key`` had none. Blocks for a small write.
 
-        Blocks for one small write. Errors: ``ConfigError``; ``StoreUnavailable``, and then the lease ends it.
+        After ``StoreUnavailable`` the lease ends it.
         """
         self._check_open()
         _check_announcement_key(key)
         return self._documents.remove(key)
 
     def announcements(self, prefix: str = "", suffix: str = "") -> dict[str, bytes]:
-        """Unexpired documents under keys with this beginning and end, by key.
+        """Unexpired documents under keys with this beginning and end, by key; expired ones are removed.
 
-        Expired ones are removed on the way. Blocks for one small read a document. Errors:
-        ``StoreUnavailable``, ``StoreClosed``; ``AnnouncementsRefused`` above 32 MiB on a server.
+        Blocks for a small read per document. Errors: ``AnnouncementsRefused`` above 32 MiB on a server.
         """
         self._check_open()
         return self._documents.all(prefix, suffix)
@@ -267,16 +259,15 @@ class Store(ABC):
     def announced_under(self, keys: Sequence[str]) -> dict[str, bytes]:
         """Unexpired documents under exactly these keys, at a cost independent of all others.
 
-        Blocks for one small read a document. Errors: ``StoreUnavailable``, ``StoreClosed``.
+        Blocks for a small read per document.
         """
         self._check_open()
         return self._documents.of(keys)
 
     def announcing_tenants(self) -> list[str]:
-        """Tenants with recent announcements, sorted; at most 4,096 of a server.
+        """Tenants with recent announcements, sorted; at most 4,096 of a server. Blocks for a small read.
 
-        Tenants whose users may not list them are missing. Blocks for one small read. Errors:
-        ``StoreUnavailable``, ``StoreClosed``.
+        Tenants whose users may not list them are missing.
         """
         self._check_open()
         return self._documents.tenants()
@@ -284,25 +275,23 @@ class Store(ABC):
     def server_run_id(self) -> str:
         """A text that changes with each start of the server; empty without a server, or without the right.
 
-        Blocks for one small read. Errors: ``StoreUnavailable``, ``StoreClosed``.
+        Blocks for a small read.
         """
         self._check_open()
         return self._server_run_id()
 
     def usage(self) -> list[Usage]:
-        """The fill level of each server; a silent one is not ``up``.
+        """The fill level of each server; a silent one is not ``up``. Blocks for a small read of each.
 
-        Blocks for one small read of each server. Errors: ``StoreUnavailable`` when the servers cannot be
-        found; ``StoreClosed``.
+        Errors: ``StoreUnavailable`` when the servers cannot be found.
         """
         self._check_open()
         return self._usage()
 
     def withdraw_all(self, prefix: str) -> int:
-        """Delete all processes' documents under ``prefix``; returns how many.
+        """Delete all processes' documents under ``prefix``; returns how many. Blocks for a small write each.
 
-        Running announcers write theirs again. Blocks for one small write a document. Errors:
-        ``StoreUnavailable``, ``StoreClosed``.
+        Running announcers write theirs again.
         """
         self._check_open()
         return self._documents.remove_all(prefix)
@@ -314,7 +303,7 @@ class Store(ABC):
 
         Concurrent puts and deletes may or may not show; a block may come twice, a lasting block comes at
         least once. Deleting given blocks is safe. Scanning counts as no use. For maintenance: it walks the
-        whole pool, and blocks at each step. Errors, at each step: ``StoreUnavailable``, ``StoreClosed``.
+        whole pool. Blocks, and may fail, at each step.
         """
         self._check_open()
         return self._scan(prefix)
@@ -322,16 +311,14 @@ class Store(ABC):
     def scan_keys(self, prefix: str = KEY_PREFIX) -> Iterator[list[str]]:
         """As ``scan``, keys alone: a list for every hundred or so walked keys, possibly empty.
 
-        Lasting keys come at least once; if that is uncertain (servers changed), the last step fails. Blocks
-        at each step. Errors, at each step: ``StoreUnavailable``, ``StoreClosed``.
+        Lasting keys come at least once; if that is uncertain (servers changed), the last step fails.
         """
         self._check_open()
         return self._scan_keys(prefix)
 
     def notices(self) -> Notices | None:
-        """Notices of keys that change from now on; None without a server.
-
-        Close it before the store. Never blocks. Errors: ``StoreClosed``.
+        """Notices of keys that change from now on; None without a server. Close it before the store. Never
+        blocks.
         """
         self._check_open()
         return self._notices()
@@ -346,7 +333,7 @@ class Store(ABC):
     def count_health(self, counters: Counters) -> None:
         """Add to ``counters`` the growth since the last call, and whether the store is connected.
 
-        A store without a server is neither up nor down. Does not block. Errors: ``StoreClosed``.
+        A store without a server is neither up nor down. Does not block.
         """
         found = self.counters()
         for name, metric in _GROWTH.items():

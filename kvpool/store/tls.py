@@ -21,7 +21,6 @@ class Tls:
     key: str = ""
 
     def files(self) -> tuple[str, str, str]:
-        """For the native client."""
         return self.ca, self.cert, self.key
 
     def context(self) -> ssl.SSLContext:

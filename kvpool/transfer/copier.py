@@ -82,7 +82,6 @@ class BlockCopier:
 
     @property
     def launches(self) -> int:
-        """Launches per batch."""
         return len(self._stacks)
 
     @torch.inference_mode()  # matches layers or steps made in inference mode
@@ -164,7 +163,6 @@ class BlockCopier:
 
     @staticmethod
     def _part(rows: torch.Tensor, stack: _Stack) -> torch.Tensor:
-        """The stack's part of each row, in the stack's shape."""
         part = rows[:, stack.start : stack.start + stack.nbytes].view(stack.cache.dtype)
         return part.view(rows.shape[0], *stack.cache.shape[1:])
 
@@ -183,7 +181,6 @@ class BlockCopier:
 
 
 def _aligned(nbytes: int) -> int:
-    """Round up to the alignment of ids."""
     return -(-nbytes // _ID_NBYTES) * _ID_NBYTES
 
 

@@ -30,8 +30,6 @@ Copy = Callable[[torch.Tensor], None]
 
 
 class Event(Protocol):
-    """A point in a stream."""
-
     def query(self) -> bool:
         """Whether the stream has reached this point; never waits. Raises the device's errors."""
         ...
@@ -70,8 +68,6 @@ class Device(Protocol):
 
 
 class Done:
-    """A completed event."""
-
     def query(self) -> bool:
         return True
 

@@ -18,8 +18,6 @@ COPY_PAUSE_S = 5e-5  # between polls of an awaited copy: a part takes 0.1 ms at 
 
 
 class Keyed(Protocol):
-    """An item with a key in the store."""
-
     @property
     def key(self) -> str: ...
 
@@ -36,8 +34,6 @@ class Need(Enum):
 
 
 class Moved(NamedTuple):
-    """The end of one job, whose memory is free."""
-
     job: Hashable
     cause: str  # label of the metrics for an incomplete job; "" when complete
     moved: list[bool]  # by block: loaded, or present in the pool
@@ -79,7 +75,6 @@ class Job(Generic[Item]):
 
     @property
     def pending(self) -> bool:
-        """Whether some parts have not started."""
         return self.taken < len(self.items) and not self.cause
 
     def blocks(self, items: bytearray) -> list[bool]:
@@ -112,8 +107,6 @@ class Stage(Enum):
 
 @dataclass(eq=False)
 class Part(Generic[Item]):
-    """Some items of a job in flight, with the slots they own."""
-
     stage: Stage
     job: Job[Item]
     places: list[int]  # of its items in the job
@@ -135,7 +128,6 @@ class Part(Generic[Item]):
         self.stage, self.transfer, self.deadline, self.copy = stage, transfer, deadline, None
 
     def over(self) -> bool:
-        """Whether all transfers of its slots have ended."""
         if self.stage.copies:
             assert self.copy is not None
             return self.copy.query()

@@ -34,21 +34,15 @@ class Memory(Protocol[Item]):
         """How many items may start, with ``parts`` in flight."""
         ...
 
-    def acquire(self, items: Sequence[Item]) -> list[Any]:
-        """A slot for each item."""
-        ...
+    def acquire(self, items: Sequence[Item]) -> list[Any]: ...
 
     def release(self, slots: list[Any]) -> None:
         """Return slots that neither the store nor a copy touches."""
         ...
 
-    def views(self, items: Sequence[Item], slots: Sequence[Any]) -> list[memoryview]:
-        """The buffers for the store."""
-        ...
+    def views(self, items: Sequence[Item], slots: Sequence[Any]) -> list[memoryview]: ...
 
-    def nbytes(self, item: Item) -> int:
-        """Bytes of its payload."""
-        ...
+    def nbytes(self, item: Item) -> int: ...
 
     def mark(self) -> Event:
         """Ready when loads may write their blocks."""
@@ -64,8 +58,6 @@ class Memory(Protocol[Item]):
 
 
 class Record(NamedTuple):
-    """A key, and the caller's memory for its payload."""
-
     key: str
     view: memoryview
 
@@ -148,7 +140,6 @@ class Staging:
 
     @property
     def free(self) -> int:
-        """Number of free slots."""
         return len(self._free)
 
     def acquire(self, count: int) -> list[int]:

@@ -72,7 +72,6 @@ class BlockMover(Generic[Item]):
 
     @property
     def busy(self) -> bool:
-        """Whether a load or a store is in flight."""
         return bool(self._jobs)
 
     def load(
@@ -117,7 +116,6 @@ class BlockMover(Generic[Item]):
             self._fail(self._jobs[job], cause)
 
     def moves(self, job: Hashable) -> bool:
-        """Whether this job is in flight."""
         return job in self._jobs
 
     def poll(self, wait_s: float = 0.0) -> Finished:
@@ -190,7 +188,6 @@ class BlockMover(Generic[Item]):
         part.job.parts += 1
 
     def _end_part(self, part: Part[Item]) -> None:
-        """Free a part whose slots nothing touches."""
         del self._parts[part]
         part.job.parts -= 1
         slots, part.slots = part.slots, []
@@ -333,7 +330,6 @@ class BlockMover(Generic[Item]):
                 self._end_part(part)
 
     def _go_on_storing(self, part: Part[Item]) -> None:
-        """Begin the next stage of a store."""
         try:
             if part.stage is Stage.GATHER:
                 self._finished.staged.extend(cast("tuple[int, ...]", part.job.name))

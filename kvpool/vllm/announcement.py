@@ -232,7 +232,6 @@ class EngineAnnouncer:
 
     @property
     def asked(self) -> bool:
-        """Whether an index requests all blocks of the engine."""
         return self._announcer is not None and self._announcer.requested
 
     def enter(self, store: Store, namespace: Namespace) -> None:
@@ -287,7 +286,6 @@ class EngineAnnouncer:
             logger.warning("kvpool: %s", sentence)
 
     def _withdraw_epoch(self, store: Store) -> None:
-        """Remove the facts of a namespace that only this engine used."""
         if self._announced is not None and EPOCH_FACT in self._announced.facts:
             with contextlib.suppress(KVPoolError):
                 store.withdraw(self._announced.facts_key)

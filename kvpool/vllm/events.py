@@ -57,7 +57,6 @@ def stored_event(
 
 
 def removed_event(block_hash: bytes, group: int) -> BlockRemoved:
-    """The pool no longer holds this record."""
     fields = {
         "block_hashes": [internals.event_hash(block_hash)],
         "medium": EVENT_MEDIUM,
@@ -117,8 +116,6 @@ assert INTERVAL_S > REQUEST_LEASE_S + READ_S
 
 
 class CacheResync:
-    """Makes the events of an engine with these KV-cache groups."""
-
     def __init__(self, groups: Sequence[Group], clock: Callable[[], float] = time.monotonic) -> None:
         self._groups, self._clock = groups, clock
         self._block_pool: BlockPool | None = None

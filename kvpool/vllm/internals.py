@@ -39,7 +39,6 @@ from kvpool.vllm.plan import Group
 
 
 def engine_rank(stage_ranks: int) -> int:
-    """This worker's rank across all pipeline stages."""
     return int(get_pp_group().rank_in_group * stage_ranks + get_tp_group().rank_in_group)
 
 
@@ -65,7 +64,6 @@ def rotary_embeddings() -> list[nn.Module]:
 
 
 def attention_layers(config: VllmConfig) -> dict[str, Any]:
-    """The built attention layers, by name."""
     return get_layers_from_vllm_config(config, AttentionLayerBase)
 
 
@@ -197,7 +195,6 @@ def record_hashes(request: Request, hash_block_tokens: int, group: Group) -> Seq
 
 
 def cache_key(block_hash: bytes, group: int) -> bytes:
-    """The key of a block in the engine's prefix cache."""
     return bytes(kv_cache_utils.make_block_hash_with_group_id(kv_cache_utils.BlockHash(block_hash), group))
 
 
@@ -275,7 +272,6 @@ def next_evicted(block_pool: BlockPool, count: int) -> list[tuple[int, bytes | N
 
 
 def is_in_use(block_pool: BlockPool) -> bool:
-    """Whether any block except the null block is referenced."""
     return bool(block_pool.num_gpu_blocks - block_pool.get_num_free_blocks() > 1)
 
 
@@ -294,5 +290,4 @@ def release(block_pool: BlockPool, block_ids: Sequence[int]) -> None:
 
 
 def medium(block_pool: BlockPool) -> str:
-    """The name of the engine's own memory in KV events."""
     return str(getattr(block_pool, "medium", MEDIUM_GPU))

@@ -62,7 +62,6 @@ class RequestLookup:
         return self.present is not None or bool(self.failure)
 
     def is_stale(self, now_s: float) -> bool:
-        """Whether to ask the pool again before an offer."""
         return self.present is not None and now_s - self._started_s > FRESH_S
 
     def cancel(self) -> None:
@@ -150,8 +149,6 @@ MAX_TOUCHES = 1 << 16  # pending uses of chunks; more are dropped
 
 @dataclass(slots=True)
 class _Probe:
-    """The state of one chunk."""
-
     asked_at: float
     present: bool | None = None
     requests: set[str] = field(default_factory=set)
@@ -194,7 +191,6 @@ class ChunkLookups:
         return probe.present
 
     def forget(self, request_id: str) -> None:
-        """Forget an ended request."""
         for key in self._asked_by.pop(request_id, ()):
             probe = self._probes[key]
             probe.requests.discard(request_id)
@@ -210,14 +206,12 @@ class ChunkLookups:
                 self._touches[key] = None
 
     def send(self) -> None:
-        """Send a step's questions and uses."""
         questions = self._take_questions()
         for first in range(0, len(questions), ASK_KEYS):
             self._ask(questions[first : first + ASK_KEYS])
         self._send_touches()
 
     def collect(self) -> None:
-        """Take the arrived answers."""
         for batch in [batch for batch in self._batches if batch[1].done()]:
             self._batches.remove(batch)
             keys, transfer = batch
@@ -250,7 +244,6 @@ class ChunkLookups:
         self._questions.clear()
 
     def clear(self) -> None:
-        """Drop all answers; the store is closed."""
         self._batches.clear()
         self._touching.clear()
 

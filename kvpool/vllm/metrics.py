@@ -57,8 +57,6 @@ class PoolStats(KVConnectorStats):
 
 
 class PoolPromMetrics(KVConnectorPromMetrics):
-    """Registers the metrics in the API server and adds the engines' reports."""
-
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._shown = {metric.name: self._registered(metric) for metric in metrics.ALL}
@@ -99,7 +97,6 @@ class PoolPromMetrics(KVConnectorPromMetrics):
 
 
 def tier_definitions() -> dict[str, OffloadingMetricMetadata]:
-    """A tier's metrics for vLLM's registry, by name."""
     return {metric.name: _definition(metric) for metric in metrics.ALL}
 
 

@@ -48,7 +48,6 @@ class RequestState:
 
     @property
     def checked(self) -> bool:
-        """Whether the check of its adapter has ended."""
         return self.adapter is None or self.adapter.done
 
     @property

@@ -253,7 +253,6 @@ class SchedulerHalf:
         return blocks
 
     def plan(self, output: SchedulerOutput) -> PoolMetadata:
-        """The loads and stores of a step, each in one step only."""
         computes = output.total_num_scheduled_tokens > 0
         step = PoolMetadata(loads=self._new_loads, cancelled=self._cancelled, idle=not computes)
         self._new_loads, self._cancelled = [], []
@@ -303,7 +302,6 @@ class SchedulerHalf:
     def update(
         self, report: PoolWorkerMetadata | None, finished_loads: Iterable[str], failed_loads: Iterable[str]
     ) -> None:
-        """Take the workers' report of a step."""
         finished, failed = set(finished_loads), set(failed_loads)
         if self._gate is not None:
             self._gate.step_ended(report.timed if report else 0)
@@ -334,7 +332,6 @@ class SchedulerHalf:
             self._events += [removed_event(*block) for block in sorted(report.missing)]
 
     def finished(self, request: Request) -> None:
-        """Forget an ended or aborted request."""
         state = self._requests.pop(request.request_id, None)
         self._store_planner.finished(request.request_id)
         if state is not None:
@@ -348,7 +345,6 @@ class SchedulerHalf:
     # What the steps of a request need.
 
     def _without_pool(self, request: Request) -> None:
-        """Continue a request without the pool after a fault of kvpool."""
         state = self._requests.setdefault(request.request_id, RequestState(request, WITHOUT_POOL))
         state.params, state.refused = WITHOUT_POOL, True
 
@@ -456,7 +452,6 @@ class SchedulerHalf:
         self._namespace.reset(in_use=self._block_pool is not None and internals.is_in_use(self._block_pool))
 
     def forget(self) -> None:
-        """Drop every answer about the pool's content."""
         self._store_planner.forget()
         for state in self._requests.values():
             if state.lookup is not None:
@@ -464,14 +459,12 @@ class SchedulerHalf:
             state.lookup = state.offered = None
 
     def switch_off(self, reason: str) -> None:
-        """Disable the pool for good."""
         if not self._broken:
             self._broken = True
             self._store_planner.forget()
             logger.error("kvpool is off for this engine, which goes on without it: %s", reason)
 
     def stats(self) -> Samples:
-        """Samples since the last call."""
         self._set_gauges()
         return self.counters.take()
 

@@ -36,7 +36,6 @@ _SECTIONS = ("model", "cache", "parallel", "load", "attention", "kernel", "lora"
 
 
 def settings_facts(config: VllmConfig) -> dict[str, Fact]:
-    """The facts among vLLM's settings that differ from their defaults."""
     facts: dict[str, Fact] = {}
     for section in _sections(config):
         kind = type(section).__name__

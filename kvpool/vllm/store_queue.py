@@ -36,8 +36,6 @@ MAX_PAUSE_S = 5.0
 
 
 class Wanted(NamedTuple):
-    """A record to store."""
-
     block: BlockRef
     parent: tuple[bytes, int] | None  # must be in the pool first
     contents: tuple[bytes | None, ...]  # by block: the engine's present key
@@ -102,7 +100,6 @@ class StoreQueue:
         return bool(self._given_up)
 
     def found(self, key: tuple[bytes, int]) -> None:
-        """The pool holds this record."""
         self._given_up.pop(key, None)
 
     def offer(self, step: PoolMetadata, wanted: Wanted) -> None:
@@ -167,7 +164,6 @@ class StoreQueue:
         return kept
 
     def take_events(self) -> list[BlockStored]:
-        """New records of the pool since the last call."""
         events, self._events = self._events, []
         return events
 
@@ -228,7 +224,6 @@ class StoreQueue:
         self._held.release(free)
 
     def _end(self, tag: int, pending: _Pending) -> None:
-        """Every rank has reported a record's result."""
         del self._pending[tag]
         if pending.left:
             return
@@ -244,8 +239,6 @@ MAX_HELD_S = 1.0  # longest wait, or stepping, for held blocks; a copy takes mil
 
 
 class HeldBlocks:
-    """Counts kvpool's references to blocks of an engine."""
-
     def __init__(self) -> None:
         self._pool: BlockPool | None = None
         self._references: dict[int, int] = {}  # by block id: ours

@@ -117,24 +117,20 @@ class StorePlanner:
         self._progress.pop(request_id, None)
 
     def begin(self, step: PoolMetadata) -> None:
-        """Begin a step: add waiting records."""
         self._queue.send_waiting(step)
         self._read_late_answers(step)
 
     def end(self, step: PoolMetadata, output: SchedulerOutput) -> None:
-        """End a step in which every request was planned."""
         if self._write_back and output.total_num_scheduled_tokens:
             self._plan_write_back(step)
         if step.stores and output.total_num_scheduled_tokens:
             self._active_at = time.monotonic()
 
     def update(self, report: PoolWorkerMetadata) -> None:
-        """Take the workers' report of a step."""
         if self._queue.update(report):
             self._active_at = time.monotonic()
 
     def take_events(self) -> list[BlockStored]:
-        """New records of the pool since the last call."""
         return self._queue.take_events()
 
     def wants_steps(self) -> bool:

@@ -125,7 +125,6 @@ def _refuse_moving_rope(model: ModelConfig) -> None:
 
 
 def _rope_types(hf_config: Any) -> set[str]:
-    """The kinds of rotary embeddings in a model's configuration, including those of single layer types."""
     found = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
     of_layers = [one for one in found.values() if isinstance(one, Mapping)]
     return {str(one.get("rope_type", one.get("type", "default"))) for one in (of_layers or [found])}

@@ -64,8 +64,6 @@ DRAIN_STEP_S = 1.0
 
 @dataclass(slots=True)
 class _Job:
-    """A load or a store of vLLM."""
-
     is_load: bool
     keys: list[OffloadKey]
 

@@ -170,7 +170,6 @@ class WorkerHalf:
         self._begin_announcing(self._namespace)
 
     def _begin_announcing(self, namespace: Namespace) -> None:
-        """Announce this engine in its namespace."""
         if self._announcer is None or self._store is None:
             return
         staging = mover.staging if (mover := self._mover) else None
@@ -221,7 +220,6 @@ class WorkerHalf:
         )
 
     def start_stores(self, step: PoolMetadata) -> None:
-        """Copy the step's full blocks to staging and send them."""
         stores, tags, step.stores, step.tags = step.stores, step.tags, [], []
         if not stores:
             return
@@ -299,7 +297,6 @@ class WorkerHalf:
             logger.error("kvpool failed to move blocks, which counts as a miss", exc_info=moved.error)
 
     def take_report(self) -> PoolWorkerMetadata | None:
-        """The report of this step to the scheduler; None when empty."""
         self._report.asked = self._announcer is not None and self._announcer.asked
         if self._report.is_empty():
             return None
@@ -307,7 +304,6 @@ class WorkerHalf:
         return report
 
     def stats(self) -> Samples:
-        """Samples since the last call."""
         if self._store is not None:
             self._store.count_health(self.counters)
         return self.counters.take()

@@ -111,7 +111,6 @@ def _fetch(source: Source, archive: Path) -> None:
 
 
 def _debian_mirrors() -> list[str]:
-    """This machine's Debian mirrors, if any."""
     command = ["apt-get", "indextargets", "--format", "$(SITE)", "Created-By: Packages"]
     try:
         told = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout

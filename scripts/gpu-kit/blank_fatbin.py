@@ -40,7 +40,6 @@ def fatbins(library: bytes) -> Iterator[tuple[int, int]]:
 
 
 def codes(library: bytes) -> Iterator[Code]:
-    """All code of the file's sections."""
     for start, end in fatbins(library):
         at = start
         while at < end:

@@ -48,8 +48,6 @@ class Event:
 
 
 class Stream:
-    """Runs work immediately."""
-
     cuda_stream = stream_id = 0
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -83,7 +81,6 @@ def not_pinned(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def without_driver() -> None:
-    """Turn torch's driver calls into no-ops."""
     only, cuda, accelerator = Stream(), torch.cuda, torch.accelerator
     answers: dict[Any, dict[str, Any]] = {
         cuda: {

@@ -21,7 +21,6 @@ WITHOUT_FLASHINFER = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
 
 def tell(case: str, ok: bool, **figures: Any) -> None:
-    """Print a case as a line of JSON."""
     print(json.dumps({"case": case, "ok": ok, **figures}), flush=True)
 
 
@@ -37,7 +36,6 @@ def started(name: str, folder: Path, options: Mapping[str, Any]) -> Iterator[tup
 
 @contextlib.contextmanager
 def valkey(folder: Path, shards: int) -> Iterator[str]:
-    """The URL of a pool on its own servers."""
     with ValkeyShards(find_server(None), folder, shards=shards, io_threads=1) as servers:
         yield servers.url
 

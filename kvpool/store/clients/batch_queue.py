@@ -251,7 +251,6 @@ class BatchQueue:
             self._failures += 1
 
     def fell_silent(self, why: str) -> None:
-        """A link got no answer in time."""
         with self._changed:
             if not self._breaker.why:
                 self._open_breaker(_Breaker(why))

@@ -181,7 +181,6 @@ class Bounded(Connection):
         super().send_packed_command(command, check_health)  # type: ignore[no-untyped-call]
 
     def extend(self) -> None:
-        """Begin a step."""
         if self.socket is not None:
             self.socket.deadline_s = self._end_s()
             self.socket.room = _ROOM.get() or _Room(self._max_replies_nbytes)

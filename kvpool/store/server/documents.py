@@ -114,7 +114,6 @@ class ServerDocuments:
         return dict(sorted(documents.items()))
 
     def tenants(self) -> list[str]:
-        """The listed tenants with valid names."""
         with self._server.asked("cannot list the tenants", READ_S) as server:
             listed = self._tenants(server, "")
         return sorted(tenant for tenant in listed if parse_tenant(f"kvpool:{tenant}:") == tenant)
@@ -185,7 +184,6 @@ class ServerDocuments:
             return together.execute()
 
     def _register(self, server: redis.Redis, tenant: str, index: str) -> None:
-        """Renew the tenant's index and its place in the list."""
         server.pexpire(index, INDEX_LEASE_MS)
         try:
             server.zadd(self._list, {tenant: self._now_ms(server) + LIST_LEASE_MS})

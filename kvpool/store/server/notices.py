@@ -78,8 +78,6 @@ class ServerNotices:
 
 
 class _Inbox:
-    """Notices not yet taken."""
-
     def __init__(self) -> None:
         self.closed = threading.Event()
         self._something = threading.Event()

@@ -88,7 +88,6 @@ def _usage(name: str, server: redis.Redis) -> Usage:
 
 
 def server_name(url: StoreURL) -> str:
-    """The server's name for errors, without secrets."""
     assert url.scheme in SERVER_SCHEMES, url.scheme
     if url.nodes:
         hosts = ",".join(url.servers)
