@@ -67,7 +67,6 @@ class HolderSets {
   // Their sets stay, empty, until move() takes the last block away.
   std::size_t drop(std::span<const Tiers> gone);
 
-  // Sets in use.
   std::size_t size() const { return size_; }
   // Every SetId is below this.
   SetId limit() const { return used_; }

@@ -13,7 +13,7 @@ class Reader {
  public:
   explicit Reader(std::string_view text) : at_(text.data()), end_(text.data() + text.size()) {}
 
-  // The next byte that is no space; 0 at the end, which no list has.
+  // The next byte that is no space; 0 at the end, invalid in a list.
   char peek() {
     while (at_ != end_ && (*at_ == ' ' || *at_ == '\n' || *at_ == '\t' || *at_ == '\r')) ++at_;
     return at_ == end_ ? '\0' : *at_;
@@ -30,7 +30,7 @@ class Reader {
     return true;
   }
 
-  // Digits as JSON has them: no zero in front of others.
+  // JSON's digits: no leading zero.
   std::uint64_t digits() {
     if (at_ == end_ || *at_ < '0' || *at_ > '9') fail();
     std::uint64_t value = 0;
@@ -65,7 +65,7 @@ std::vector<std::uint64_t> json_numbers(std::string_view text, std::size_t most,
     do {
       if (numbers.size() == most)
         throw std::invalid_argument("has more than " + std::to_string(most) + " numbers");
-      const bool negative = reader.take('-');  // past the space before a number; behind a sign there is none
+      const bool negative = reader.take('-');  // skips the space before a number; none may follow a sign
       const std::uint64_t value = reader.digits();
       if (negative && value != 0 ? !is_signed || value > kLowest : value > highest) {
         throw std::overflow_error("a number is out of range");

@@ -8,10 +8,9 @@
 
 namespace kvpool {
 
-// `text`: the list, with its brackets. `most`: how many it may have. `highest`: the largest number. `is_signed`: numbers
-// from -2**63 are taken, too, as two's complement.
-// Throws std::invalid_argument for what is no such list, or a longer one, and std::overflow_error for a number out of
-// range; the text goes on behind the name of the field.
+// `text`: the list, with its brackets. `most`: its largest length. `highest`: its largest number.
+// `is_signed`: also from -2**63, as two's complement. Throws std::invalid_argument for a malformed or longer
+// list, std::overflow_error for a number out of range; the text follows the field's name.
 std::vector<std::uint64_t> json_numbers(std::string_view text, std::size_t most, std::uint64_t highest,
                                         bool is_signed);
 

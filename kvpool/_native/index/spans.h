@@ -1,5 +1,5 @@
-// Prefix lengths from which an engine could go on, for groups that need only the last blocks of a prefix, or
-// have larger blocks than the hashed ones.
+// Prefix lengths from which an engine could go on, for groups that need only a prefix's last blocks or have
+// larger blocks.
 //
 // Lengths are counted in hashed blocks. No locks: the owner of the table has one.
 #pragma once

@@ -77,7 +77,6 @@ struct Matches {
 // Holder of a worker's part of the pool, a name that must live as long as the call; empty: none.
 using PoolOf = std::function<std::string_view(std::string_view worker)>;
 
-// Blocks in each tier.
 using TierBlocks = std::array<std::uint64_t, kTierCount>;
 
 struct TableStats {

@@ -4,7 +4,7 @@ Workers' events report puts and load misses, but not a server's evictions, delet
 
 - **Notices.** A key that a server reports as changed is looked up; its block is credited if present.
 - **Rounds.** Mark and sweep over all keys, again and again. Each credited block is marked; a block that is
-found, or stored by an event meanwhile, loses its mark; the sweep removes blocks still marked.
+  found, or stored by an event meanwhile, loses its mark; the sweep removes blocks still marked.
 
 A block is present when the keys of all its ranks are: of ranks up to the highest among its group's keys.
 

@@ -64,7 +64,7 @@ class Placer:
 
     ``tokenizers``: by model; workers render other models' tokens. ``serves``: whether the index is warm;
     until then a request without a worker may go to any. ``timeout_s``: of a whole placement. ``max_waiting``:
-    waiting requests above which a worker takes no more; None: any number. ``max_endpoints``: of a placement,
+    waiting requests at which a worker takes no more; None: any number. ``max_endpoints``: of a placement,
     1 to ``MAX_ENDPOINTS``. ``shows``: whether ``headers`` name a request's worker and reason.
     """
 

@@ -1,7 +1,7 @@
 """Converts between the index's values and the messages of ``protos/kvpool/v1/index.proto``, for both sides. Pure.
 
-Over 400 lines because each message is written and read in one place. Messages come from another process: form
-is checked here, content in ``Fleet``. Errors: ``ConfigError``, where no other is named.
+Messages come from another process: form is checked here, content in ``Fleet``. Errors: ``ConfigError``, where
+no other is named.
 """
 
 from __future__ import annotations
