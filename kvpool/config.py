@@ -285,9 +285,7 @@ def _is_reachable(host: str) -> bool:
 def _from_environment(
     environ: Mapping[str, str], fields: Mapping[str, FieldInfo], removed: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Values of ``KVPOOL_*``. A near miss of a field is an error; other variables are ignored, since
-    Kubernetes sets some.
-    """
+    """Values of ``KVPOOL_*``. A near miss of a field is an error; others are ignored: Kubernetes sets some."""
     values: dict[str, Any] = {}
     for variable in sorted(environ):
         if not variable.startswith(ENVIRONMENT_PREFIX) or variable == CONFIG_VARIABLE:

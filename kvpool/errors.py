@@ -27,9 +27,7 @@ class AnnouncementsRefused(StoreUnavailable):
 
 
 class RepliesTooLarge(StoreUnavailable):
-    """A server's reply exceeds the limit and was not read to its end. Other data on the server stays
-    readable.
-    """
+    """A server's reply exceeds the limit and was not read to its end. Other data there stays readable."""
 
 
 class StoreClosed(StoreUnavailable):

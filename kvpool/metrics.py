@@ -25,8 +25,8 @@ Samples = dict[str, "float | list[float]"]
 class Metric(NamedTuple):
     """``name`` as exported, its help text, and its only label's name or "".
 
-    ``buckets``: of a histogram. ``values``: of the label, exported as 0 at start, because ``rate()`` misses a
-    series' first value.
+    ``buckets``: of a histogram. ``values``: of the label, exported as 0 at start: ``rate()`` misses first
+    values.
     """
 
     name: str

@@ -1,5 +1,5 @@
-"""``check_worker`` rejects workers that the index cannot follow: names enter logs, the index connects to
-endpoints. Pure.
+"""``check_worker`` rejects workers that the index cannot follow: their names enter logs, endpoints are
+dialled.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Writers of leased records in a pool: ``Announcer`` of one rank, ``TrafficAnnouncer`` of an engine's
-traffic.
+"""Writers of leased records in a pool: ``Announcer`` of a rank, ``TrafficAnnouncer`` of an engine's traffic.
 
 Writers and readers (``WorkerWatch``) meet in the pool, which ends leases, so clocks are never compared. An
-index that lacks blocks of a rank puts a request beside its record; one request serves all indexes.
+index that lacks blocks of a rank puts a request beside its record, for all indexes.
 """
 
 from __future__ import annotations
@@ -102,8 +101,8 @@ class Announcer(_Writer):
         return self._requested
 
     def enter(self, namespace: str) -> None:
-        """Announce another namespace for the worker's blocks in the pool (32 hex digits). Any thread; does
-        not block.
+        """Announce another namespace for the worker's pool blocks (32 hex digits). Any thread; does not
+        block.
         """
         self._worker = replace(self._worker, namespace=namespace)
         _, self._record = pack_worker(self._worker, self._lease_s)

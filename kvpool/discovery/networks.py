@@ -1,7 +1,7 @@
-"""``WorkerNetworks``: the addresses at which an index may follow workers named by callers or by pool records.
+"""``WorkerNetworks``: the addresses at which an index may follow workers named by callers or pool records.
 
-Without it a tenant could make the index connect to any host it reaches, itself included. Workers named by a
-flag are exempt.
+Without it a tenant could make the index dial any host it reaches, itself included. Workers named by a flag
+are exempt.
 """
 
 from __future__ import annotations

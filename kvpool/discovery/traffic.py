@@ -1,12 +1,11 @@
-"""``Traffic``: the share of requested tokens that was requested before: the upper bound of any cache's hit
-ratio.
+"""``Traffic``: the share of requested tokens that was requested before: the bound of any cache's hit ratio.
 
 HyperLogLog counts distinct blocks: 12 bits of a block's hash name a register, which keeps the longest run of
 leading zeros of the other 52. The maximum of registers merges times and workers, so repeated blocks count
 once across a fleet.
 
-A window consists of whole slots: 5 minutes each within the last hour, an hour each before that. It is up to
-one slot longer than its name. Memory: 38 slots of 4 KiB. Threads: not thread-safe.
+A window consists of whole slots: 5 minutes each within the last hour, an hour each before. It is up to one
+slot longer than its name. Memory: 38 slots of 4 KiB. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ Registers = npt.NDArray[np.uint8]
 class Seen:
     """Traffic of one span of time.
 
-    ``block_tokens``: tokens in whole blocks, out of all ``prompt_tokens``; ``spared_tokens`` of them were not
-    computed.
+    ``block_tokens``: tokens in whole blocks, of all ``prompt_tokens``; ``spared_tokens`` were not computed.
     """
 
     registers: Registers = field(default_factory=lambda: np.zeros(REGISTERS, np.uint8))

@@ -146,9 +146,7 @@ class WorkerWatch:
             self._call("workers cannot be asked for all they hold", self._request)
 
     def _look_at_server(self) -> bool:
-        """Whether the server restarted since the last round; if so, mark all tenants. Errors:
-        ``KVPoolError``.
-        """
+        """Whether the server restarted since the last round; then marks all tenants. Errors: ``KVPoolError``."""
         life = self._store.server_run_id()
         started_anew = bool(self.life and life and life != self.life)
         if started_anew or self._away:

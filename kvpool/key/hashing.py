@@ -104,8 +104,7 @@ class BlockHasher:
     ) -> bytes:
         """The same blocks as KV events name them: the last 8 digest bytes of each, as a little-endian u64.
 
-        Eight bytes per full block; ``int.from_bytes(digest[-8:], "big")`` is the integer. Arguments and
-        errors: as ``hashes``.
+        ``int.from_bytes(digest[-8:], "big")`` is the integer. Arguments and errors: as ``hashes``.
         """
         extras = self._extras(len_tokens(token_ids) // self._block_tokens, lora, cache_salt, multimodal)
         try:

@@ -123,9 +123,7 @@ def parse_facts_key(key: str) -> tuple[str, str] | None:
 
 
 def worker_key(tenant: str, name: str, dp_rank: int) -> str:
-    """The announcement key of one data-parallel rank: ``kvpool:TENANT:worker:RANK:NAME``. Errors:
-    ``ConfigError``.
-    """
+    """The announcement key of a rank: ``kvpool:TENANT:worker:RANK:NAME``. Errors: ``ConfigError``."""
     return f"{workers_prefix(tenant)}{_index('dp_rank', dp_rank)}:{check_worker_name(name)}"
 
 

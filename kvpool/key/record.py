@@ -49,18 +49,14 @@ class Header(NamedTuple):
 
 
 def parse_header(header: bytes) -> Header:
-    """Parse a header's 64 bytes without judging them; see ``verify``. Errors: ``ConfigError`` for another
-    length.
-    """
+    """Parse a header's 64 bytes, unverified. Errors: ``ConfigError`` for another length."""
     if len(header) != HEADER_NBYTES:
         raise ConfigError(f"a record's header has {HEADER_NBYTES} bytes, not {len(header)}")
     return Header._make(_HEADER.unpack(header))
 
 
 def pack_header(key: str, payload: Buffer) -> bytes:
-    """The 64-byte header of ``payload`` (contiguous, not empty) under ``key``. Errors: ``ConfigError`` for an
-    invalid key.
-    """
+    """The 64-byte header of ``payload`` (contiguous, not empty). Errors: ``ConfigError`` for an invalid key."""
     parse_key(key)
     return _native.pack_header(key, payload)
 

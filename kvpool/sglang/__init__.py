@@ -1,4 +1,4 @@
-"""kvpool inside SGLang: ``kvpool.sglang`` is the module path of ``KVPoolHiCache``, a storage backend of HiCache."""
+"""kvpool inside SGLang: the module path of ``KVPoolHiCache``, a storage backend of HiCache."""
 
 from kvpool.sglang.backend import KVPoolHiCache
 

@@ -72,9 +72,7 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
         self._store = open_store(self._config.pool, threads=self._config.threads)
 
     def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:
-        """Take the pages' host memory, which completes the namespace. Errors: ``ConfigError``; the store is
-        closed then.
-        """
+        """Take the pages' host memory, and complete the namespace. Errors: ``ConfigError``; closes the store."""
         try:
             pages = HostPages(mem_pool_host, self._config.kv_dtype)
             parallel = self._parallel
@@ -126,9 +124,7 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
             )
 
     def register_mem_host_pool_v2(self, host_pool: HostKVCache, host_pool_name: str) -> None:
-        """Refuse anything but keys and values of full attention. Errors: ``EngineRefused``; the store is
-        closed.
-        """
+        """Refuse anything but keys and values of full attention. Errors: ``EngineRefused``; closes the store."""
         if host_pool_name != PoolName.KV:
             self.close()
             raise EngineRefused(
@@ -252,9 +248,7 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
                 self._store.delete_many([block.key for block in blocks])
 
     def get_stats(self) -> Any:
-        """SGLang's ``StorageMetrics``; also updates kvpool's counters on the metrics page. None after a
-        fault.
-        """
+        """SGLang's ``StorageMetrics``; also updates kvpool's metrics page. None after a fault."""
         return self._guarded(lambda _, mover: self._statistics(mover), None, metrics.LOOKUP_FAILURES, 0)
 
     def _statistics(self, mover: PageMover) -> Any:
@@ -295,9 +289,7 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
 
 
 def _rank(parallel: HiCacheStorageConfig) -> int:
-    """This rank's place in keys: equal for ranks with equal bytes; pipeline stages differ. Errors:
-    ``EngineRefused``.
-    """
+    """This rank's place in keys: ranks with equal bytes share it, stages differ. Errors: ``EngineRefused``."""
     if parallel.dcp_size > 1:
         raise EngineRefused("decode context parallelism is not supported: start without --dcp-size")
     if parallel.should_split_heads:

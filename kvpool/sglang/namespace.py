@@ -113,9 +113,7 @@ _epochs: weakref.WeakKeyDictionary[HostKVCache, Epoch] = weakref.WeakKeyDictiona
 
 
 def epoch_of(pool: HostKVCache, *, weights_never_change: bool) -> Epoch:
-    """Watch this host memory and return its epoch. Errors: ``EngineRefused`` where weights can change
-    unwatched.
-    """
+    """Watch this host memory; returns its epoch. Errors: ``EngineRefused`` if weights can change unwatched."""
     _watch_updates(required=not weights_never_change)
     epoch = _epochs.get(pool)
     if epoch is None:

@@ -122,9 +122,7 @@ class HostPages:
 
 
 def flat_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, without a copy; the view keeps them alive. Errors:
-    ``EngineRefused``.
-    """
+    """The bytes of a contiguous CPU tensor, uncopied; the view owns them. Errors: ``EngineRefused``."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise EngineRefused(
             f"a buffer on {tensor.device} that is not contiguous CPU memory cannot be moved as it is"

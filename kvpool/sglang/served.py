@@ -94,9 +94,7 @@ def served_facts(settings: HiCacheConfig) -> dict[str, Fact]:
 
 
 def is_published() -> bool:
-    """Whether SGLang published the server's arguments in this process: false where another program uses its
-    parts.
-    """
+    """Whether SGLang published the server's arguments in this process: false inside other programs."""
     return bool(get_context().is_config_namespace_published("model"))
 
 

@@ -53,10 +53,9 @@ def open_store(url: str | StoreURL, *, threads: int | None = None, opened_by: st
 
 
 def open_for_inspection(url: str) -> Store:
-    """``open_store`` read-only: writes and evicts nothing in a directory, whatever the capacity in ``url``.
+    """``open_store`` read-only: writes and evicts nothing in a directory, whatever the URL's capacity.
 
-    The server user's rights are not checked. Errors: as ``open_store``; ``ConfigError`` for a directory that
-    is no pool.
+    The server user's rights are not checked. Errors: as ``open_store``; ``ConfigError`` without a pool there.
     """
     parsed = StoreURL.parse(url)
     if parsed.scheme in SERVER_SCHEMES:

@@ -179,9 +179,7 @@ class Store(ABC):
     def submit_get(
         self, keys: Sequence[str], buffers: Sequence[Any], *, timeout_s: float | None = None
     ) -> Batch:
-        """Begin ``get_many_into``. The batch owns the buffers until ``done()``; non-contiguous ones are
-        refused.
-        """
+        """Begin ``get_many_into``, which owns the buffers until ``done()``; non-contiguous ones are refused."""
         destinations = [destination(buffer, position) for position, buffer in enumerate(buffers)]
         for position, (_, copy_to) in enumerate(destinations):
             if copy_to is not None:
@@ -223,11 +221,10 @@ class Store(ABC):
     # ------------------------------------------------------------------ leased documents
 
     def announce(self, key: str, document: bytes, *, lease_s: float) -> None:
-        """Keep a small document for ``lease_s`` seconds, replacing the one under ``key``. Blocks for a small
-        write.
+        """Keep a small document for ``lease_s`` seconds, replacing the one under ``key``.
 
         ``key``: printable ASCII, 1 to 512 characters. ``document``: 1 to 65,536 bytes. A store keeps 65,536
-        of them, a server as many per tenant.
+        of them, a server as many per tenant. Blocks for a small write.
         """
         self._check_open()
         _check_announcement_key(key)
@@ -317,9 +314,7 @@ class Store(ABC):
         return self._scan_keys(prefix)
 
     def notices(self) -> Notices | None:
-        """Notices of keys that change from now on; None without a server. Close it before the store. Never
-        blocks.
-        """
+        """Notices of keys that change from now on; None without a server. Close it first. Never blocks."""
         self._check_open()
         return self._notices()
 

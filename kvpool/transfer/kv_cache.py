@@ -1,5 +1,4 @@
-"""KVCacheMover: a ``BlockMover`` for the blocks of an engine's KV cache, through staging slots, beside the
-step loop.
+"""KVCacheMover: a ``BlockMover`` for the blocks of an engine's KV cache, through staging slots.
 
 Copies run on two streams, one per direction, ordered after the engine's work: a gather after the forward
 before it, a scatter after the forward before its load. A stored block may be reused once its tag is in

@@ -88,8 +88,7 @@ class BlockMover(Generic[Item]):
     ) -> None:
         """Start to load ``items``; fails when no batch ends for ``timeout_s``, or after ``max_s`` in all.
 
-        Scarce room goes to the lowest ``priority``, then to the oldest job. ``short``: more is wanted, and
-        known to be missing.
+        The lowest ``priority`` gets scarce room, then the oldest job. ``short``: more is wanted, but missing.
         """
         now, after = time.monotonic(), self._memory.mark()
         self._submit(Job(job, True, items, timeout_s, now, now + max_s, after, priority, width, need, short))
@@ -119,9 +118,7 @@ class BlockMover(Generic[Item]):
         return job in self._jobs
 
     def poll(self, wait_s: float = 0.0) -> Finished:
-        """Advance everything. Waits up to ``wait_s`` for a load or copy in flight, unless something has
-        ended.
-        """
+        """Advance everything. Waits up to ``wait_s`` for loads or copies in flight, unless some have ended."""
         self._advance()
         if wait_s > 0 and not self._finished.loads and not self._finished.staged:
             awaited = [part for part in self._parts if part.stage.copies or part.job.is_load]

@@ -1,8 +1,6 @@
-"""kvpool inside vLLM: ``kvpool.vllm`` is the module path of ``KVPoolConnector``, and of the tier
-``KVPoolTier``.
+"""kvpool inside vLLM: the module path of ``KVPoolConnector``, and of the tier ``KVPoolTier``.
 
-Its import also registers the connector by name, because ``MultiConnector`` resolves a child's statistics by
-name alone.
+Its import registers the connector: ``MultiConnector`` resolves a child's statistics by name.
 """
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory

@@ -1,11 +1,9 @@
 """An engine's announcement to indexes (its name, its KV events) and the thread that writes it.
 
 ``describe`` reads vLLM's configuration (``KVEventsConfig``, ``ZmqEventPublisher``) and our settings;
-``local_host`` asks the system. ``EngineAnnouncer`` has a thread, so that a slow pool delays neither start nor
-step.
+``local_host`` asks the system. ``EngineAnnouncer`` has a thread: a slow pool delays neither start nor step.
 
-Threads: the worker's model thread calls; the announcing thread, one at a time, sets ``_announcer`` and
-``_announced``.
+Threads: the worker's model thread calls; the announcing thread sets ``_announcer`` and ``_announced``.
 """
 
 from __future__ import annotations
@@ -182,8 +180,7 @@ def _listens(endpoint: str) -> bool:
 def _name(config: VllmConfig, host: str, endpoint: str, published: str) -> str:
     """HOST:PORT of the events, unique on a host even among engines with equal settings.
 
-    Ranks behind one HTTP address are one worker, named by rank 0's port; a rank with its own HTTP address is
-    its own worker.
+    Ranks behind one HTTP address are one worker, named by rank 0's port; others are workers by themselves.
     """
     own = getattr(config.parallel_config, "data_parallel_external_lb", False)
     where = (published if own else endpoint).removeprefix("ipc://")

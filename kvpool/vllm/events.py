@@ -37,9 +37,7 @@ _OF_THE_POOL = {"locality": "REMOTE", "ownership": EVENT_OWNER}
 def stored_event(
     request: Request, group_index: int, group: Group, index: int, hashes: Sequence[bytes]
 ) -> BlockStored:
-    """Record ``index`` of ``request`` is present in the pool: a block of the record's size, under its last
-    hash.
-    """
+    """Record ``index`` of ``request`` is in the pool: a block of the record's size, under its last hash."""
     start, end = index * group.record_tokens, (index + 1) * group.record_tokens
     lora = request.lora_request
     fields: dict[str, Any] = {

@@ -1,8 +1,7 @@
 """``CostGate``: whether a load is expected to be faster than a recompute of the same tokens.
 
 Both rates are measured in tokens a second: large steps from plan to report, and loads from submission to end.
-Both costs are assumed proportional to tokens, so the ratio decides for every length. Without data, loads are
-offered.
+Both costs are assumed proportional to tokens, so the ratio decides for every length. Unmeasured, loads run.
 
 Threads: the engine's scheduler thread only.
 """

@@ -1,5 +1,4 @@
-"""The identity of a vLLM engine: facts that change the meaning of a block's hash or bytes, and their
-namespace.
+"""The identity of a vLLM engine: facts that change the meaning of a block, and their namespace.
 
 Facts come from the built model where reachable, else from the configuration (``settings``). Ranks of a
 pipeline stage have equal facts; stages differ by their layers.
@@ -234,10 +233,9 @@ def _processor(model: ModelConfig) -> list[str]:
 
 
 def tier_facts(config: Any, model_id: str, chunk_nbytes: int) -> dict[str, Fact]:
-    """Every fact that vLLM gives a tier (``vllm/v1/kv_offload/config.py``); ``model_id`` stands for the
-    others.
+    """Every fact that vLLM gives a tier (``vllm/v1/kv_offload/config.py``); ``model_id`` adds the others.
 
-    The tensor-parallel size is left out where a row is equal for all sizes; see ``_is_same_for_all_ranks``.
+    The tensor-parallel size is left out where a row is equal for all (``_is_same_for_all_ranks``).
     """
     parallel = config.parallel
     facts: dict[str, Fact] = {

@@ -259,9 +259,7 @@ def block_contents(block_pool: BlockPool, block_ids: Iterable[int]) -> tuple[byt
 
 
 def next_evicted(block_pool: BlockPool, count: int) -> list[tuple[int, bytes | None]]:
-    """The ``count`` blocks that the engine will evict next, soonest first: block id, and key as in
-    ``block_contents``.
-    """
+    """The ``count`` blocks to be evicted next, soonest first: block id, and key as in ``block_contents``."""
     found: list[tuple[int, bytes | None]] = []
     block = block_pool.free_block_queue.fake_free_list_head.next_free_block
     # The list's head and tail are no blocks.

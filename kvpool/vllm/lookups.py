@@ -38,8 +38,7 @@ class RequestLookup:
     """One lookup in flight, or its answer.
 
     ``present``, after success: by group a byte per record, 1: present in the pool. Under full attention most
-    records after the first miss were skipped and count as missing. ``failure``: why no answer will come; else
-    "".
+    records after the first miss were skipped and count as missing. ``failure``: why it failed; else "".
     """
 
     def __init__(self, lookup: Lookup, started_s: float, timeout_s: float) -> None:
@@ -121,7 +120,7 @@ class Lookups:
 def groups_to_ask(
     groups: Sequence[Group], hashes: Sequence[Sequence[bytes]], ranks: int
 ) -> list[LookupGroup]:
-    """The groups of a prompt's lookup. ``hashes``: its records', by group. ``ranks``: of the engine. Errors:
+    """The groups of a prompt's lookup. ``hashes``: of its records. ``ranks``: number. Errors:
     ``ConfigError``.
     """
     asked = []

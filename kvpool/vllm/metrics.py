@@ -1,5 +1,4 @@
-"""kvpool's metrics in vLLM: the connector's statistics on vLLM's page and in its log, and each request's
-outcome.
+"""kvpool's metrics in vLLM: the connector's statistics on vLLM's page and log, and requests' outcomes.
 
 A request is admitted when the engine allocates its blocks. A loading request counts when its load ends, as a
 hit only on success. A resumed request (after a preemption) is not counted again.

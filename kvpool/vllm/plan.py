@@ -1,5 +1,4 @@
-"""Plans of loads and stores: pure functions over block indices, and the messages between scheduler and worker
-half.
+"""Plans of loads and stores: pure functions over block indices, and the messages between both halves.
 
 Nothing here uses a store, a tensor or a clock.
 """
@@ -132,7 +131,7 @@ def _summed(ours: Mapping[int, int], theirs: Mapping[int, int]) -> dict[int, int
 
 
 def records_to_load(group: Group, local_tokens: int, hit_tokens: int) -> range:
-    """Indices of the records that ``group`` lacks to resume at token ``hit_tokens``, given ``local_tokens``
+    """Indices of the records that ``group`` lacks to resume at ``hit_tokens``, given ``local_tokens``
     computed.
 
     Full attention needs every block before it. A sliding window needs the blocks from token ``hit_tokens -

@@ -62,10 +62,9 @@ ASK_AGAIN: tuple[int | None, bool] = (None, False)
 
 
 class SchedulerHalf:
-    """Plans loads and stores for an engine of ``ranks`` ranks, over all pipeline stages; the caller closes
-    ``store``.
+    """Plans an engine's loads and stores over all pipeline stages; the caller closes ``store``.
 
-    ``step_tokens``: most tokens of a step.
+    ``ranks``: of the engine. ``step_tokens``: most tokens of a step.
     """
 
     def __init__(

@@ -74,8 +74,7 @@ class StoreQueue:
         counters: Counters,
     ) -> None:
         self._held, self._ranks, self._holds, self._counters = held, ranks, write_through, counters
-        # By group: whether a record needs its predecessors. Not with write-back, which evicts a prompt from
-        # its end.
+        # By group: whether a record needs its predecessors. Write-back evicts a prompt from its end instead.
         self.in_order = [write_through and group.window is None for group in groups]
         # By hash and group; a record is in at most one of these.
         self._waiting: OrderedDict[tuple[bytes, int], Wanted] = OrderedDict()  # each after its parent
@@ -283,8 +282,7 @@ class HeldBlocks:
     def wants_steps(self) -> bool:
         """Whether an idle engine should step for them: only a step reports the end of their copies.
 
-        While a block is held, vLLM does not reset its prefix cache. False after ``MAX_HELD_S`` without an
-        end.
+        A held block keeps vLLM from resetting its prefix cache. False after ``MAX_HELD_S`` without an end.
         """
         if not self._references:
             return False

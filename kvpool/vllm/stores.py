@@ -206,7 +206,7 @@ class StorePlanner:
             progress.answer = None
 
     def _first_to_plan(self, request: Request, progress: _Progress, pool_hash: PoolHash | None) -> list[int]:
-        """By group, the first record to consider: held records may be absent from the pool, or below the
+        """By group, the first record to consider: held ones may be absent from the pool, or below the
         threshold.
         """
         present = progress.answer() if progress.answer is not None else None

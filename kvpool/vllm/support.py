@@ -34,8 +34,7 @@ _MLA_LAYOUT = frozenset(
     )
 )  # fmt: skip
 PLAIN_KV_DTYPES = ("auto", "bfloat16", "float16")
-# A scale per layer or head, fixed at weight loading. Other types keep scales beside the values, or rotate the
-# values first.
+# A fixed scale per layer or head. Other types keep scales beside the values, or rotate them first.
 FP8_KV_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2")
 # These draft from tokens alone, without layers, so they own no part of a block.
 _DRAFTS_OF_TOKENS = ("ngram", "ngram_gpu", "suffix")

@@ -86,8 +86,8 @@ class Weights(NamedTuple):
 def weights_of(config: VllmConfig, settings: PoolConfig) -> Weights:
     """The facts of the weights that an engine of this configuration has loaded.
 
-    Blocks to read files, for at most ``checkpoint.TIMEOUT_S``. Errors: ``ConfigError``, one sentence that
-    says what to do.
+    Reads files, for at most ``checkpoint.TIMEOUT_S``. Errors: ``ConfigError``, a sentence that says what to
+    do.
     """
     load_format = str(config.load_config.load_format)
     if settings.model_id is not None:

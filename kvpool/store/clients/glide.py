@@ -1,8 +1,8 @@
 """A link through Valkey GLIDE (valkey-glide-sync), for features that the native client lacks.
 
 GLIDE reconnects silently and holds requests meanwhile; it keeps silent connections. So a failed client is
-closed, and redis-py asks the server before the next is made: an absent or refusing server is a fault at once,
-in its own words.
+closed, and redis-py asks the server before the next is made: an absent server is a fault at once, in its
+words.
 """
 
 from __future__ import annotations
@@ -110,8 +110,7 @@ def _client(url: StoreURL, timeout_s: float) -> glide_sync.GlideClient:
             connection_timeout=timeout_ms, tls_config=_tls(url.tls) if url.tls is not None else None
         ),
     )
-    # As create(), without its process-wide fork hook, by which every later child dials for this client, even
-    # for a failed one.
+    # As create(), without its process-wide fork hook: every later child would dial, even for a failed client.
     kind: Any = glide_sync.GlideClient
     client: glide_sync.GlideClient = kind(configuration)
     try:

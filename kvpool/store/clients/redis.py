@@ -1,7 +1,6 @@
 """A link through redis-py: where the native client cannot be used, and for comparison.
 
-redis-py's own packer joins and copies large values; its pure-Python one sends a memoryview as is, so it is
-always used.
+redis-py's own packer copies large values; its pure-Python one, always used, sends a memoryview as is.
 """
 
 from __future__ import annotations

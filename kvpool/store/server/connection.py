@@ -214,8 +214,7 @@ class Bounded(Connection):
 def connect(url: StoreURL, *, timeout_s: float, role: str) -> redis.Redis:
     """A redis-py client for the server of ``url``: no retries, RESP2, ``timeout_s`` per step. Close it.
 
-    ``role``: in its connections' names. More than ``MAX_REPLIES_NBYTES`` of replies in a step raise
-    ``RepliesTooLarge``.
+    ``role``: in its connections' names. Errors: ``RepliesTooLarge`` above ``MAX_REPLIES_NBYTES`` a step.
     """
     pool = redis.ConnectionPool(
         Bounded, url=url, role=role, step_s=timeout_s, max_replies_nbytes=MAX_REPLIES_NBYTES, protocol=2

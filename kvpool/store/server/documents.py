@@ -89,8 +89,7 @@ class ServerDocuments:
     def all(self, prefix: str, suffix: str = "") -> dict[str, bytes]:
         """As ``Documents.all``; expired entries leave the index.
 
-        Errors: ``AnnouncementsRefused`` also for a tenant with too large or too slow replies while the server
-        answers others.
+        Errors: ``AnnouncementsRefused`` also for a tenant with too large or too slow replies.
         """
         with deadline(READ_S):
             try:
@@ -150,8 +149,7 @@ class ServerDocuments:
     def _names(self, server: redis.Redis, index: str, prefix: str) -> list[str]:
         """The announcements in a tenant's index.
 
-        In a cluster a name with a brace has another slot than its index: it is never announced, and a request
-        with it fails whole.
+        In a cluster names with a brace are skipped: their slot differs, and would fail the whole request.
         """
         found = [_text(member) for member in server.zrange(index, 0, MAX_ANNOUNCEMENTS - 1)]
         return [key for key in found if key.startswith(prefix) and not (self._in_cluster and "{" in key)]

@@ -149,8 +149,7 @@ class _Subscriber:
                 while not (self._inbox.closed.is_set() or self._dismissed.is_set()):
                     tracking.read(self._inbox)
         except (redis.RedisError, OSError, ValueError, RepliesTooLarge) as error:
-            # Too large counts as refusal: names of many MiB would otherwise cost a reading and a round every
-            # second.
+            # Too large counts as refusal: names of many MiB would otherwise cost a round every second.
             refused = isinstance(error, redis.exceptions.ResponseError | RepliesTooLarge)
             self._again_s = time.monotonic() + (REFUSED_S if refused else RETRY_S)
             advice = (
