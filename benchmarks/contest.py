@@ -1,5 +1,4 @@
-"""The contest of ``python -m benchmarks index``: every index takes the same prompts and holders, and answers
-lookups.
+"""The contest of ``python -m benchmarks index``: every index takes the same prompts and answers lookups.
 
 Also runs in the interpreter of another project's index, so it imports nothing of kvpool. Prompts come from
 one seed, questions in one order, and each index is timed in its own process. Prompts rotate, so that the

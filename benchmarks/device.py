@@ -48,8 +48,7 @@ def run_device(
     trace: Path | None = None,
     as_json: bool,
 ) -> None:
-    """Measure everything, and print tables or JSON. ``blocks``, ``tokens`` (of a block): None for the
-    default.
+    """Measure everything, and print tables or JSON. ``blocks``, ``tokens`` (of a block): None: the default.
 
     Blocks for minutes. Errors: ``KVPoolError``, also when blocks returned with other bytes.
     """

@@ -1,9 +1,8 @@
-"""Dynamo's ``RadixTree`` in the contest of ``python -m benchmarks index``, and a caller of its HTTP indexer.
+"""Dynamo's ``RadixTree`` in the contest of ``python -m benchmarks index``; a caller of its HTTP indexer.
 
 Runs in an environment with ``ai-dynamo-runtime`` and without kvpool, so it imports only the contest, by its
 path. It uses the tree as its binding requires: an event is JSON, of as many blocks as our batches; a prompt
-is a list of block hashes. A block's two hashes are equal here; the tree's work does not depend on their
-values.
+is a list of block hashes. A block's two hashes are equal here, which does not change the work.
 """
 
 from __future__ import annotations

@@ -64,9 +64,7 @@ class DynamoIndexer:
         self._process.wait()
 
     def holders(self, token_ids: Sequence[int]) -> int:
-        """How many workers hold a part of a prompt, by its present answer. Errors: ``KVPoolError`` after its
-        end.
-        """
+        """How many workers hold a part of a prompt now. Errors: ``KVPoolError`` after its end."""
         if self._process.poll() is not None:
             raise KVPoolError("Dynamo's HTTP indexer ended")
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=TIMEOUT_S)

@@ -1,13 +1,12 @@
-"""``python -m benchmarks e2e``: real vLLM engines with a pool, without a pool, and with its peers, on one
-workload.
+"""``python -m benchmarks e2e``: real vLLM engines with and without a pool, and with its peers.
 
 First an engine with an empty pool answers everything: its tokens are the reference, and its stores fill the
 pool. Then one warmed-up engine per arm runs at the same time; they alternate every few requests, so that
 disturbances hit all, and each becomes quiet before the next turn. Last come the probes: new prompts, each
 asked twice.
 
-An arm is unavailable, with the engine's words, when its engine does not start or complains before its first
-request; the arms ``OFF`` and ``OWN`` must start.
+An arm is unavailable, with the engine's words, when its engine does not start or complains early; the arms
+``OFF`` and ``OWN`` must start.
 """
 
 from __future__ import annotations
@@ -173,9 +172,7 @@ def _lmcache(server: StoreURL, installed: Path) -> _Arm:
 
 
 class _Contest:
-    """``unavailable``: reasons, by arm. ``held_tokens``: of a cache with all prompts' full blocks, after
-    ``run``.
-    """
+    """``unavailable``: reasons, by arm. ``held_tokens``: of a cache with all prompts' full blocks."""
 
     def __init__(
         self,

@@ -48,9 +48,8 @@ class Answer:
 
 @dataclass(frozen=True)
 class Row:
-    """One arm's requests of one kind. Throughput is tokens of prompts and answers over the sequential
-    requests' time. ``hit_ratio``: cached tokens over prompt tokens; ``loaded_ratio``: loaded over prompt
-    tokens.
+    """One arm's requests of one kind. Throughput is tokens of prompts and answers over the requests' time.
+    ``hit_ratio``: cached tokens over prompt tokens; ``loaded_ratio``: loaded over prompt tokens.
     """
 
     arm: str
@@ -238,8 +237,7 @@ def _number(value: float | None) -> str:
 def draw(report: Report | None, path: Path) -> None:
     """Write a PNG: the distribution of times to the first token by kind, and the probes.
 
-    Errors: ``ConfigError`` when matplotlib is missing or the file is unwritable. Without a report, only these
-    checks.
+    Errors: ``ConfigError`` without matplotlib or a writable file. Without a report, only these checks.
     """
     figure = new_figure(15, 4)
     panels = figure.subplots(1, len(KINDS) + 1)

@@ -34,9 +34,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Workload:
-    """``probes``: prompts of a document's length without a common prefix. ``warm_up``: likewise, asked
-    before.
-    """
+    """``probes``: prompts of a document's length without a common prefix. ``warm_up``: such, asked first."""
 
     system: tuple[int, ...]
     documents: tuple[tuple[int, ...], ...]

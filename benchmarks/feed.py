@@ -58,9 +58,7 @@ class IngestRow:
 
 @dataclass(frozen=True)
 class BesideRow:
-    """Microseconds of a gRPC lookup by one caller; busy: during events at the previously measured ingest
-    rate.
-    """
+    """Microseconds of a gRPC lookup by one caller; busy: during events at the measured ingest rate."""
 
     blocks: int
     idle_p50_us: float

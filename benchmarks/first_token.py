@@ -1,5 +1,4 @@
-"""``python -m benchmarks lengths`` and ``outage``: a real engine's time to the first token, from a pool on a
-server.
+"""``python -m benchmarks lengths`` and ``outage``: a real engine's time to the first token with a server.
 
 Both start a Valkey server on loopback and vLLM CPU engines with a small random model in float32. One engine
 computes and stores all prompts. ``lengths`` alternates two fresh engines, without and with the connector.

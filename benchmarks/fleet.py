@@ -65,9 +65,7 @@ class Row:
 
 class Policy(Protocol):
     def hits(self, request: Request) -> Sequence[int] | None:
-        """Leading blocks by worker, as the request's router knows them; None: it picks without looking at
-        workers.
-        """
+        """Leading blocks by worker, as the request's router knows them; None: it picks at random."""
 
     def placed(self, request: Request, worker: int, taken: Taken) -> None: ...
 

@@ -1,4 +1,4 @@
-"""``python -m benchmarks hash``: the block-hash chain, native against vLLM's own function, interleaved in one run."""
+"""``python -m benchmarks hash``: the block-hash chain, native against vLLM's function, interleaved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``python -m benchmarks keep FILE -- COMMAND ...``: run a benchmark, and keep its JSON with machine and command."""
+"""``python -m benchmarks keep FILE -- COMMAND ...``: keep a benchmark's JSON with machine and command."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ def machine() -> dict[str, Any]:
 
 
 def keep(file: Path, arguments: Sequence[str], note: str) -> None:
-    """Run ``python -m benchmarks ARGUMENTS --json`` and write ``file``. ``note``: further conditions of the
-    run.
+    """Run ``python -m benchmarks ARGUMENTS --json`` and write ``file``. ``note``: conditions of the run.
 
     Blocks for the benchmark. Errors: ``ConfigError``, ``KVPoolError`` when the benchmark fails.
     """

@@ -1,5 +1,4 @@
-"""``Caller``: sends requests over kept connections and reads answers; ``call_all``: many callers, closed
-loop.
+"""``Caller``: sends requests over kept connections; ``call_all``: many callers, closed loop.
 
 A few lines of HTTP instead of a client library, because its cost is part of every figure. One event loop.
 """

@@ -75,9 +75,7 @@ def _ask(url: str) -> Any:
 
 
 def words(worker: Worker) -> list[list[int]]:
-    """The tokens of each part of its answers, with as many parts as ``route_worker``'s: one, or a stream's if
-    computing takes time.
-    """
+    """The tokens of each part of its answers, as many parts as ``route_worker``'s."""
     more = CHUNKS - 1 if worker.settings.token_s else 0
     return [worker.tokens(worker.settings.name), *[worker.tokens("text")] * more]
 

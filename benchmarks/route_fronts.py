@@ -210,9 +210,7 @@ DIRECT = Front("direct", _direct)
 
 
 def fronts(peers: Path | None) -> list[Front]:
-    """All fronts available here. ``peers``: the folder of peers' environments; None: without them. Errors:
-    ``ConfigError``.
-    """
+    """All fronts available here. ``peers``: their environments; None: without. Errors: ``ConfigError``."""
     if not envoy.BINARY.exists():
         raise ConfigError(f"there is no {envoy.BINARY}: make bench-route fetches it")
     found = [

@@ -125,9 +125,7 @@ class Traffic:
     def conversations(
         self, count: int, *, systems: int, system_words: int, turns: int, words: int
     ) -> list[list[Turn]]:
-        """``count`` conversations of ``turns`` turns of ``words`` words; each begins with one of ``systems``
-        texts.
-        """
+        """``count`` conversations of ``turns`` turns of ``words`` words, each after one of ``systems`` texts."""
         begun = [self._begin(self.words(system_words)) for _ in range(systems)]
         return [
             self._turns(begun[number % systems], [self.words(words) for _ in range(turns)])

@@ -38,9 +38,7 @@ CHUNK_S = 0.025
 
 @dataclass(frozen=True)
 class Settings:
-    """``plan``, ``tokenizer``: files. ``ports``: of HTTP, of KV events and of their replay. ``blocks``: cache
-    size.
-    """
+    """``plan``, ``tokenizer``: files. ``ports``: of HTTP, KV events and their replay. ``blocks``: cache size."""
 
     name: str
     ports: tuple[int, int, int]
@@ -54,9 +52,7 @@ class Settings:
 
 
 class PrefixCache:
-    """The least recently used segments leave first, a prompt's last ones before others, so prefixes stay
-    whole.
-    """
+    """The least recently used segments leave first, a prompt's last ones first, so prefixes stay whole."""
 
     def __init__(self, plan: Plan, blocks: int) -> None:
         self._plan, self._blocks = plan, blocks
@@ -307,9 +303,7 @@ async def _serve(
 
 
 def serve(join: Callable[[Worker], Awaitable[None]] | None = None) -> None:
-    """Serve until SIGTERM, with the settings on stdin. ``join``: registers the worker before its HTTP is
-    served.
-    """
+    """Serve until SIGTERM, with the settings on stdin. ``join``: registers the worker before that."""
     told = json.loads(sys.stdin.read())
     settings = Settings(**{**told, "ports": tuple(told["ports"])})
     with Publishers(1, ports=[settings.ports[1:]]) as publishers:

@@ -1,5 +1,4 @@
-"""The cost of a lookup over gRPC, beside an echo of the same bytes: the second half of ``python -m benchmarks
-index``.
+"""The cost of a lookup over gRPC, beside an echo of the same bytes: a part of ``python -m benchmarks index``.
 
 A separate process (``python -m benchmarks.rpc BLOCKS WORKERS``) serves an index of prompts of 8,192 blocks,
 and an echo with as many bytes each way, both in ``grpc.aio``. The caller sends packed messages and does not

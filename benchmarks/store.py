@@ -1,5 +1,4 @@
-"""``python -m benchmarks store``: puts and gets by value size, idle and beside a busy interpreter; a server's
-memory.
+"""``python -m benchmarks store``: puts and gets by value size, idle and beside a busy interpreter.
 
 All clients (see ``benchmarks.store_clients``) keep a batch in the pool and alternate in every round: put it
 again, get it. So memory is already allocated, as in a long full pool, and disturbances hit all clients.
@@ -48,8 +47,7 @@ def run_store(
 ) -> None:
     """Measure, and print a table or JSON; ``plot`` is written as a PNG.
 
-    Blocks for minutes. Memory here: two batches, and two per peer; in the pool: one per client. Errors:
-    ``KVPoolError``.
+    Blocks for minutes. Memory: two batches here and per peer, one per client in the pool. Errors: ``KVPoolError``.
     """
     if plot is not None:
         draw([], plot)  # reports unwritable files early

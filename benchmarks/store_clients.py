@@ -1,4 +1,4 @@
-"""What ``python -m benchmarks store`` measures beside each other: kvpool's own client of a store, and the others.
+"""The clients of ``python -m benchmarks store``: kvpool's own client of a store, and its peers.
 
 - ``kvpool``: the store that the pool's URL opens.
 - ``bare loop``, twice: the plainest native loop over the same server or directory, the bar; against itself it shows how

@@ -1,5 +1,4 @@
-"""Another project's client of a server, driven by lines of JSON: ``{"do": ..., ...}`` in, ``{"result": ...}``
-out.
+"""Another project's client of a server, driven by lines of JSON: ``{"do": ..., ...}``, ``{"result": ...}``.
 
 Runs in an environment with that client and without kvpool, so it imports nothing of kvpool. Each client is
 used in its fastest intended way: buffers in place, a batch per call if supported, else several threads.
@@ -45,8 +44,7 @@ class LMCache:
     """LMCache's native RESP client: one call a batch, completed by an eventfd."""
 
     def __init__(self, at: dict[str, Any]) -> None:
-        # Its package imports all of LMCache, CUDA included; the client is one extension module that needs
-        # only torch.
+        # Its package imports all of LMCache, CUDA included; the client's extension module needs only torch.
         import importlib.machinery
         import importlib.metadata
         import importlib.util

@@ -66,8 +66,7 @@ def connector_config(pool: str, settings: Mapping[str, Any] | None = None) -> di
 def free_ports(count: int) -> list[int]:
     """Distinct free TCP ports; another process may take them first.
 
-    They lie below the system's ephemeral ports, so that connections take none. Errors: ``OSError`` when too
-    few are free.
+    They lie below the system's ephemeral ports. Errors: ``OSError`` when too few are free.
     """
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     found: list[int] = []
@@ -96,9 +95,7 @@ def all_cores() -> str:
 def small_engine(
     model: Path, *, block_tokens: int, longest_tokens: int, kv_cache_nbytes: int
 ) -> dict[str, Any]:
-    """Options of ``vllm.LLM`` for a small model whose prompts, up to ``longest_tokens``, each fit into one
-    step.
-    """
+    """Options of ``vllm.LLM`` for a small model whose prompts of ``longest_tokens`` fit into one step."""
     return {
         "model": str(model),
         "skip_tokenizer_init": True,
@@ -227,9 +224,7 @@ class EngineProcess:
         return self._process.pid
 
     def wait_ready(self, waiting: Callable[[], None] = lambda: None) -> None:
-        """Block until the engine takes commands, calling ``waiting`` about five times a second. Errors:
-        ``EngineFailed``.
-        """
+        """Block until the engine takes commands, calling ``waiting`` at 5 Hz. Errors: ``EngineFailed``."""
         assert self._read(START_TIMEOUT_S, waiting) == {"ready": True}
 
     def ask(self, command: Mapping[str, Any], timeout_s: float = ASK_TIMEOUT_S) -> dict[str, Any]:
@@ -283,9 +278,7 @@ class EngineProcess:
         self.kill()
 
     def kill(self) -> None:
-        """End the engine's whole session: by request, then by force, and the trackers of its shared memory
-        last.
-        """
+        """End the whole session: by request, then by force, and the trackers of its shared memory last."""
         session = self._process.pid
         for end, patience_s in (
             (lambda: os.killpg(session, signal.SIGTERM), TERMINATE_TIMEOUT_S),

@@ -41,8 +41,7 @@ PAUSE_S = 0.001
 class CallsMeasured:
     """Runtime calls of the device inside a mover's stores, loads and polls, counted by name.
 
-    ``synchronizing`` and ``allocating`` are subsets of ``runtime``; None: the profiler saw none, as on the
-    CPU.
+    ``synchronizing`` and ``allocating`` are subsets of ``runtime``; None: none seen, as on the CPU.
     """
 
     blocks: int

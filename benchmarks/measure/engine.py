@@ -1,9 +1,7 @@
-"""The cost of copies to an engine: matrix products beside stores and loads, and a CUDA graph replayed beside
-loads.
+"""The cost of copies to an engine: matrix products and a replayed CUDA graph beside stores and loads.
 
 A step has the products of a prefill of ``STEP_TOKENS`` tokens by Llama-3-8B and stores or loads as many
-tokens. As in vLLM without asynchronous scheduling, the engine waits for its stream after each step, while
-copies continue.
+tokens. As in vLLM without asynchronous scheduling, each step ends by a wait for the engine's stream.
 """
 
 from __future__ import annotations
@@ -33,8 +31,8 @@ COVERED = 0.8  # share of a load's time taken by the replays, so that all run be
 
 @dataclass(frozen=True)
 class EngineMeasured:
-    """``*_slower``: 0.01 is 1 %; medians of ratios within a round. ``*_call_ms``: the model thread's time in
-    our calls.
+    """``*_slower``: 0.01 is 1 %; medians of ratios within a round. ``*_call_ms``: our calls in the model
+    thread.
 
     All None on the CPU, which has no parallel copies; ``graph_slower`` also without CUDA.
     """

@@ -5,7 +5,7 @@ A request's lookup starts on arrival (``seen``). Its answer's longest usable pre
 blocks (``allocated``), the load goes to the workers with the next step (``plan``). A failed load (``update``)
 is not offered to this request again. A request whose call raises continues without the pool, alone.
 
-``stores`` decides about stores.
+``kvpool.vllm.stores`` plans the stores.
 
 Over 400 lines because a request is followed here from its arrival to its end.
 
@@ -341,7 +341,7 @@ class SchedulerHalf:
             if state.loading:
                 self._cancelled.append(request.request_id)
 
-    # What the steps of a request need.
+    # Helpers for the steps of a request.
 
     def _without_pool(self, request: Request) -> None:
         state = self._requests.setdefault(request.request_id, RequestState(request, WITHOUT_POOL))

@@ -59,7 +59,7 @@ def _sections(config: VllmConfig) -> Iterator[Any]:
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    # pydantic wraps a conditional default in a description of its own.
+    # pydantic wraps a conditional default in its own description.
     source = field if field.default is dataclasses.MISSING else field.default
     factory = getattr(source, "default_factory", None)
     if factory not in (None, dataclasses.MISSING):

@@ -330,7 +330,7 @@ class KVPoolTier(SecondaryTierManager):
             self._broken = True
             logger.error("kvpool: the tier is switched off: %s", reason)
 
-    # What others see.
+    # Figures and events for vLLM.
 
     def _tell(self, keys: list[OffloadKey], *, removed: bool) -> None:
         if keys and self._events_wanted:

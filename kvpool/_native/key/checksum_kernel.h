@@ -1,6 +1,6 @@
 // The kernel functions of one instruction set. A .cpp per set includes it, compiled with its own -m flag.
-// Only xxhash.h may be included here: the linker could keep an AVX-512 copy of a standard header's inline
-// function for all.
+// Only xxhash.h may be included here: the linker could keep a standard inline function's AVX-512 copy for
+// all.
 #define XXH_INLINE_ALL
 #define XXH_STATIC_LINKING_ONLY
 #include <xxhash.h>

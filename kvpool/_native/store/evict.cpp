@@ -146,8 +146,7 @@ Evicted evict_oldest(const std::string& root, Usage& usage, Sample& sample, std:
                                        [](const auto& one, unsigned bucket) { return one.first < bucket; });
     held->second -= entry.nbytes;
   }
-  // Subtracted after the deletion: a process killed in between leaves too high counts, which the next count
-  // corrects.
+  // Subtracted after the deletion: a process killed in between leaves too high counts, until the next count.
   UsagePage page = usage.read();
   for (const auto& [bucket, nbytes] : sample.held) {
     page.set(bucket, nbytes);

@@ -212,8 +212,7 @@ void Core::run_io_thread(IoThread& io_thread) {
     try {
       io_thread.run(source);
     } catch (...) {
-      // The destructors of its items finished them as faults. Only allocations throw here: pause rather than
-      // spin.
+      // Its items' destructors finished them as faults. Only allocations throw here: pause rather than spin.
       std::this_thread::sleep_for(kPauseAfterException);
     }
   }

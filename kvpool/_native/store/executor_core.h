@@ -1,5 +1,4 @@
-// State shared by an executor's I/O threads, deadlines and callers: the queues and their batches. See
-// io_executor.h.
+// Shared by an executor's I/O threads, deadlines and callers: queues and batches. See io_executor.h.
 #pragma once
 
 #include <unistd.h>

@@ -147,8 +147,8 @@ int FileIoThread::put_once(const Item& item, const std::string& path, std::uint6
   return error;
 }
 
-// The payload in chunks, each hashed just before its write, and the header last. Returns -1 when complete,
-// else put_once()'s result.
+// The payload in chunks, each hashed just before its write, then the header. Returns -1, else put_once()'s
+// result.
 int FileIoThread::write(const Item& item, int fd, Outcome& outcome) const {
   const std::span<const std::byte> payload = item.buffer();
   RecordHeader header = make_header(item.key(), payload.size());

@@ -142,8 +142,7 @@ class Item {
   std::unique_ptr<const Key> spelled_;  // of a lookup
 };
 
-// An I/O thread's source of items: lookups before loads before stores, each in order of arrival; long lookups
-// take turns.
+// An I/O thread's items: lookups before loads before stores, each in order; long lookups take turns.
 class Source {
  public:
   explicit Source(Core& core) : core_(core) {}

@@ -77,8 +77,7 @@ class RespConnection {
   bool has_room() const { return is_open() && waiting_.empty(); }
   // No connection of this store to the server stands, so waiting is not worth a request's time.
   bool refuses() const { return !up_ && (socket_ || failing_) && node_->up.load() == 0; }
-  // The bytes waiting for the send window reached their bound while the server moves bytes: the I/O thread
-  // takes no items meanwhile.
+  // The bytes waiting for the send window reached their bound while the server moves bytes: take no items.
   bool is_clogged(Clock::time_point now) const;
   bool is_idle() const { return requests_.empty() && waiting_.empty(); }
 

@@ -25,8 +25,7 @@ inline constexpr auto kRespPatience = std::chrono::seconds(5);
 inline constexpr std::string_view kAsking = "*1\r\n$6\r\nASKING\r\n";
 
 struct RespRequest {
-  // Without an item: kCleanup deletes a damaged record, kAge reads a used key's time to live, kRenew restarts
-  // it.
+  // Without an item: kCleanup deletes a damaged record, kAge reads a time to live, kRenew restarts it.
   enum class Kind : std::uint8_t { kPut, kGet, kContains, kDelete, kTouch, kCleanup, kAge, kRenew };
   // The replies to a put: to each of its commands, then EXEC's two results.
   enum class PutReply : std::uint8_t { kMulti, kHset, kPexpire, kExec, kHsetDone, kPexpireDone };

@@ -1,5 +1,4 @@
-// One I/O thread's record of recently used keys of a server, so that their times to live are checked now and
-// then, not at each use.
+// One I/O thread's record of recently used keys of a server: their times to live are checked now and then.
 //
 // A table with a word per place: each remembers its last key. A forgotten key is checked again needlessly.
 #pragma once
