@@ -4,8 +4,8 @@ Also runs in the interpreter of another project's index, so it imports nothing o
 one seed, questions in one order, and each index is timed in its own process. Prompts rotate, so that the
 table, not a cache, answers.
 
-``sessions``: 1 to 8 workers hold a prompt of 8,192 blocks, one to its end and the others to a block on the
-way. ``everybody``: all workers hold all of it.
+``sessions``: 1 to 8 workers hold a prompt of 8,192 blocks, only the first to its end. ``everybody``: all
+workers hold all of it.
 """
 
 from __future__ import annotations

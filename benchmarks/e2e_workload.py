@@ -1,6 +1,6 @@
 """The requests of ``python -m benchmarks e2e``, drawn from one seed: growing chats, and shared documents.
 
-A chat's prompt is the whole chat so far, answers included, so prompts are fixed once an engine has answered
+A chat's prompt is the chat so far. Answers are part of it, so the first engine's fix all prompts
 (``Conversations``). A document's prompt is the document and a question. Requests of all chats and documents
 are mixed, with a chat's turns in order.
 """

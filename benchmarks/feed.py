@@ -1,8 +1,8 @@
 """Events from a publisher's process to an index over ZMQ, and the cost of lookups meanwhile.
 
 Part of ``python -m benchmarks index``. A separate process (``python -m benchmarks.feed BLOCKS EVENTS``)
-publishes prepacked batches for some workers to a real ``kvpool index``, which reports its progress over gRPC.
-Dynamo's HTTP indexer, if present, reads the same publishers.
+publishes prepacked batches for some workers. A real ``kvpool index`` reads them and reports its progress over
+gRPC. Dynamo's HTTP indexer, if present, reads the same publishers.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """``python -m benchmarks fleet``: the value of routers' knowledge about a fleet's caches.
 
-The fleet is simulated (``benchmarks.simulated_fleet``), the index is real: workers publish stores and
-evictions over ZMQ, as vLLM does, to a ``kvpool index`` process, and routers ask it over gRPC. All policies
-but ``random`` know the workers' backlog and pick the earliest answer; they differ in their knowledge of
-caches: none, the router's own placements, or the index. Requests are placed at full speed, so the index has
-less time between a session's turns than users would give it.
+The fleet is simulated (``benchmarks.simulated_fleet``), the index is real: workers publish to a ``kvpool
+index`` process over ZMQ, as vLLM does; routers ask it over gRPC. All policies but ``random`` know the
+workers' backlog and pick the earliest answer; they differ in their knowledge of caches: none, the router's
+own placements, or the index. Requests are placed at full speed: the index has less time between turns than
+users would give it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``python -m benchmarks gpu``: KV cache -> pool -> KV cache, through the mover and the stores of a worker.
 
-Blocks of a KV cache on the accelerator (else in main memory) are staged and stored in a local pool, loaded
+Blocks of a KV cache on the accelerator (else in main memory) are stored in a local pool. Then they are loaded
 into other blocks, and compared. Each row has its own pool and servers, by shards, io-threads, record size and
 native client threads. The first round warms up; figures are medians of the others.
 """

@@ -1,7 +1,7 @@
 """The cost of an index's restart: the last part of ``python -m benchmarks index``.
 
 The snapshot file is of an in-process fleet in the shape ``sessions``. A client's view of ``kill -9`` is
-measured on a separate ``kvpool index``, which follows one worker over ZMQ and requests its batches from this
+measured on a separate ``kvpool index``. It follows one worker over ZMQ, and requests its batches from this
 process: all at first, then only those newer than the snapshot.
 """
 

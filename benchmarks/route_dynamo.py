@@ -1,8 +1,8 @@
 """Dynamo's frontend in ``python -m benchmarks route``, and its scripted worker: ``python -m
 benchmarks.route_dynamo PACKAGES``, with settings as JSON on stdin. ``PACKAGES``: Dynamo's installation.
 
-Dynamo does not forward HTTP: it discovers workers in a folder, sends them tokens by its own TCP protocol, and
-relays KV events from their ZMQ sockets, as for vLLM. Cache, times and events are those of
+Dynamo does not forward HTTP: it discovers workers in a folder, and sends them tokens by its own TCP protocol.
+It relays KV events from their ZMQ sockets, as for vLLM. Cache, times and events are those of
 ``benchmarks.route_worker``. An answer begins with the worker's name, because Dynamo passes on no fingerprint.
 
 One event loop, into which Dynamo's threads call.

@@ -1,8 +1,8 @@
 """The cost of a lookup over gRPC, beside an echo of the same bytes: a part of ``python -m benchmarks index``.
 
-A separate process (``python -m benchmarks.rpc BLOCKS WORKERS``) serves an index of prompts of 8,192 blocks,
-and an echo with as many bytes each way, both in ``grpc.aio``. The caller sends packed messages and does not
-decode answers, so that both cost the same here. They alternate.
+A separate process (``python -m benchmarks.rpc BLOCKS WORKERS``) serves an index of prompts of 8,192 blocks.
+Beside it an echo moves as many bytes each way, both in ``grpc.aio``. The caller sends packed messages and
+does not decode answers, so that both cost the same here. They alternate.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tiny models with random weights, written to a folder, for the demo, the tests and the benchmarks.
 
-Attention is sharp and logits are far apart (normal with deviation 1/sqrt(fan-in), query projections times 3),
-so that outputs depend on every byte of the KV cache and reveal a corrupted block.
+Attention is sharp and logits are far apart (normal with deviation 1/sqrt(fan-in), query projections times 3).
+So outputs depend on every byte of the KV cache, and a corrupted block shows.
 
 Runs in its own process with torch and transformers, without vLLM's seconds of imports.
 """

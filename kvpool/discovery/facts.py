@@ -26,10 +26,10 @@ _VERSION = 1
 def announce_facts(store: Store, namespace: Namespace, model: str) -> list[str]:
     """Keep the namespace's facts in the pool for 30 days, and describe the similar namespaces.
 
-    Returns a sentence for every namespace of the same tenant with this model, or with the same weights under
-    another name, by fingerprint: the facts that differ. Namespaces of one engine alone (``EPOCH_FACT``) and
-    unreadable records are skipped. ``model``: its display name in the record. Blocks for a few small reads
-    and a write. Errors: ``StoreUnavailable``; ``ConfigError`` when the facts exceed an announcement.
+    Returns the differing facts in a sentence per namespace of the tenant with the same model or weights, by
+    fingerprint. Namespaces of one engine alone (``EPOCH_FACT``) and unreadable records are skipped.
+    ``model``: its display name in the record. Blocks for a few small reads and a write. Errors:
+    ``StoreUnavailable``; ``ConfigError`` when the facts exceed an announcement.
     """
     record = {"version": _VERSION, "model": model, "facts": dict(namespace.facts)}
     store.announce(namespace.facts_key, msgpack.packb(record), lease_s=LEASE_S)

@@ -59,9 +59,9 @@ class WorkerWatch:
     or not; None: all in the pool's list, read every 5 seconds. ``life``: the pool's ``Store.server_run_id``
     when the caller's state was saved; empty: no saved state.
 
-    A missing record means a stopped worker, unless workers had no chance to renew it. After an outage, a
-    restart or a flush of the pool, each worker gets a whole lease from the first answered round. The same
-    holds for one tenant whose announcements are unreadable, at no cost to other tenants.
+    A missing record means a stopped worker, unless workers had no chance to renew it. After an outage,
+    restart or flush of the pool, each worker gets a lease from the first answered round. The same holds for
+    one tenant whose announcements are unreadable, at no cost to other tenants.
 
     Callbacks run in the watch's thread and must not block for long; their exceptions are logged. Each problem
     and each outage is logged once. The store must stay open until ``close`` has returned.

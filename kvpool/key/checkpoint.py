@@ -1,9 +1,9 @@
 """The digest of a checkpoint identifies the weights in a folder, wherever it is mounted and whatever its
 name.
 
-The digest covers each weights file's name, size, header (safetensors, whole) or head and tail (other
-formats), the start of every tensor, and 4 KiB at 16,384 places spread over all files. Checkpoints up to 64
-MiB are read in full. Differences in fewer places can go unnoticed.
+The digest covers each weights file's name, size, and header (safetensors) or head and tail (other formats).
+It also covers the start of every tensor, and 4 KiB at 16,384 places spread over all files. Checkpoints up to
+64 MiB are read in full. Differences in fewer places can go unnoticed.
 
 It also covers the configuration without its origin fields, and code that the configuration names
 (``auto_map``). Formats: safetensors (https://github.com/huggingface/safetensors), zip files of ``torch.save``

@@ -155,8 +155,8 @@ class Lookup(Batch):
     def records(self, timeout_s: float | None = None) -> list[bytes]:
         """Per group, in the given order, a byte per record: 1: all its parts are present, else 0.
 
-        A 0 is unknown after a group's first miss without a sliding window, and beyond the last token that
-        such groups can serve. ``timeout_s``, blocking and errors: as ``wait``.
+        A 0 is unknown after a group's first miss, unless it has a sliding window. It is unknown, too, beyond
+        the last token that groups without one can serve. ``timeout_s``, blocking and errors: as ``wait``.
         """
         results = self.results(timeout_s)
         found: list[bytes] = [b""] * len(self._order)

@@ -107,13 +107,16 @@ class StoreURL:
 
     @classmethod
     def parse(cls, url: str) -> StoreURL:
-        """Read ``file:///dir[?capacity=10GiB][&threads=2]``,
-        ``valkey://[[user]:password@]host[:6379][/db][?ttl=1d][&connections=2][&client=native]`` (or
-        ``redis://``), ``valkeys://`` or ``rediss://`` with ``[?ca=/path.pem][&cert=/path.pem&key=/path.pem]`` besides,
-        or ``valkey+unix://[[user]:password@]/socket[?db=0]`` with the same parameters,
-        ``valkey+cluster://[[user]:password@]host[:6379],...`` or
-        ``valkey+sentinel://[[user]:password@]host[:26379],.../service[/db][?sentinel_user=..&sentinel_password=..]``,
-        with ``ttl`` and ``connections``, and with ``tls=true`` the files of TLS.
+        """Parse one of these::
+
+            file:///dir[?capacity=10GiB][&threads=2]
+            valkey://[[user]:password@]host[:6379][/db][?ttl=1d][&connections=2][&client=native]
+            valkeys://...[&ca=/path.pem][&cert=/path.pem&key=/path.pem]
+            valkey+unix://[[user]:password@]/socket[?db=0]
+            valkey+cluster://[[user]:password@]host[:6379],...
+            valkey+sentinel://[[user]:password@]host[:26379],.../service[/db][?sentinel_user=..&sentinel_password=..]
+
+        ``redis`` and ``rediss`` are synonyms. Clusters and sentinels take ``tls=true`` with the files of TLS.
 
         Errors: ``ConfigError`` that says what to write instead, and never shows a password.
         """

@@ -1,9 +1,9 @@
 """BlockMover: batches of (key, buffer) to and from a store, for the connector, the tier and SGLang.
 
 A job is cut into parts; each part is one store batch with its own deadline, and their number in flight is
-bounded. A load's part is a get. A store's part puts absent values; present ones count as used. Every job is
-reported once, even a cancelled one, with a verdict per block, when nothing touches its memory any more. A
-store's exception fails only its own job.
+bounded. A load's part is a get. A store's part puts absent values; present ones count as used. Every job,
+even a cancelled one, is reported once nothing touches its memory, with a verdict per block. A store's
+exception fails only its own job.
 
 ``Memory`` holds the bytes: the caller's host memory (``HostMemory``), or an engine's KV cache behind staging
 slots and streams (``kvpool.transfer.kv_cache``).

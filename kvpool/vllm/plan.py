@@ -135,7 +135,7 @@ def records_to_load(group: Group, local_tokens: int, hit_tokens: int) -> range:
     computed.
 
     Full attention needs every block before it. A sliding window needs the blocks from token ``hit_tokens -
-    window + 1`` on. ``local_tokens`` is a multiple of the group's block size and may lie inside a record,
+    window + 1`` on. ``local_tokens`` is a multiple of the group's block size, maybe inside a record;
     ``hit_tokens`` is a multiple of the record's.
     """
     first = local_tokens // group.record_tokens

@@ -3,7 +3,7 @@
 The table judges each setting: ``fact`` (under its own name, unless at its default), ``covered`` by other
 facts, ``refused``, or ``same`` (K and V stay), with its reason. ``docs/reference/namespace.md`` shows it; a
 test compares it with vLLM's configuration classes, so that new settings cannot go unseen. An unknown setting
-is a fact unless at its default, except in ``ParallelConfig`` and ``CompilationConfig``, which differ by rank
+is a fact unless at its default. ``ParallelConfig`` and ``CompilationConfig`` are exempt: they differ by rank
 and host.
 """
 

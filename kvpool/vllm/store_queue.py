@@ -2,8 +2,8 @@
 
 A record waits while the workers' staging is full, or after a worker dropped it. If the engine reuses its
 blocks meanwhile, it is given up. Under full attention a record is useful only after its whole prefix. So with
-``write_through`` it is sent when its predecessor is in the pool or in flight, waits while that waits, and is
-given up with it. A given up record returns with the next request that holds it and whose lookup misses it.
+``write_through`` it follows its predecessor: it is sent once that is in the pool or in flight, else waits or
+is given up with it. A given up record returns with the next request that holds it and whose lookup misses it.
 
 ``HeldBlocks``: references to the engine's blocks, which keep their bytes until copied. The engine may free a
 block in the very step that stores it: its request ends, is preempted, or its window moves.

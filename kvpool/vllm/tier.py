@@ -8,8 +8,8 @@ pool without a copy. A row holds a chunk of every rank, so a chunk is one record
 ``BlockMover``. A missing or damaged chunk is a miss for every request that asked for it. A job is reported,
 and its rows returned to the engine, when nothing touches them any more.
 
-A fault of one key, batch or job (an unspellable key, an exception of the store) fails it alone, with the
-cause ``fault``. Any other exception is a bookkeeping fault, and disables the tier.
+A fault of a key, batch or job (such as an exception of the store) fails it alone, with the cause ``fault``.
+Any other exception is a bookkeeping fault, and disables the tier.
 
 Threads: the engine's scheduler thread only. Bytes move in the store's own threads.
 """

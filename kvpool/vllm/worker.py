@@ -1,9 +1,8 @@
 """The worker's half of the connector: one rank's KV cache, its staging slots, and the transfers between.
 
-The scheduler holds a stored block until this rank reports its bytes staged, once for every tag, whatever the
-store's result. The first of the ranks with equal bytes stores them; the others report success at once. After
-start-up nothing here raises into the engine: a fault disables the pool for this rank, fails every promised
-load, and the engine recomputes.
+The scheduler holds a stored block until this rank reports its bytes staged, once per tag. The first of the
+ranks with equal bytes stores them; the others report success at once. After start-up nothing here raises into
+the engine: a fault disables the pool for this rank, fails every promised load, and the engine recomputes.
 
 When the weights may have changed (``PoolMetadata.epoch``) this rank continues in another namespace from that
 step on. Earlier stores go to the old one; loads in flight fail. A rank that detects new weights itself moves

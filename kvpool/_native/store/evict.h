@@ -1,8 +1,8 @@
 // Counting and eviction by sampled buckets, never the whole store.
 //
 // A bucket is a fair sample of the store, so its oldest tenth is about the store's oldest tenth. Eviction
-// takes that from bucket after bucket (several at once if small), so its cost per record is independent of
-// the store's size. A store within one sample is evicted in exact order.
+// takes that from bucket after bucket, several at once if small. Its cost per record is independent of the
+// store's size. A store within one sample is evicted in exact order.
 //
 // Only files with a record's name are counted or deleted, and in tmp/ only those with a temporary file's.
 #pragma once

@@ -178,8 +178,8 @@ int FileIoThread::write_all(int fd, std::span<const std::byte> data, std::size_t
   return 0;
 }
 
-// Under the lock. An exchange, rather than a replacement, tells each concurrent writer of a key which file it
-// removed, so that counts stay true.
+// Under the lock. An exchange, unlike a replacement, tells each concurrent writer which file it removed:
+// counts stay true.
 int FileIoThread::publish(Temporary& temporary, const std::string& path, std::uint64_t& replaced_nbytes) {
   const char* from = temporary.path().c_str();
   const char* to = path.c_str();

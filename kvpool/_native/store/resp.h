@@ -1,5 +1,5 @@
 // The backend for Redis or Valkey servers: each I/O thread has its own connections to each server, and routes
-// an item to the server that holds its key.
+// items by key.
 #pragma once
 
 #include <memory>

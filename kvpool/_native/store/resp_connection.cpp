@@ -11,7 +11,7 @@ using namespace std::chrono_literals;
 using Kind = RespRequest::Kind;
 
 // Bytes in flight on a connection. A server prepares all pipelined replies before it writes, and copies the
-// part of the next value that it has read; a short send window keeps both in the processor's caches
+// next value's received part; a short send window keeps both in the processor's caches
 // (docs/decisions/0017-size-windows-by-the-link.md). Received bytes do not count, so the next request leaves
 // before a large reply ends.
 constexpr std::size_t kReadSendWindowNbytes = 256 << 10;
@@ -19,8 +19,8 @@ constexpr std::size_t kWriteSendWindowNbytes = 2 * kUnansweredNbytes;
 constexpr std::size_t kMaxSendWindowNbytes = 4 << 20;
 constexpr std::size_t kLinkNbytesPerUs = 4096;  // 4 GB/s: assumed capacity of a longer link
 constexpr std::size_t kMaxRequests = 4096;
-// Most bytes waiting for one server's send window. Beyond it the I/O thread takes no items for any server,
-// because items keep their order and I/O threads share them evenly.
+// Most bytes waiting for one server's send window. Beyond it the I/O thread takes no items at all: items keep
+// their order, and I/O threads share them evenly.
 constexpr std::size_t kWaitingNbytes = 8 << 20;
 // Except that a server without a byte for this long, though asked, does not block the others. Its items wait
 // until their deadlines, since it may only be slow.

@@ -1,7 +1,7 @@
 // Parses RESP2 replies from pieces of any size; independent of sockets, requests and memory.
 //
-// Bulk strings bypass the parser: after a kBulk token the caller delivers bulk_left() bytes itself, calls
-// take(), and continues with next(), which checks the end of the string.
+// Bulk strings bypass the parser: after a kBulk token the caller delivers bulk_left() bytes itself and calls
+// take(). next() then checks the end of the string.
 #pragma once
 
 #include <cstddef>

@@ -1,8 +1,8 @@
 """Batches waiting for a store's threads, which take them in slices; and a breaker for an unreachable server.
 
 A slice is consecutive keys of one batch up to at least 1 MiB of values. Threads take slices of the oldest
-batch first, puts last, so a batch uses all connections and in-flight bytes are bounded. A cancelled or late
-batch ends at once for untaken keys, and for taken ones when their calls return, within ``MAX_CALL_S``.
+batch first, puts last. So a batch uses all connections, and in-flight bytes are bounded. A cancelled or late
+batch ends at once for untaken keys. Taken ones end when their calls return, within ``MAX_CALL_S``.
 
 A silent or undialable link opens the breaker: every key is a fault at once, in the submitting thread. One
 thread dials again after pauses; a successful dial closes the breaker.

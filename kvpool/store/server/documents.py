@@ -2,18 +2,14 @@
 
 For an announcement ``kvpool:t:x`` of tenant ``t``::
 
-    kvpool:t:x:announced   string   the document; the server drops it when its lease ends
-    kvpool:t::announced    zset     the tenant's announcements, by the server's time in ms at which their lease ends
-    kvpool:::announced     zset     the tenants that have an index, by the time in ms until which it is kept
+    kvpool:t:x:announced   string   the document, with its lease as time to live
+    kvpool:t::announced    zset     the tenant's announcements, by the end of their lease (server's time, ms)
+    kvpool:::announced     zset     the tenants with an index, by the end of its time to live (ms)
 
-In a cluster the last word of each is ``{announced}``, so that all of them have one slot and lie on one node:
-only there a document and its index can be changed together.
-
-So the server is never asked to walk its keys, and one access rule for ``kvpool:t:*`` covers a tenant. A user who
-may not write the list of tenants is not in it: its documents are found by a question about its tenant only.
-Keys of another form share one index.
-
-To renew an announcement costs the same however many there are: two commands in one round trip.
+In a cluster the last word of each is ``{announced}``: in the same slot a document and its index change together.
+The server never walks its keys, and one access rule for ``kvpool:t:*`` covers a tenant. Users without the right
+to the list of tenants are missing from it; requests that name their tenant find their documents. Keys of another
+form share an index. A renewal costs two commands in one round trip, however many announcements exist.
 """
 
 from __future__ import annotations
