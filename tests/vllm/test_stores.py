@@ -239,6 +239,20 @@ def test_what_was_given_up_comes_back_with_the_next_request_that_misses_it(
     assert hashes(engine.begins(other, 6)) == other.block_hashes[:6]
 
 
+def test_what_a_request_goes_on_to_compute_is_not_stored_behind_what_was_given_up(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr("kvpool.vllm.stores.time.monotonic", lambda: clock[0])
+    engine, asked = Engine(store), request("a")
+    engine.report(engine.begins(asked, 0, tokens=48), ok=False)
+    engine.pool.evict_blocks({engine.table[0][0]})
+    clock[0] += 1
+    assert engine.idle().stores == []
+    asked.num_computed_tokens = 48
+    assert engine.scheduler.plan(output(asked, 52, engine.table)).stores == []
+
+
 def test_windows_are_stored_whatever_is_missing_before(store: Store) -> None:
     engine, asked = Engine(store, groups=[Group(BLOCK_TOKENS, window=40)]), request("a")
     engine.scheduler.update(PoolWorkerMetadata(store_slots=1), (), ())
