@@ -202,6 +202,22 @@ def test_a_batch_of_a_load_that_is_refused_costs_that_load_alone(
     assert [(load.job, load.ok) for load in run(engine).loads] == [("again", True)]
 
 
+def test_cancel_ends_a_load_and_returns_its_slots() -> None:
+    store, caches = StallingStore(), layers(1)
+    engine = engine_on(store, caches, slots=4)
+    engine.load("job", blocks(range(30), groups=1), timeout_s=60, max_s=60)
+    engine.cancel("job")
+    assert all(batch.cancelled for batch, _ in store.batches)
+    submitted = len(store.batches)
+    assert engine.poll().loads == [], "its slots are still the store's"
+    for batch, _ in store.batches:
+        batch.ended = True
+    assert [load.ok for load in engine.poll().loads] == [False]
+    assert len(store.batches) == submitted, "a cancelled load submits no further part"
+    assert engine.slots_in_use == 0
+    store.close()
+
+
 def test_close_ends_everything() -> None:
     store, caches = StallingStore(), layers(1)
     engine = engine_on(store, caches, slots=4)
