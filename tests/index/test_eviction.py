@@ -78,10 +78,15 @@ def test_it_never_says_more_than_a_plain_model(
 # ---- who leaves
 
 
-def test_what_is_asked_for_stays() -> None:
+FULL = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+WINDOW = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 33}
+
+
+@pytest.mark.parametrize("groups", [[{}], [FULL, WINDOW]], ids=["plain", "window"])
+def test_what_is_asked_for_stays(groups: list[dict[str, Any]]) -> None:
     index = PrefixIndex(max_blocks=20_000)
     hot, *_ = prompts_of(1, 1000, 1)
-    index.apply("hot", batch(stored(hot)))
+    index.apply("hot", batch(*(stored(hot, **group) for group in groups)))
     for cold in prompts_of(2, 500, 200):
         index.apply("cold", batch(stored(cold)))
         assert device_blocks(index, hot, "hot") == 1000
@@ -200,19 +205,6 @@ def test_what_was_evicted_is_known_after_a_restart() -> None:
     again.restore(Snapshot(1.0, "", fleet.snapshot()), age_s=0, flags=["default/a"], life="")
     (status,) = again.workers()
     assert (status.publishers[0].evicted_blocks, status.publishers[0].blocks) == (1, 2)
-
-
-def test_a_window_that_is_asked_for_stays() -> None:
-    full = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
-    window = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 33}
-    index = PrefixIndex(max_blocks=20_000)
-    hot, *_ = prompts_of(8, 1000, 1)
-    index.apply("hot", batch(stored(hot, **full), stored(hot, **window)))
-    assert device_blocks(index, hot, "hot") == 1000
-    for cold in prompts_of(9, 500, 200):
-        index.apply("cold", batch(stored(cold)))
-        assert device_blocks(index, hot, "hot") == 1000
-    assert index.counters()["evicted"] > 0
 
 
 def test_what_is_forgotten_is_not_expelled() -> None:

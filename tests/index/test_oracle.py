@@ -43,12 +43,6 @@ CALL_S = 60.0
 MODEL = "m"
 
 
-# ---- what is told
-
-
-# ---- what must be answered
-
-
 class Oracle(RuleBasedStateMachine):
     """Three workers, one with two ranks and one of a model with a sliding window, as one tenant of every replica."""
 

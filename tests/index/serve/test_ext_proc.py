@@ -113,19 +113,6 @@ def test_where_an_index_hangs_a_request_is_served_after_the_deadline_of_its_answ
         assert eventually(is_placed)
 
 
-def test_an_old_connection_to_the_index_costs_no_request(tmp_path: Path) -> None:
-    ended = "cluster.picker.upstream_cx_close_notify"
-    with envoy_cluster(tmp_path, max_connection_age_s=0.2) as there:
-        replies = []
-
-        def have_ended() -> bool:
-            replies.append(post(there.url, {"model": "m", "prompt": TEXT}))
-            return there.front.counters(ended)[ended] >= 3
-
-        assert eventually(have_ended)
-        assert {(reply.status, reply.headers.get("x-kvpool-reason")) for reply in replies} == {(200, "load")}
-
-
 def test_without_an_index_a_dead_worker_costs_no_request(tmp_path: Path) -> None:
     with envoy_cluster(tmp_path, names=("a", "b")) as there:
         there.index.stop()

@@ -149,19 +149,6 @@ def test_a_reservation_is_made_and_given_back(served: Served) -> None:
         assert grpc_client.release(reply["reservation"])
 
 
-def test_tenants_are_apart() -> None:
-    fleet = Fleet()
-    fleet.add(a_worker("a", tenant="t"), "flag")
-    say(fleet, "t/a", 0, 0, batch(stored(HASHES)))
-    with serving(fleet, http=True) as served, asking(served.http) as client:
-        assert client.lookup(scope={"model": "m", "tenant": "t"})["device_blocks"] == [10]
-        status, reply = client.call("POST", "/v1/lookup", ASKED)
-        assert status == 404
-        assert reply["error"].startswith(
-            'unknown model "m": this index follows no worker of tenant "default"'
-        )
-
-
 def test_tokens_are_asked_for_here_too(tmp_path: Path) -> None:
     tokens = write_tokens(
         tmp_path / "tokens.toml",
