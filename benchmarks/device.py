@@ -48,10 +48,7 @@ def run_device(
     trace: Path | None = None,
     as_json: bool,
 ) -> None:
-    """Measure everything, and print tables or JSON. ``blocks``, ``tokens`` (of a block): None: the default.
-
-    Blocks for minutes. Errors: ``KVPoolError``, also when blocks returned with other bytes.
-    """
+    """Print tables or JSON. None: the default. Errors: ``KVPoolError``, also when blocks returned damaged."""
     # Below 6 the profiler of torch 2.13 writes its progress to standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     arena, sizes = Arena(), tokens or BLOCK_TOKENS

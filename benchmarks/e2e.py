@@ -83,10 +83,7 @@ def run_e2e(
     plot: Path | None,
     as_json: bool,
 ) -> bool:
-    """Measure, and print a table or JSON; ``plot`` is written as a PNG. True for a valid run.
-
-    Blocks for minutes. Memory: three engines, four while they start. Errors: ``KVPoolError``.
-    """
+    """Measure and print; True for a valid run. Starts three or four engines. Errors: ``KVPoolError``."""
     if width % 256:
         raise ConfigError(f"--width {width}: write a multiple of 256")
     console = Console(stderr=True)

@@ -235,10 +235,7 @@ def _number(value: float | None) -> str:
 
 
 def draw(report: Report | None, path: Path) -> None:
-    """Write a PNG: the distribution of times to the first token by kind, and the probes.
-
-    Errors: ``ConfigError`` without matplotlib or a writable file. Without a report, only these checks.
-    """
+    """Write a PNG; without a report, check that this is possible. Errors: ``ConfigError``."""
     figure = new_figure(15, 4)
     panels = figure.subplots(1, len(KINDS) + 1)
     if report is not None:

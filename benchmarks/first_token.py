@@ -103,10 +103,7 @@ def _bench(folder: Path, server: Path | None, width: int, layers: int, longest: 
 def run_lengths(
     *, server: Path | None, lengths: Sequence[int], rounds: int, width: int, layers: int, as_json: bool
 ) -> bool:
-    """Print a table or JSON. True when all tokens agreed and every prompt came from its intended source.
-
-    Blocks for minutes. Errors: ``KVPoolError``.
-    """
+    """True when all tokens agreed and every prompt came from its source. Errors: ``KVPoolError``."""
     draw = random.Random(11)
     plan = [
         (tokens, _prompt(draw, tokens + TAIL_TOKENS)) for tokens in sorted(lengths) for _ in range(rounds)

@@ -130,10 +130,7 @@ class _SharedIndex:
 def run_fleet(
     *, workers: int, routers: Sequence[int], requests: int, seed: int, plot: Path | None, as_json: bool
 ) -> None:
-    """Simulate, and print a table or JSON; ``plot`` is written as a PNG. ``requests``: counted in each run.
-
-    Blocks for about a minute. Errors: ``KVPoolError``.
-    """
+    """Simulate for about a minute, and print or plot. ``requests``: of each run. Errors: ``KVPoolError``."""
     if plot is not None:
         _draw([], plot)  # reports unwritable files early
     rows: list[Row] = []

@@ -99,9 +99,7 @@ def run_gpu(*, server: Path | None, small: bool, max_s: float, as_json: bool) ->
 
 
 class _Cache:
-    """A KV cache of ``2 * blocks`` blocks and vLLM's null block: the first half is stored and loaded into the
-    other.
-    """
+    """A KV cache of ``2 * blocks`` blocks and vLLM's null block: one half is stored, the other loaded."""
 
     def __init__(self, blocks: int) -> None:
         place = torch.device(accelerator() or "cpu")

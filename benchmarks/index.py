@@ -58,10 +58,7 @@ class Row:
 
 
 def run_index(*, blocks: int, workers: Sequence[int], rounds: int, peers: Path | None, as_json: bool) -> None:
-    """Measure, and print tables or JSON. ``peers``: the folder of peers' environments; None: without them.
-
-    Blocks for minutes, with 1 GB of memory per million blocks. Errors: ``KVPoolError``.
-    """
+    """Measure for minutes, with 1 GB per million blocks. ``peers``: their folder. Errors: ``KVPoolError``."""
     python = dynamo_python(peers) if peers is not None else None
     shapes = [("sessions", count) for count in workers]
     shapes.append(("everybody", min(8, max(workers))))  # a pair per worker and block: keep it small

@@ -32,10 +32,7 @@ def machine() -> dict[str, Any]:
 
 
 def keep(file: Path, arguments: Sequence[str], note: str) -> None:
-    """Run ``python -m benchmarks ARGUMENTS --json`` and write ``file``. ``note``: conditions of the run.
-
-    Blocks for the benchmark. Errors: ``ConfigError``, ``KVPoolError`` when the benchmark fails.
-    """
+    """Run the benchmark and write ``file``. Errors: ``ConfigError``, ``KVPoolError`` when it fails."""
     if not arguments:
         raise ConfigError("name the benchmark behind --: python -m benchmarks keep FILE -- store --rounds 9")
     command = ["python", "-m", "benchmarks", *arguments, "--json"]

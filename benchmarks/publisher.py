@@ -27,10 +27,7 @@ LOOK_S = 0.1
 
 
 class Publishers:
-    """``count`` publishers on this host. Use it with ``with``, in one thread.
-
-    ``ports``: of events and of replays, per publisher; default: free ports.
-    """
+    """``count`` publishers, for one thread and ``with``. ``ports``: of events and replays; default: any."""
 
     def __init__(self, count: int, ports: Sequence[tuple[int, int]] | None = None) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

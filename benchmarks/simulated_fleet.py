@@ -98,10 +98,7 @@ class SimulatedFleet:
         self.worked_s = [0.0] * workers
 
     def earliest(self, request: Request, hits: Sequence[int]) -> int:
-        """The worker that would finish the prompt first; among equals, the longest idle.
-
-        ``hits``: leading blocks assumed at each worker.
-        """
+        """The first worker to finish the prompt; of equals, the longest idle. ``hits``: leading blocks."""
         done_s = [
             max(0.0, free_at_s - request.at_s) - hit * BLOCK_S
             for free_at_s, hit in zip(self._free_at_s, hits, strict=True)

@@ -45,10 +45,7 @@ class _Times:
 def run_store(
     *, pool: str | None, rounds: int, batch_nbytes: int, peers: Path | None, plot: Path | None, as_json: bool
 ) -> None:
-    """Measure, and print a table or JSON; ``plot`` is written as a PNG.
-
-    Blocks for minutes. Memory: two batches here and per peer, one per client in the pool. Errors: ``KVPoolError``.
-    """
+    """Measure and print. Memory: two batches here and per peer, one per client in the pool."""
     if plot is not None:
         draw([], plot)  # reports unwritable files early
     with benched_pool(pool, batch_nbytes) as (url, folder):

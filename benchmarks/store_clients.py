@@ -62,10 +62,7 @@ class Client(Protocol):
 
 @contextlib.contextmanager
 def clients(store: Store, url: StoreURL, folder: Path, peers: Path | None) -> Iterator[list[Client]]:
-    """kvpool's own first, then the bare loop twice if this pool allows it, then the others.
-
-    ``folder``: for files beside a file store. ``peers``: the folder of peers' environments.
-    """
+    """kvpool's own first, then the bare loop twice if possible, then the others of ``peers``."""
     with contextlib.ExitStack() as opened:
         found: list[Client] = [LocalStoreClient(OWN, store, whole_batches=True)]
         if url.scheme not in SERVER_SCHEMES:

@@ -139,10 +139,7 @@ def _number(value: float | None) -> str:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Write a PNG of GB/s over value size, a panel per cell, a line per client.
-
-    Errors: ``ConfigError`` when matplotlib is missing or the file is unwritable. Without rows: only these.
-    """
+    """Write a PNG; without rows, check that this is possible. Errors: ``ConfigError``."""
     figure = new_figure(12, 8)
     panels = figure.subplots(2, 2, sharex=True)
     sizes = sorted({row.value_nbytes for row in rows})

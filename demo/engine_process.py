@@ -64,10 +64,7 @@ def connector_config(pool: str, settings: Mapping[str, Any] | None = None) -> di
 
 
 def free_ports(count: int) -> list[int]:
-    """Distinct free TCP ports; another process may take them first.
-
-    They lie below the system's ephemeral ports. Errors: ``OSError`` when too few are free.
-    """
+    """Distinct free TCP ports below the ephemeral ones; others may take them first. Errors: ``OSError``."""
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     found: list[int] = []
     for port in random.SystemRandom().sample(range(LOWEST_PORT, max(first, LOWEST_PORT + 1000)), 1000):
@@ -85,10 +82,7 @@ def child_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def all_cores() -> str:
-    """This process's cores for vLLM's ``VLLM_CPU_OMP_THREADS_BIND``, at most eight.
-
-    vLLM's default differs with a connector, which would make figures unfair.
-    """
+    """This process's cores, at most eight, for ``VLLM_CPU_OMP_THREADS_BIND``: vLLM's default is unfair."""
     return ",".join(map(str, sorted(os.sched_getaffinity(0))[:8]))
 
 
@@ -111,10 +105,7 @@ def small_engine(
 
 
 def write_model(folder: Path, **options: Any) -> Path:
-    """Run ``tiny_model.py`` in its own process, so that torch stays out of this one.
-
-    Blocks for some seconds. Errors: ``KVPoolError``.
-    """
+    """Run ``tiny_model.py`` in its own process, so that torch stays out of this one. Errors: ``KVPoolError``."""
     try:
         written = subprocess.run(
             [
@@ -158,10 +149,7 @@ def ran_s(session: int) -> float:
 
 
 def kill_all_but_trackers(session: int) -> None:
-    """Kill a session except multiprocessing's resource trackers.
-
-    These free shared memory after its users' end, and then end themselves.
-    """
+    """Kill a session except multiprocessing's resource trackers, which then free shared memory and end."""
     for process in _processes(session):
         with contextlib.suppress(OSError):
             if b"resource_tracker" not in (process / "cmdline").read_bytes():
@@ -169,10 +157,7 @@ def kill_all_but_trackers(session: int) -> None:
 
 
 class EngineProcess:
-    """One engine; ``options`` are those of ``vllm.LLM``. Output goes to ``folder``/NAME.log.
-
-    Use it with ``with``: leaving the block stops the engine and all its children.
-    """
+    """An engine by ``vllm.LLM``'s ``options``, logged to ``folder``/NAME.log; ``with`` stops all of it."""
 
     def __init__(
         self,
@@ -254,10 +239,7 @@ class EngineProcess:
         return first_error(self.log.read_text(errors="replace").splitlines())
 
     def wait_quiet(self) -> bool:
-        """Wait until the engine's processes hardly run; False after ``QUIET_TIMEOUT_S``.
-
-        vLLM's workers spin for a second after each step, and stores continue after an answer.
-        """
+        """Wait until vLLM's workers stop spinning and stores have ended; False after ``QUIET_TIMEOUT_S``."""
         deadline = time.monotonic() + QUIET_TIMEOUT_S
         while time.monotonic() < deadline:
             started, before_s = time.monotonic(), ran_s(self._process.pid)

@@ -23,10 +23,7 @@ class IndexFailed(KVPoolError):
 
 
 class IndexProcess:
-    """One index that follows the workers of ``pool``. Output goes to ``folder``/index.log.
-
-    Use it with ``with``: ``address`` is set inside, and leaving the block stops the process.
-    """
+    """One index that follows the workers of ``pool``, logged to ``folder``/index.log; ``with`` stops it."""
 
     def __init__(self, folder: Path, pool: str, options: Sequence[str] = ()) -> None:
         self.log = folder / "index.log"

@@ -58,10 +58,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Row:
-    """One prompt on both engines; times in seconds, from the request to its first token.
-
-    ``first`` and ``second``: the index's answers before and after, per engine.
-    """
+    """One prompt on both engines: seconds to the first token, and the index's answers before and after."""
 
     prompt_tokens: int
     full_blocks: int
@@ -89,10 +86,7 @@ def run_demo(
     keep: bool,
     as_json: bool,
 ) -> bool:
-    """Run the demo and print its tables; True when every prompt was identical and came from the pool.
-
-    Blocks for two to six minutes on two cores. Errors: ``KVPoolError`` with one line.
-    """
+    """Run the demo; True if every prompt was identical and came from the pool. Errors: ``KVPoolError``."""
     progress = console(stderr=True)
     rows: list[Row] = []
     with workspace("kvpool-demo-", progress, keep=keep, good=lambda: not wrong_with(rows)) as folder:

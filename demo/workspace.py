@@ -18,10 +18,7 @@ from kvpool.cli.bench_store import termination_interrupts
 def workspace(
     prefix: str, console: Console, *, keep: bool, good: Callable[[], bool] = lambda: True
 ) -> Iterator[Path]:
-    """A folder that is removed with the command, also on Ctrl-C and termination, unless ``keep``.
-
-    Logs stay when the command fails or ``good()`` is false.
-    """
+    """A folder removed at the end, also by signals, unless ``keep``; its logs stay after a failure."""
     folder = Path(tempfile.mkdtemp(prefix=prefix))
     failed = False
     try:

@@ -333,10 +333,7 @@ def _one_line(errors: list[ErrorDetails], spelled: Mapping[str, str], settings: 
 
 
 def read_toml(path: str, named_by: str) -> dict[str, Any]:
-    """Parse the TOML file at ``path``; ``named_by``: the variable or option with this path.
-
-    Blocks to read a small file. Errors: ``ConfigError``.
-    """
+    """Parse the TOML file at ``path``, as named by an option or a variable. Errors: ``ConfigError``."""
     tomllib = _toml_reader(path)
     try:
         with Path(path).open("rb") as file:

@@ -89,10 +89,7 @@ def format_nbytes(nbytes: int) -> str:
 
 
 def missing_extra(error: ModuleNotFoundError, extras: Sequence[str] = ("index", "tokenize")) -> Exception:
-    """The error to raise instead: one line with the extra that brings the package; else ``error`` itself.
-
-    ``extras``: of kvpool; the first match is named.
-    """
+    """The error to raise instead: names the first of kvpool's ``extras`` with the package, else ``error``."""
     package = (error.name or "").partition(".")[0]
     if package == "torch":
         return ConfigError(

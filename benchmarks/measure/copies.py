@@ -94,10 +94,7 @@ def measure_copies(
 
 
 class Copies:
-    """A batch stored from scattered blocks of a KV cache, and a batch loaded into others.
-
-    They use the mover's own memory. Loads bring the stored blocks' bytes.
-    """
+    """A batch stored from scattered blocks, and the same bytes loaded into others, by the mover's memory."""
 
     def __init__(self, arena: Arena, cache: Cache, tokens: int, blocks: int | None) -> None:
         self.arena = arena

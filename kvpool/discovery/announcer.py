@@ -41,10 +41,7 @@ class _Writer(ABC):
         self._thread = threading.Thread(target=self._run, name=thread, daemon=True)
 
     def close(self) -> None:
-        """Withdraw the record and end the thread; idempotent.
-
-        Blocks for at most ``CLOSE_S`` seconds. If the pool does not answer, the lease ends the record.
-        """
+        """Withdraw the record (or leave it to its lease) and end the thread, within ``CLOSE_S``; idempotent."""
         self._closing = True
         self._woken.set()
         if self._thread.ident is not None:
@@ -101,9 +98,7 @@ class Announcer(_Writer):
         return self._requested
 
     def enter(self, namespace: str) -> None:
-        """Announce another namespace for the worker's pool blocks (32 hex digits). Any thread; does not
-        block.
-        """
+        """Announce another namespace (32 hex digits) of the worker. Any thread; does not block."""
         self._worker = replace(self._worker, namespace=namespace)
         _, self._record = pack_worker(self._worker, self._lease_s)
         self._woken.set()
@@ -167,10 +162,7 @@ class Announcer(_Writer):
 
 
 class TrafficAnnouncer(_Writer):
-    """Writes the traffic of an engine of ``tenant`` to the pool, from the first ``tell`` on.
-
-    Threads: any may call ``tell``; the announcing thread reads ``_received``, which is replaced whole.
-    """
+    """Writes an engine's traffic to the pool, from the first ``tell`` (any thread) on."""
 
     def __init__(
         self,
@@ -186,10 +178,7 @@ class TrafficAnnouncer(_Writer):
         self._received: tuple[dict[str, Seen], float] = ({}, 0.0)  # and its time
 
     def tell(self, windows: dict[str, Seen]) -> None:
-        """Write these windows with the next turn. Does not block.
-
-        An idle engine need not call: its windows count as empty once they end.
-        """
+        """Write these windows with the next turn; without further calls they expire. Does not block."""
         if not any(seen.prompt_tokens for seen in windows.values()):
             return
         self._received = (windows, self._clock())

@@ -49,10 +49,7 @@ def announce_facts(store: Store, namespace: Namespace, model: str) -> list[str]:
 
 
 def announced_namespaces(store: Store, tenant: str) -> dict[str, list[Namespace]]:
-    """The tenant's namespaces with facts in the pool, by model and then by fingerprint.
-
-    Unreadable records are skipped. Blocks for a few small reads. Errors: ``StoreUnavailable``.
-    """
+    """The tenant's readable namespaces by model and fingerprint. Small reads. Errors: ``StoreUnavailable``."""
     found: dict[str, list[Namespace]] = {}
     for key, document in store.announcements(tenant_prefix(tenant), FACTS_SUFFIX).items():
         parsed, described = parse_facts_key(key), _described(tenant, document)

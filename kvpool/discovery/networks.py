@@ -43,10 +43,7 @@ class WorkerNetworks:
         self._loopback = loopback
 
     def check(self, worker: Worker) -> None:
-        """Errors: ``ConfigError`` that names the field, for a literal address that is not allowed.
-
-        Host names pass here; check the addresses they resolve to with ``allows``.
-        """
+        """Errors: ``ConfigError`` for a forbidden literal address; resolved host names need ``allows``."""
         for field, endpoint in _endpoints(worker):
             if not self._passes(worker.tenant, endpoint):
                 raise ConfigError(

@@ -36,10 +36,7 @@ Registers = npt.NDArray[np.uint8]
 
 @dataclass
 class Seen:
-    """Traffic of one span of time.
-
-    ``block_tokens``: tokens in whole blocks, of all ``prompt_tokens``; ``spared_tokens`` were not computed.
-    """
+    """Traffic of a time span: ``block_tokens`` in whole blocks, ``spared_tokens`` not computed."""
 
     registers: Registers = field(default_factory=lambda: np.zeros(REGISTERS, np.uint8))
     blocks: int = 0

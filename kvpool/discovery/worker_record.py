@@ -66,10 +66,7 @@ def pack_worker(worker: Worker, lease_s: float) -> tuple[str, bytes]:
 
 
 def unpack_worker(key: str, record: bytes) -> WorkerRecord | None:
-    """Parse a record; None when this version cannot follow it.
-
-    Unknown fields are ignored: later versions may add some; if the rest changes meaning, so does the number.
-    """
+    """Parse a record, ignoring unknown fields of later versions; None when this version cannot follow it."""
     parsed = parse_worker_key(key)
     if parsed is None or len(record) > MAX_RECORD_NBYTES:
         return None

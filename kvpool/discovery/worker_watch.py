@@ -213,10 +213,7 @@ class WorkerWatch:
         return announced
 
     def _is_emptied(self, name: str, tenant: _Tenant, found: dict[str, WorkerRecord]) -> bool:
-        """Whether the pool was emptied of a tenant that just had workers.
-
-        Stopped workers leave their namespace's facts for 30 days; an emptied tenant has none.
-        """
+        """Whether a tenant lost everything: stopped workers would leave their namespace's facts for 30 days."""
         if found or all(known.missing for known in tenant.known.values()):
             return False
         left = self._store.announcements(tenant_prefix(name))

@@ -99,10 +99,7 @@ class ValkeyStore(Store):
 
 
 def _open_engine(url: StoreURL, primaries: Primaries, name: str) -> tuple[Engine, TopologyWatch | None]:
-    """An engine for the servers of ``url``, and the thread that keeps its topology. ``name``: of the store.
-
-    Blocking and errors: as ``ValkeyStore``.
-    """
+    """An engine for ``url``, and the thread that keeps its topology. Blocking and errors: ``ValkeyStore``'s."""
     if url.client != "native":
         return _open_client(url, name), None
     return _open_many(url, primaries, name) if url.nodes else (_open_one(url, name), None)

@@ -119,10 +119,7 @@ class BlockCopier:
     def scatter(
         self, block_ids: Sequence[int], staging: Staging, slots: Sequence[int], scratch: torch.Tensor
     ) -> None:
-        """Copy the slots into the blocks in order, a record's blocks from each.
-
-        ``block_ids`` are distinct except 0 (vLLM's null block), which discards its bytes.
-        """
+        """Copy the slots into the blocks in order, a record's each; block 0 (vLLM's null block) stays."""
         rows, blocks = self._batch(block_ids, len(slots), scratch)
         for first, count in self._runs(staging, slots):
             self._payloads(rows, first, count).copy_(

@@ -41,10 +41,7 @@ class CopyStream(Protocol):
     scratch_nbytes: int
 
     def submit(self, copy: Copy, after: Sequence[Event]) -> Event:
-        """Run ``copy(scratch)`` after all of ``after`` and all earlier copies.
-
-        ``scratch``: bytes, one dimension. Returns the event of its end.
-        """
+        """Run ``copy(scratch)`` (bytes) after ``after`` and earlier copies; returns the event of its end."""
         ...
 
 

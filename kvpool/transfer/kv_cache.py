@@ -30,10 +30,7 @@ ABANDON_AFTER_S = 0.25  # grace of a batch that stops after its own deadline
 
 
 class Block(NamedTuple):
-    """One record to move: its key, its group, and its blocks in the engine's KV cache.
-
-    A load writes nothing to block 0.
-    """
+    """One record to move: key, group, and its blocks in the engine's KV cache; a load skips block 0."""
 
     key: str
     group: int
@@ -130,9 +127,7 @@ class KVCacheMemory:
 
 
 class KVCacheMover(BlockMover[Block]):
-    """Loads blocks into a KV cache (``load``), and stores blocks of it (``stage``), through
-    ``staging_nbytes`` of host memory.
-    """
+    """Loads blocks into a KV cache, and ``stage`` stores them, through ``staging_nbytes`` of host memory."""
 
     _memory: KVCacheMemory
 

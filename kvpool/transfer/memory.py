@@ -115,10 +115,7 @@ def slot_size(slot_nbytes: int) -> int:
 
 
 class Staging:
-    """``slots`` slots of at least ``slot_nbytes`` bytes each, in one allocation, ``tensor``.
-
-    ``pinned``: for asynchronous copies. Errors: ``ConfigError`` when the host cannot pin them.
-    """
+    """Equal slots in one allocation, ``tensor``. Errors: ``ConfigError`` when the host cannot pin them."""
 
     def __init__(self, slot_nbytes: int, slots: int, pinned: bool = False) -> None:
         assert slot_nbytes > 0

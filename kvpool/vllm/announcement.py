@@ -45,10 +45,7 @@ _SEEN_BY_NONE = "indexes and routers will not see what this worker holds (the po
 
 
 class Announcement(NamedTuple):
-    """``worker``: with one publisher, of this rank. ``problems``: obstacles for indexes.
-
-    ``events_off``: the only problem is that events are off.
-    """
+    """``worker``: with this rank's publisher. ``problems``: obstacles; ``events_off``: the only one."""
 
     worker: Worker
     problems: tuple[str, ...] = ()
@@ -178,10 +175,7 @@ def _listens(endpoint: str) -> bool:
 
 
 def _name(config: VllmConfig, host: str, endpoint: str, published: str) -> str:
-    """HOST:PORT of the events, unique on a host even among engines with equal settings.
-
-    Ranks behind one HTTP address are one worker, named by rank 0's port; others are workers by themselves.
-    """
+    """HOST:PORT of the events, unique on a host; ranks behind one HTTP address are named by rank 0's port."""
     own = getattr(config.parallel_config, "data_parallel_external_lb", False)
     where = (published if own else endpoint).removeprefix("ipc://")
     match = _TCP.fullmatch(where)

@@ -75,10 +75,7 @@ def cleared_event(block_pool: Any) -> DeviceCleared:
 
 
 def held_event(block_pool: Any, group_index: int, group: Group, hashes: list[bytes | int]) -> BlockStored:
-    """The engine's own cache holds these blocks, as often as listed.
-
-    An index needs a parent to count each copy of a block. Any non-null parent will do.
-    """
+    """The engine's own cache holds these blocks. An index needs a parent; any non-null one will do."""
     fields: dict[str, Any] = {
         "block_hashes": hashes,
         "parent_block_hash": hashes[0] if hashes else None,

@@ -214,10 +214,7 @@ def event_hash(block_hash: bytes) -> bytes | int:
 
 
 def event_hashes_by_group(keys: Sequence[bytes], groups: int) -> list[list[bytes | int]]:
-    """For each group, the hashes of prefix cache keys, as in events.
-
-    All keys have equal lengths, from one hash algorithm; the last 4 bytes are the group, big-endian.
-    """
+    """The groups' hashes in prefix cache keys of equal length, whose last 4 bytes are the group, big-endian."""
     if not keys:
         return [[] for _ in range(groups)]
     if isinstance(event_hash(keys[0][:-4]), bytes):

@@ -120,9 +120,7 @@ class Lookups:
 def groups_to_ask(
     groups: Sequence[Group], hashes: Sequence[Sequence[bytes]], ranks: int
 ) -> list[LookupGroup]:
-    """The groups of a prompt's lookup. ``hashes``: of its records. ``ranks``: number. Errors:
-    ``ConfigError``.
-    """
+    """The groups of a prompt's lookup; ``hashes``: of its records. Errors: ``ConfigError``."""
     asked = []
     for index, (group, known) in enumerate(zip(groups, hashes, strict=True)):
         try:

@@ -58,10 +58,7 @@ class BlockRef(NamedTuple):
 
 
 class LoadPlan(NamedTuple):
-    """A request's records to load; fails when no record arrives for ``stall_timeout_s``.
-
-    ``priority``: the lowest number gets staging slots first.
-    """
+    """Records to load; fails when none arrives for ``stall_timeout_s``. The lowest ``priority`` goes first."""
 
     request_id: str
     blocks: Sequence[BlockRef]
@@ -71,10 +68,7 @@ class LoadPlan(NamedTuple):
 
 @dataclass
 class PoolMetadata(KVConnectorMetadata):
-    """Scheduler to workers, once a step. ``tags`` match ``stores`` one to one.
-
-    A rank without room drops the last.
-    """
+    """Scheduler to workers, once a step. ``tags`` match ``stores``, of which a full rank drops the last."""
 
     loads: list[LoadPlan] = field(default_factory=list)
     stores: list[BlockRef] = field(default_factory=list)

@@ -69,10 +69,7 @@ MAX_SHOWN_CHARS = 200
 
 
 class RequestParams(BaseModel):
-    """``load``, ``store``: permitted uses of the pool. ``priority``: as vLLM's, lower comes first.
-
-    A lower number gets scarce staging slots first, and loses its stores last.
-    """
+    """Permitted uses; a lower ``priority``, as vLLM's, gets scarce slots first and loses its stores last."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 

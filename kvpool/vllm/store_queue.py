@@ -268,10 +268,7 @@ class HeldBlocks:
             internals.release(self.pool, block_ids)
 
     def frees_soon(self) -> bool:
-        """Whether a block held by kvpool alone returns when copied.
-
-        The engine then waits instead of preempting a request; false after ``MAX_HELD_S`` without one.
-        """
+        """Whether a copy will free a block, instead of a preemption; false after ``MAX_HELD_S`` without one."""
         if not any(internals.references(self.pool, one) == ours for one, ours in self._references.items()):
             return False
         now = time.monotonic()

@@ -134,10 +134,7 @@ class StorePlanner:
         return self._queue.take_events()
 
     def wants_steps(self) -> bool:
-        """Whether an idle engine should keep stepping: stores are in flight, or wait.
-
-        Bounded without progress, because an absent pool must not keep an idle engine busy.
-        """
+        """Whether an idle engine should step for its stores: not for ever, since the pool may be absent."""
         if self._queue.is_empty and not self._late_answers:
             return False
         # After a pause of the engine the last offer is long ago, and no step has reported copies.
@@ -169,10 +166,7 @@ class StorePlanner:
         computed_tokens: int,
         pool_hash: PoolHash | None = bytes,
     ) -> None:
-        """Add the stores of a request with ``computed_tokens`` after the step.
-
-        ``pool_hash``: None: the hashes in keys are unknown.
-        """
+        """Add the stores of a request with ``computed_tokens`` after the step. ``pool_hash``: None: unknown."""
         progress = self._progress.setdefault(request.request_id, _Progress())
         before = computed_tokens - output.num_scheduled_tokens[request.request_id]
         if not self._config.store_decode:
@@ -206,9 +200,7 @@ class StorePlanner:
             progress.answer = None
 
     def _first_to_plan(self, request: Request, progress: _Progress, pool_hash: PoolHash | None) -> list[int]:
-        """By group, the first record to consider: held ones may be absent from the pool, or below the
-        threshold.
-        """
+        """By group, the first record to consider: held ones may be absent or below the threshold."""
         present = progress.answer() if progress.answer is not None else None
         if present is not None:
             progress.present, progress.answer = present, None

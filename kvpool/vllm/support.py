@@ -173,10 +173,7 @@ def _refuse_hashing(algorithm: str) -> None:
 
 
 def groups_of(config: KVCacheConfig, blocks_per_record: int = 1, tensor_parallel: int = 1) -> list[Group]:
-    """The KV-cache groups for plans, all with as many blocks in a record.
-
-    Errors: ``EngineRefused`` naming the unsupported kind of attention.
-    """
+    """The KV-cache groups for plans, of equal record sizes. Errors: ``EngineRefused`` names the attention."""
     if not config.kv_cache_groups:
         raise EngineRefused("the model has no KV cache to share; remove --kv-transfer-config")
     groups = []

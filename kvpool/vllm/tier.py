@@ -233,10 +233,7 @@ class KVPoolTier(SecondaryTierManager):
         return bool(self._jobs)
 
     def drain_jobs(self) -> None:
-        """Wait until nothing touches the engine's rows; bounded by the batches' deadlines.
-
-        vLLM calls this only to reset its caches, as for in-place weight changes.
-        """
+        """Wait until nothing touches the engine's rows, within the batches' deadlines. Only for cache resets."""
         while self._jobs:
             self._drain()
             self._advance()

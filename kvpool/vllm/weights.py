@@ -219,10 +219,7 @@ _HASH64_NBYTES = 8  # the end of a hash, by which an index knows a block
 
 @dataclass
 class AdapterCheck:
-    """The check of one request's adapter. ``tag``: None: its request skips the pool.
-
-    Until ``done``, ``tag`` is the adapter's last known. ``cause``: why none exists.
-    """
+    """A check of a request's adapter. ``tag``: the last known until ``done``; None: no pool (``cause``)."""
 
     name: str
     path: str
@@ -341,10 +338,7 @@ class Adapters:
 
 
 def pool_hash(block_hash: bytes, tag: bytes) -> bytes:
-    """The key hash of a block computed with the adapter of ``tag``, of the same length.
-
-    Its last 8 bytes stay the engine's, so that an index matches it with the engine's events.
-    """
+    """The hash in the key of an adapter's block; an index knows its last 8 bytes, which stay the engine's."""
     width = len(block_hash)
     return (int.from_bytes(block_hash, "big") ^ _mask(tag, width)).to_bytes(width, "big")
 
