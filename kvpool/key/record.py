@@ -62,9 +62,6 @@ def pack_header(key: str, payload: Buffer) -> bytes:
 
 
 def verify(key: str, header: bytes, payload: Buffer) -> str | None:
-    """None if ``header`` and ``payload`` are a record of ``key``; else the first fault in words.
-
-    Errors: ``ConfigError`` for an invalid key.
-    """
+    """None for a record of ``key``, else the first fault in words. Errors: ``ConfigError`` for a wrong key."""
     parse_key(key)
     return _native.verify_record(key, header, payload)

@@ -39,10 +39,7 @@ _SHAPE = (
 
 
 class HostPages:
-    """The pages of one host memory pool. ``kv_dtype``: as in ``HiCacheConfig``.
-
-    Errors: ``EngineRefused`` for memory whose pages cannot move as they lie.
-    """
+    """The pages of one host memory pool. Errors: ``EngineRefused`` if they cannot move as they lie."""
 
     def __init__(self, pool: HostKVCache, kv_dtype: str | None) -> None:
         name = type(pool).__name__

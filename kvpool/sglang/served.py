@@ -198,10 +198,7 @@ def _folder(model: str, revision: Any) -> Path | None:
 
 
 def _page_hash() -> str:
-    """SGLang's page hash of a probe, so that another hash function is another fact.
-
-    Errors: ``EngineRefused`` where the hash ignores adapters and salts.
-    """
+    """SGLang's page hash of a probe: a fact. Errors: ``EngineRefused`` where it ignores adapters and salts."""
     plain, named = (
         get_storage_hash_str([1, 2], seed, page_size=2)[0]
         for seed in (None, storage_namespace_seed("adapter", "salt"))

@@ -19,19 +19,13 @@ class Destination(NamedTuple):
 
 
 def source(buffer: Any, position: int) -> memoryview:
-    """A contiguous view of ``buffer``; a non-contiguous one is copied in C order.
-
-    ``position``: in its batch, for the error. Errors: ``ConfigError``.
-    """
+    """``buffer`` (in its batch at ``position``) as contiguous bytes, or a copy. Errors: ``ConfigError``."""
     view = _view(buffer, position)
     return view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
 
 
 def destination(buffer: Any, position: int) -> Destination:
-    """A contiguous writable view for a value, a temporary one if ``buffer`` is not contiguous.
-
-    ``position``: in its batch, for the error. Errors: ``ConfigError``.
-    """
+    """``buffer`` as contiguous writable bytes, or temporary ones. Errors: ``ConfigError``."""
     view = _view(buffer, position)
     if view.readonly:
         raise ConfigError(f"buffers[{position}] is read-only: a value cannot be read into it")

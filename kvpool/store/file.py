@@ -84,9 +84,7 @@ class FileStore(Store):
 
 
 def _blocks(name: str, root: Path, prefix: str) -> Iterator[StoredBlock]:
-    """The records below ``root``, each at {bucket}/{tenant}.{namespace}.{hash}.{group}.{rank}; the bucket is
-    the hash's last three digits.
-    """
+    """The records below ``root``: {last three digits of the hash}/{tenant}.{namespace}.{hash}.{group}.{rank}."""
     for bucket in _entries(name, root):
         for file in _entries(name, root / bucket):
             parts = file.split(".")

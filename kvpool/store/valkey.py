@@ -115,8 +115,7 @@ def _open_client(url: StoreURL, name: str) -> Engine:
         from kvpool.store.clients.glide import GlideLink as ClientLink  # type: ignore[assignment]
     links = [ClientLink(url) for _ in range(url.threads)]
     if url.tls is not None:
-        # The native client reads the server's words before it hangs up, and advises; redis-py and GLIDE do
-        # not.
+        # Unlike redis-py and GLIDE, the native client reads the server's last words, and advises.
         _open_one(replace(url, threads=1), name).close(DEFAULT_TIMEOUT_S)
     try:
         return ClientExecutor(url, links)

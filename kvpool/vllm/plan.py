@@ -47,10 +47,7 @@ class Group:
 
 
 class BlockRef(NamedTuple):
-    """A record in the scheduler's terms; a worker adds its rank to form a key.
-
-    ``block_ids``: its blocks in the engine's memory, in order; in a load, 0 for blocks to skip.
-    """
+    """A record without a rank. ``block_ids``: its blocks in the engine's memory; 0: not to be loaded."""
 
     block_hash: bytes
     group: int
@@ -139,10 +136,7 @@ def records_to_load(group: Group, local_tokens: int, hit_tokens: int) -> range:
 
 
 def blocks_lacking(group: Group, table: Sequence[int], record: int, local_tokens: int) -> tuple[int, ...]:
-    """Targets of a record's blocks, by the block table of a request with ``local_tokens`` computed.
-
-    0: skip, because the engine has the block already, or keeps none here.
-    """
+    """A record's target blocks, given ``local_tokens``; 0: the engine has the block, or keeps none here."""
     start = record * group.blocks_per_record
     ids = tuple(table[start : start + group.blocks_per_record])
     held = local_tokens // group.block_tokens - start

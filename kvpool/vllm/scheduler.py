@@ -62,10 +62,7 @@ ASK_AGAIN: tuple[int | None, bool] = (None, False)
 
 
 class SchedulerHalf:
-    """Plans an engine's loads and stores over all pipeline stages; the caller closes ``store``.
-
-    ``ranks``: of the engine. ``step_tokens``: most tokens of a step.
-    """
+    """Plans an engine's loads and stores, over all ``ranks`` and stages; the caller closes ``store``."""
 
     def __init__(
         self,

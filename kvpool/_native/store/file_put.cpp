@@ -147,8 +147,7 @@ int FileIoThread::put_once(const Item& item, const std::string& path, std::uint6
   return error;
 }
 
-// The payload in chunks, each hashed just before its write, then the header. Returns -1, else put_once()'s
-// result.
+// The payload in chunks, each hashed before its write, then the header. Returns -1, else as put_once().
 int FileIoThread::write(const Item& item, int fd, Outcome& outcome) const {
   const std::span<const std::byte> payload = item.buffer();
   RecordHeader header = make_header(item.key(), payload.size());
@@ -210,8 +209,7 @@ int FileIoThread::publish(Temporary& temporary, const std::string& path, std::ui
   return 0;
 }
 
-// For file systems without exchange: concurrent writers of a key may count its bytes twice until the next
-// count.
+// Without exchange, concurrent writers of a key may count its bytes twice until the next count.
 int FileIoThread::publish_plainly(Temporary& temporary, const std::string& path,
                                   std::uint64_t& replaced_nbytes) {
   struct stat old;

@@ -180,8 +180,7 @@ class Backend {
 
 class IoExecutor {
  public:
-  // Starts `threads` I/O threads and a thread for deadlines. Throws the exceptions of the backend's I/O
-  // threads.
+  // Starts `threads` I/O threads and a thread for deadlines. Throws the backend's exceptions.
   IoExecutor(std::unique_ptr<Backend> backend, unsigned threads);
   IoExecutor(const IoExecutor&) = delete;
   IoExecutor& operator=(const IoExecutor&) = delete;

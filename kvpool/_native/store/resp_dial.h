@@ -49,8 +49,7 @@ class Dial {
  public:
   enum class State : std::uint8_t { kUnderWay, kReady, kFailed };
 
-  // Gives up at `now` + 2 s, and on a silent address after its share of `connect_within`. `role`: in its
-  // name.
+  // Gives up at `now` + 2 s, and on a silent address after its share of `connect_within`.
   Dial(const RespSettings& settings, const std::vector<SocketAddress>& addresses, std::string_view role,
        Clock::time_point now, Clock::duration connect_within = kDialPatience);
 

@@ -142,8 +142,7 @@ void RespConnection::hang_up() {
   counts_.disconnections.fetch_add(1, std::memory_order_relaxed);
 }
 
-// Drops the connection and its sent requests, whose replies are lost; unsent ones wait for the next
-// connection.
+// Drops the connection and its sent requests, whose replies are lost; unsent ones wait for the next.
 void RespConnection::lose(Cause cause, std::string_view why) {
   hang_up();
   // Before any item ends, so that a retry finds the other connections warned.

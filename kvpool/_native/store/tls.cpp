@@ -42,8 +42,7 @@ constexpr std::array kSystemAuthorities = {
 
 bool is_readable(const char* path) { return access(path, R_OK) == 0; }
 
-// Whether OpenSSL has its own place: by its variables, or its build. A static build comes from another
-// system.
+// Whether OpenSSL has its own place: by its variables, or its build (not if static).
 bool has_default_authorities() {
   return std::getenv(X509_get_default_cert_file_env()) != nullptr ||
          std::getenv(X509_get_default_cert_dir_env()) != nullptr ||

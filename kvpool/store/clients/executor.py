@@ -42,10 +42,7 @@ _Outcome = tuple[Sequence[int], str | None]  # a status per key, and the first f
 
 
 class ClientExecutor:
-    """Threads that move values through a blocking client; see ``_native.IoExecutor``.
-
-    ``links``: a link per thread. Blocks to dial the first. Errors: ``LinkFault``.
-    """
+    """Threads, each with a link; see ``_native.IoExecutor``. Blocks to dial the first. Errors: ``LinkFault``."""
 
     def __init__(self, url: StoreURL, links: Sequence[Link]) -> None:
         self._pid = os.getpid()

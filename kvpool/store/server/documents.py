@@ -114,10 +114,7 @@ class ServerDocuments:
         return sorted(tenant for tenant in listed if parse_tenant(f"kvpool:{tenant}:") == tenant)
 
     def remove_all(self, prefix: str) -> int:
-        """As ``Documents.remove_all``.
-
-        A prefix without a tenant walks the server's keys, to find unlisted tenants.
-        """
+        """As ``Documents.remove_all``; without a tenant in ``prefix`` it walks the server's keys."""
         removed = 0
         with self._server.asked("cannot take announcements back", READ_S) as server:
             tenants = set(self._tenants(server, prefix))

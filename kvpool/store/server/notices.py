@@ -37,10 +37,7 @@ ADVICE = f"allow +client|id +client|tracking +subscribe &{CHANNEL}"
 
 
 class ServerNotices:
-    """Subscribes to each server of ``primaries``, again after a loss or a replacement. See ``Notices``.
-
-    ``name``: of the store, for error texts.
-    """
+    """Subscribes to each of ``primaries``, again after a loss or a replacement. See ``Notices``."""
 
     def __init__(self, primaries: Primaries, name: str) -> None:
         self._primaries, self._name = primaries, name

@@ -45,10 +45,7 @@ class Primary(NamedTuple):
 
 
 class Primaries:
-    """The servers to ask for topology: those of the URL, and discovered ones. Any thread.
-
-    ``name``: of the store, for errors.
-    """
+    """The servers to ask for topology: those of the URL, and discovered ones. Any thread."""
 
     def __init__(self, url: StoreURL, name: str) -> None:
         self._url, self._name = url, name
