@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
 from typing import Any
 
+import pytest
+
 from kvpool.index import Publisher, Worker
 from kvpool.index.fleet import Fleet
 from kvpool.index.limits import INFERENCE
@@ -211,3 +213,19 @@ def a_fleet(*names: str, clock: Clock | None = None, **fields: Any) -> Fleet:
         fleet.add(a_worker(name, port=5000 + 2 * place, **fields), "flag")
         fleet.rank(f"default/{name}", 0).heard()
     return fleet
+
+
+def hold_questions(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> tuple[threading.Semaphore, threading.Event]:
+    """From now on questions wait until the event is set; the semaphore counts those that have come."""
+    entered, go_on = threading.Semaphore(0), threading.Event()
+    ask = fleet.ask
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        entered.release()
+        assert go_on.wait(120)
+        return ask(*arguments, **options)
+
+    monkeypatch.setattr(fleet, "ask", slow)
+    return entered, go_on

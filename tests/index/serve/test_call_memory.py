@@ -30,7 +30,7 @@ from kvpool.index.snapshot import Snapshot
 from kvpool.v1 import index_pb2 as pb
 from tests.support.credentials import write_tokens
 from tests.support.deadlines import eventually
-from tests.support.fleets import Clock, Served, a_worker, say, serving
+from tests.support.fleets import Clock, Served, a_worker, hold_questions, say, serving
 from tests.support.index_process import peak_nbytes, running
 from tests.support.wire import batch, packed64, stored
 
@@ -149,21 +149,13 @@ def test_a_large_request_waits_for_room_and_no_longer_than_that(
     index, tokens = served
     budget, request = index.fleet.limits, lookup_of(1 << 15)  # 256 KiB
     used = budget.used_nbytes
-    entered, go_on = threading.Event(), threading.Event()
-    ask = index.fleet.ask
-
-    def slow(*arguments: Any, **options: Any) -> Any:
-        entered.set()
-        assert go_on.wait(WAIT_S)
-        return ask(*arguments, **options)
-
-    monkeypatch.setattr(index.fleet, "ask", slow)
+    entered, go_on = hold_questions(index.fleet, monkeypatch)
     monkeypatch.setattr(budget, "limit_nbytes", 2 * (used + 700_000))  # half for one tenant: one of two
     monkeypatch.setattr("kvpool.index.limits.ROOM_TIMEOUT_S", 0.2)
     with grpc.insecure_channel(index.target) as channel, ThreadPoolExecutor(2) as threads:
         method = channel.unary_unary(f"/{SERVICE}/Lookup")
         first = threads.submit(outcome, method, request, metadata=bearer(tokens["a"]))
-        assert entered.wait(WAIT_S)
+        assert entered.acquire(timeout=WAIT_S)
         says = "RESOURCE_EXHAUSTED: there is no room for a request of 262156 bytes now: send it again later"
         assert outcome(method, request, metadata=bearer(tokens["a"])).startswith(says)
         monkeypatch.setattr("kvpool.index.limits.ROOM_TIMEOUT_S", WAIT_S)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from typing import Any
 
 import grpc
 import grpc.aio
@@ -17,7 +15,7 @@ from kvpool.index.protocol.messages import SERVICE
 from kvpool.index.request_stats import RequestStats
 from kvpool.v1 import index_pb2 as pb
 from tests.support.deadlines import eventually
-from tests.support.fleets import a_worker, serving
+from tests.support.fleets import a_worker, hold_questions, serving
 from tests.support.wire import packed64
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
@@ -45,15 +43,7 @@ def test_calls_above_the_limit_are_refused_in_one_line(
 ) -> None:
     monkeypatch.setattr(limits, "CALLS", limits.CALLS._replace(**{limit: 2}))
     fleet = a_fleet()
-    entered, go_on = threading.Semaphore(0), threading.Event()
-    ask = fleet.ask
-
-    def slow(*arguments: Any, **options: Any) -> Any:
-        entered.release()
-        assert go_on.wait(WAIT_S)
-        return ask(*arguments, **options)
-
-    monkeypatch.setattr(fleet, "ask", slow)
+    entered, go_on = hold_questions(fleet, monkeypatch)
     asked = pb.LookupRequest(
         scope=pb.Scope(model="m"), block_hashes=packed64(range(1 << 17))
     ).SerializeToString()

@@ -30,7 +30,7 @@ from kvpool.v1 import index_pb2 as pb
 from kvpool.v1 import index_pb2_grpc
 from tests.support.calls import WAIT_S, raw, refused
 from tests.support.deadlines import eventually
-from tests.support.fleets import Clock, Served, a_worker, say, serving
+from tests.support.fleets import Clock, Served, a_worker, hold_questions, say, serving
 from tests.support.wire import batch, packed64, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
@@ -327,19 +327,11 @@ def test_reflection(channel: grpc.Channel) -> None:
 def test_a_call_under_way_is_answered_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet = Fleet()
     fleet.add(a_worker(), "flag")
-    entered, go_on = threading.Event(), threading.Event()
-    ask = fleet.ask
-
-    def slow(*arguments: Any, **options: Any) -> Any:
-        entered.set()
-        assert go_on.wait(WAIT_S)
-        return ask(*arguments, **options)
-
-    monkeypatch.setattr(fleet, "ask", slow)
+    entered, go_on = hold_questions(fleet, monkeypatch)
     request = pb.LookupRequest(scope=LOOKUP, block_hashes=packed64(range(1 << 17))).SerializeToString()
     with serving(fleet) as served, grpc.insecure_channel(served.target) as channel:
         call = channel.unary_unary(f"/{SERVICE}/Lookup").future(request, timeout=WAIT_S)
-        assert entered.wait(WAIT_S)
+        assert entered.acquire(timeout=WAIT_S)
         ending = threading.Thread(target=served.stop)
         ending.start()
         with grpc.insecure_channel(served.target) as late:
