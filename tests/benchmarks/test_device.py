@@ -62,18 +62,8 @@ def test_it_prints_what_an_accelerator_adds(
     """Figures as a device would give them; no device is asked."""
     speed = Speed(55.5, 55.9, 0.99)
     measured = CopiesMeasured(
-        "gpt-oss-120b",
-        "LBNHC",
-        128,
-        8784 << 10,
-        64,
-        1,
-        True,
-        speed,
-        speed,
-        Speed(100.1, 100.2, 0.89),
-        "missed",
-    )
+        "gpt-oss-120b", "LBNHC", 128, 8784 << 10, 64, 1, True, speed, speed, Speed(100.1, 100.2, 0.89), "missed",
+    )  # fmt: skip
     cost = EngineMeasured(8192, 1 << 30, True, 221.4, 0.0062, 3.1, 0.008, 3.3, 0.05, "met")
     calls = CallsMeasured(64, {"cudaLaunchKernel": 20, "cudaStreamSynchronize": 2}, 2, 0, True)
     monkeypatch.setattr(device, "measure_copies", lambda *_, **__: measured)

@@ -60,17 +60,10 @@ def test_a_chat_grows_by_answers_and_documents_are_shared() -> None:
 
 def _answer(arm: str, kind: str, number: int, first_token_s: float, loaded_tokens: int = 0) -> Answer:
     return Answer(
-        arm=arm,
-        kind=kind,
-        number=number,
-        prompt_tokens=1000,
-        cached_tokens=max(loaded_tokens, 500 if kind == "again" else 0),
-        loaded_tokens=loaded_tokens,
-        answer_tokens=10,
-        first_token_s=first_token_s,
-        finished_s=first_token_s + 0.5,
-        identical=True,
-    )
+        arm=arm, kind=kind, number=number, prompt_tokens=1000,
+        cached_tokens=max(loaded_tokens, 500 if kind == "again" else 0), loaded_tokens=loaded_tokens,
+        answer_tokens=10, first_token_s=first_token_s, finished_s=first_token_s + 0.5, identical=True,
+    )  # fmt: skip
 
 
 def _report() -> Report:

@@ -456,6 +456,17 @@ WORKER = "w=tcp://h:5557,model=m,block=16"
         (["--tls-cert", "HERE/x", "--tls-key", "HERE/x"], "--tls-cert HERE/x: No such file"),
         (["--pool", "memory://"], "write file:///dev/shm/kvpool"),
         (["--pool", "valkey://127.0.0.1:1", "--tenant", "a:b"], "tenant"),
+        (["--snapshot", "HERE/x/y"], "--snapshot HERE/x/y: name a file in a folder that is there"),
+        (["--snapshot", "/proc"], "name a file"),
+        (["--snapshot-every", "0"], "--snapshot-every"),
+        (["--bootstrap", "x"], "write HOST:PORT"),
+        (["--bootstrap", "h:0"], "port 0 is for listening"),
+        (["--tokenizer=m"], '--tokenizer "m": write MODEL=FOLDER, once for each model'),
+        (["--tokenizer=m="], '--tokenizer "m=": write MODEL=FOLDER, once for each model'),
+        (["--tokenizer=m=HERE/x"], "--tokenizer: no tokenizer for m in HERE/x: "),
+        (["--route-cost=pol=1"], '--route-cost "pol=1": unknown coefficient "pol"; did you mean "pool"?'),
+        (["--route-cost=pool"], '--route-cost "pool": write NAME=NUMBER'),
+        (["--route-cost=pool=-1"], "--route-cost: the coefficient pool is a number from 0 to 1e+06, not -1"),
     ],
 )  # fmt: skip
 def test_wrong_use_of_index(arguments: list[str], says: str, tmp_path: Path) -> None:

@@ -285,19 +285,3 @@ def test_two_indexes_do_not_write_one_file(tmp_path: Path) -> None:
         code, _ = index.stop()
     assert code == 0
     assert path.stat().st_mode & 0o777 == 0o600
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--snapshot", "HERE/x/y"], "--snapshot HERE/x/y: name a file in a folder that is there"),
-        (["--snapshot", "/proc"], "name a file"),
-        (["--snapshot-every", "0"], "--snapshot-every"),
-        (["--bootstrap", "x"], "write HOST:PORT"),
-        (["--bootstrap", "h:0"], "port 0 is for listening"),
-    ],
-)
-def test_wrong_use(arguments: list[str], says: str, tmp_path: Path) -> None:
-    """HERE: a folder with nothing in it."""
-    here = [one.replace("HERE", str(tmp_path)) for one in arguments]
-    assert says.replace("HERE", str(tmp_path)) in refused("index", "--listen", "127.0.0.1:0", *here)

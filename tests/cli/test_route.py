@@ -86,20 +86,3 @@ def _tokens(folder: Path) -> list[int]:
         from kvpool.index.place.tokenizer import Tokenizer
 
         return Tokenizer.load("m", str(folder)).of_chat(Chat.of_request(CHAT))
-
-
-@pytest.mark.parametrize(
-    ("option", "says"),
-    [
-        ("--tokenizer=m", '--tokenizer "m": write MODEL=FOLDER, once for each model'),
-        ("--tokenizer=m=", '--tokenizer "m=": write MODEL=FOLDER, once for each model'),
-        ("--tokenizer=m=HERE/x", "--tokenizer: no tokenizer for m in HERE/x: "),
-        ("--route-cost=pol=1", '--route-cost "pol=1": unknown coefficient "pol"; did you mean "pool"?'),
-        ("--route-cost=pool", '--route-cost "pool": write NAME=NUMBER'),
-        ("--route-cost=pool=-1", "--route-cost: the coefficient pool is a number from 0 to 1e+06, not -1"),
-    ],
-)
-def test_options_that_make_no_sense(option: str, says: str, tmp_path: Path) -> None:
-    """HERE: a folder with nothing in it."""
-    line = refused("index", "--listen", "127.0.0.1:0", option.replace("HERE", str(tmp_path)))
-    assert line.startswith("kvpool: " + says.replace("HERE", str(tmp_path)))

@@ -20,8 +20,8 @@ from typing import Any
 from demo.engine_process import connector_config, free_ports
 from demo.index_process import IndexProcess
 from kvpool import IndexClient
-from tests.support.api_server import OPENER, ApiServer, answers
-from tests.support.deadlines import eventually
+from tests.support.api_server import ApiServer
+from tests.support.deadlines import OPENER, answers, eventually
 from tests.support.servers import Server, find, running
 
 ROOT = Path(__file__).parents[2]
@@ -151,7 +151,7 @@ def _prometheus(folder: Path, port: int, index: str, worker: str) -> Iterator[No
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
     try:
         ready = f"http://127.0.0.1:{port}/-/ready"
-        assert eventually(lambda: answers(ready, process)), log.read_text()[-3000:]
+        assert eventually(lambda: answers(ready, process, log)), log.read_text()[-3000:]
         yield
     finally:
         process.kill()

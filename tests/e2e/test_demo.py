@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -57,20 +58,17 @@ def _shared_memory(pids: set[int]) -> set[Path]:
     return {Path(name) for name in found if name.startswith("/dev/shm/") and Path(name).exists()}
 
 
-def test_interrupted_demo_leaves_nothing() -> None:
-    # vLLM puts sockets there, whose paths may not be long.
-    with tempfile.TemporaryDirectory(prefix="kv-") as folder:
-        _interrupt(Path(folder))
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """vLLM puts sockets there, whose paths may not be long."""
+    with tempfile.TemporaryDirectory(prefix="kv-") as name:
+        yield Path(name)
 
 
-def _interrupt(tmp_path: Path) -> None:
+def test_interrupted_demo_leaves_nothing(folder: Path) -> None:
+    environment = {**os.environ, "TMPDIR": str(folder)}
     command = subprocess.Popen(
-        DEMO,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
+        DEMO, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
     assert command.stderr is not None
     said = ""
@@ -81,26 +79,21 @@ def _interrupt(tmp_path: Path) -> None:
     else:
         pytest.fail(f"the demo ended before an engine started: {said}{command.communicate()}")
     # The engine's own children are what a clumsy clean-up would forget: wait for them.
-    assert eventually(lambda: len(_engine_processes(tmp_path)) >= 3)
-    engine = _engine_processes(tmp_path)
+    assert eventually(lambda: len(_engine_processes(folder)) >= 3)
+    engine = _engine_processes(folder)
     shared: set[Path] = set()
-    assert eventually(lambda: bool(shared.update(_shared_memory(_engine_processes(tmp_path))) or shared))
+    assert eventually(lambda: bool(shared.update(_shared_memory(_engine_processes(folder))) or shared))
     command.send_signal(signal.SIGINT)
     _, errors = command.communicate(timeout=60)
     assert command.returncode == 130
     assert "Traceback" not in errors
     assert errors.strip().splitlines()[-1] == "python -m demo: interrupted"
-    assert list(tmp_path.iterdir()) == []
+    assert list(folder.iterdir()) == []
     assert eventually(lambda: not any(path.exists() for path in shared))
     assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in engine))
 
 
-def test_block_size_that_the_engine_refuses_is_one_line_and_its_log_is_kept() -> None:
-    with tempfile.TemporaryDirectory(prefix="kv-") as folder:
-        _refuse(Path(folder))
-
-
-def _refuse(folder: Path) -> None:
+def test_block_size_that_the_engine_refuses_is_one_line_and_its_log_is_kept(folder: Path) -> None:
     ended = subprocess.run(
         [*DEMO, "--block-size", "16"], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
         env={**os.environ, "TMPDIR": str(folder)},

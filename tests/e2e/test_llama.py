@@ -16,6 +16,7 @@ from typing import Any
 
 import msgpack
 import pytest
+import zmq
 
 from demo.engine_process import EngineProcess, free_ports
 from kvpool import BlockHasher
@@ -66,8 +67,8 @@ class Pair:
 def pair(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("engines")
     pool = folder / "pool"
-    events, subscriber = _subscribe()
-    reference = {}
+    subscriber, reference = _Subscriber(), {}
+    events = subscriber.events
     options = engine_options(
         llama,
         f"file://{pool}",
@@ -90,9 +91,8 @@ def pair(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair
 class _Subscriber:
     """Collects the KV events that an engine publishes on a port of this host."""
 
-    def __init__(self, events: list[dict[str, Any]]) -> None:
-        import zmq
-
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
@@ -100,7 +100,6 @@ class _Subscriber:
         self.port = free_ports(1)[0]
         self._socket.connect(f"tcp://127.0.0.1:{self.port}")
         self._stop = threading.Event()
-        self._events = events
         self._thread = threading.Thread(target=self._run, name="events")
         self._thread.start()
 
@@ -108,18 +107,13 @@ class _Subscriber:
         while not self._stop.is_set():
             if self._socket.poll(100):
                 _, _, payload = self._socket.recv_multipart()
-                self._events.extend(msgpack.unpackb(payload)[1])
+                self.events.extend(msgpack.unpackb(payload)[1])
 
     def stop(self) -> None:
         self._stop.set()
         self._thread.join()
         self._socket.close()
         self._context.term()
-
-
-def _subscribe() -> tuple[list[dict[str, Any]], _Subscriber]:
-    events: list[dict[str, Any]] = []
-    return events, _Subscriber(events)
 
 
 def _same(pair: Pair, name: str, answer: dict[str, Any]) -> bool:

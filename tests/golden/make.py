@@ -331,13 +331,8 @@ def make_protocol() -> list[dict[str, Any]]:
     ]  # fmt: skip
     for name, given in prompts:
         case = {
-            "algorithm": "sha256_cbor",
-            "seed": None,
-            "lora": None,
-            "cache_salt": None,
-            "multimodal": [],
-            **given,
-        }
+            "algorithm": "sha256_cbor", "seed": None, "lora": None, "cache_salt": None, "multimodal": [], **given,
+        }  # fmt: skip
         digests = vllm_hashes(
             case["token_ids"], block_tokens=case["block_tokens"], algorithm=case["algorithm"], seed=case["seed"],
             lora=tuple(case["lora"]) if case["lora"] else None, cache_salt=case["cache_salt"],

@@ -130,19 +130,12 @@ def test_keys_are_those_of_kvpool_with_the_page_hash_of_sglang(pool: str, serve:
 @pytest.mark.parametrize(
     "other",
     [
-        {"model_id": "other"},
-        {"tenant": "other"},
-        {"dtype": torch.float16},
-        {"layout": "page_first_direct"},
-        {"layers": 4},
-        {"heads": 2},
-        {"parallel": {"tp_size": 2}},
-        {"parallel": {"pp_size": 2}},
-        {"parallel": {"attn_cp_size": 2}},
-        {"kv_dtype": "bfloat16"},
+        {"model_id": "other"}, {"tenant": "other"}, {"dtype": torch.float16}, {"layout": "page_first_direct"},
+        {"layers": 4}, {"heads": 2}, {"parallel": {"tp_size": 2}}, {"parallel": {"pp_size": 2}},
+        {"parallel": {"attn_cp_size": 2}}, {"kv_dtype": "bfloat16"},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_servers_whose_bytes_mean_something_else_never_meet(
     tmp_path: Path, serve: Serve, other: dict[str, Any]
 ) -> None:
@@ -402,18 +395,8 @@ def missed(what: str) -> float:
 
 
 NO_HASHES = [
-    "no hash",
-    "",
-    "ab",
-    "abc" * 11,
-    "AB" * 32,
-    "ab " * 32,
-    "ab" * 65,
-    None,
-    7,
-    b"ab" * 32,
-    ("ab" * 32,),
-]
+    "no hash", "", "ab", "abc" * 11, "AB" * 32, "ab " * 32, "ab" * 65, None, 7, b"ab" * 32, ("ab" * 32,),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("bad", NO_HASHES, ids=repr)

@@ -83,24 +83,15 @@ def test_a_hubs_name_is_found_in_its_cache(fleet: Fleet, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "other",
     [
-        {"dtype": "float16"},
-        {"quantization": "fp8"},
-        {"kv_cache_dtype": "fp8_e4m3"},
-        {"context_length": 512},
-        {"json_model_override_args": '{"rope_theta": 1e6}'},
-        {"load_format": "safetensors"},
-        {"model_impl": "transformers"},
-        {"model_loader_extra_config": '{"x": 1}'},
-        {"trust_remote_code": True},
-        {"attention_backend": "triton"},
-        {"prefill_attention_backend": "triton"},
-        {"decode_attention_backend": "triton"},
-        {"mm_process_config": {"image": {"max_pixels": 1}}},
-        {"lora_target_modules": ["q_proj"]},
-        {"max_lora_rank": 8},
+        {"dtype": "float16"}, {"quantization": "fp8"}, {"kv_cache_dtype": "fp8_e4m3"}, {"context_length": 512},
+        {"json_model_override_args": '{"rope_theta": 1e6}'}, {"load_format": "safetensors"},
+        {"model_impl": "transformers"}, {"model_loader_extra_config": '{"x": 1}'}, {"trust_remote_code": True},
+        {"attention_backend": "triton"}, {"prefill_attention_backend": "triton"},
+        {"decode_attention_backend": "triton"}, {"mm_process_config": {"image": {"max_pixels": 1}}},
+        {"lora_target_modules": ["q_proj"]}, {"max_lora_rank": 8},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_servers_that_compute_differently_never_meet(
     fleet: Fleet, tmp_path: Path, other: dict[str, Any]
 ) -> None:

@@ -15,18 +15,10 @@ from tests.support.deadlines import eventually
 LEASE_S = 1.0
 KEY = "kvpool:default:worker:3:10.0.0.7:5557"
 FIELDS: dict[str, Any] = {
-    "version": 1,
-    "block_tokens": 16,
-    "events": "tcp://10.0.0.7:5560",
-    "replay": "tcp://10.0.0.7:5660",
-    "lease_s": 10.0,
-    "model": "m",
-    "hash_algorithm": "sha256_cbor",
-    "hash_seed_id": "0123456789abcdef",
-    "address": "http://10.0.0.7:8000",
-    "incarnation": "one",
-    "namespace": "ab" * 16,
-}
+    "version": 1, "block_tokens": 16, "events": "tcp://10.0.0.7:5560", "replay": "tcp://10.0.0.7:5660",
+    "lease_s": 10.0, "model": "m", "hash_algorithm": "sha256_cbor", "hash_seed_id": "0123456789abcdef",
+    "address": "http://10.0.0.7:8000", "incarnation": "one", "namespace": "ab" * 16,
+}  # fmt: skip
 
 
 def worker(name: str = "10.0.0.7:5557", incarnation: str = "one", dp_rank: int = 3, **more: Any) -> Worker:
@@ -93,14 +85,9 @@ def watching(
     store: Store, told: Watched, tenants: list[str] | None = None, life: str = ""
 ) -> Iterator[WorkerWatch]:
     watch = WorkerWatch(
-        store,
-        on_worker=told.on_worker,
-        on_gone=told.on_gone,
-        on_pool_lost=told.on_pool_lost,
-        tenants=tenants,
-        interval_s=0.05,
-        life=life,
-    )
+        store, on_worker=told.on_worker, on_gone=told.on_gone, on_pool_lost=told.on_pool_lost, tenants=tenants,
+        interval_s=0.05, life=life,
+    )  # fmt: skip
     try:
         yield watch
     finally:

@@ -7,23 +7,19 @@ import json
 import signal
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from demo.engine_process import child_environment, kill_all_but_trackers
-from tests.support.deadlines import eventually
+from tests.support.deadlines import answers, eventually
 from tests.support.engine_forks import ONE_THREAD
 
 BLOCK_TOKENS = 128
 KV_CACHE_NBYTES = 128 << 20  # 64 blocks of 2 MiB
 NAME = "tiny"  # of the model
 START_S = 600.0  # on a busy machine
-OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass(frozen=True)
@@ -37,7 +33,7 @@ class ApiServer:
     replay: int
     config: Mapping[str, Any]
 
-    @contextmanager
+    @contextlib.contextmanager
     def running(self, folder: Path) -> Iterator[str]:
         """Its URL, until the end of the block. Its output goes to ``folder``/NAME.log."""
         url, log = f"http://127.0.0.1:{self.port}", folder / f"{self.name}.log"
@@ -47,7 +43,7 @@ class ApiServer:
                 self._command(), stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
             )
         try:
-            ready = eventually(lambda: answers(f"{url}/health", process), within_s=START_S)
+            ready = eventually(lambda: answers(f"{url}/health", process, log), within_s=START_S)
             assert ready, log.read_text()[-3000:]
             yield url
         finally:
@@ -68,13 +64,3 @@ class ApiServer:
             "--kv-transfer-config", json.dumps(self.config),
             "--kv-events-config", json.dumps({"enable_kv_cache_events": True, **publisher}),
         ]  # fmt: skip
-
-
-def answers(url: str, process: subprocess.Popen[bytes]) -> bool:
-    """Whether a server answers there, whose process lives."""
-    assert process.poll() is None, "it has ended"
-    try:
-        with OPENER.open(url, timeout=60) as reply:
-            return bool(reply.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False

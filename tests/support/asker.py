@@ -20,35 +20,23 @@ PROMPTS = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 7, 8], [9, 10], [4, 5]]
 
 
 async def ask(target: str, tenant: str, seconds: float) -> dict[str, object]:
-    took: list[float] = []
     failed: list[str] = []
-    late: list[tuple[int, float]] = []
+    late: list[tuple[float, float]] = []  # how long a call took, and when it ended
     started_s = time.monotonic()
-    ends_s = time.monotonic() + seconds
     async with AsyncIndexClient(target, timeout_s=60, token=index_token() or None) as client:
-        number = 0
-        while time.monotonic() < ends_s:
-            prompt = packed64(PROMPTS[number % len(PROMPTS)])
+        while time.monotonic() < started_s + seconds:
+            prompt = packed64(PROMPTS[len(late) % len(PROMPTS)])
             began_s = time.perf_counter()
             try:
                 await client.lookup("m", tenant=tenant, hashes64=prompt)
             except IndexUnavailable as error:
                 failed.append(str(error))
-            took.append((time.perf_counter() - began_s) * 1e3)
-            late.append((round(took[-1]), round(time.monotonic() - started_s, 1)))
-            number += 1
+            late.append(((time.perf_counter() - began_s) * 1e3, round(time.monotonic() - started_s, 1)))
             await asyncio.sleep(PAUSE_S)
-    took.sort()
-    worst = sorted(late, reverse=True)[:5]
+    took = sorted(ms for ms, _ in late)
     parts = {f"p{share}": took[min(len(took) - 1, int(len(took) * share / 100))] for share in (50, 99, 99.9)}
-    return {
-        "calls": len(took),
-        "failed": failed[:5],
-        "failures": len(failed),
-        "worst": worst,
-        "max": took[-1],
-        **parts,
-    }
+    found = {"calls": len(took), "failed": failed[:5], "failures": len(failed), "max": took[-1], **parts}
+    return {**found, "worst": sorted(late, reverse=True)[:5]}
 
 
 if __name__ == "__main__":

@@ -334,18 +334,11 @@ class StoreConformance:
     @pytest.mark.parametrize(
         "bad",
         [
-            "",
-            "key",
-            key(1) + "0" * 5,
-            key(1).replace("kvpool:", "other:"),
-            key(1).replace("tenant-1", "ten ant"),
-            key(1).replace(":1:1", ":01:1"),
-            key(1).replace(":1:1", ":1:65536"),
-            key(1) + "\n",
-            key(1).upper(),
+            "", "key", key(1) + "0" * 5, key(1).replace("kvpool:", "other:"), key(1).replace("tenant-1", "ten ant"),
+            key(1).replace(":1:1", ":01:1"), key(1).replace(":1:1", ":1:65536"), key(1) + "\n", key(1).upper(),
             "kvpool:t:../../../../etc/passwd:00:0:0",
         ],
-    )
+    )  # fmt: skip
     def test_a_bad_key_is_refused(self, store: Store, bad: str) -> None:
         before = work_done(store)
         for call in (
@@ -463,18 +456,13 @@ class StoreConformance:
     @pytest.mark.parametrize(
         ("bad", "words"),
         [
-            ({"hashes": bytes(9)}, "9 bytes are no hashes"),
-            ({"hashes": bytearray(16)}, "packed hashes are bytes"),
-            ({"hash_nbytes": 7}, "hash_nbytes"),
-            ({"hash_nbytes": 128, "hashes": bytes(256)}, "hash_nbytes"),
-            ({"group": 65536}, "group"),
-            ({"group": "0"}, "group"),
-            ({"ranks": 0}, "ranks"),
-            ({"ranks": 65537}, "ranks"),
-            ({"record_tokens": 0}, "record_tokens"),
+            ({"hashes": bytes(9)}, "9 bytes are no hashes"), ({"hashes": bytearray(16)}, "packed hashes are bytes"),
+            ({"hash_nbytes": 7}, "hash_nbytes"), ({"hash_nbytes": 128, "hashes": bytes(256)}, "hash_nbytes"),
+            ({"group": 65536}, "group"), ({"group": "0"}, "group"), ({"ranks": 0}, "ranks"),
+            ({"ranks": 65537}, "ranks"), ({"record_tokens": 0}, "record_tokens"),
             ({"record_tokens": 1 << 70}, "record_tokens"),
         ],
-    )
+    )  # fmt: skip
     def test_a_bad_lookup_is_refused(self, store: Store, bad: dict[str, Any], words: str) -> None:
         before = work_done(store)
         with pytest.raises(ConfigError, match=words):
@@ -673,38 +661,24 @@ class EvictionConformance:
     def open_one(self) -> OpenStore:
         raise NotImplementedError
 
-    def test_what_was_touched_outlives_what_was_only_asked_for(self, open_one: OpenStore) -> None:
-        with open_one(MIB) as store:
-            for number in range(10):
-                assert store.put_many([key(number)], [bytes(100_000)]) == [True]
-            assert store.contains_many(keys(10)) == [True] * 10
-            assert store.touch_many([key(0), key(3)]) == [True, True]
-            for number in range(10, 13):
-                assert store.put_many([key(number)], [bytes(100_000)]) == [True]
-            held = store.contains_many(keys(13))
-            assert (held[0], held[1], held[2], held[3]) == (True, False, False, True)
-            assert held[10:] == [True] * 3
-
-    def test_what_was_there_for_a_put_outlives_what_was_only_asked_for(self, open_one: OpenStore) -> None:
-        with open_one(MIB) as store:
-            for number in range(10):
-                assert store.put_many([key(number)], [bytes(100_000)]) == [True]
-            there = store.submit_put_absent([key(0), key(3)], [bytes(100_000)] * 2)
-            assert list(there.results()) == [_native.PRESENT] * 2
-            new = store.submit_put_absent([key(10), key(11)], [bytes(100_000)] * 2)
-            assert list(new.results()) == [_native.OK] * 2
-            assert store.contains_many(keys(4)) == [True, False, False, True]
-
-    def test_what_a_lookup_found_outlives_what_was_only_asked_for(self, open_one: OpenStore) -> None:
-        names = NAMESPACE.keys([hashed(number) for number in range(13)], 0, 0)
+    @pytest.mark.parametrize("way", ["touch", "put absent", "lookup"])
+    def test_what_was_used_outlives_what_was_only_asked_for(self, open_one: OpenStore, way: str) -> None:
+        names, value = NAMESPACE.keys([hashed(number) for number in range(13)], 0, 0), bytes(100_000)
         with open_one(MIB) as store:
             for name in names[:10]:
-                assert store.put_many([name], [bytes(100_000)]) == [True]
+                assert store.put_many([name], [value]) == [True]
             assert store.contains_many(names[:10]) == [True] * 10
-            assert store.submit_lookup(NAMESPACE, [lookup_group(0, 2)]).records() == [bytes([1, 1])]
+            if way == "touch":
+                assert store.touch_many(names[:2]) == [True, True]
+            elif way == "put absent":
+                there = store.submit_put_absent(names[:2], [value] * 2)
+                assert list(there.results()) == [_native.PRESENT] * 2
+            else:
+                assert store.submit_lookup(NAMESPACE, [lookup_group(0, 2)]).records() == [bytes([1, 1])]
             for name in names[10:]:
-                assert store.put_many([name], [bytes(100_000)]) == [True]
+                assert list(store.submit_put_absent([name], [value]).results()) == [_native.OK]
             assert store.contains_many(names[:4]) == [True, True, False, False]
+            assert store.contains_many(names[10:]) == [True] * 3
 
 
 class ServerConformance(StoreConformance):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,10 +19,22 @@ def eventually(condition: Callable[[], bool], *, within_s: float = 60.0) -> bool
         if time.monotonic() >= deadline_s:
             return False
         threading.Event().wait(pause_s)
-        pause_s = min(
-            1.1 * pause_s, 0.05
-        )  # what is waited for needs the cores, and a condition may be a call
+        pause_s = min(1.1 * pause_s, 0.05)  # what is waited for needs the cores
     return True
+
+
+# No proxy of the environment's is in between.
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def answers(url: str, process: subprocess.Popen[bytes], log: Path) -> bool:
+    """Whether a program answers there that lives; else its log fails the test."""
+    assert process.poll() is None, log.read_text(errors="replace")[-4000:]
+    try:
+        with OPENER.open(url, timeout=60) as reply:
+            return bool(reply.status == 200)
+    except OSError:
+        return False
 
 
 # Beyond its deadline: ten times what a quiet machine takes to wake a thread and to let buffers go.

@@ -46,8 +46,8 @@ def engine_options(model: Path, pool: str, **more: Any) -> dict[str, Any]:
     }
 
 
-def write_adapter(folder: Path, model: Path, seed: int, *, times: float = 1.0) -> Path:
-    """A LoRA adapter of rank 8 for the attention of a small Llama; its weights are ``seed``'s, so many ``times``."""
+def write_adapter(folder: Path, model: Path, seed: int) -> Path:
+    """A LoRA adapter of rank 8 for the attention of a small Llama; its weights are ``seed``'s."""
     config = json.loads((model / "config.json").read_text())
     width, heads = config["hidden_size"], config["num_attention_heads"]
     head = config.get("head_dim") or width // heads
@@ -57,7 +57,7 @@ def write_adapter(folder: Path, model: Path, seed: int, *, times: float = 1.0) -
     for layer in range(config["num_hidden_layers"]):
         for module, rows in outputs.items():
             name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
-            tensors[f"{name}.lora_A.weight"] = draw.standard_normal((8, width), np.float32) * times
+            tensors[f"{name}.lora_A.weight"] = draw.standard_normal((8, width), np.float32)
             tensors[f"{name}.lora_B.weight"] = draw.standard_normal((rows, 8), np.float32)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from demo.engine_process import free_ports
+from tests.support.deadlines import answers, eventually
 
 ROOT = Path(__file__).parents[2]
 BINARY = ROOT / ".cache/envoy/envoy/_bin/envoy"
@@ -121,12 +121,5 @@ def started(folder: Path, config: str, *, listen: int, admin: int) -> Iterator[E
 
 def wait_ready(process: subprocess.Popen[bytes], admin: int, log: Path) -> None:
     """Until the Envoy that ``process`` is, or has started, says so at its port for administrators."""
-    ends_s = time.monotonic() + 120
-    while True:
-        alive = process.poll() is None and time.monotonic() < ends_s
-        assert alive, log.read_text()[-4000:]
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{admin}/ready", timeout=60).close()
-            return
-        except OSError:
-            time.sleep(0.05)
+    ready = f"http://127.0.0.1:{admin}/ready"
+    assert eventually(lambda: answers(ready, process, log), within_s=120), log.read_text()[-4000:]

@@ -152,10 +152,10 @@ GREETING = (
 )
 
 
-def frames(*sizes: int, more: bool = True) -> Callable[[socket.socket], None]:
+def frames(*sizes: int) -> Callable[[socket.socket], None]:
     def say(connection: socket.socket) -> None:
         for size in sizes:
-            connection.sendall(bytes((2 | more,)) + size.to_bytes(8, "big") + bytes(min(size, 1 << 20)))
+            connection.sendall(b"\x03" + size.to_bytes(8, "big") + bytes(min(size, 1 << 20)))
             for _ in range(size // (1 << 20) - 1):
                 connection.sendall(bytes(1 << 20))
 

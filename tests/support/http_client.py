@@ -69,6 +69,6 @@ def request_of(client: socket.socket) -> bytes:
     return head + b"\r\n\r\n" + body
 
 
-def of_request(body: bytes, *headers: str, path: str = "/v1/completions") -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "host: x", f"content-length: {len(body)}", *headers]
+def of_request(body: bytes, *headers: str) -> bytes:
+    lines = ["POST /v1/completions HTTP/1.1", "host: x", f"content-length: {len(body)}", *headers]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body

@@ -62,11 +62,11 @@ class Hub:
             "HF_HUB_DISABLE_XET": "1",
         }
 
-    def push(self, name: str, folder: Path, branch: str = "main") -> str:
-        """Let ``branch`` of a repository be the files of ``folder``; the commit."""
+    def push(self, name: str, folder: Path) -> str:
+        """Let ``main`` of a repository be the files of ``folder``; the commit."""
         commit = hashlib.sha1(str(folder).encode(), usedforsecurity=False).hexdigest()
         self.commits.setdefault(name, {})[commit] = folder
-        self.branches.setdefault(name, {})[branch] = commit
+        self.branches.setdefault(name, {})["main"] = commit
         return commit
 
     def close(self) -> None:

@@ -40,7 +40,7 @@ class Proxy:
     does each piece of at most 64 KiB take. ``nbytes_per_s`` is what all connections together can carry each way, piece
     by piece in turns, as over a thin link; None: what they like.
     One thread accepts; each connection has a thread each way. ``_lock`` guards ``_passed_nbytes``, ``_passed``,
-    ``_armed``, ``_harms_all``, ``_harmed``, ``_connections``, ``_threads``, ``_free_s`` and ``_closing``; under it no
+    ``_armed``, ``_harmed``, ``_connections``, ``_threads``, ``_free_s`` and ``_closing``; under it no
     socket is read or written.
     """
 
@@ -52,7 +52,6 @@ class Proxy:
         self._passed_nbytes = dict.fromkeys(Way, 0)
         self._passed = {way: bytearray() for way in Way}
         self._armed: tuple[Way, int, Harm] | None = None
-        self._harms_all = False
         self._harmed = 0
         self._connections: set[_Connection] = set()
         self._threads: list[threading.Thread] = []
@@ -65,18 +64,10 @@ class Proxy:
         self._acceptor = threading.Thread(target=self._accept)
         self._acceptor.start()
 
-    def arm(self, way: Way, nbytes: int, harm: Harm, *, of_all: bool = False) -> None:
-        """Once ``nbytes`` more have passed ``way``, harm the connection that carried the last.
-
-        ``of_all``: and each that carries anything more, until ``disarm``; else no other.
-        """
+    def arm(self, way: Way, nbytes: int, harm: Harm) -> None:
+        """Once ``nbytes`` more have passed ``way``, harm the connection that carried the last, and no other."""
         with self._lock:
             self._armed = (way, self._passed_nbytes[way] + nbytes, harm)
-            self._harms_all = of_all
-
-    def disarm(self) -> None:
-        with self._lock:
-            self._armed = None
 
     @property
     def harmed(self) -> int:
@@ -174,8 +165,7 @@ class Proxy:
                     else:
                         piece = piece[:left]
                         connection.harmed_way, connection.harm = way, self._armed[2]
-                    if not self._harms_all:
-                        self._armed = None
+                    self._armed = None
                     self._harmed += 1
             self._passed_nbytes[way] += len(piece)
             self._passed[way] += piece[: TRANSCRIPT_NBYTES - len(self._passed[way])]

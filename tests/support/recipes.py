@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import re
 import subprocess
-import time
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,9 +14,9 @@ import yaml
 
 from demo.engine_process import child_environment
 from tests.support import envoy
+from tests.support.deadlines import answers, eventually
 
 DOCS = Path(__file__).parents[2] / "docs"
-START_S = 60.0
 
 
 def recipe(page: str, heading: str, language: str, number: int = 0) -> str:
@@ -41,19 +39,10 @@ def put_in(text: str, places: Mapping[str, str]) -> str:
 def started(command: Sequence[str], log: Path, ready: str) -> Iterator[subprocess.Popen[bytes]]:
     """The program until the end of the block, from when it answers at the URL ``ready``."""
     with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=child_environment(),
-        )
+        streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+        process = subprocess.Popen(command, **streams, env=child_environment())  # type: ignore[call-overload]
     try:
-        ends_s = time.monotonic() + START_S
-        while not _answers(ready):
-            assert process.poll() is None, log.read_text(errors="replace")[-4000:]
-            assert time.monotonic() < ends_s, log.read_text(errors="replace")[-4000:]
-            time.sleep(0.05)
+        assert eventually(lambda: answers(ready, process, log)), log.read_text(errors="replace")[-4000:]
         yield process
     finally:
         process.terminate()
@@ -62,14 +51,6 @@ def started(command: Sequence[str], log: Path, ready: str) -> Iterator[subproces
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(60)
-
-
-def _answers(url: str) -> bool:
-    try:
-        urllib.request.urlopen(url, timeout=60).close()
-    except OSError:
-        return False
-    return True
 
 
 SPLIT_PAGE, SPLIT_HEADING = "how-to/routing.md", "## Prefill and decode apart"

@@ -98,14 +98,9 @@ def output(asked: Request, scheduled_tokens: int, tables: tuple[list[int], ...])
     """A step that computes ``scheduled_tokens`` more of a request that was scheduled before."""
     step = SchedulerOutput.make_empty()
     step.scheduled_cached_reqs = CachedRequestData(
-        req_ids=[asked.request_id],
-        resumed_req_ids=set(),
-        new_token_ids=[],
-        all_token_ids={},
-        new_block_ids=[None],
-        num_computed_tokens=[asked.num_computed_tokens],
-        num_output_tokens=[0],
-    )
+        req_ids=[asked.request_id], resumed_req_ids=set(), new_token_ids=[], all_token_ids={}, new_block_ids=[None],
+        num_computed_tokens=[asked.num_computed_tokens], num_output_tokens=[0],
+    )  # fmt: skip
     step.num_scheduled_tokens = {asked.request_id: scheduled_tokens}
     step.total_num_scheduled_tokens = scheduled_tokens
     step.kv_connector_block_state = KVConnectorBlockState(

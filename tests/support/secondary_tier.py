@@ -71,21 +71,14 @@ def spec(
             model=OffloadingModelConfig(name=model, dtype=kv_dtype),
             cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=blocks_per_chunk),
             parallel=OffloadingParallelConfig(
-                rank=0,
-                world_size=tp_size,
-                tp_size=tp_size,
-                pp_size=1,
-                pcp_size=1,
-                dcp_size=1,
-                data_parallel_index=0,
-                data_parallel_size=1,
-                data_parallel_rank_local=None,
+                rank=0, world_size=tp_size, tp_size=tp_size, pp_size=1, pcp_size=1, dcp_size=1,
+                data_parallel_index=0, data_parallel_size=1, data_parallel_rank_local=None,
                 is_parallelism_agnostic=agnostic,
             ),
             kv_cache_layout=layout,
             **more,
         )
-    )
+    )  # fmt: skip
 
 
 def key(number: int, group: int = 0) -> OffloadKey:

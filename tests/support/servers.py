@@ -125,6 +125,7 @@ class Server:
 
 _AnyServer = TypeVar("_AnyServer", bound=Server)
 _AnyGroup = TypeVar("_AnyGroup", bound="Group")
+PRIMARIES = 3  # of a cluster
 
 
 class TlsServer(Server):
@@ -203,7 +204,7 @@ class Group:
 
 
 class Cluster(Group):
-    """Primaries that share the slots, each with ``replicas`` replicas.
+    """Three primaries that share the slots, each with ``replicas`` replicas.
 
     ``authority``: signs certificates for nodes that speak TLS, to each other too; None: no TLS.
     """
@@ -213,11 +214,10 @@ class Cluster(Group):
         name: str,
         folder: Path,
         *,
-        primaries: int = 3,
         replicas: int = 0,
         authority: Authority | None = None,
     ) -> None:
-        self.primaries, self._replicas, self._authority = primaries, replicas, authority
+        self._replicas, self._authority = replicas, authority
         self._folder, self._name = folder, name
         super().__init__()
 
@@ -229,7 +229,7 @@ class Cluster(Group):
         return f"valkey+cluster://{nodes}?tls=true&ca={self._authority.ca}"
 
     def _start(self) -> None:
-        for number in range(self.primaries * (1 + self._replicas)):
+        for number in range(PRIMARIES * (1 + self._replicas)):
             self.servers.append(self._make(number))
         for server in self.servers:
             server.start()
@@ -257,16 +257,16 @@ class Cluster(Group):
         for server in self.servers[1:]:
             bus_port = server.client.config_get("cluster-port")["cluster-port"]
             first.client.execute_command("CLUSTER", "MEET", "127.0.0.1", port_of(server), bus_port)
-        step = 16384 // self.primaries
-        for number, server in enumerate(self.servers[: self.primaries]):
-            last = 16383 if number == self.primaries - 1 else (number + 1) * step - 1
+        step = 16384 // PRIMARIES
+        for number, server in enumerate(self.servers[:PRIMARIES]):
+            last = 16383 if number == PRIMARIES - 1 else (number + 1) * step - 1
             server.client.execute_command("CLUSTER", "ADDSLOTSRANGE", number * step, last)
         assert eventually(lambda: all(self._knows(server) == len(ids) for server in self.servers))
-        for number, server in enumerate(self.servers[self.primaries :]):
-            primary_id = ids[number % self.primaries]
+        for number, server in enumerate(self.servers[PRIMARIES:]):
+            primary_id = ids[number % PRIMARIES]
             assert eventually(lambda s=server, p=primary_id: self._replicates(s, p))
         assert eventually(lambda: all(self.is_well(server) for server in self.servers))
-        replicating = self.servers[self.primaries :]
+        replicating = self.servers[PRIMARIES:]
         assert eventually(lambda: all(server.info("master_link_status") == "up" for server in replicating))
 
     def _knows(self, server: Server) -> int:
@@ -306,7 +306,7 @@ class Cluster(Group):
 
     def end_move(self, slot: int, to: Server) -> None:
         to_id = to.client.execute_command("CLUSTER MYID").decode()
-        for server in (to, *self.servers[: self.primaries]):
+        for server in (to, *self.servers[:PRIMARIES]):
             server.client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", to_id)
 
 

@@ -43,16 +43,11 @@ def live(kind: type[Life], *, examples: int, steps: int, again: bool) -> dict[st
     run_state_machine_as_test(
         counted,
         settings=settings(
-            max_examples=examples,
-            stateful_step_count=steps,
-            derandomize=again,
-            database=None,
-            deadline=None,
-            suppress_health_check=list(HealthCheck),
-            report_multiple_bugs=False,
+            max_examples=examples, stateful_step_count=steps, derandomize=again, database=None, deadline=None,
+            suppress_health_check=list(HealthCheck), report_multiple_bugs=False,
             phases=(Phase.generate, Phase.shrink),
         ),
-    )
+    )  # fmt: skip
     return counted.counts
 
 

@@ -23,13 +23,8 @@ WINDOW = SlidingWindowSpec(
     block_size=64, num_kv_heads=4, head_size=32, dtype=torch.bfloat16, sliding_window=512
 )
 LATENT = MLAAttentionSpec(
-    block_size=32,
-    num_kv_heads=1,
-    max_tp_shards=1,
-    head_size=576,
-    dtype=torch.bfloat16,
-    cache_dtype_str="auto",
-)
+    block_size=32, num_kv_heads=1, max_tp_shards=1, head_size=576, dtype=torch.bfloat16, cache_dtype_str="auto",
+)  # fmt: skip
 
 
 def cache_of(*specs: Any) -> KVCacheConfig:
@@ -42,16 +37,10 @@ def attention_layers(config: Any, count: int, **options: Any) -> list[Attention]
     with set_current_vllm_config(config):
         return [
             Attention(
-                4,
-                32,
-                1.0,
-                num_kv_heads=4,
-                cache_config=config.cache_config,
-                prefix=f"layers.{i}.attn",
-                **options,
+                4, 32, 1.0, num_kv_heads=4, cache_config=config.cache_config, prefix=f"layers.{i}.attn", **options,
             )
             for i in range(count)
-        ]
+        ]  # fmt: skip
 
 
 def facts_of(config: Any) -> dict[str, Any]:

@@ -608,20 +608,12 @@ class TieredEngine:
     def _left(self) -> dict[str, Any]:
         tier, manager = self.tier, self.manager
         left = {
-            "jobs": self.jobs,
-            "jobs of the manager": manager._jobs,
-            "requests of the manager": manager._req_state,
-            "copies": self.copies,
-            "jobs of the tier": tier._jobs,
-            "jobs of the mover": tier._mover._jobs,
-            "parts": tier._mover._parts,
-            "results": tier._results,
-            "questions": tier._lookups._questions,
-            "batches": tier._lookups._batches,
-            "probes": tier._lookups._probes,
-            "askers": tier._lookups._asked_by,
+            "jobs": self.jobs, "jobs of the manager": manager._jobs, "requests of the manager": manager._req_state,
+            "copies": self.copies, "jobs of the tier": tier._jobs, "jobs of the mover": tier._mover._jobs,
+            "parts": tier._mover._parts, "results": tier._results, "questions": tier._lookups._questions,
+            "batches": tier._lookups._batches, "probes": tier._lookups._probes, "askers": tier._lookups._asked_by,
             "events": tier._events,
-        }
+        }  # fmt: skip
         return {what: some for what, some in left.items() if some}
 
     def stumble(self, where: str) -> None:

@@ -113,13 +113,8 @@ class RandomEngine:
         if self.chance.random() < 0.3:
             tokens[self.chance.randrange(len(tokens))] = 9
         hashes: Any = request_hashes(
-            tokens,
-            block_tokens=self.BLOCK,
-            algorithm="sha256_cbor",
-            lora=None,
-            cache_salt=None,
-            multimodal=(),
-        )
+            tokens, block_tokens=self.BLOCK, algorithm="sha256_cbor", lora=None, cache_salt=None, multimodal=(),
+        )  # fmt: skip
         self.known.update(int.from_bytes(block_hash[-8:], "big") for block_hash in hashes)
         reused: list[Any] = []
         for block_hash in hashes[:-1]:
