@@ -29,12 +29,12 @@ from kvpool.errors import KVPoolError
 
 PIPED_ENGINE = Path(__file__).with_name("piped_engine.py")
 LOWEST_PORT = 10_000
-WRITE_TIMEOUT_S = 120.0  # for a tiny model
-START_TIMEOUT_S = 240.0
-ASK_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 20.0
+WRITE_TIMEOUT_S = 600.0  # for a tiny model: seconds, minutes on a busy host
+START_TIMEOUT_S = 600.0
+ASK_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 60.0
 TERMINATE_TIMEOUT_S = 10.0
-QUIET_TIMEOUT_S = 20.0
+QUIET_TIMEOUT_S = 60.0
 QUIET_LOOK_S = 0.25
 QUIET_SHARE = 0.1  # of one core: an idle engine takes 0.02, a spinning one 1
 MAX_LINE_NBYTES = 16 << 20

@@ -13,8 +13,8 @@ from types import TracebackType
 from demo.engine_process import child_environment
 from kvpool.errors import KVPoolError
 
-START_TIMEOUT_S = 240.0  # as for an engine: a busy host reads its packages slowly
-STOP_TIMEOUT_S = 10.0
+START_TIMEOUT_S = 600.0  # as for an engine: a busy host reads its packages slowly
+STOP_TIMEOUT_S = 60.0
 _LISTENS = re.compile(r"listens on (\S+:[0-9]+)")
 
 

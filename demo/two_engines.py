@@ -41,7 +41,7 @@ from kvpool.store import open_store
 
 PROMPT_TOKENS = (2050, 2650, 3300, 3950)
 WARMUP_TOKENS = 2100
-INDEX_TIMEOUT_S = 30.0  # for an engine to be found, or for its events to arrive
+INDEX_TIMEOUT_S = 120.0  # for an engine to be found, or for its events to arrive
 GENERATED_TOKENS = 16
 NEEDED_SHARE = 0.9  # of the full blocks of each prompt
 KV_CACHE_NBYTES = 256 << 20

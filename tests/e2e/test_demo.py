@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 DEMO = [sys.executable, "-m", "demo"]
+START_S = 600.0  # of an engine on a busy machine
 
 
 def _engine_processes(folder: Path) -> set[int]:
@@ -79,12 +80,14 @@ def test_interrupted_demo_leaves_nothing(folder: Path) -> None:
     else:
         pytest.fail(f"the demo ended before an engine started: {said}{command.communicate()}")
     # The engine's own children are what a clumsy clean-up would forget: wait for them.
-    assert eventually(lambda: len(_engine_processes(folder)) >= 3)
+    assert eventually(lambda: len(_engine_processes(folder)) >= 3, within_s=START_S)
     engine = _engine_processes(folder)
     shared: set[Path] = set()
-    assert eventually(lambda: bool(shared.update(_shared_memory(_engine_processes(folder))) or shared))
+    assert eventually(
+        lambda: bool(shared.update(_shared_memory(_engine_processes(folder))) or shared), within_s=START_S
+    )
     command.send_signal(signal.SIGINT)
-    _, errors = command.communicate(timeout=60)
+    _, errors = command.communicate(timeout=300)
     assert command.returncode == 130
     assert "Traceback" not in errors
     assert errors.strip().splitlines()[-1] == "python -m demo: interrupted"
@@ -95,7 +98,7 @@ def test_interrupted_demo_leaves_nothing(folder: Path) -> None:
 
 def test_block_size_that_the_engine_refuses_is_one_line_and_its_log_is_kept(folder: Path) -> None:
     ended = subprocess.run(
-        [*DEMO, "--block-size", "16"], cwd=ROOT, capture_output=True, text=True, timeout=240, check=False,
+        [*DEMO, "--block-size", "16"], cwd=ROOT, capture_output=True, text=True, timeout=900, check=False,
         env={**os.environ, "TMPDIR": str(folder)},
     )  # fmt: skip
     assert ended.returncode == 1
