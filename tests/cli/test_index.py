@@ -132,10 +132,8 @@ def test_from_a_publisher_to_a_table() -> None:
 
             code, lines = index.stop()
             assert code == 0
-            assert lines[:2] == [
-                'INFO worker default/w-1 joins: model "m", 1 rank, by flag',
-                "INFO worker default/w-1 rank 0 is followed",
-            ]
+            assert lines[0] == 'INFO worker default/w-1 joins: model "m", 1 rank, by flag'
+            assert "INFO worker default/w-1 rank 0 is followed" in lines
 
 
 @pytest.mark.usefixtures("grpc_started")
