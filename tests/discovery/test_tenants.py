@@ -93,6 +93,8 @@ def test_reading_what_a_tenant_spoiled_takes_bounded_memory(server: Server, way:
 import resource
 from kvpool import open_store
 from kvpool.errors import AnnouncementsRefused
+from kvpool.store.server import documents
+documents.READ_S = 120.0  # a busy machine takes more than 8 s for 32 MiB
 with open_store("{server.url}") as store:
     store.announcements("kvpool:u:")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -106,8 +108,7 @@ with open_store("{server.url}") as store:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True
     )
     sentence, more_mib = ended.stdout.splitlines()
-    # A busy machine may need more than the 8 s of a reading for 32 MiB.
-    assert "its replies are too large" in sentence or "cannot read announcements: Timeout" in sentence
+    assert "its replies are too large" in sentence
     assert int(more_mib) < 160, "five times the limit of 32 MiB"
 
 
