@@ -30,7 +30,7 @@ from tests.support.lifecycle import (
     Shape,
     World,
 )
-from tests.support.soak import ENGINES, NUMBERS, RARELY, SEARCH_S, Life, live, live_long
+from tests.support.soak import ENGINES, NUMBERS, RARELY, SEARCH_S, Life, live_briefly, live_long
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("quiet")]
 
@@ -665,8 +665,11 @@ def test_a_shut_down_with_a_fault_in_its_last_copies_releases_all(
     first.shut_down()
 
 
-def test_a_short_life_the_same_each_time(configured: Configured) -> None:
-    counts = live(of(configured), examples=40, steps=40, again=True)
+def test_a_short_life(configured: Configured) -> None:
+    live_briefly(of(configured), check_counts, examples=40)
+
+
+def check_counts(counts: dict[str, float]) -> None:
     print(counts)
     assert counts["loads"] > counts["loads_failed"] > 0, counts
     assert counts["begun_inside"] > 0, counts

@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.base import OffloadKey
 
 from kvpool.errors import StoreUnavailable
 from tests.support.lifecycle import MOODS, TroubledStore
-from tests.support.soak import ENGINES, NUMBERS, RARELY, SEARCH_S, Life, live, live_long
+from tests.support.soak import ENGINES, NUMBERS, RARELY, SEARCH_S, Life, live_briefly, live_long
 from tests.support.tier_life import (
     COST_A_JOB,
     RECORD_NBYTES,
@@ -243,8 +243,8 @@ def lives() -> Iterator[type[Life]]:
         yield type("TierLifeInFolder", (TierLife,), {"folder": Path(folder)})
 
 
-def test_a_short_life_the_same_each_time(lives: type[Life]) -> None:
-    check_counts(live(lives, examples=80, steps=40, again=True))
+def test_a_short_life(lives: type[Life]) -> None:
+    live_briefly(lives, check_counts, examples=80)
 
 
 @pytest.mark.soak
