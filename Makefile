@@ -67,6 +67,8 @@ GATEWAY_API_MODELS_VERSION := 2.0.0
 PROMETHEUS_OPERATOR_MODELS_VERSION := 6.0.0
 GO := .cache/go
 DIST := .cache/dist
+IMAGE_WHEELS := $(or $(WHEELS),cp311-$(shell uname -m))
+IMAGE_WHEEL := $(DIST)/.stamp-$(subst $(eval) ,-,$(IMAGE_WHEELS))
 # Warnings of the core's compiler are errors where changes are judged, not on users' machines.
 WERROR := -DKVPOOL_WERROR=$(if $(CI),ON,OFF)
 # What takes longest comes first, so that no worker is left with it at the end.
@@ -81,7 +83,7 @@ PYTHON_SCRIPTS := scripts/dist scripts/cli-reference scripts/install-vllm script
 CPP := $(shell find kvpool/_native tests/native benchmarks/native -name '*.cpp' -o -name '*.h')
 CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
 
-.PHONY: help demo image-wheel test test-pages pictures test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers gpu-proof gpu-kit docs plots cli-reference sanitize fuzz fuzz-build other-vllm front-peers soak dist test-dist test-compose compose-down compose-env kubernetes-secrets proto clean
+.PHONY: help demo image-wheel test test-pages pictures test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers gpu-proof gpu-kit docs plots cli-reference sanitize fuzz fuzz-build other-vllm front-peers soak dist test-dist compose-images test-compose compose-down compose-env kubernetes-secrets proto clean lost-wheels
 
 help:
 	@echo "make demo              one vLLM engine computes, a second one loads its blocks"
@@ -90,7 +92,7 @@ help:
 	@echo "make test-engines      all tests with real vLLM engines"
 	@echo "make test-benchmarks   the tests of benchmarks/ and of recipes for other routers"
 	@echo "make test-pages        status page and documentation in a headless Chromium"
-	@echo "make test-compose      the cluster of docker-compose.yml; compose-down removes what a run left"
+	@echo "make test-compose      the cluster of docker-compose.yml; compose-images only builds, compose-down removes what a run left"
 	@echo "make test-dist         the wheels of dist/, in environments of their own"
 	@echo "make sanitize          the native tests under ASan, UBSan and TSan"
 	@echo "make fuzz              libFuzzer, FUZZ_S=$(FUZZ_S) seconds a target"
@@ -186,14 +188,20 @@ soak: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(OTHER_VLLM_STA
 	$(RUN_PYTEST) -n 3 --dist load --maxschedchunk 1 -m soak --durations=15 $(or $(PYTEST),$(SOAKED))
 	$(MAKE) fuzz FUZZ_S=$$(($(SOAK_S) / $(words $(FUZZED)) + 1))
 
-# The images' Python is 3.11: WHEELS names other wheels for another PYTHON_IMAGE.
-# The one that the images take.
-image-wheel: $(DIST)/.stamp-tools
-	$(DIST)/tools/bin/python scripts/dist --for-tests $(DIST) dist $(or $(WHEELS),cp311-$(shell uname -m))
+# The one that the images take. Their Python is 3.11: WHEELS names other wheels for another PYTHON_IMAGE.
+image-wheel: $(IMAGE_WHEEL)
+$(IMAGE_WHEEL): $(DIST)/.stamp-tools $(CORE) README.md $(shell find kvpool -type f -not -name '*.pyc' -not -name '*.so') \
+    $(if $(wildcard dist/*.whl),,lost-wheels)
+	$(DIST)/tools/bin/python scripts/dist --for-tests $(DIST) dist $(IMAGE_WHEELS)
 	$(DIST)/tools/bin/python scripts/dist/check.py dist/*.whl
+	@touch $@
+lost-wheels:
 
-test-compose: $(VENV)/.stamp-core $(ENVOY)/.stamp image-wheel
-	scripts/docker-engine .cache/docker scripts/test-compose $(BIN)/python .cache/docker test
+# compose-images: only builds them, for who waits for something else meanwhile.
+compose-images: VERB := images
+test-compose: VERB := test
+compose-images test-compose: $(VENV)/.stamp-core $(ENVOY)/.stamp image-wheel
+	scripts/docker-engine .cache/docker scripts/test-compose $(BIN)/python .cache/docker $(VERB)
 
 compose-down:
 	scripts/docker-engine --running .cache/docker scripts/test-compose $(BIN)/python .cache/docker down
