@@ -4,11 +4,11 @@ Over 400 lines because the vectors of all formats are written by one command.
 
     python -m tests.golden.make [hashes|records|namespaces|events|protocol|snapshots]...
 
-Nothing here uses kvpool. ``hashes.json`` is computed by vLLM's own functions, ``records.json`` by struct and
-the xxhash package, ``namespaces.json`` by json and hashlib. The payloads in ``events.json`` are packed by vLLM's
-own event classes; what an index must answer after them is written down here. ``protocol.json`` is encoded here by
-hand, with hashes by vLLM; ``snapshots.json`` by hand, with struct, msgpack and the xxhash package. The tests compare
-kvpool with all.
+Nothing here uses kvpool but what ``protoc`` has generated. ``hashes.json`` is computed by vLLM's own functions,
+``records.json`` by struct and the xxhash package, ``namespaces.json`` by json and hashlib. The payloads in
+``events.json`` are packed by vLLM's own event classes; what an index must answer after them is written down here.
+``protocol.json`` is encoded by protobuf's own code, with hashes by vLLM; ``snapshots.json`` by hand, with struct,
+msgpack and the xxhash package. The tests compare kvpool with all.
 """
 
 from __future__ import annotations
@@ -215,69 +215,6 @@ def make_events() -> list[dict[str, Any]]:
     return rows
 
 
-# The messages of protos/kvpool/v1/index.proto: number and type of each field; * is repeated.
-MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
-    "Scope": {"model": (1, "string"), "tenant": (2, "string"), "lora_name": (3, "string"), "lora_path": (4, "string"),
-              "cache_salt": (5, "string"), "multimodal": (6, "*MultimodalItem")},
-    "MultimodalItem": {"identifier": (1, "string"), "offset": (2, "uint"), "length": (3, "uint")},
-    "LookupRequest": {"scope": (1, "Scope"), "block_hashes": (2, "bytes"), "token_ids": (3, "bytes"),
-                      "text": (4, "string"), "workers": (5, "*string"), "chat": (6, "ChatPrompt"),
-                      "requests": (7, "*LookupRequest"), "id": (15, "fixed64")},
-    "Status": {"code": (1, "uint"), "message": (2, "string")},
-    "ChatPrompt": {"messages": (1, "*ChatMessage"), "tools_json": (2, "string"), "add_generation_prompt": (3, "uint"),
-                   "template_options_json": (4, "string")},
-    "ChatMessage": {"role": (1, "string"), "content": (2, "*string"), "name": (3, "string"), "reasoning": (4, "string"),
-                    "tool_calls_json": (5, "string"), "tool_call_id": (6, "string")},
-    "LookupResponse": {"worker": (1, "*string"), "dp_rank": (2, "*uint"), "address": (3, "*string"),
-                       "block_tokens": (4, "*uint"), "prompt_blocks": (5, "*uint"), "device_blocks": (6, "*uint"),
-                       "local_blocks": (7, "*uint"), "pool_blocks": (8, "*uint"), "sequence": (9, "*uint"),
-                       "staleness_ms": (10, "*uint"), "stale": (11, "*uint"), "loadable_blocks": (12, "*uint"),
-                       "responses": (13, "*LookupResponse"),
-                       "status": (14, "Status"), "id": (15, "fixed64")},
-    "RouteRequest": {"scope": (1, "Scope"), "block_hashes": (2, "bytes"), "token_ids": (3, "bytes"),
-                     "text": (4, "string"), "workers": (5, "*string"), "chat": (6, "ChatPrompt"),
-                     "loads": (7, "*RankLoad"), "most": (8, "uint"), "reserve_ms": (9, "uint"),
-                     "prompt_tokens": (10, "uint")},
-    "RankLoad": {"worker": (1, "string"), "dp_rank": (2, "uint"), "running": (3, "uint"), "waiting": (4, "uint"),
-                 "queued_tokens": (5, "uint"), "kv_usage_permille": (6, "uint")},
-    "RouteResponse": {"rows": (1, "LookupResponse"), "trust": (2, "*uint"), "cost": (3, "*uint"),
-                      "prefill_cost": (4, "*uint"), "fetch_cost": (5, "*uint"), "queue_cost": (6, "*uint"),
-                      "running": (7, "*uint"), "waiting": (8, "*uint"), "queued_tokens": (9, "*uint"),
-                      "kv_usage_permille": (10, "*uint"), "reserved_cost": (11, "*uint"), "load_source": (12, "*uint"),
-                      "load_age_ms": (13, "*uint"), "asleep": (14, "*uint"), "reservation": (15, "string"),
-                      "unreachable": (16, "*uint")},
-    "ReleaseRequest": {"tenant": (1, "string"), "reservation": (2, "string")},
-    "ReleaseResponse": {"released": (1, "uint")},
-    "Worker": {"name": (1, "string"), "tenant": (2, "string"), "model": (3, "string"), "hash_algorithm": (4, "string"),
-               "hash_seed_id": (5, "string"), "block_tokens": (6, "uint"), "address": (7, "string"),
-               "incarnation": (8, "string"), "namespace": (9, "string"), "publishers": (10, "*Publisher")},
-    "Publisher": {"dp_rank": (1, "uint"), "events": (2, "string"), "replay": (3, "string")},
-    "RegisterWorkerRequest": {"worker": (1, "Worker"), "lease_ms": (2, "uint")},
-    "RegisterWorkerResponse": {"replaced": (1, "uint")},
-    "RemoveWorkerRequest": {"tenant": (1, "string"), "name": (2, "string")},
-    "RemoveWorkerResponse": {"removed": (1, "uint")},
-    "ListWorkersRequest": {"tenant": (1, "string"), "model": (2, "string"), "page_size": (3, "uint"),
-                           "page_token": (4, "string")},
-    "ListWorkersResponse": {"workers": (1, "*WorkerStatus"), "next_page_token": (2, "string"),
-                            "index": (20, "IndexStatus")},
-    "IndexStatus": {"uptime_ms": (1, "uint"), "lookups": (2, "uint"), "prompt_blocks": (3, "uint"),
-                    "device_blocks": (4, "uint"), "local_blocks": (5, "uint"), "pool_blocks": (6, "uint"),
-                    "held_blocks": (7, "uint"), "held_pool_blocks": (8, "uint"), "memory_nbytes": (9, "uint"),
-                    "instance_id": (10, "string"), "placements": (11, "uint"), "placed_prompt_blocks": (12, "uint"),
-                    "placed_matched_blocks": (13, "uint"), "pool_servers": (14, "uint"),
-                    "pool_servers_away": (15, "uint")},
-    "WorkerStatus": {"worker": (1, "Worker"), "source": (2, "string"), "lease_left_ms": (3, "uint"),
-                     "publishers": (4, "*PublisherStatus")},
-    "PublisherStatus": {"dp_rank": (1, "uint"), "sequence": (2, "uint"), "batches": (3, "uint"), "gaps": (4, "uint"),
-                        "replays": (5, "uint"), "resets": (6, "uint"), "staleness_ms": (7, "uint"),
-                        "stale": (8, "uint"), "problem": (9, "string"), "digest": (10, "uint"),
-                        "blocks": (11, "uint"), "device_blocks": (20, "uint"), "host_blocks": (21, "uint"),
-                        "disk_blocks": (22, "uint"), "evicted_blocks": (30, "uint")},
-    "SnapshotRequest": {},
-    "SnapshotChunk": {"data": (1, "bytes")},
-}  # fmt: skip
-
-
 def _varint(number: int) -> bytes:
     packed = b""
     while number > 0x7F:
@@ -286,31 +223,28 @@ def _varint(number: int) -> bytes:
     return packed + bytes([number])
 
 
-def _sized(number: int, payload: bytes) -> bytes:
-    return _varint(number << 3 | 2) + _varint(len(payload)) + payload
-
-
-def _payload(kind: str, value: Any) -> bytes:
-    if kind == "string":
-        return str(value).encode()
-    return bytes.fromhex(value) if kind == "bytes" else encode(kind, value)
+def filled(message: Any, fields: dict[str, Any]) -> Any:
+    """A message of protobuf's own code with these fields; bytes are given as hex."""
+    message.SetInParent()
+    for name, value in fields.items():
+        field = message.DESCRIPTOR.fields_by_name[name]
+        repeated = isinstance(value, list)
+        if field.message_type is not None and repeated:
+            for one in value:
+                filled(getattr(message, name).add(), one)
+        elif field.message_type is not None:
+            filled(getattr(message, name), value)
+        elif repeated:
+            getattr(message, name).extend(value)
+        elif value:  # what has its default is left out
+            setattr(message, name, bytes.fromhex(value) if field.type == field.TYPE_BYTES else value)
+    return message
 
 
 def encode(message: str, fields: dict[str, Any]) -> bytes:
-    """In the order of the field numbers; what has its default is left out; bytes are given as hex."""
-    packed = b""
-    for name, (number, kind) in MESSAGES[message].items():
-        value = fields.get(name)
-        if kind == "*uint" and value:
-            packed += _sized(number, b"".join(_varint(int(one)) for one in value))
-        elif kind == "uint" and value:
-            packed += _varint(number << 3) + _varint(int(value))
-        elif kind == "fixed64" and value:
-            packed += _varint(number << 3 | 1) + struct.pack("<Q", value)
-        elif kind.startswith("*"):
-            packed += b"".join(_sized(number, _payload(kind[1:], one)) for one in value or ())
-        elif value or (value == {} and kind in MESSAGES):
-            packed += _sized(number, _payload(kind, value))
+    from kvpool.v1 import index_pb2
+
+    packed: bytes = filled(getattr(index_pb2, message)(), fields).SerializeToString(deterministic=True)
     return packed
 
 

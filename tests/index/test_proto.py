@@ -21,7 +21,7 @@ from kvpool.index.fleet import Fleet
 from kvpool.index.protocol.messages import SERVICE, decode_prompt, decode_worker, encode_lookup, pack_tokens
 from kvpool.key.hashing import seed_id
 from kvpool.v1 import index_pb2
-from tests.golden.make import MESSAGES
+from tests.golden.make import filled
 from tests.support.fleets import Clock, serving
 
 ROOT = Path(__file__).parents[2]
@@ -160,55 +160,25 @@ def test_names_follow_the_style_guide_of_protobuf() -> None:
 # ---- golden vectors
 
 
-def test_the_vectors_know_every_field() -> None:
-    kinds = {
-        FieldDescriptor.TYPE_STRING: "string", FieldDescriptor.TYPE_BYTES: "bytes",
-        FieldDescriptor.TYPE_FIXED64: "fixed64",
-    }  # fmt: skip
-    found = {
-        name: {
-            field.name: (
-                field.number,
-                "*" * field.is_repeated
-                + (field.message_type.name if field.message_type else kinds.get(field.type, "uint")),
-            )
-            for field in message.fields
-        }
-        for name, message in index_pb2.DESCRIPTOR.message_types_by_name.items()
-    }
-    assert found == MESSAGES
-
-
-def fields_set(name: str, fields: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def fields_set(message: Any, fields: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """The fields of a vector, and of the messages in it."""
-    for field, value in fields.items():
-        yield name, field
-        kind = MESSAGES[name][field][1]
-        if kind.lstrip("*") in MESSAGES:
-            for one in value if kind[0] == "*" else [value]:
-                yield from fields_set(kind.lstrip("*"), one)
+    for name, value in fields.items():
+        yield message.name, name
+        if (kind := message.fields_by_name[name].message_type) is not None:
+            for one in value if isinstance(value, list) else [value]:
+                yield from fields_set(kind, one)
 
 
 def test_every_field_is_set_in_a_vector() -> None:
-    every = {(name, field) for name, fields in MESSAGES.items() for field in fields}
+    messages = index_pb2.DESCRIPTOR.message_types_by_name
+    every = {(name, field.name) for name, message in messages.items() for field in message.fields}
     vectors = golden("message")
-    assert every == {one for case in vectors for one in fields_set(case["message"], case["fields"])}
-
-
-def built(name: str, fields: dict[str, Any]) -> Any:
-    """A message of ours from the fields of a vector."""
-    made = {}
-    for field, value in fields.items():
-        kind = MESSAGES[name][field][1]
-        if kind.lstrip("*") in MESSAGES:
-            value = [built(kind[1:], one) for one in value] if kind[0] == "*" else built(kind, value)
-        made[field] = bytes.fromhex(value) if kind == "bytes" else value
-    return getattr(index_pb2, name)(**made)
+    assert every == {one for case in vectors for one in fields_set(messages[case["message"]], case["fields"])}
 
 
 @pytest.mark.parametrize("case", golden("message"), ids=lambda case: case["message"])
 def test_golden_messages(case: dict[str, Any]) -> None:
-    message = built(case["message"], case["fields"])
+    message = filled(getattr(index_pb2, case["message"])(), case["fields"])
     packed = bytes.fromhex(case["hex"])
     assert type(message).FromString(packed) == message
     assert message.SerializeToString(deterministic=True) == packed

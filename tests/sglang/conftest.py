@@ -11,11 +11,14 @@ import importlib.machinery
 import sys
 import types
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.sglang.server import Server
 
 FOLDER = Path(__file__).parents[2] / ".cache" / "sglang"
 ABSENT = "torchvision"
@@ -62,3 +65,16 @@ def sglang() -> Iterator[None]:
         distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Server]]:
+    """Makes servers, and closes their backends at the end."""
+    with ExitStack() as stack:
+
+        def make(pool: str, **options: Any) -> Server:
+            server = Server(pool, **options)
+            stack.callback(server.backend.close)
+            return server
+
+        yield make

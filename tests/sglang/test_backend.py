@@ -11,7 +11,7 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,6 @@ from kvpool.errors import ConfigError, EngineRefused, StoreUnavailable
 from kvpool.key.key import parse_key
 from tests.sglang.server import PAGE_TOKENS, Controller, Server, extra, hashes, storage_config, tokens
 from tests.support.deadlines import Stopwatch, eventually
-from tests.support.proxy import Harm, Way, proxied
 from tests.support.servers import Server as StoreServer
 from tests.support.servers import running
 
@@ -53,19 +52,6 @@ def pool(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     server = request.getfixturevalue("valkey")
     server.client.flushall()
     return str(server.url)
-
-
-@pytest.fixture
-def serve() -> Iterator[Callable[..., Server]]:
-    """Makes servers, and closes their backends at the end."""
-    with ExitStack() as stack:
-
-        def make(pool: str, **options: Any) -> Server:
-            server = Server(pool, **options)
-            stack.callback(server.backend.close)
-            return server
-
-        yield make
 
 
 Serve = Callable[..., Server]
@@ -199,21 +185,6 @@ def test_nothing_behind_a_hole_is_said_to_have_come(tmp_path: Path, serve: Serve
     assert server.backend.batch_get_v1(keys, slots) == [True] * 3 + [False] * 7
 
 
-def test_a_flipped_bit_is_a_miss_and_the_record_goes(valkey: StoreServer, serve: Serve) -> None:
-    valkey.client.flushall()
-    server = serve(valkey.url)
-    keys = hashes(3)
-    assert all(server.backend.batch_set_v1(keys, server.slots(3)))
-    (record,) = valkey.client.keys(f"*{keys[1]}:0:0")
-    body = bytearray(valkey.client.hget(record, "b"))
-    body[100] ^= 1
-    valkey.client.hset(record, "b", bytes(body))
-    assert server.backend.batch_exists(keys) == 3
-    assert server.backend.batch_get_v1(keys, server.slots(3)) == [True, False, False]
-    assert server.backend.batch_exists(keys) == 1
-    assert not valkey.client.exists(record)
-
-
 class _Reluctant:
     """A transfer that goes on for a while after it was cancelled, as one that a kernel holds up."""
 
@@ -302,22 +273,6 @@ def test_a_pool_that_stands_still_costs_the_budget_and_comes_back(
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len([text for text in said if "the pool is away" in text]) == 2  # each backend once
     assert len([text for text in said if "the pool is back" in text]) == 1  # that was asked again
-
-
-def test_a_connection_cut_within_a_page_is_a_miss(valkey: StoreServer, serve: Serve) -> None:
-    valkey.client.flushall()
-    with proxied(valkey.port) as proxy:
-        server = serve(f"valkey://127.0.0.1:{proxy.port}", threads=1, lookup_timeout_s=5.0)
-        keys, slots, into = hashes(8), server.slots(8), server.slots(8)
-        assert all(server.backend.batch_set_v1(keys, slots))
-        for harm in (Harm.CLOSE, Harm.RESET, Harm.FLIP):
-            proxy.arm(Way.ANSWERED, 40_000, harm)
-            got = server.backend.batch_get_v1(keys, into)
-            assert got == sorted(got, reverse=True)
-            came = sum(got)
-            assert came < 8
-            assert server.contents(into)[:came] == server.contents(slots)[:came]
-            assert eventually(lambda: all(server.backend.batch_set_v1(keys, slots)))
 
 
 def test_the_older_calls_move_flat_pages(pool: str, serve: Serve) -> None:

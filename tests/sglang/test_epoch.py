@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,6 @@ import pytest
 from tests.sglang.server import Controller, Server, extra, hashes, storage_config, tokens
 
 pytestmark = pytest.mark.sglang
-
-
-@pytest.fixture
-def serve() -> Iterator[Callable[..., Server]]:
-    with ExitStack() as stack:
-
-        def make(pool: str, **options: Any) -> Server:
-            server = Server(pool, **options)
-            stack.callback(server.backend.close)
-            return server
-
-        yield make
 
 
 Serve = Callable[..., Server]

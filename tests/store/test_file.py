@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgpack
@@ -86,44 +86,16 @@ def held_and_counted_nbytes(root: Path) -> tuple[int, int]:
 # ---------------------------------------------------------------------- what the records must survive
 
 
-def flip(position: int) -> Callable[[bytearray], None]:
-    def change(record: bytearray) -> None:
-        record[position] ^= 0x10
-
-    return change
-
-
-def cut(nbytes: int) -> Callable[[bytearray], None]:
-    def change(record: bytearray) -> None:
-        del record[nbytes:]
-
-    return change
-
-
-@pytest.mark.parametrize(
-    "damage",
-    [
-        pytest.param(flip(56), id="checksum"),
-        pytest.param(flip(64), id="first payload byte"),
-        pytest.param(flip(-1), id="last payload byte"),
-        pytest.param(cut(63), id="less than a header"),
-        pytest.param(cut(-1), id="a byte short"),
-        pytest.param(lambda record: record.extend(b"\0"), id="a byte long"),
-    ],
-)
-def test_a_damaged_record_is_a_miss_and_goes(
-    root: Path, store: Store, damage: Callable[[bytearray], None]
-) -> None:
+def test_a_damaged_record_is_a_miss_and_goes(root: Path, store: Store) -> None:
+    """Field by field: tests/native/store/file_test.cpp."""
     store.put_many([key(1)], [bytes(1000)])
     (path,) = record_files(root)
     record = bytearray(path.read_bytes())
-    damage(record)  # field by field: tests/native/store/file_test.cpp
+    record[-1] ^= 0x10
     path.write_bytes(record)
     assert store.get_many_into([key(1)], [bytearray(1000)]) == [False]
     assert record_files(root) == []
     assert store.counters()["damaged"] == 1
-    assert store.put_many([key(1)], [b"again"]) == [True]
-    assert store.get_many_into([key(1)], [bytearray(5)]) == [True]
 
 
 def test_a_record_in_another_records_place_is_a_miss(root: Path, store: Store) -> None:

@@ -204,6 +204,19 @@ def test_a_value_larger_than_the_limit_has_no_room_and_others_go_on(server: Serv
     assert store.counters()["disconnections"] == 0
 
 
+def test_a_full_server_that_evicts_nothing_has_no_room(server: Server, store: Store) -> None:
+    server.client.config_set("maxmemory-policy", "noeviction")
+    server.client.config_set("maxmemory", server.info("used_memory") + 10 * MIB)
+    value = payload(1, MIB)
+    kept = store.put_many(keys(30), [value] * 30)
+    assert 3 <= sum(kept) <= 10
+    assert store.counters()["no_room"] == 30 - sum(kept)
+    targets = [bytearray(MIB) for _ in range(30)]
+    assert store.get_many_into(keys(30), targets) == kept
+    assert all(target == value for target, hit in zip(targets, kept, strict=True) if hit)
+    assert store.counters().get("disconnections", 0) == 0
+
+
 def test_the_threads_of_an_idle_store_do_not_run(server: Server) -> None:
     """Also those that nobody has asked for a put: its connection is not dialled yet."""
 

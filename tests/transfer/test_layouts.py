@@ -13,6 +13,7 @@ from kvpool.transfer import BlockCopier
 from kvpool.transfer.device import device_of
 from kvpool.transfer.memory import Staging
 from tests.support.block_copies import check, storage
+from tests.support.devices import ACCELERATED
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.int8)
 
@@ -24,6 +25,8 @@ def groups(draw: Any, device: torch.device) -> list[torch.Tensor]:
     blocks = draw(st.integers(2, 9))
     layers = draw(st.integers(1, 5))
     tokens, heads, size = draw(st.integers(1, 8)), draw(st.integers(1, 4)), draw(st.integers(1, 12))
+    if ACCELERATED and draw(st.booleans()):  # as large as models have them: kernels copy these otherwise
+        tokens, size = draw(st.sampled_from((16, 64, 128))), draw(st.sampled_from((128, 576)))
     kind = draw(st.sampled_from(("joined", "split", "mla", "kernel blocks")))
     # In memory: which of (layer, K or V, block, token, head) is outermost, and so on; elements of a head are together,
     # unless keys are packed for a kernel.

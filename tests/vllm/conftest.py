@@ -11,9 +11,16 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from demo.engine_process import connector_config
+from kvpool.store import Store, open_store
 
 if TYPE_CHECKING:
-    from tests.support.lifecycle import Configured, Shape
+    from tests.support.lifecycle import Configured, ScriptedEngine, Shape, World
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with open_store(f"file://{tmp_path}/pool") as store:
+        yield store
 
 
 @pytest.fixture(scope="session")
@@ -57,6 +64,34 @@ def configured(engine_config: Callable[..., Any]) -> Configured:
         return prepare(copy.deepcopy(made[shape.drafts]), shape)
 
     return make
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    """A pool for scripted engines."""
+    from tests.support.lifecycle import World
+
+    world = World(1, 1 << 20)
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def engine(world: World, configured: Configured) -> Iterator[Callable[..., ScriptedEngine]]:
+    """A function that starts an engine on the world's pool; in the end each is at rest, and is shut down."""
+    from tests.support.lifecycle import ScriptedEngine, Shape
+
+    started: list[ScriptedEngine] = []
+
+    def start(shape: Shape | None = None, **more: Any) -> ScriptedEngine:
+        shape = shape or Shape(slots=24)
+        started.append(ScriptedEngine(world, configured(shape), shape, **more))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.rest()
+        one.shut_down()
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from kvpool.key.checkpoint import CheckpointDigest
-from kvpool.store import Store, open_store
+from kvpool.store import Store
 from kvpool.vllm import weights as adapters
 from kvpool.vllm.weights import AdapterCheck, Adapters, pool_hash
 from tests.support.deadlines import eventually
@@ -63,12 +63,6 @@ def checked(engine: Adapters, lora: Lora) -> AdapterCheck:
     check = engine.check(lora)
     assert eventually(lambda: check.done)
     return check
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with open_store(f"file://{tmp_path}/pool") as store:
-        yield store
 
 
 def test_equal_files_are_one_adapter_and_others_are_not(

@@ -7,7 +7,7 @@ Over 400 lines because it is one state machine, and what it once found.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,7 +22,6 @@ from kvpool.key.key import Fact, parse_key
 from kvpool.vllm import connector
 from tests.support.lifecycle import (
     BLOCK_TOKENS,
-    LONG_S,
     MOODS,
     Configured,
     LateDevice,
@@ -217,7 +216,7 @@ class EngineLife(Life):
             self.pool_is_back()
             self.world.pass_time(0.5)
             for engine in self.engines:
-                at_rest(engine)
+                engine.rest()
                 self._count(engine)
             self._lose_all_and_ask_again(self.engines[0])
             for engine in self.engines:
@@ -243,7 +242,7 @@ class EngineLife(Life):
         for attempt in range(2 if engine.stores._queue.gave_up else 1):
             engine.add(f"asked again{attempt}", prompt, 1)
             engine.drain()
-            at_rest(engine)
+            engine.rest()
             missing = [i for i, block_hash in enumerate(hashes) if not engine.in_pool(block_hash, 0)]
             if not missing:
                 break
@@ -269,39 +268,6 @@ def of(configured: Configured) -> type[Life]:
 PROMPT = list(range(30))
 SHAPE = Shape(slots=24)
 STEADY = Shape(slots=24, weights_never_change=True)
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World(1, 1 << 20)
-    yield world
-    world.close()
-
-
-@pytest.fixture
-def engine(world: World, configured: Configured) -> Iterator[Callable[..., ScriptedEngine]]:
-    """A function that starts an engine on the world's pool; in the end each is at rest, and is shut down."""
-    started: list[ScriptedEngine] = []
-
-    def start(shape: Shape = SHAPE, **more: Any) -> ScriptedEngine:
-        started.append(ScriptedEngine(world, configured(shape), shape, **more))
-        return started[-1]
-
-    yield start
-    for one in started:
-        at_rest(one)
-        one.shut_down()
-
-
-def at_rest(engine: ScriptedEngine) -> None:
-    """Let an engine do all that is left to do; nothing may be left over."""
-    engine.drain()
-    # An engine without work does not look after what ended late: it does with the next request.
-    for number in range(3):  # as many things as a store waits for, one after the other
-        engine.world.pass_time(LONG_S)
-        engine.add(f"last{engine.steps}-{number}", [1, 2, 3], 1)
-        engine.drain()
-    engine.check_rest()
 
 
 def generated(engine: ScriptedEngine, name: str, prompt: list[int] = PROMPT, tokens: int = 3) -> int:
@@ -427,7 +393,7 @@ def test_what_is_stored_while_the_caches_are_reset_goes_where_it_belongs(
     assert one.planner._store_planner._queue._pending
     assert one.ranks[0].store.under_way()
     generated(one, "new weights", [8, *PROMPT])
-    at_rest(one)
+    one.rest()
     after = one.planner._namespace.current
     assert before is not None
     assert after is not None
@@ -629,9 +595,8 @@ def beside_one_that_stored(
     world: World, configured: Configured, mood: str
 ) -> tuple[ScriptedEngine, ScriptedEngine]:
     """An engine that has stored a prompt, and one that was asked for it while its store is in this mood."""
-    first = ScriptedEngine(world, configured(SHAPE), SHAPE)
+    first, second = (ScriptedEngine(world, configured(SHAPE), SHAPE) for _ in range(2))
     generated(first, "stored")
-    second = ScriptedEngine(world, configured(SHAPE), SHAPE)
     assert second.ranks[0].store is not None
     second.ranks[0].store.be(mood, 60)
     second.add("loading", PROMPT, 3)

@@ -16,19 +16,11 @@ from kvpool.tracing import Tracing
 from kvpool.vllm.metrics import AGED_S, Outcomes, PoolPromMetrics, PoolStats
 from kvpool.vllm.requests import WITHOUT_POOL, RequestState
 from kvpool.vllm.scheduler import SchedulerHalf
-from tests.support.lifecycle import BLOCK_TOKENS, ScriptedEngine, Shape, World
+from tests.support.lifecycle import BLOCK_TOKENS, ScriptedEngine, World
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("quiet")]
 PROMPT = [index * 5 % 43 for index in range(6 * BLOCK_TOKENS + 1)]
-SHAPE = Shape(slots=24)
 WHOLE = 6 * BLOCK_TOKENS
-
-
-@pytest.fixture
-def world() -> Any:
-    made = World(5, 1 << 20)
-    yield made
-    made.close()
 
 
 def asked(engine: ScriptedEngine, name: str, prompt: list[int]) -> Samples:
@@ -39,18 +31,16 @@ def asked(engine: ScriptedEngine, name: str, prompt: list[int]) -> Samples:
     return SchedulerHalf.stats(engine.planner)
 
 
-def results(samples: Samples) -> dict[str, Any]:
-    name = f"{metrics.REQUESTS.name}/"
+def by_label(metric: metrics.Metric, samples: Samples) -> dict[str, Any]:
+    name = f"{metric.name}/"
     return {key.removeprefix(name): value for key, value in samples.items() if key.startswith(name)}
 
 
-def sources(samples: Samples) -> dict[str, Any]:
-    name = f"{metrics.PROMPT_TOKENS.name}/"
-    return {key.removeprefix(name): value for key, value in samples.items() if key.startswith(name)}
+results, sources = partial(by_label, metrics.REQUESTS), partial(by_label, metrics.PROMPT_TOKENS)
 
 
-def test_a_hit_is_counted_when_it_is_loaded(world: World, configured: Callable[[Shape], Any]) -> None:
-    first, second = (ScriptedEngine(world, configured(SHAPE), SHAPE) for _ in range(2))
+def test_a_hit_is_counted_when_it_is_loaded(engine: Callable[..., ScriptedEngine]) -> None:
+    first, second = engine(), engine()
     computed = asked(first, "a", PROMPT)
     assert results(computed) == {"miss": 1}
     assert sources(computed) == {"computed": len(PROMPT)}
@@ -65,17 +55,14 @@ def test_a_hit_is_counted_when_it_is_loaded(world: World, configured: Callable[[
     assert sources(loaded) == {"pool": WHOLE, "computed": 1}
     assert loaded[metrics.LOADED_TOKENS.name] == WHOLE
     assert loaded[metrics.ENABLED.name] == 1.0
-    for engine in (first, second):
-        engine.shut_down()
 
 
-def test_requests_before_a_rest_are_told(world: World, configured: Callable[[Shape], Any]) -> None:
+def test_requests_before_a_rest_are_told(engine: Callable[..., ScriptedEngine]) -> None:
     """The first step only asks the pool; an engine that is idle after the last one tells nothing any more."""
-    engine = ScriptedEngine(world, configured(SHAPE), SHAPE)
+    one = engine()
     ratio = f"{metrics.HIT_RATIO.name}/1h"
-    assert ratio not in SchedulerHalf.stats(engine.planner)
-    assert asked(engine, "a", PROMPT)[ratio] == 0.0
-    engine.shut_down()
+    assert ratio not in SchedulerHalf.stats(one.planner)
+    assert asked(one, "a", PROMPT)[ratio] == 0.0
 
 
 def test_the_one_hit_before_a_rest_is_told() -> None:
@@ -98,12 +85,10 @@ def test_the_one_hit_before_a_rest_is_told() -> None:
     assert [windows["1h"].spared_tokens for windows in told] == [0, WHOLE]
 
 
-def test_what_was_asked_for_ages_while_an_engine_only_goes_on(
-    world: World, configured: Callable[[Shape], Any]
-) -> None:
-    engine = ScriptedEngine(world, configured(SHAPE), SHAPE)
-    asked(engine, "a", PROMPT)
-    outcomes = engine.planner._outcomes
+def test_what_was_asked_for_ages_while_an_engine_only_goes_on(engine: Callable[..., ScriptedEngine]) -> None:
+    one = engine()
+    asked(one, "a", PROMPT)
+    outcomes = one.planner._outcomes
     told: list[Any] = []
     now_s = outcomes._clock()
     outcomes._clock = lambda: now_s
@@ -116,11 +101,10 @@ def test_what_was_asked_for_ages_while_an_engine_only_goes_on(
     for _ in range(3):
         outcomes.tell_ratios()
     assert len(told) == count + 1
-    engine.shut_down()
 
 
-def test_a_load_that_fails_is_no_hit(world: World, configured: Callable[[Shape], Any]) -> None:
-    first, second = (ScriptedEngine(world, configured(SHAPE), SHAPE) for _ in range(2))
+def test_a_load_that_fails_is_no_hit(world: World, engine: Callable[..., ScriptedEngine]) -> None:
+    first, second = engine(), engine()
     asked(first, "a", PROMPT)
     ask = second.planner.matched_tokens
 
@@ -135,18 +119,14 @@ def test_a_load_that_fails_is_no_hit(world: World, configured: Callable[[Shape],
     assert results(failed) == {"load_failed": 1}
     assert sources(failed) == {"computed": len(PROMPT)}
     assert metrics.LOADED_TOKENS.name not in failed
-    for engine in (first, second):
-        engine.shut_down()
 
 
-def test_a_pool_that_is_switched_off_shows(world: World, configured: Callable[[Shape], Any]) -> None:
-    engine = ScriptedEngine(world, configured(SHAPE), SHAPE)
-    assert asked(engine, "a", PROMPT)[metrics.ENABLED.name] == 1.0
-    engine.planner.switch_off("as a test wants it")
-    off = asked(engine, "b", PROMPT)
+def test_a_pool_that_is_switched_off_shows(engine: Callable[..., ScriptedEngine]) -> None:
+    one = engine()
+    one.planner.switch_off("as a test wants it")
+    off = asked(one, "b", PROMPT)
     assert off[metrics.ENABLED.name] == 0.0
     assert results(off) == {"switched_off": 1}
-    engine.shut_down()
 
 
 @pytest.fixture

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from vllm.v1.core.block_pool import BlockPool
@@ -13,19 +11,13 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from kvpool import metrics
-from kvpool.store import Store, open_store
+from kvpool.store import Store
 from kvpool.vllm.gate import MIN_SAMPLES, MIN_STEP_TOKENS
 from kvpool.vllm.plan import PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.scheduler import SchedulerHalf
 from tests.support.scheduler import BLOCK_TOKENS, STEP_TOKENS, TABLE, answer, half, output, put, request
 
 pytestmark = [pytest.mark.vllm]
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with open_store(f"file://{tmp_path}/pool") as store:
-        yield store
 
 
 def whole(scheduler: SchedulerHalf, asked: Request, tokens: int = 100, held_tokens: int = 0) -> PoolMetadata:

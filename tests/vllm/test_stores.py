@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from kvpool import metrics
-from kvpool.store import Store, open_store
+from kvpool.store import Store
 from kvpool.transfer.memory import MAX_STAGING_NBYTES, MIN_STAGING_NBYTES, default_nbytes
 from kvpool.vllm.plan import Group, PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.scheduler import SchedulerHalf
@@ -23,12 +22,6 @@ from tests.support.scheduler import BLOCK_TOKENS, answer, half, output, put, req
 pytestmark = [pytest.mark.vllm]
 
 FULL_BLOCKS = 6  # of 100 tokens
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with open_store(f"file://{tmp_path}/pool") as store:
-        yield store
 
 
 class Engine:

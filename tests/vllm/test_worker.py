@@ -153,14 +153,6 @@ def stored(worker: WorkerHalf, *tags: int) -> None:
     assert eventually(over)
 
 
-def test_first_report_names_the_facts_of_this_rank(worker: WorkerHalf) -> None:
-    report = worker.take_report()
-    assert report is not None
-    assert report.facts == {RANK: FACTS}
-    assert report.broken == {}
-    assert worker.take_report() is None, "once"
-
-
 def test_keys_that_are_refused_while_the_pool_is_away_are_counted(cache: torch.Tensor) -> None:
     with misbehaving() as server:
         worker = WorkerHalf(PoolConfig(pool=server.url), GROUPS, rank=RANK, step_tokens=2048)
@@ -266,16 +258,6 @@ def test_a_stage_moves_nothing_before_it_has_the_facts_of_all(cache: torch.Tenso
         assert announced.worker.namespace == namespace.hex
         worker.close()
         assert store.announcements("kvpool:default:worker:") == {}
-
-
-def test_a_missing_block_fails_its_load_and_is_named(worker: WorkerHalf) -> None:
-    worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
-    stored(worker, 10)
-    worker.start_loads(PoolMetadata(loads=[LoadPlan("a", refs((1, 8), (7, 9)), 1.0)]))
-    assert finish(worker, 1) == ({"a"}, {"a"})
-    report = worker.take_report()
-    assert report is not None
-    assert report.missing == {(hashed(7), 0)}
 
 
 def test_a_load_is_reported_with_the_time_that_it_is_known_to_have_taken(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -10,8 +11,9 @@ import pytest
 from kvpool import __version__, open_store
 from kvpool.errors import StoreUnavailable
 from kvpool.store.server import documents as server_announcements
+from kvpool.store.server import notices as module
 from kvpool.store.store import Store
-from tests.support.conformance import key
+from tests.support.conformance import key, keys
 from tests.support.deadlines import ends_within, eventually
 from tests.support.misbehaving import Peer, misbehaving, says
 from tests.support.servers import Server, with_client
@@ -151,3 +153,30 @@ def test_the_list_of_tenants_lives_a_day(server: Server) -> None:
     with open_store(server.url) as store:
         store.announce("kvpool:t:x", b"x", lease_s=60)
         assert 86_000_000 < server.client.pttl("kvpool:::announced") <= 86_400_000
+
+
+# ---------------------------------------------------------------------- a subscription to what changes in a pool
+
+SILENCE_S = 3 * module.TIMEOUT_S  # beyond the end of the last step, and beyond a PING
+
+
+def test_a_silent_server_is_waited_for_in_the_kernel(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[float] = []
+    read = module._Tracking.read
+
+    def counted(self: module._Tracking, inbox: module._Inbox) -> None:
+        reads.append(time.monotonic())
+        read(self, inbox)
+
+    monkeypatch.setattr(module._Tracking, "read", counted)
+    with open_store(server.url) as store:
+        notices = store.notices()
+        assert notices is not None
+        assert notices.take(60).missed, "what was before it listened"
+        reads.clear()
+        count = int(SILENCE_S / module.POLL_S)
+        assert eventually(lambda: len(reads) > count)
+        assert reads[count] - reads[0] > SILENCE_S / 2
+        store.put_many(keys(1), [b"x"])
+        assert eventually(lambda: notices.take(1).keys == keys(1))
+        notices.close()

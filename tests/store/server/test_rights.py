@@ -12,7 +12,9 @@ from kvpool.store import StoreURL, open_for_inspection
 from kvpool.store.server.server import COSTS, refused_commands
 from tests.support.conformance import key, keys, payload
 from tests.support.credentials import url_of
+from tests.support.deadlines import eventually
 from tests.support.servers import Server, with_client
+from tests.support.store_traffic import serves
 
 
 def test_the_documented_rights_are_enough(server: Server, client: str) -> None:
@@ -25,11 +27,50 @@ def test_the_documented_rights_are_enough(server: Server, client: str) -> None:
         assert store.get_many_into([key(1)], [bytearray(5)]) == [True]
         assert store.delete_many([key(1)]) == 1
         store.announce("kvpool:tenant-1:x", b"x", lease_s=60)
+        assert store.announcements("kvpool:tenant-1:") == {"kvpool:tenant-1:x": b"x"}
         assert store.withdraw("kvpool:tenant-1:x") is True
-    refused = {entry["object"] for entry in server.client.acl_log()}
-    # Of a tenant's user: the list of tenants is not its own, and the key by which rights are asked is nobody's.
-    expected = {"kvpool:::announced", "kvpool::rights"}
-    assert refused <= expected, refused
+        refused = {entry["object"] for entry in server.client.acl_log()}
+        # Of a tenant's user: the list of tenants is not its own, and the key by which rights are asked is nobody's.
+        expected = {"kvpool:::announced", "kvpool::rights"}
+        assert refused <= expected, refused
+        foreign = key(1).replace("tenant-1", "tenant-2")
+        for call in (
+            lambda: store.put_many([foreign], [b"x"]),
+            lambda: store.get_many_into([foreign], [bytearray(1)]),
+            lambda: store.contains_many([foreign]),
+            lambda: store.delete_many([foreign]),
+            lambda: store.announce("kvpool:tenant-2:x", b"x", lease_s=60),
+            lambda: store.withdraw("kvpool:tenant-2:x"),
+            lambda: store.announcements("kvpool:tenant-2:"),
+            lambda: store.announcements(""),
+        ):
+            with pytest.raises(StoreUnavailable, match=r"(?i)permission"):
+                call()
+        assert serves(store)
+        assert store.counters().get("disconnections", 0) == 0
+
+
+def test_a_wrong_password_later_is_a_fault_with_the_servers_words(server: Server, client: str) -> None:
+    url = url_of(server, keys="*").replace(":p@", ":hunter2@")
+    server.client.acl_setuser("worker", enabled=True, passwords=["+hunter2"])
+    with open_store(with_client(url, client)) as store:
+        assert serves(store)
+        assert "hunter" not in repr(store)
+        server.client.acl_setuser("worker", enabled=True, passwords=["-hunter2"])
+        server.client.client_kill_filter(_type="normal", skipme=True)
+        texts: list[str] = []
+
+        def refused() -> bool:
+            try:
+                store.contains_many([key(1)])
+            except StoreUnavailable as error:
+                texts.append(str(error))
+            return any("AUTH: WRONGPASS" in text for text in texts)
+
+        assert eventually(refused)
+        assert not any("hunter" in text for text in texts)
+        server.client.acl_setuser("worker", enabled=True, passwords=["+hunter2"])
+        assert eventually(lambda: serves(store))
 
 
 @pytest.mark.parametrize("command", sorted(COSTS))
