@@ -25,11 +25,9 @@ MAX_NBYTES = (1 << 63) - 1
 # kvpool's extra -> its packages, by import name.
 _EXTRAS = {
     "client": {"google", "grpc"},
-    "index": {
-        "aiohttp", "anyio", "google", "grpc", "httpx", "msgspec", "prometheus_client", "starlette", "uvicorn", "uvloop",
-    },
+    "index": {"aiohttp", "anyio", "google", "grpc", "msgspec", "prometheus_client", "uvloop"},
     "tokenize": {"jinja2", "tokenizers", "transformers"},
-}  # fmt: skip
+}
 
 _SIZE = re.compile(r"([0-9]{1,19}) ?([A-Za-z]*)")
 # The userinfo of a URL reaches to the last "@", because passwords may contain "/" or "@". The scheme may be

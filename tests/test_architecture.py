@@ -57,8 +57,6 @@ ONLY_IN = {
     "google": {"index", "v1"},
     "aiohttp": {"index"},
     "opentelemetry": {"tracing"},
-    "starlette": {"index"},
-    "uvicorn": {"index"},
 }
 # Run as processes of their own, for what these have, most in other environments; so they may import nothing of kvpool.
 APART = {

@@ -14,13 +14,16 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
+import aiohttp
 import anyio
-import httpx
+from yarl import URL
 
 from kvpool.index.fleet import Fleet
 from kvpool.index.limits import Work
+from kvpool.index.place.endpoints import parse_url
 from kvpool.index.place.load import Load, LoadBoard
 from kvpool.index.place.metrics_page import BadPage, PoolCost, read_page
+from kvpool.index.place.renderer import KEEP_ALIVE_S
 from kvpool.index.resolver import Resolver
 
 INTERVAL_S = 1.0
@@ -58,17 +61,17 @@ class Scraper:
         self._work = Work(MAX_AT_A_TIME, MAX_OF_TENANT)
         self._readers: dict[tuple[str, str, tuple[int, ...]], asyncio.Task[None]] = {}  # by _read's arguments
         self._task: asyncio.Task[None] | None = None
-        # trust_env: a proxy in the environment is not meant for workers next door
-        self._client = httpx.AsyncClient(
-            verify=tls or True,
-            trust_env=False,
-            follow_redirects=False,
-            timeout=DEADLINE_S,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=MAX_KEPT_OPEN),
-            headers={"accept": "text/plain", "accept-encoding": "identity"},
-        )
+        self._tls = tls
+        self._session: aiohttp.ClientSession | None = None
 
     def start(self) -> None:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, ssl=self._tls or True),
+            timeout=aiohttp.ClientTimeout(total=None),
+            auto_decompress=False,
+            trust_env=False,  # a proxy in the environment is not meant for workers next door
+            headers={"accept": "text/plain", "accept-encoding": "identity"},
+        )
         self._task = asyncio.create_task(self._run())
 
     async def close(self) -> None:
@@ -77,7 +80,8 @@ class Scraper:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._client.aclose()
+        if self._session is not None:
+            await self._session.close()
         self._parser.shutdown()
 
     async def _run(self) -> None:
@@ -125,7 +129,7 @@ class Scraper:
         since = [0 if one is None else one.batches for one in followed]
         # Before Python 3.12, asyncio.wait_for forgets a cancellation that meets the page.
         with anyio.fail_after(DEADLINE_S):
-            page = await self._page(f"{address.rstrip('/')}/metrics", worker_id.partition("/")[0])
+            page = await self._page(address, worker_id.partition("/")[0])
         engines = await asyncio.get_running_loop().run_in_executor(self._parser, read_page, page)
         if len(engines) == len(ranks) == 1:  # behind its own balancer, each rank is a server
             engines = {ranks[0]: next(iter(engines.values()))}
@@ -145,32 +149,28 @@ class Scraper:
             ):  # it waits for a batch of the rank that is being applied
                 await asyncio.get_running_loop().run_in_executor(self._parser, one.empty, batches)
 
-    async def _page(self, url: str, tenant: str) -> bytes:
-        named = httpx.URL(url)
-        # httpx would resolve in the event loop's few threads, which hanging names could fill.
-        port = named.port or (443 if named.scheme == "https" else 80)
-        addresses = await asyncio.wrap_future(self._resolver.resolve(named.host, tenant, port))
-        request = self._client.build_request(
-            "GET",
-            named.copy_with(host=addresses[0]),
-            headers={"host": named.netloc.decode("ascii")},
-            extensions={"sni_hostname": named.host},
-        )
-        reply = await self._client.send(request, stream=True)
-        try:
-            if reply.status_code != 200:
-                raise BadPage(f"{url} answers with HTTP status {reply.status_code}")
+    async def _page(self, address: str, tenant: str) -> bytes:
+        assert self._session is not None
+        named, at = URL(f"{address.rstrip('/')}/metrics"), parse_url(address)
+        # aiohttp would resolve in the event loop's few threads, which hanging names could fill.
+        addresses = await asyncio.wrap_future(self._resolver.resolve(at.host, tenant, at.port))
+        headers = {"host": at.authority}
+        if len(self._readers) > MAX_KEPT_OPEN:
+            headers["connection"] = "close"
+        async with self._session.get(
+            named.with_host(addresses[0]), headers=headers, allow_redirects=False, server_hostname=at.host
+        ) as reply:
+            if reply.status != 200:
+                raise BadPage(f"{named} answers with HTTP status {reply.status}")
             page = bytearray()
-            async for part in reply.aiter_raw():
+            async for part in reply.content.iter_any():
                 page += part
                 if len(page) > MAX_PAGE_NBYTES:
-                    raise BadPage(f"{url} has more than {MAX_PAGE_NBYTES} bytes")
-        finally:
-            await reply.aclose()
+                    raise BadPage(f"{named} has more than {MAX_PAGE_NBYTES} bytes")
         return bytes(page)
 
 
 def _line(error: Exception) -> str:
-    if isinstance(error, TimeoutError | httpx.TimeoutException):
+    if isinstance(error, TimeoutError):
         return f"no answer within {DEADLINE_S:g} s"
     return (" ".join(str(error).split()) or type(error).__name__)[:200]

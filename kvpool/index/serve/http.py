@@ -8,29 +8,32 @@ interpreter's lock held: hence ``MAX_OBJECTS`` and ``MAX_VALUES``.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
 import msgspec
+from aiohttp import web
 from google.protobuf import json_format
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
-from starlette.routing import Route
 
-from kvpool.errors import AccessDenied, ConfigError, KVPoolError, UnknownModel
+from kvpool.errors import ConfigError
 from kvpool.index import bounded_json, limits
 from kvpool.index.client.tls import ServerTls
 from kvpool.index.limits import CallMemory, Work
 from kvpool.index.protocol.messages import REPLIES
-from kvpool.index.serve.auth import EVERYTHING, Permissions, WrongToken
+from kvpool.index.serve.auth import EVERYTHING, Permissions
 from kvpool.index.serve.calls import owner_of, take_reply
-from kvpool.index.serve.listener import JSON, HttpListener, HttpReply, HttpRequest, Refused
+from kvpool.index.serve.listener import (
+    JSON,
+    HttpListener,
+    HttpRequest,
+    Refused,
+    ask_for_body,
+    json_reply,
+    refused_reply,
+)
 from kvpool.index.serve.service import IndexServer
-from kvpool.index.serve.status import Status, file_routes
+from kvpool.index.serve.status import Status, file_replies
 
 MAX_BODY_NBYTES = 8 << 20  # 1.5 million tokens, in base64
 MAX_OBJECTS, MAX_VALUES, MAX_DEPTH = (
@@ -50,18 +53,15 @@ GONE = {
     "/unregister": "call RemoveWorker of gRPC",
 }
 
-# HTTP status and gRPC's name.
-_STATUSES: tuple[tuple[type[KVPoolError], int, str], ...] = (
-    (WrongToken, 401, "UNAUTHENTICATED"),
-    (AccessDenied, 403, "PERMISSION_DENIED"),
-    (ConfigError, 400, "INVALID_ARGUMENT"),
-    (UnknownModel, 404, "NOT_FOUND"),
-    (KVPoolError, 429, "RESOURCE_EXHAUSTED"),  # a limit of the fleet
-)
+_STATUSES = {  # by gRPC's name
+    "UNAUTHENTICATED": 401,
+    "PERMISSION_DENIED": 403,
+    "INVALID_ARGUMENT": 400,
+    "NOT_FOUND": 404,
+    "RESOURCE_EXHAUSTED": 429,  # a limit of the fleet
+}
 
-HttpCall = Callable[[HttpRequest, Permissions], Awaitable[HttpReply]]
-
-logger = logging.getLogger("kvpool.index")
+HttpCall = Callable[[HttpRequest, Permissions], Awaitable[web.Response]]
 
 
 class HttpServer:
@@ -79,10 +79,16 @@ class HttpServer:
         max_connection_age_s: float = 0.0,
         status: Status | None = None,
     ) -> None:
-        self._index, self._status = index, status
+        self._index = index
         self._limits, self._stats = index.calls.limits, index.calls.stats
         self._work = Work(THREADS, THREADS_OF_OWNER, "kvpool-http")
-        self._listener = HttpListener(self._application(), tls=tls, max_age_s=max_connection_age_s)
+        self._listener = HttpListener(self._answer, tls=tls, max_age_s=max_connection_age_s)
+        self._calls: dict[str, tuple[str, HttpCall]] = {HEALTH: ("GET", self._health)}
+        self._calls |= {path: ("POST", partial(self._call, name)) for path, name in CALLS.items()}
+        self._files: dict[str, Callable[[], web.Response]] = {}
+        if status is not None:
+            self._calls |= {"/status/data": ("GET", status.data), "/status/prompt": ("POST", status.prompt)}
+            self._files = file_replies()
 
     async def start(self, listen: str) -> int:
         """Listen on ``HOST:PORT``; port 0: any free one. Returns the port. Errors: ``ConfigError``."""
@@ -93,84 +99,67 @@ class HttpServer:
         await self._listener.stop()
         self._work.close()
 
-    def _application(self) -> Starlette:
-        posts: dict[str, HttpCall] = {path: partial(self._call, name) for path, name in CALLS.items()}
-        gets: dict[str, HttpCall] = {HEALTH: self._health}
-        pages: list[Route] = []
-        if self._status is not None:
-            gets["/status/data"], posts["/status/prompt"] = self._status.data, self._status.prompt
-            pages = file_routes()
-        routes = [
-            Route(path, partial(self._answer, call), methods=[method])
-            for method, calls in (("GET", gets), ("POST", posts))
-            for path, call in calls.items()
-        ]
-        gone = [Route(path, self._gone, methods=["GET", "POST"]) for path in GONE]
-        return Starlette(routes=[*routes, *gone, *pages], exception_handlers={HTTPException: self._no_such})
-
-    async def _answer(self, call: HttpCall, request: Request) -> Response:
+    async def _answer(self, request: web.BaseRequest) -> web.Response:
         """Callers without the right are refused before the body is read."""
         body = bytearray()
-        owner = host = request.client.host if request.client is not None else ""
+        owner = host = request.remote or ""
         try:
-            if request.url.path == HEALTH:  # open to all: so no body is read
-                reply = await call(HttpRequest(b"", host=host), EVERYTHING)
-                headers = {"connection": "close"} if _has_body(request) else {}
-                return Response(reply.body, reply.status, headers, JSON)
+            if (file := self._files.get(request.path)) is not None and request.method in ("GET", "HEAD"):
+                return file()
+            call = self._routed(request)
+            if request.path == HEALTH:  # open to all: so no body is read
+                return await call(HttpRequest(b"", host=host), EVERYTHING)
             caller = self._index.calls.auth.authenticate(request.headers.get("authorization"))
             if request.method == "POST":
                 _check_site(request)
             owner = owner_of(caller, host)
             with self._limits.calls(limits.HTTP_CALLS, f"{host}:", caller.tenants):
                 await self._read(request, body, owner)
-                reply = await call(HttpRequest(bytes(body), request.query_params, host), caller)
-            return Response(reply.body, reply.status, dict(reply.headers), JSON)
-        except ClientDisconnect:
-            return Response(status_code=400)
+                return await call(HttpRequest(bytes(body), dict(request.query.items()), host), caller)
         except Refused as error:
-            return self._refuse(error.status, error.name, str(error))
-        except KVPoolError as error:
-            _, status, name = next(one for one in _STATUSES if isinstance(error, one[0]))
-            return self._refuse(status, name, str(error))
-        except Exception:
-            logger.exception("a request of %s failed", request.url.path)
-            return self._refuse(500, "INTERNAL", "the index failed to answer; its log says why")
+            self._stats.record_refusal(error.name)
+            return refused_reply(error.status, str(error), error.headers)
+        except ConnectionError:  # the client has gone
+            raise
+        except Exception as error:
+            code, line = self._index.calls.explain(request.path, error)
+            return refused_reply(_STATUSES.get(code.name, 500), line)
         finally:
             if body:
                 self._limits.give(len(body), owner)
 
-    def _refuse(self, status: int, name: str, line: str, headers: dict[str, str] | None = None) -> Response:
-        self._stats.record_refusal(name)
-        # The rest of a body stays unread: so the connection ends.
-        headers = {**(headers or {}), "connection": "close"}
-        return Response(msgspec.json.encode({"error": line}), status, headers, JSON)
+    def _routed(self, request: web.BaseRequest) -> HttpCall:
+        """Errors: ``Refused``."""
+        path, asked = request.path, ascii(f"{request.method} {request.path:.80}")[1:-1]
+        if path in GONE:
+            raise Refused(410, "UNIMPLEMENTED", GONE[path])
+        allowed, call = self._calls.get(path, ("GET" if path in self._files else "", None))
+        if not allowed:
+            raise Refused(404, "UNIMPLEMENTED", f"{asked}: Not Found")
+        if call is None or (request.method != allowed and (request.method, allowed) != ("HEAD", "GET")):
+            raise Refused(
+                405, "UNIMPLEMENTED", f"{asked}: Method Not Allowed; use {allowed}", {"allow": allowed}
+            )
+        return call
 
-    async def _gone(self, request: Request) -> Response:
-        return self._refuse(410, "UNIMPLEMENTED", GONE[request.url.path])
-
-    async def _no_such(self, request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        headers = dict(error.headers or {})
-        line = f"{request.method} {request.url.path:.80}: {error.detail}"
-        if "Allow" in headers:
-            line += f"; use {headers['Allow']}"
-        return self._refuse(error.status_code, "UNIMPLEMENTED", line, headers)
-
-    async def _read(self, request: Request, body: bytearray, owner: str) -> None:
+    async def _read(self, request: web.BaseRequest, body: bytearray, owner: str) -> None:
         try:
             await asyncio.wait_for(self._read_all(request, body, owner), BODY_S)
+        except web.RequestPayloadError as error:
+            raise ConfigError(f"the request's body cannot be read: {error!s:.200}") from error
         except (TimeoutError, asyncio.TimeoutError) as error:
             line = f"the request did not arrive within {BODY_S:g} s"
             raise Refused(408, "DEADLINE_EXCEEDED", line) from error
 
-    async def _read_all(self, request: Request, body: bytearray, owner: str) -> None:
+    async def _read_all(self, request: web.BaseRequest, body: bytearray, owner: str) -> None:
         """Also reads the rest of a refused body: a caller that still sends would not see the answer.
 
         ``body`` is in ``owner``'s part of the memory.
         """
         refusal: Refused | None = None
         nbytes = 0
-        async for chunk in request.stream():
+        await ask_for_body(request)
+        while chunk := await request.content.readany():
             nbytes += len(chunk)
             if nbytes > MAX_BODY_NBYTES:
                 line = f"a request has at most {MAX_BODY_NBYTES} bytes: send hashes, or ask over gRPC"
@@ -183,19 +172,19 @@ class HttpServer:
         if refusal is not None:
             raise refusal
 
-    async def _health(self, _: HttpRequest, __: Permissions) -> HttpReply:
+    async def _health(self, _: HttpRequest, __: Permissions) -> web.Response:
         if not await self._index.is_serving():
             raise Refused(503, "UNAVAILABLE", "this index does not answer for now")
-        return HttpReply(msgspec.json.encode({"status": "ok"}))
+        return json_reply(msgspec.json.encode({"status": "ok"}))
 
-    async def _call(self, name: str, request: HttpRequest, caller: Permissions) -> HttpReply:
+    async def _call(self, name: str, request: HttpRequest, caller: Permissions) -> web.Response:
         method, owner = self._index.methods[name], owner_of(caller, request.host)
         caller.check(method.right, None)
         memory = CallMemory(self._limits, owner)
         packed = await self._work.run(owner, lambda: _pack(method.request, request.raw))
         reply = await self._index.calls.answer(method, packed, caller, memory)
         take_reply(memory, len(reply))
-        return HttpReply(await self._work.run(owner, lambda: _print(REPLIES[name], reply)))
+        return json_reply(await self._work.run(owner, lambda: _print(REPLIES[name], reply)))
 
 
 def _pack(kind: Any, raw: bytes) -> bytes:
@@ -217,7 +206,7 @@ def _print(kind: Any, packed: bytes) -> bytes:
     return msgspec.json.encode(fields)
 
 
-def _check_site(request: Request) -> None:
+def _check_site(request: web.BaseRequest) -> None:
     """Refuse browsers' requests from pages of other sites: a ``Route`` reserves. Errors: ``Refused``."""
     headers = request.headers
     if headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
@@ -227,7 +216,3 @@ def _check_site(request: Request) -> None:
         site = "cross-site"  # of a browser without the header
     if site not in (None, "same-origin"):
         raise Refused(403, "PERMISSION_DENIED", "pages of other sites may not call an index")
-
-
-def _has_body(request: Request) -> bool:
-    return request.headers.get("content-length", "0") != "0" or "transfer-encoding" in request.headers

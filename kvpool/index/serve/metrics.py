@@ -8,21 +8,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 
+from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from kvpool import metrics
 from kvpool.discovery.traffic import Seen
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow.pool_follower import PoolFollower
 from kvpool.index.request_stats import Histogram, ProxyStats, ProxyTotals, RequestStats
-from kvpool.index.serve.listener import HttpListener
+from kvpool.index.serve.listener import SERVER, HttpListener, refused_reply
 from kvpool.index.table import TIERS
 from kvpool.metrics import Metric
 from kvpool.store.store import Usage
@@ -30,7 +27,7 @@ from kvpool.store.store import Usage
 # Shown one by one, the first by name, so that scrapes agree. Each is a time series.
 MAX_RANKS_SHOWN = 1024
 FRESH_S = 1.0  # lifetime of a page: a pass over 10,000 workers takes a quarter of a second
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+HEADERS = {"content-type": "text/plain; version=0.0.4; charset=utf-8", **SERVER}
 
 
 class Exporter(Collector):
@@ -51,7 +48,7 @@ class Exporter(Collector):
         self._registry.register(self)
         self._thread = ThreadPoolExecutor(1, "kvpool-metrics")
         self._page, self._made_s = b"", 0.0
-        self._listener = HttpListener(Starlette(routes=[Route("/{path:path}", self._show)]))
+        self._listener = HttpListener(self._show)
 
     def collect(self) -> Iterator[Family]:
         yield from self._of_fleet()
@@ -111,9 +108,11 @@ class Exporter(Collector):
         await self._listener.stop()
         await asyncio.to_thread(self._thread.shutdown)
 
-    async def _show(self, _: Request) -> Response:
+    async def _show(self, request: web.BaseRequest) -> web.Response:
+        if request.method not in ("GET", "HEAD"):
+            return refused_reply(405, "the metrics are read with GET")
         page = await asyncio.get_running_loop().run_in_executor(self._thread, self._made)
-        return Response(page, media_type=CONTENT_TYPE)
+        return web.Response(body=page, headers=HEADERS)
 
     def _made(self) -> bytes:
         if not self._page or time.monotonic() - self._made_s > FRESH_S:

@@ -19,21 +19,19 @@ from aiohttp import web
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.index import bounded_json, limits
 from kvpool.index.client.tls import ServerTls
-from kvpool.index.limits import Limits
+from kvpool.index.limits import Kind, Limits
 from kvpool.index.place.placement import Refusal
 from kvpool.index.place.placer import Placer
 from kvpool.index.request_stats import ProxyStats
 from kvpool.index.serve.health import Health
-from kvpool.index.serve.listener import open_listening
-from kvpool.index.serve.proxy_connection import HEAD_S, ProxyConnection, refused
+from kvpool.index.serve.listener import SERVER, HttpListener
 from kvpool.index.serve.proxy_forwarding import RESPONSE_S, Forwarding, Reply, WorkerConnector
 from kvpool.tracing import Span, Tracing
 
 HEALTH, MODELS = "/health", "/v1/models"
-BACKLOG = 1024
+CONNECTIONS = Kind("connections", "keep fewer open", 8192, 4096, 8192)  # a load balancer is one host
 CONNECT_S = 1.0  # for a worker to accept a connection, before the next one is tried
 WORKER_KEEP_ALIVE_S = 4.0  # less than the 5 s after which vLLM closes an idle connection
-STOP_TIMEOUT_S = 1.0
 LIST_S = 2.0  # for all workers
 MAX_ASKED = 64  # models
 MAX_LIST_NBYTES = 256 << 10  # of a worker: one of 500 adapters
@@ -71,23 +69,24 @@ class Proxy:
         tracing: Tracing | None = None,
     ) -> None:
         self._placer, self._limits, self._health, self._stats = placer, limits, health, stats
-        self._tenant, self._tls, self._worker_tls = tenant, tls, worker_tls
+        self._tenant, self._worker_tls = tenant, worker_tls
         self._tracing = tracing or Tracing()
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=response_s)
         self._model_lists = ModelLists()
         self._under_way = 0
-        self._leaving = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self._manager: web.Server | None = None
-        self._listening: asyncio.AbstractServer | None = None
+        self._listener = HttpListener(
+            self._serve,
+            tls=tls,
+            has_deadline=False,
+            connections=CONNECTIONS,
+            refused=lambda status, line: _refused(Refusal(status, line)),
+        )
         self._session: aiohttp.ClientSession | None = None
 
     async def start(self, listen: str) -> int:
         """Listen on ``HOST:PORT``; port 0: any free one. Returns the port. Errors: ``ConfigError``."""
-        opened = open_listening(listen, "listen on")
-        opened.setblocking(False)
-        loop = asyncio.get_running_loop()
         # limits: of requests under way; auto_decompress: bytes pass as they are; cookies are the clients' own
         self._session = aiohttp.ClientSession(
             connector=WorkerConnector(keepalive_s=WORKER_KEEP_ALIVE_S, tls=self._worker_tls),
@@ -97,36 +96,23 @@ class Proxy:
             trust_env=False,
             skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
         )
-        manager = self._manager = web.Server(self._serve, handler_cancellation=True)
-        self._listening = await loop.create_server(
-            lambda: ProxyConnection(manager, self._limits, loop),
-            sock=opened,
-            backlog=BACKLOG,
-            ssl=None if self._tls is None else self._tls.context,
-            ssl_handshake_timeout=None if self._tls is None else HEAD_S,
-        )
-        return int(opened.getsockname()[1])
+        return await self._listener.start(listen, "listen on")
 
     def leave(self) -> None:
         """From now on a response ends its connection, so that clients go elsewhere."""
-        self._leaving = True
+        self._listener.leave()
 
     async def finish(self, seconds: float, now: asyncio.Event) -> None:
         """Refuse connections; running requests have ``seconds``, or until ``now``."""
         self.leave()
-        if self._listening is not None:
-            self._listening.close()
+        self._listener.close()
         waits = [asyncio.ensure_future(event.wait()) for event in (self._idle, now)]
         await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
 
     async def stop(self) -> None:
-        if self._listening is not None:
-            self._listening.close()
-        if self._manager is not None:
-            self._manager.pre_shutdown()
-            await self._manager.shutdown(STOP_TIMEOUT_S)
+        await self._listener.stop()
         await self._model_lists.close()
         if self._session is not None:
             await self._session.close()
@@ -134,24 +120,15 @@ class Proxy:
     # ---- requests
 
     async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
-        connection = request.protocol
-        assert isinstance(connection, ProxyConnection)
-        connection.begin()
-        try:
-            with self._tracing.span("kvpool.request", request.headers) as span:
-                span.set(path=request.path, method=request.method)
-                response = await self._respond(request, span)
-            if self._leaving:
-                response.force_close()
-            return response
-        finally:
-            connection.end()
+        with self._tracing.span("kvpool.request", request.headers) as span:
+            span.set(path=request.path, method=request.method)
+            return await self._respond(request, span)
 
     async def _respond(self, request: web.BaseRequest, span: Span) -> web.StreamResponse:
         if request.path == HEALTH and request.method in ("GET", "HEAD"):
             if await self._health.is_serving():
-                return web.json_response({"status": "ok"}, headers={"server": "kvpool"})
-            return refused(Refusal(503, "this router does not serve for now"))
+                return web.json_response({"status": "ok"}, headers=SERVER)
+            return _refused(Refusal(503, "this router does not serve for now"))
         self._stats.begin()
         self._under_way += 1
         self._idle.clear()
@@ -169,10 +146,10 @@ class Proxy:
             return response
         except Refusal as refusal:
             outcome = "refused"
-            return refused(refusal)
+            return _refused(refusal)
         except KVPoolError as error:  # of the limits
             outcome = "refused"
-            return refused(Refusal(429, str(error)))
+            return _refused(Refusal(429, str(error)))
         finally:
             span.set(outcome=outcome)
             self._stats.end(outcome)
@@ -183,6 +160,10 @@ class Proxy:
     def _forwarding(self, request: web.BaseRequest) -> Forwarding:
         assert self._session is not None
         return Forwarding(request, self._session, self._placer, self._limits, self._stats, self._tenant)
+
+
+def _refused(refusal: Refusal) -> web.Response:
+    return web.Response(body=refusal.body, status=refusal.status, headers={**refusal.headers, **SERVER})
 
 
 class _List(msgspec.Struct):
@@ -219,8 +200,9 @@ class ModelLists:
             self._known[key] = task
             task.add_done_callback(partial(self._keep, key))
         reply = await asyncio.shield(task)
-        headers = {"content-type": reply.kind, "server": "kvpool"}
-        return web.Response(body=reply.body, status=reply.status, headers=headers)
+        return web.Response(
+            body=reply.body, status=reply.status, headers={"content-type": reply.kind, **SERVER}
+        )
 
     async def close(self) -> None:
         tasks = [task for task in self._known.values() if not task.done()]

@@ -26,7 +26,7 @@ from kvpool.index.place.endpoints import parse_url
 from kvpool.index.place.placement import MAX_BODY_NBYTES, OURS, RANK, Placement, Refusal, Target, hold
 from kvpool.index.place.placer import Placer
 from kvpool.index.request_stats import ProxyStats, Retry
-from kvpool.index.serve.proxy_connection import break_off
+from kvpool.index.serve.listener import HttpConnection, ask_for_body
 
 if TYPE_CHECKING:
     from aiohttp.abc import AbstractStreamWriter
@@ -50,7 +50,6 @@ _OF_CONNECTION = frozenset(
 )  # fmt: skip
 _NOT_FORWARDED = _OF_CONNECTION | {"content-length", "expect", "host", *OURS}
 _NOT_RETURNED = _OF_CONNECTION | {*OURS}
-_CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 # The worker has not begun to answer.
 _UNREACHABLE = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 _LOST = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)
@@ -139,9 +138,7 @@ class Forwarding:
         content = self._request.content
         if (self._request.content_length or 0) > MAX_BODY_NBYTES:
             raise Refusal(413, f"a request has at most {MAX_BODY_NBYTES} bytes")
-        if not content.is_eof() and self._request.headers.get("expect", "").lower() == "100-continue":
-            await self._request.writer.write(_CONTINUE)
-            self._request.writer.output_size = 0  # no byte of the response is sent
+        await ask_for_body(self._request)
         try:
             if content.is_eof():  # the usual case
                 await self._read_parts()
@@ -284,7 +281,9 @@ class Forwarding:
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             logger.info("worker %s has broken off a response: %s", target.worker, _line(error))
             self.is_broken = True
-            break_off(self._request)
+            connection = self._request.protocol
+            assert isinstance(connection, HttpConnection)
+            connection.break_off(self._request.version)
             return b""
 
     def _begun(self) -> None:

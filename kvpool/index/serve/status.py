@@ -16,14 +16,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.resources import files
 from typing import Annotated, Any, NamedTuple, TypeVar
 from uuid import uuid4
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
-from starlette.routing import Route
+from aiohttp import web
 
 from kvpool.discovery.traffic import Seen
 from kvpool.discovery.worker import DEFAULT_TENANT
@@ -38,7 +37,7 @@ from kvpool.index.prompt import Prompt
 from kvpool.index.protocol.messages import MAX_U32
 from kvpool.index.request_stats import Placed, RequestStats, Reuse
 from kvpool.index.serve.auth import ALL_TENANTS, Permissions
-from kvpool.index.serve.listener import HttpReply, HttpRequest, Refused
+from kvpool.index.serve.listener import SERVER, HttpRequest, Refused, json_reply
 from kvpool.index.serve.lookup_calls import in_tokens
 from kvpool.index.serve.worker_pages import HEALTHS, WorkerRow, page_of, rows_of
 from kvpool.key.hashing import len_tokens
@@ -102,7 +101,7 @@ class Status:
 
     # ---- the calls
 
-    async def data(self, request: HttpRequest, caller: Permissions) -> HttpReply:
+    async def data(self, request: HttpRequest, caller: Permissions) -> web.Response:
         """The fleet, as far as the caller may see it; a page of its workers. Errors: ``ConfigError`` for the query."""
         caller.check("read", None)
         limit = _whole(request.query, "limit", ROWS, MAX_ROWS)
@@ -134,9 +133,9 @@ class Status:
                     shown |= self._of_all(since)
                 return msgspec.json.encode(shown)
 
-            return HttpReply(await self._in_thread(answer), headers=HEADERS)
+            return json_reply(await self._in_thread(answer), headers=HEADERS)
 
-    async def prompt(self, request: HttpRequest, caller: Permissions) -> HttpReply:
+    async def prompt(self, request: HttpRequest, caller: Permissions) -> web.Response:
         """Ranks by their blocks of a prompt, those with the most first. Errors: as ``Fleet.lookup``."""
         caller.check("read", None)
         with self._fleet.limits.calls(limits.PAGES, f"{request.host}:", caller.tenants):
@@ -145,7 +144,7 @@ class Status:
             prompt = Prompt(question.model, question.token_ids, text=question.text, tenant=question.tenant)
             prompt = await in_tokens(prompt, self._fleet, self._tokenizers)
             reply = await self._in_thread(lambda: msgspec.json.encode(self._holders(prompt)))
-            return HttpReply(reply, headers=HEADERS)
+            return json_reply(reply, headers=HEADERS)
 
     def _sample(self) -> tuple[Reuse, Placed, int | None]:
         totals = self._stats.totals()
@@ -351,6 +350,7 @@ FILES = (
     "status.css", "icon.svg", "main.js", "dom.js", "format.js", "overview.js", "chart.js", "workers.js", "prompt.js",
 )  # fmt: skip
 FILE_HEADERS = {
+    **SERVER,
     # Trusted types: a script that makes HTML of text fails in the browsers that know them.
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -363,25 +363,16 @@ FILE_HEADERS = {
 }
 
 
-def file_routes() -> list[Route]:
-    """Of all files, and from ``/`` to the page. Reads them once. Blocking, for ten small files."""
-
-    async def to_page(_: Request) -> Response:
-        return RedirectResponse(STATUS_PATH.lstrip("/"), headers=FILE_HEADERS)
-
-    served = {STATUS_PATH: _read_file("index.html")} | {
-        f"{STATUS_PATH}/{name}": _read_file(name) for name in FILES
+def file_replies() -> dict[str, Callable[[], web.Response]]:
+    """By path: of each file, and from ``/`` to the page. Reads them once. Blocking, for ten small files."""
+    paths = {STATUS_PATH: "index.html"} | {f"{STATUS_PATH}/{name}": name for name in FILES}
+    replies: dict[str, Callable[[], web.Response]] = {
+        path: partial(
+            web.Response,
+            body=(files("kvpool.index.serve") / "page" / name).read_bytes(),
+            headers={**FILE_HEADERS, "content-type": _MEDIA_TYPES[name.rpartition(".")[2]]},
+        )
+        for path, name in paths.items()
     }
-    return [Route("/", to_page), *(_file_route(path, *content) for path, content in served.items())]
-
-
-def _file_route(path: str, content: bytes, media_type: str) -> Route:
-    async def answer(_: Request) -> Response:
-        return Response(content, headers=FILE_HEADERS, media_type=media_type)
-
-    return Route(path, answer)
-
-
-def _read_file(name: str) -> tuple[bytes, str]:
-    content = (files("kvpool.index.serve") / "page" / name).read_bytes()
-    return content, _MEDIA_TYPES[name.rpartition(".")[2]]
+    to_page = {**FILE_HEADERS, "location": STATUS_PATH.lstrip("/")}
+    return replies | {"/": partial(web.Response, status=307, headers=to_page)}

@@ -154,9 +154,13 @@ def test_many_who_ask_are_shown_one_page(page: Page, monkeypatch: pytest.MonkeyP
     assert len(looked) == 2
 
 
-@pytest.mark.parametrize("limit", ["MAX_CONNECTIONS", "HEAD_S"])
-def test_silent_connections_are_ended(page: Page, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+@pytest.mark.parametrize(
+    ("limit", "value"), [("CONNECTIONS", listener_module.CONNECTIONS._replace(total=0)), ("HEAD_S", 0.5)]
+)
+def test_silent_connections_are_ended(
+    page: Page, monkeypatch: pytest.MonkeyPatch, limit: str, value: object
+) -> None:
     """Each kept a thread for ever."""
-    monkeypatch.setattr(listener_module, limit, 0.5)
+    monkeypatch.setattr(listener_module, limit, value)
     with socket.create_connection(("127.0.0.1", page.port), timeout=60) as silent:
         assert eventually(lambda: silent.recv(1) == b"")

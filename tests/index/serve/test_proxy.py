@@ -30,7 +30,7 @@ from kvpool.index import limits
 from kvpool.index.client.tls import ServerTls, trusting
 from kvpool.index.place import placement
 from kvpool.index.request_stats import RequestStats
-from kvpool.index.serve import proxy_connection, proxy_forwarding
+from kvpool.index.serve import listener, proxy, proxy_forwarding
 from kvpool.index.serve.metrics import Exporter
 from tests.support.credentials import Authority
 from tests.support.deadlines import eventually
@@ -321,7 +321,7 @@ def test_a_body_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_slow_clients_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     def wait_for_heads(seconds: float) -> None:
-        monkeypatch.setattr(proxy_connection, "HEAD_S", seconds)
+        monkeypatch.setattr(listener, "HEAD_S", seconds)
 
     monkeypatch.setattr(proxy_forwarding, "BODY_S", 0.2)
     with proxy_cluster("a") as there:
@@ -349,7 +349,7 @@ def test_slow_clients_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proxy_connection, "WRITE_S", 0.2)
+    monkeypatch.setattr(listener, "WRITE_S", 0.2)
     with proxy_cluster("a") as there:
         there.workers["a"].reply = bytes(64 << 20)
         with there.connect() as client:
@@ -608,8 +608,8 @@ def test_bodies_of_one_host_leave_room_for_those_of_others(monkeypatch: pytest.M
 
 
 def test_connections_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = proxy_connection.CONNECTIONS._replace(of_host=2)
-    monkeypatch.setattr(proxy_connection, "CONNECTIONS", few)
+    few = proxy.CONNECTIONS._replace(of_host=2)
+    monkeypatch.setattr(proxy, "CONNECTIONS", few)
     with proxy_cluster("a") as there:
         with there.connect(), there.connect(), there.connect() as third, suppress(ConnectionError):
             third.sendall(of_request(b"{}"))
