@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from kvpool.cli.commands.options import Json
-from kvpool.cli.commands.pool import BatchBytes, PoolURL, Rounds, batch_nbytes_of
+from kvpool.cli.commands import batch_nbytes_of
 from kvpool.cli.exits import EXIT_FAILED, run
+from kvpool.cli.options import Json
+from kvpool.cli.settings import BatchBytes, PoolURL, Rounds
 from kvpool.errors import ConfigError
 
 PEERS_FOLDER = ".cache/peers"

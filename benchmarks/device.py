@@ -26,8 +26,7 @@ from benchmarks.measure import (
     measure_copies,
     measure_engine,
 )
-from kvpool.cli.bench_store import progress_bar
-from kvpool.cli.tables import console, show
+from kvpool.cli.tables import console, progress_bar, show
 from kvpool.errors import KVPoolError
 from kvpool.text import format_nbytes
 

@@ -72,7 +72,7 @@ def run_hash(*, tokens: int, block_tokens: int, rounds: int, as_json: bool) -> N
         add_row(columns, *cells)
     out = console()
     show(out, f"sha256_cbor of {tokens:,} tokens in blocks of {block_tokens}, median of {rounds}")
-    show(out, fitted(columns, out.width)[0])
+    show(out, *fitted(columns, out.width))
     if "vLLM" not in medians:
         show(out, "vLLM is not installed here, so there is nothing to compare with.")
 

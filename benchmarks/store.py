@@ -23,9 +23,9 @@ from kvpool.cli.bench_store import (
     StoreClient,
     Values,
     benched_pool,
-    progress_bar,
     server_memory,
 )
+from kvpool.cli.tables import progress_bar
 from kvpool.store import StoreURL, open_store
 from kvpool.text import format_nbytes, redact
 

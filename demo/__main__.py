@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvpool.cli.commands.options import Json
 from kvpool.cli.exits import EXIT_FAILED, run
+from kvpool.cli.options import Json
 from kvpool.errors import ConfigError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)

@@ -20,8 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, RenderableType
 
 from demo.engine_process import (
     EngineProcess,
@@ -316,7 +315,7 @@ def verdict(rows: Sequence[Row]) -> str:
     )
 
 
-def _engine_table(rows: Sequence[Row], width: int) -> Table:
+def _engine_table(rows: Sequence[Row], width: int) -> RenderableType:
     columns = [
         Column("engine", left=True), Column("prompt tokens"), Column("loaded tokens"), Column("loaded blocks"),
         Column("first token"), Column("same tokens"),
@@ -339,7 +338,7 @@ def _engine_table(rows: Sequence[Row], width: int) -> Table:
     return fitted(columns, width)[0]
 
 
-def _index_table(rows: Sequence[Row], width: int) -> Table:
+def _index_table(rows: Sequence[Row], width: int) -> RenderableType:
     columns = [
         Column("engine", left=True), Column("prompt"), Column("before: here"), Column("in the pool"),
         Column("after: here"), Column("in the pool"),

@@ -8,9 +8,7 @@ from typing import Annotated
 
 import typer
 
-from kvpool.cli.commands.ask import lookup, top
-from kvpool.cli.commands.index import index, router, token
-from kvpool.cli.commands.pool import bench_store, doctor, purge
+from kvpool.cli.commands import bench_store, doctor, index, lookup, purge, router, token, top
 from kvpool.cli.exits import run
 
 EPILOG = "\n\n".join((

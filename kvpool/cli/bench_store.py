@@ -22,10 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress
-
-from kvpool.cli.tables import Column, add_row, console, fitted, show
+from kvpool.cli.tables import Column, add_row, console, fitted, progress_bar, show
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.key.key import Namespace
 from kvpool.store import Store, StoreURL, open_store
@@ -43,7 +40,7 @@ Views = list[memoryview]
 
 
 @dataclass(frozen=True)
-class Row:
+class Measured:
     """10^9 bytes a second. ``server_memory``: the server's bytes per byte of payload. None: not measured."""
 
     value_nbytes: int
@@ -75,23 +72,15 @@ def run_bench_store(*, pool: str | None, rounds: int, batch_nbytes: int, as_json
         }
         print(json.dumps(report | {"rows": [asdict(row) for row in rows]}))
         return
-    rows_shown = [
-        (
-            format_nbytes(row.value_nbytes),
-            *(
-                "" if one is None else f"{one:.2f}"
-                for one in (row.put_gb_per_s, row.get_gb_per_s, row.exists_ms, row.server_memory)
-            ),
-        )
-        for row in rows
-    ]
     names = ("value", "put", "get", f"{EXISTS_KEYS:,} exist, ms", "server's memory")
     columns = [Column(name) for name in names]
-    for cells in rows_shown:
-        add_row(columns, *cells)
+    for row in rows:
+        figures = (row.put_gb_per_s, row.get_gb_per_s, row.exists_ms, row.server_memory)
+        shown = ("" if one is None else f"{one:.2f}" for one in figures)
+        add_row(columns, format_nbytes(row.value_nbytes), *shown)
     out = console()
     show(out, f"{redact(url)}: GB/s, median of {rounds}; batches of {format_nbytes(batch_nbytes)}")
-    show(out, fitted(columns, out.width)[0])
+    show(out, *fitted(columns, out.width))
 
 
 def _measure(
@@ -100,7 +89,7 @@ def _measure(
     rounds: int,
     memory_of: Callable[[str], int] | None,
     tick: Callable[[], None],
-) -> Row:
+) -> Measured:
     puts, gets, exists = [], [], []
     try:
         client.fill(values)
@@ -114,7 +103,7 @@ def _measure(
     finally:
         client.empty()
     nbytes = values.nbytes * values.count
-    return Row(
+    return Measured(
         value_nbytes=values.nbytes,
         put_gb_per_s=nbytes / statistics.median(puts) / 1e9,
         get_gb_per_s=nbytes / statistics.median(gets) / 1e9,
@@ -143,23 +132,14 @@ def benched_pool(pool: str | None, batch_nbytes: int) -> Iterator[tuple[str, Pat
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def progress_bar() -> Progress:
-    console = Console(stderr=True)
-    return Progress(console=console, transient=True, disable=not console.is_terminal)
-
-
 @contextlib.contextmanager
 def termination_interrupts() -> Iterator[None]:
     """SIGTERM raises ``KeyboardInterrupt`` inside, as Ctrl-C does. Main thread only."""
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, previous)
-
-
-def _interrupt(signum: int, frame: object) -> None:
-    raise KeyboardInterrupt
 
 
 class Values:

@@ -16,8 +16,8 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
-from kvpool.cli.commands.options import IndexConnection
 from kvpool.cli.index_options import load_tokenizers, parse_costs, parse_worker
+from kvpool.cli.options import IndexConnection
 from kvpool.cli.settings import IndexSettings, LogFormat, LogLevel, RouterSettings
 from kvpool.config import hash_seed, redact
 from kvpool.discovery.networks import WorkerNetworks, places_of

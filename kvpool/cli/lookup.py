@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvpool.cli.commands.options import IndexConnection
-from kvpool.cli.tables import Column, add_row, console, fitted, left_out, show
+from kvpool.cli.options import IndexConnection
+from kvpool.cli.settings import LookupOptions
+from kvpool.cli.tables import Column, add_row, console, fitted, show
 from kvpool.errors import ConfigError
 from kvpool.index import Chat, Lookup, Pick, Prompt, Ranking, Row
 from kvpool.index.prompt import PromptFields
@@ -20,73 +21,58 @@ MAX_FILE_NBYTES = 128 << 20
 MAX_U32, MAX_U64 = (1 << 32) - 1, (1 << 64) - 1
 BAR_CELLS = 20
 
+_NOBODY = 'no worker of model "{}" that was asked about is there now'
 _WORD = re.compile(r"[^\s,]+")
 _DECIMAL = re.compile(r"[0-9]{1,20}")
 _HEX = re.compile(r"0[xX][0-9a-fA-F]{1,16}")
 
 
-def run_lookup(
-    *,
-    model: str,
-    index: IndexConnection,
-    token_ids: str | None,
-    hashes: str | None,
-    text: str | None,
-    chat: str | None,
-    tenant: str,
-    lora_name: str | None,
-    lora_path: str | None,
-    cache_salt: str | None,
-    workers: Sequence[str] | None,
-    route: bool,
-    timeout_s: float,
-    most: int,
-    as_json: bool,
-) -> None:
+def run_lookup(options: LookupOptions, index: IndexConnection) -> None:
     """Print a table of at most ``most`` rows (0: all) or JSON.
 
     Errors: ``ConfigError`` for the arguments; those of ``IndexClient``.
     """
-    if sum(given is not None for given in (token_ids, hashes, text, chat)) != 1:
-        raise ConfigError("give the prompt as --token-ids, --hashes, --text or --chat FILE, and only once")
-    if (lora_name is None) != (lora_path is None):
-        raise ConfigError("--lora-name and --lora-path go together: both are in the hash")
-    if hashes is not None and (lora_name is not None or cache_salt is not None):
-        raise ConfigError("--hashes: an adapter and a salt are in the hashes already")
-    fields: PromptFields = {"tenant": tenant, "workers": workers}
-    if hashes is None:
-        if lora_name is not None and lora_path is not None:
-            fields["lora"] = (lora_name, lora_path)
-        fields["cache_salt"] = cache_salt
-    if token_ids is not None:
-        fields["token_ids"] = read_numbers(token_ids, "--token-ids", "token id", MAX_U32)
-    elif hashes is not None:
-        numbers = read_numbers(hashes, "--hashes", "block hash", MAX_U64)
-        fields["hashes64"] = struct.pack(f"<{len(numbers)}Q", *numbers)
-    elif text is not None:
-        fields["text"] = _text(text, "--text")
-    else:
-        assert chat is not None
-        fields["chat"] = read_chat(chat, "--chat")
-    prompt = Prompt(model, **fields)
-    with index.open(timeout_s) as client:
-        if route:
+    prompt = _prompt(options)
+    asked = {"model": options.model, "tenant": options.tenant}
+    with index.open(options.timeout) as client:
+        if options.route:
             ranking = client.route(prompt)
-            if as_json:
-                picks = [_pick_json(pick) for pick in ranking.picks]
-                print(json.dumps({"model": model, "tenant": tenant, "picks": picks}))
+            if options.as_json:
+                print(json.dumps(asked | {"picks": [_pick_json(pick) for pick in ranking.picks]}))
             else:
-                _print_ranking(model, ranking)
+                _print_ranking(options.model, ranking)
             return
         answer = client.lookup(prompt)
     rows = sorted(answer, key=lambda row: (-row.device_blocks, -row.local_blocks, -row.pool_blocks, *row[:2]))
-    if as_json:
-        print(json.dumps({"model": model, "tenant": tenant, "rows": [row._asdict() for row in rows]}))
+    if options.as_json:
+        print(json.dumps(asked | {"rows": [row._asdict() for row in rows]}))
     else:
-        _print(model, rows, answer, most)
+        _print(options.model, rows, answer, options.most)
 
 
-def read_chat(source: str, option: str) -> Chat:
+def _prompt(of: LookupOptions) -> Prompt:
+    if sum(given is not None for given in (of.token_ids, of.hashes, of.text, of.chat)) != 1:
+        raise ConfigError("give the prompt as --token-ids, --hashes, --text or --chat FILE, and only once")
+    if (of.lora_name is None) != (of.lora_path is None):
+        raise ConfigError("--lora-name and --lora-path go together: both are in the hash")
+    if of.hashes is not None and (of.lora_name is not None or of.cache_salt is not None):
+        raise ConfigError("--hashes: an adapter and a salt are in the hashes already")
+    fields: PromptFields = {"tenant": of.tenant, "workers": of.worker or None, "cache_salt": of.cache_salt}
+    if of.lora_name is not None and of.lora_path is not None:
+        fields["lora"] = (of.lora_name, of.lora_path)
+    if of.token_ids is not None:
+        fields["token_ids"] = read_numbers(of.token_ids, "--token-ids", "token id", MAX_U32)
+    elif of.hashes is not None:
+        numbers = read_numbers(of.hashes, "--hashes", "block hash", MAX_U64)
+        fields["hashes64"] = struct.pack(f"<{len(numbers)}Q", *numbers)
+    elif of.text is not None:
+        fields["text"] = _text(of.text, "--text")
+    elif of.chat is not None:
+        fields["chat"] = _chat(of.chat, "--chat")
+    return Prompt(of.model, **fields)
+
+
+def _chat(source: str, option: str) -> Chat:
     """The chat in a file; ``-``: standard input. Blocking. Errors: ``ConfigError``."""
     text = _text(source, option)
     try:
@@ -188,7 +174,7 @@ def _hint(item: object, most: int) -> str:
 def _print(model: str, rows: Sequence[Row], answer: Lookup, most: int) -> None:
     out = console()
     if not rows:
-        show(out, f'no worker of model "{model}" that was asked about is there now')
+        show(out, _NOBODY.format(model))
         return
     if not any(answer.prompt_blocks):
         tokens = min(answer.block_tokens, default=0)
@@ -202,29 +188,29 @@ def _print(model: str, rows: Sequence[Row], answer: Lookup, most: int) -> None:
         f"worker, {marks[2]} in the pool",
     )
     shown = rows[: most or None]
-    table, missing = fitted(_columns(rows, shown, marks), out.width)
-    show(out, table)
-    if left := rows[len(shown) :]:
-        show(out, _summary(left))
-    if missing:
-        show(out, left_out(missing))
+    table, *missing = fitted(_columns(rows, shown, marks), out.width)
+    summary = [_summary(left)] if (left := rows[len(shown) :]) else []
+    show(out, table, *summary, *missing)
+
+
+def _named(rows: Sequence[Row | Pick]) -> list[str]:
+    """Their workers' names, with the rank where one has several."""
+    several = len({row.worker for row in rows}) != len(rows)
+    return [f"{row.worker} rank {row.dp_rank}" if several else row.worker for row in rows]
 
 
 def _columns(rows: Sequence[Row], shown: Sequence[Row], marks: str) -> list[Column]:
     """Blocks and trust stay on a narrow screen."""
-    several = len({row.worker for row in rows}) != len(rows)
     columns = [
         Column("worker", left=True), Column("leading blocks", drop=2, left=True), Column("device"), Column("local"),
         Column("pool"), Column("loadable", drop=1), Column("sequence", drop=4), Column("age", drop=3),
         Column("state", left=True),
     ]  # fmt: skip
-    for row in shown:
-        cells = (
-            f"{row.worker} rank {row.dp_rank}" if several else row.worker, _bar(row, marks), str(row.device_blocks),
-            str(row.local_blocks), str(row.pool_blocks), str(row.loadable_blocks), str(row.sequence),
-            f"{row.staleness_ms / 1000:.1f} s", "stale" if row.stale else "ok",
+    for row, name in zip(shown, _named(rows), strict=False):
+        add_row(
+            columns, name, _bar(row, marks), row.device_blocks, row.local_blocks, row.pool_blocks, row.loadable_blocks,
+            row.sequence, f"{row.staleness_ms / 1000:.1f} s", "stale" if row.stale else "ok",
         )  # fmt: skip
-        add_row(columns, *cells)
     # For most prompts it is the larger of local and pool.
     if not any(row.loadable_blocks > max(row.local_blocks, row.pool_blocks) for row in rows):
         columns = [column for column in columns if column.name != "loadable"]
@@ -253,29 +239,26 @@ def _print_ranking(model: str, ranking: Ranking) -> None:
     """Cost, blocks and trust stay on a narrow screen."""
     out = console()
     if not ranking.picks:
-        show(out, f'no worker of model "{model}" that was asked about is there now')
+        show(out, _NOBODY.format(model))
         return
-    several = len({pick.worker for pick in ranking.picks}) != len(ranking.picks)
     columns = [
         Column("worker", left=True), Column("cost"), Column("prefill", drop=1), Column("fetch", drop=2),
         Column("queue", drop=3), Column("held"), Column("run", drop=5), Column("wait", drop=4),
         Column("trust", left=True),
     ]  # fmt: skip
-    for pick in ranking.picks:
+    for pick, name in zip(ranking.picks, _named(ranking.picks), strict=True):
         row, known = pick.row, pick.load_source != "none"
-        cells = (
-            f"{pick.worker} rank {pick.dp_rank}" if several else pick.worker,
-            *map(str, (pick.cost, pick.prefill_cost, pick.fetch_cost, pick.queue_cost)),
-            f"{row.device_blocks}/{row.local_blocks}/{row.loadable_blocks}",
-            str(pick.running) if known else "?",
-            str(pick.waiting) if known else "?",
+        add_row(
+            columns, name, pick.cost, pick.prefill_cost, pick.fetch_cost, pick.queue_cost,
+            f"{row.device_blocks}/{row.local_blocks}/{row.loadable_blocks}", pick.running if known else "?",
+            pick.waiting if known else "?",
             "unreachable" if pick.unreachable else "asleep" if pick.asleep else pick.trust,
-        )
-        add_row(columns, *cells)
-    table, missing = fitted(columns, out.width)
-    show(out, "cost = prefill + fetch + queue, in tokens; held: device/local/loadable blocks", table)
-    if missing:
-        show(out, left_out(missing))
+        )  # fmt: skip
+    show(
+        out,
+        "cost = prefill + fetch + queue, in tokens; held: device/local/loadable blocks",
+        *fitted(columns, out.width),
+    )
 
 
 def _pick_json(pick: Pick) -> dict[str, Any]:

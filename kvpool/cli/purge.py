@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 
-from kvpool.cli.tables import Column, add_row, console, fitted, show
+from kvpool.cli.settings import PurgeOptions
+from kvpool.cli.tables import Column, add_row, console, fitted, progress_bar, show
 from kvpool.discovery.facts import announced_namespaces
 from kvpool.errors import ConfigError, KVPoolError, StoreUnavailable
 from kvpool.key.key import KEY_PREFIX, namespace_prefix, parse_key, tenant_of, tenant_prefix
@@ -64,14 +64,14 @@ class Plan:
         )
 
 
-def run_purge(
-    *, pool: str, tenant: str | None, namespace: str | None, everything: bool, yes: bool, as_json: bool
-) -> None:
+def run_purge(options: PurgeOptions) -> None:
     """Scan, ask, delete; prints a table, or JSON at the end.
 
     Blocking, for two scans of the pool. Errors: ``ConfigError`` for the arguments, and without a terminal to
     ask; ``NothingThere``; ``StoreUnavailable``; ``typer.Abort`` for "no".
     """
+    tenant, namespace, everything = options.tenant, options.namespace, options.everything
+    pool, yes, as_json = redact(options.pool), options.yes, options.as_json
     if everything == (tenant is not None or namespace is not None):
         raise ConfigError(
             "say what to delete: --tenant T, --namespace HEX (of one --tenant T), or --everything"
@@ -80,22 +80,22 @@ def run_purge(
         raise ConfigError(f'--namespace "{namespace}": write 8 to 32 lowercase hex digits')
     within = KEY_PREFIX if tenant is None else tenant_prefix(tenant)
     shown = console(stderr=as_json)
-    with _advised(), open_for_inspection(pool) as store:
+    with _advised(), open_for_inspection(options.pool) as store:
         parts, announced = _survey(store, within)
         plan = _plan(within, parts, announced, namespace)
         if not plan.parts and not plan.announcements and not everything:
-            raise NothingThere(f"{redact(pool)}: {_not_there(store, tenant, namespace, parts)}")
+            raise NothingThere(f"{pool}: {_not_there(store, tenant, namespace, parts)}")
         if not yes and not sys.stdin.isatty():
             raise ConfigError(
-                f"{redact(pool)}: would delete {plan}; there is no terminal to ask on: add --yes to do it"
+                f"{pool}: would delete {plan}; there is no terminal to ask on: add --yes to do it"
             )
         if not (yes and as_json):
-            _print(plan, redact(pool), shown)
+            _print(plan, pool, shown)
         if not yes:
             typer.confirm("Delete this?", abort=True, err=as_json)
         blocks, announcements = _delete(store, plan)
     if as_json:
-        report = {"pool": redact(pool), "namespaces": [asdict(part) for part in plan.parts]}
+        report = {"pool": pool, "namespaces": [asdict(part) for part in plan.parts]}
         print(json.dumps(report | {"deleted_blocks": blocks, "deleted_announcements": announcements}))
     else:
         shown.print(
@@ -108,7 +108,7 @@ def _survey(store: Store, within: str) -> tuple[list[Part], set[str]]:
     """Contents of the prefix ``within``: namespaces, some with facts and no block; keys of announcements."""
     found: dict[tuple[str, str], Part] = {}
     announced = set(store.announcements(within))
-    with _progress() as progress:
+    with progress_bar() as progress:
         task = progress.add_task("looking", total=None)
         for batch in store.scan(within):
             for key, nbytes in batch:
@@ -153,7 +153,7 @@ def _not_there(store: Store, tenant: str | None, namespace: str | None, parts: l
 def _delete(store: Store, plan: Plan) -> tuple[int, int]:
     """Deleted (blocks, announcements). Announcements last: after an interruption the rest is still visible."""
     blocks = 0
-    with _progress() as progress:
+    with progress_bar() as progress:
         task = progress.add_task("deleting", total=plan.blocks)
         for prefix in plan.prefixes:
             for batch in store.scan(prefix):
@@ -175,13 +175,6 @@ def _advised() -> Iterator[None]:
         ) from error
 
 
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        yield progress
-
-
 def _print(plan: Plan, pool: str, out: Console) -> None:
     columns = [
         Column("tenant", left=True), Column("namespace", left=True), Column("model", wraps=True), Column("blocks"),
@@ -197,7 +190,7 @@ def _print(plan: Plan, pool: str, out: Console) -> None:
         add_row(columns, *row)
     show(out, f"{pool}: to be deleted")
     if rows:
-        show(out, fitted(columns, out.width)[0])
+        show(out, *fitted(columns, out.width))
     show(out, f"In all: {plan}.")
 
 

@@ -1,22 +1,39 @@
-"""Settings of ``kvpool index`` and ``kvpool router``: each declares its options once.
-
-A field is an option: ``max_blocks`` is ``--max-blocks``.
-"""
+"""Settings of each command: a field declares its option, once."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
-import typer
-
-from kvpool.cli.commands.options import is_address, is_size
+from kvpool.cli.options import (
+    ACCESS,
+    Index,
+    IndexConnection,
+    Json,
+    TlsCa,
+    TlsCert,
+    TlsKey,
+    TokenFile,
+    flag,
+    is_address,
+    is_size,
+    option,
+)
 
 # The groups of options in --help.
 ADDRESSES, WORKERS, PLACING = "Addresses", "Pool and workers", "Placing requests"
 MEMORY, LIFE, SECURITY = "Memory and limits", "Start and end", "TLS and tokens"
 LOGS = "Logs and traces"
+PROMPT = "Prompt, in one of four forms"
+ANSWER = "Answer"
+PARTS = "What is examined"
+ORDERS = ("name", "device", "host", "disk", "batches", "lag", "gaps", "resets")
+
+
+def orders() -> list[str]:
+    """For completion; a lambda in an annotation would not see this module's names."""
+    return list(ORDERS)
 
 
 class LogLevel(str, Enum):
@@ -31,16 +48,8 @@ class LogFormat(str, Enum):
     JSON = "json"
 
 
-def _option(panel: str, metavar: str | None, text: str, **more: Any) -> Any:
-    return typer.Option(metavar=metavar, help=text, rich_help_panel=panel, **more)
-
-
-def _flag(panel: str, name: str, text: str) -> Any:
-    return typer.Option(name, metavar="", help=text, rich_help_panel=panel)
-
-
 # fmt: off
-PlaceTimeout = Annotated[float, _option(PLACING, "SECONDS",
+PlaceTimeout = Annotated[float, option(PLACING, "SECONDS",
         "Longest time to find out the tokens of a request's prompt; then it is placed by load alone. With Envoy: "
         "less than its message_timeout, which is 0.2 s unless it is set.", min=0.001, max=60)]
 
@@ -48,79 +57,79 @@ PlaceTimeout = Annotated[float, _option(PLACING, "SECONDS",
 @dataclass(frozen=True, kw_only=True)
 class FleetSettings:
     listen: str
-    pool: Annotated[str | None, _option(WORKERS, "URL",
+    pool: Annotated[str | None, option(WORKERS, "URL",
         "The pool whose workers are followed, such as valkey://HOST:6379. A URL with a password belongs in the "
         "variable: every user of the host can read a process's arguments. Without it: only the workers of --worker.",
         envvar="KVPOOL_POOL")] = None
-    pool_keys_per_s: Annotated[int, _option(WORKERS, "KEYS",
+    pool_keys_per_s: Annotated[int, option(WORKERS, "KEYS",
         "Keys of the pool that are checked in a second, to see what it has lost.", min=1, max=10_000_000)] = 20_000
-    worker: Annotated[list[str], _option(WORKERS, "NAME=URL,...",
+    worker: Annotated[list[str], option(WORKERS, "NAME=URL,...",
         "A worker that does not announce itself in the pool, such as a stock vLLM: NAME=tcp://HOST:PORT, where its KV "
         "events are, then ,model=MODEL and ,block=TOKENS of a block; once for each. Also: ,address=http://HOST:PORT, "
         "where it serves requests (to send some there), ,replay=tcp://HOST:PORT ,tenant=TENANT ,hash=ALGORITHM and "
         ",ranks=COUNT (data-parallel ones).")] = field(default_factory=list)
-    worker_networks: Annotated[list[str], _option(WORKERS, "CIDR,...",
+    worker_networks: Annotated[list[str], option(WORKERS, "CIDR,...",
         "Where workers that announce themselves may be, such as 10.0.0.0/8, and ipc for Unix sockets. With TENANT=, "
         "such as team=10.1.0.0/16: this tenant's are there alone, and no other's. Can be given several times. "
         "Without it: everywhere but on this host and its link; on this host, too, when --listen is loopback."
     )] = field(default_factory=list)
-    max_blocks: Annotated[int, _option(MEMORY, "BLOCKS",
+    max_blocks: Annotated[int, option(MEMORY, "BLOCKS",
         "Most distinct blocks that are known of each model; each takes 17 to 30 bytes.", min=1, max=1 << 32)] = 1 << 27
-    no_reuse_reports: Annotated[bool, _flag(WORKERS, "--no-reuse-reports",
+    no_reuse_reports: Annotated[bool, flag(WORKERS, "--no-reuse-reports",
         "No request sets vLLM's kv_cache_report_mode to full: the index is then exact about copies and sliding "
         "windows.")] = False
-    max_memory: Annotated[str | None, _option(MEMORY, "SIZE",
+    max_memory: Annotated[str | None, option(MEMORY, "SIZE",
         "Memory limit, such as 2GiB: three quarters for the tables of all models (when full, blocks that are seldom "
         "asked for are forgotten), one quarter for batches, requests and snapshots. Default: no limit for tables and "
         "snapshots, 1 GiB for the rest.", callback=is_size)] = None
-    metrics: Annotated[str | None, _option(ADDRESSES, "HOST:PORT",
+    metrics: Annotated[str | None, option(ADDRESSES, "HOST:PORT",
         "Where to show Prometheus metrics, at /metrics. Without it: nowhere.", callback=is_address)] = None
-    http: Annotated[str | None, _option(ADDRESSES, "HOST:PORT",
+    http: Annotated[str | None, option(ADDRESSES, "HOST:PORT",
         "Where to show the status page (/status), and to answer Lookup and Route in JSON (/v1/lookup, /v1/route).",
         callback=is_address)] = None
-    no_place_headers: Annotated[bool, _flag(PLACING, "--no-place-headers",
+    no_place_headers: Annotated[bool, flag(PLACING, "--no-place-headers",
         "Leave out the x-kvpool-... headers of requests and responses, which say which worker was chosen, and why: "
         "where callers must not see the names of workers.")] = False
-    max_waiting: Annotated[int | None, _option(PLACING, "REQUESTS",
+    max_waiting: Annotated[int | None, option(PLACING, "REQUESTS",
         "A worker with so many requests waiting gets no more; where all have as many, the answer is 429. Without it: "
         "no limit.", min=1)] = None
-    snapshot: Annotated[str | None, _option(LIFE, "FILE",
+    snapshot: Annotated[str | None, option(LIFE, "FILE",
         "Keep what is known in this file, and begin with it at the next start. Without it: begin with nothing."
     )] = None
-    snapshot_every: Annotated[float, _option(LIFE, "SECONDS",
+    snapshot_every: Annotated[float, option(LIFE, "SECONDS",
         "How often --snapshot is written.", min=0.1, max=86400)] = 60.0
-    bootstrap: Annotated[str | None, _option(LIFE, "HOST:PORT",
+    bootstrap: Annotated[str | None, option(LIFE, "HOST:PORT",
         "Begin with what the index there knows (its --listen, or a router's --grpc); if it does not answer, with "
         "--snapshot.", callback=is_address)] = None
-    warm_up: Annotated[float, _option(LIFE, "SECONDS",
+    warm_up: Annotated[float, option(LIFE, "SECONDS",
         "After the start, health says no until all workers and the pool have been read, at most this long.",
         min=0, max=86400)] = 15.0
-    tokenizer: Annotated[list[str], _option(PLACING, "MODEL=FOLDER",
+    tokenizer: Annotated[list[str], option(PLACING, "MODEL=FOLDER",
         "Make the tokens of this model's texts and chats here, with the tokenizer of the folder, or of that name on "
         "the Hugging Face hub; once for each model. Without it: requests are placed by what a worker's /render says, "
         "and lookups need tokens.")] = field(default_factory=list)
-    no_scrape: Annotated[bool, _flag(PLACING, "--no-scrape",
+    no_scrape: Annotated[bool, flag(PLACING, "--no-scrape",
         "Do not read the workers' metrics for their load.")] = False
-    route_cost: Annotated[list[str], _option(PLACING, "NAME=NUMBER",
+    route_cost: Annotated[list[str], option(PLACING, "NAME=NUMBER",
         "A coefficient by which workers are ranked, in prompt tokens to compute, for engines that differ from the "
         "defaults; once for each. Default: local 0.05, pool (measured, else 0.2), waiting (measured, else 1024), "
         "running 64, usage 1024; and speed, prompt tokens that a worker computes in a second, 8000."
     )] = field(default_factory=list)
-    tls_cert: Annotated[str | None, _option(SECURITY, "FILE",
+    tls_cert: Annotated[str | None, option(SECURITY, "FILE",
         "Serve TLS with this certificate and its chain, PEM; goes with --tls-key.")] = None
-    tls_key: Annotated[str | None, _option(SECURITY, "FILE",
+    tls_key: Annotated[str | None, option(SECURITY, "FILE",
         "The private key of --tls-cert, PEM.")] = None
-    worker_ca: Annotated[str | None, _option(SECURITY, "FILE",
+    worker_ca: Annotated[str | None, option(SECURITY, "FILE",
         "The authority that certificates of workers at https:// are of, PEM. Without it: those of the system.")] = None
-    drain: Annotated[float, _option(LIFE, "SECONDS",
+    drain: Annotated[float, option(LIFE, "SECONDS",
         "After SIGTERM, how long requests are still answered while health says no, so that callers go elsewhere; a "
         "second SIGTERM ends it.", min=0, max=3600)] = 5.0
-    traces: Annotated[str | None, _option(LOGS, "URL",
+    traces: Annotated[str | None, option(LOGS, "URL",
         "An OpenTelemetry collector, such as http://otel:4318 (OTLP over HTTP). It gets spans of requests whose "
         "traceparent says that they are sampled. Needs the extra trace. Without it: nowhere.")] = None
-    log_level: Annotated[LogLevel, _option(LOGS, None,
+    log_level: Annotated[LogLevel, option(LOGS, None,
         "Lowest level that is logged, to standard error.")] = LogLevel.INFO
-    log_format: Annotated[LogFormat, _option(LOGS, None,
+    log_format: Annotated[LogFormat, option(LOGS, None,
         "Log format: text, or json (one object a line).")] = LogFormat.TEXT
 
 
@@ -130,30 +139,30 @@ class IndexSettings(FleetSettings):
     finish: ClassVar[float] = 0.0
     response_timeout: ClassVar[float] = 600.0
     place_timeout: PlaceTimeout = 0.15
-    listen: Annotated[str, _option(ADDRESSES, "HOST:PORT",
+    listen: Annotated[str, option(ADDRESSES, "HOST:PORT",
         "Where to serve gRPC; port 0: any that is free.", callback=is_address)] = "127.0.0.1:50051"
-    tenant: Annotated[list[str], _option(WORKERS, "TENANT",
+    tenant: Annotated[list[str], option(WORKERS, "TENANT",
         "Follow only this tenant's workers in the pool; once for each tenant. Default: all tenants in the pool's "
         "list. A tenant whose pool user has rights to its own keys only is not in that list: name it here."
     )] = field(default_factory=list)
-    ext_proc: Annotated[str | None, _option(ADDRESSES, "HOST:PORT",
+    ext_proc: Annotated[str | None, option(ADDRESSES, "HOST:PORT",
         "Where to be Envoy's endpoint picker (ext_proc): it asks there where to send each request. With TLS and "
         "tokens as --listen; deploy/envoy.yaml is for it.", callback=is_address)] = None
-    place_endpoints: Annotated[int, _option(PLACING, "COUNT",
+    place_endpoints: Annotated[int, option(PLACING, "COUNT",
         "Workers named for a request, best first, for the proxy to try in turn; 1 for a proxy that takes no list, "
         "such as an Envoy cluster of type ORIGINAL_DST.", min=1, max=4)] = 4
-    tenant_share: Annotated[float | None, _option(MEMORY, "SHARE",
+    tenant_share: Annotated[float | None, option(MEMORY, "SHARE",
         "Part of all workers, ranks, models and reservations that one tenant may have. Without it: 0.5 with "
         "--tokens, else 1.", min=0.001, max=1)] = None
-    tokens: Annotated[str | None, _option(SECURITY, "FILE",
+    tokens: Annotated[str | None, option(SECURITY, "FILE",
         "Callers need a token of this file; kvpool token makes entries. Without it every caller that reaches a port "
         "may ask.")] = None
-    tls_client_ca: Annotated[str | None, _option(SECURITY, "FILE",
+    tls_client_ca: Annotated[str | None, option(SECURITY, "FILE",
         "Callers need a certificate of this authority, PEM.")] = None
-    max_connection_age: Annotated[float, _option(LIFE, "SECONDS",
+    max_connection_age: Annotated[float, option(LIFE, "SECONDS",
         "Age at which connections over gRPC and HTTP are ended, so that callers spread over new replicas; 0: never.",
         min=0, max=86400)] = 1800.0
-    max_connection_grace: Annotated[float, _option(LIFE, "SECONDS",
+    max_connection_grace: Annotated[float, option(LIFE, "SECONDS",
         "How long streams of such a connection may still go on; 0: for as long as they like.", min=0, max=86400)] = 0.0
 
     @property
@@ -174,20 +183,20 @@ class RouterSettings(FleetSettings):
     max_connection_age: ClassVar[float] = 1800.0
     max_connection_grace: ClassVar[float] = 0.0
     place_timeout: PlaceTimeout = 1.0
-    listen: Annotated[str, _option(ADDRESSES, "HOST:PORT",
+    listen: Annotated[str, option(ADDRESSES, "HOST:PORT",
         "Where to take requests over HTTP; port 0: any that is free.", callback=is_address)] = "127.0.0.1:8080"
-    tenant: Annotated[str, _option(WORKERS, "TENANT",
+    tenant: Annotated[str, option(WORKERS, "TENANT",
         "Whose workers serve the requests; no others are followed.")] = "default"
-    grpc: Annotated[str | None, _option(ADDRESSES, "HOST:PORT",
+    grpc: Annotated[str | None, option(ADDRESSES, "HOST:PORT",
         "Where to answer over gRPC as kvpool index does: for kvpool top and lookup, and the --bootstrap of another "
         "router. Without it: nowhere.", callback=is_address)] = None
-    tokens: Annotated[str | None, _option(SECURITY, "FILE",
+    tokens: Annotated[str | None, option(SECURITY, "FILE",
         "Callers of --grpc and --http need a token of this file; kvpool token makes entries. Requests need none: "
         "workers check the keys of their callers.")] = None
-    response_timeout: Annotated[float, _option(PLACING, "SECONDS",
+    response_timeout: Annotated[float, option(PLACING, "SECONDS",
         "Longest silence of a worker; then the answer is 504, or a response that has begun is broken off.",
         min=0.1, max=86400)] = 600.0
-    finish: Annotated[float, _option(LIFE, "SECONDS",
+    finish: Annotated[float, option(LIFE, "SECONDS",
         "After --drain, how long requests under way may take to end; no new ones are taken then.",
         min=0, max=86400)] = 60.0
 
@@ -198,5 +207,99 @@ class RouterSettings(FleetSettings):
     @property
     def tenants(self) -> list[str]:
         return [self.tenant]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookupOptions:
+    model: Annotated[str, option(PROMPT, "MODEL", "The model, by the name that requests use.")]
+    token_ids: Annotated[str | None, option(PROMPT, "FILE",
+        "The prompt's token ids: JSON, or separated by spaces or commas; -: standard input.")] = None
+    hashes: Annotated[str | None, option(PROMPT, "FILE",
+        "The prompt's 64-bit block hashes, decimal or 0x...; -: standard input.")] = None
+    text: Annotated[str | None, option(PROMPT, "FILE",
+        "The prompt's text, for an index with a --tokenizer; -: standard input.")] = None
+    chat: Annotated[str | None, option(PROMPT, "FILE",
+        "The prompt as a chat: JSON, messages or the body of a request for /v1/chat/completions; -: standard "
+        "input.")] = None
+    lora_name: Annotated[str | None, option(PROMPT, "NAME",
+        "Name of the request's LoRA adapter; needs --lora-path.")] = None
+    lora_path: Annotated[str | None, option(PROMPT, "PATH", "Path of the adapter, as on its worker.")] = None
+    cache_salt: Annotated[str | None, option(PROMPT, "SALT", "The request's cache_salt.")] = None
+    tenant: Annotated[str, option(ANSWER, "TENANT", "Whose workers are asked about.")] = "default"
+    worker: Annotated[list[str], option(ANSWER, "NAME",
+        "Only this worker; once for each. Without it: all of the model.")] = field(default_factory=list)
+    route: Annotated[bool, flag(ANSWER, "--route", "Rank the workers by what the prompt would cost, and say why.")] = (
+        False)
+    most: Annotated[int, option(ANSWER, "ROWS", "Most rows of the table; 0: all. JSON always has all.", min=0)] = 40
+    as_json: Json = False
+    index: Index = "127.0.0.1:50051"
+    timeout: Annotated[float, option(ACCESS, "SECONDS", "Longest wait for the answer.", min=0.001, max=3600)] = 5.0
+    token_file: TokenFile = None
+    tls_ca: TlsCa = None
+    tls_cert: TlsCert = None
+    tls_key: TlsKey = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopOptions:
+    tenant: Annotated[str | None, option(ANSWER, "TENANT", "Only workers of this tenant. Without it: all.")] = None
+    model: Annotated[str | None, option(ANSWER, "MODEL", "Only workers of this model. Without it: all.")] = None
+    sort: Annotated[str, option(ANSWER, "COLUMN", f"Order of the rows: {', '.join(ORDERS[:-1])} or {ORDERS[-1]}.",
+        autocompletion=orders)] = "name"
+    most: Annotated[int, option(ANSWER, "ROWS",
+        "Most rows of a table that is not live; 0: all. JSON always has all.", min=0)] = 0
+    interval: Annotated[float, option(ANSWER, "SECONDS", "Time between two looks.", min=0.2, max=3600)] = 2.0
+    once: Annotated[bool, flag(ANSWER, "--once", "Look once, and exit.")] = False
+    as_json: Annotated[bool, flag(None, "--json", "Print one JSON object a look instead of tables, of a failure too.")
+        ] = False
+    index: Index = "127.0.0.1:50051"
+    token_file: TokenFile = None
+    tls_ca: TlsCa = None
+    tls_cert: TlsCert = None
+    tls_key: TlsKey = None
+
+
+PoolURL = Annotated[str | None, option(None, "URL",
+    "The pool, which gets batches under keys of their own and loses them again. Without it: a directory in "
+    "shared memory.", envvar="KVPOOL_POOL")]
+Rounds = Annotated[int, option(None, "COUNT", "Interleaved rounds; the median counts.", min=1, max=10_000)]
+BatchBytes = Annotated[str, option(None, "SIZE",
+    "Bytes of a batch, such as 64MiB, of whatever size its values are.", callback=is_size)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions:
+    pool: Annotated[str | None, option(PARTS, "URL",
+        "The pool, its servers and settings, and the workers that announce themselves there.",
+        envvar="KVPOOL_POOL")] = None
+    index: Annotated[list[str], option(PARTS, "HOST:PORT",
+        "An index; once for each of its replicas, to compare them.", envvar="KVPOOL_INDEX",
+        callback=is_address)] = field(default_factory=list)
+    front: Annotated[list[str], option(PARTS, "URL",
+        "Where requests are sent, such as http://HOST:8080: Envoy, a gateway or kvpool router; once for each."
+        )] = field(default_factory=list)
+    picker: Annotated[list[str], option(PARTS, "HOST:PORT",
+        "An index's --ext-proc, which Envoy asks; once for each.", callback=is_address)] = field(default_factory=list)
+    tenant: Annotated[str, option(PARTS, "TENANT", "Whose part of the pool.")] = "default"
+    token_file: TokenFile = None
+    tls_ca: TlsCa = None
+    tls_cert: TlsCert = None
+    tls_key: TlsKey = None
+    as_json: Json = False
+
+    def connections(self, targets: list[str]) -> list[IndexConnection]:
+        ways = (self.token_file, self.tls_ca, self.tls_cert, self.tls_key)
+        return [IndexConnection(target, *ways) for target in targets]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PurgeOptions:
+    pool: Annotated[str, option(None, "URL", "The pool to delete from.", envvar="KVPOOL_POOL")]
+    tenant: Annotated[str | None, option(None, "TENANT", "Delete all that this tenant has.")] = None
+    namespace: Annotated[str | None, option(None, "HEX",
+        "Delete this namespace; its first 8 digits do, 32 are all of them.")] = None
+    everything: Annotated[bool, flag(None, "--everything", "Delete all blocks of all tenants.")] = False
+    yes: Annotated[bool, flag(None, "--yes", "Do not ask. Needed where there is no terminal.")] = False
+    as_json: Json = False
 
 # fmt: on

@@ -6,13 +6,14 @@ Rich takes 80 columns for a pipe and cuts the rest. A table for a program or ``g
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.measure import Measurement
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
@@ -48,18 +49,19 @@ def console(*, stderr: bool = False) -> Console:
     return made
 
 
+def progress_bar() -> Progress:
+    """On standard error, while that is a terminal."""
+    out = Console(stderr=True)
+    return Progress(console=out, transient=True, disable=not out.is_terminal)
+
+
 def add_row(columns: Sequence[Column], *cells: object) -> None:
     for column, cell in zip(columns, cells, strict=True):
         column.cells.append(str(cell))
 
 
-def fitted(
-    columns: Sequence[Column], width: int, *, title: str | None = None, styles: Iterable[str] = ()
-) -> tuple[Table, list[str]]:
-    """A table of at most ``width`` columns, and the names of those left out.
-
-    ``styles``: of its rows, in their order; empty: none.
-    """
+def fitted(columns: Sequence[Column], width: int) -> list[RenderableType]:
+    """A table of at most ``width`` columns, and a line that names those left out, if any."""
     kept = list(columns)
     while len(kept) > 1 and _taken(kept) > width:
         least = max(kept, key=lambda one: one.drop)
@@ -67,42 +69,27 @@ def fitted(
             break
         kept.remove(least)
     over = max(0, _taken(kept) - width)
-    table = Table(
-        title=title,
-        title_justify="left",
-        box=SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for number, one in enumerate(kept):
         folds = one.wraps or number == 0
+        least_width = min(one.width, 12) if number == 0 else max(LEAST, one.width - over)
         table.add_column(
             one.name,
             justify="left" if one.left or one.wraps else "right",
             no_wrap=not folds,
             overflow="fold",
-            min_width=min(one.width, 12)
-            if number == 0
-            else max(LEAST, one.width - over)
-            if folds
-            else one.width,
+            min_width=least_width if folds else one.width,
         )
-    given = iter(styles)
     for cells in zip(*(one.cells for one in kept), strict=True):
-        table.add_row(*map(Text, cells), style=next(given, "") or None)
+        table.add_row(*map(Text, cells))
     names = {one.name for one in kept}
-    return table, [one.name for one in columns if one.name not in names]
+    missing = [one.name for one in columns if one.name not in names]
+    return [table, Text(f"no room for {', '.join(missing)}; --json has all")] if missing else [table]
 
 
 def _taken(columns: Sequence[Column]) -> int:
     """Of them, with two between each."""
     return sum(one.width + 2 for one in columns) - 2
-
-
-def left_out(names: Sequence[str]) -> str:
-    """A line that names left-out columns; empty: none."""
-    return f"no room for {', '.join(names)}; --json has all" if names else ""
 
 
 def show(out: Console, *parts: RenderableType) -> None:

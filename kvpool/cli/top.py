@@ -14,9 +14,10 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from kvpool.cli.commands.options import IndexConnection
 from kvpool.cli.exits import code_of, error_object, in_options
-from kvpool.cli.tables import Column, add_row, console, fitted, left_out, show
+from kvpool.cli.options import IndexConnection
+from kvpool.cli.settings import TopOptions
+from kvpool.cli.tables import Column, add_row, console, fitted, show
 from kvpool.errors import ConfigError, IndexUnavailable
 from kvpool.index.answer import FleetStatus, IndexStatus, PublisherStatus, WorkerStatus
 from kvpool.index.client.client import IndexClient
@@ -25,7 +26,7 @@ from kvpool.text import counted, unknown
 TIMEOUT_S = 5.0
 
 
-class Row(NamedTuple):
+class RankRow(NamedTuple):
     """One rank of one worker, as shown. ``batches_per_s``: None: no former value."""
 
     tenant: str
@@ -68,7 +69,7 @@ class Look(NamedTuple):
     status: FleetStatus
 
 
-SORTS: dict[str, Callable[[Row], float]] = {
+SORTS: dict[str, Callable[[RankRow], float]] = {
     "name": lambda row: 0,
     "device": lambda row: -row.device_blocks,
     "host": lambda row: -row.host_blocks,
@@ -80,50 +81,40 @@ SORTS: dict[str, Callable[[Row], float]] = {
 }
 
 
-def run_top(
-    *,
-    index: IndexConnection,
-    tenant: str | None,
-    model: str | None,
-    sort: str,
-    most: int,
-    interval_s: float,
-    once: bool,
-    as_json: bool,
-) -> None:
+def run_top(options: TopOptions, index: IndexConnection) -> None:
     """Show until Ctrl-C, or once. An unreachable index is retried, but not with ``once``.
 
     Errors: ``ConfigError`` for the arguments; with ``once`` those of ``IndexClient``.
     """
-    if sort not in SORTS:
-        raise ConfigError(f"--sort: {unknown('order', sort, SORTS)}")
+    if options.sort not in SORTS:
+        raise ConfigError(f"--sort: {unknown('order', options.sort, SORTS)}")
     out = console()
     try:
         with index.open(TIMEOUT_S) as client:
-            watch = _Watch(client, tenant, model, sort)
-            if once:
+            watch = _Watch(client, options)
+            if options.once:
                 watch.look()
-                _print(out, watch, most, as_json)
-            elif as_json or not out.is_terminal:
+                _print(out, watch)
+            elif options.as_json or not out.is_terminal:
                 while True:
                     watch.try_to_look()
-                    _print(out, watch, most, as_json)
-                    time.sleep(interval_s)
+                    _print(out, watch)
+                    time.sleep(options.interval)
             else:
                 with Live(console=out, auto_refresh=False, vertical_overflow="crop") as live:
                     while True:
                         watch.try_to_look()
                         live.update(_fitted_to(out, watch), refresh=True)
-                        time.sleep(interval_s)
+                        time.sleep(options.interval)
     except (KeyboardInterrupt, BrokenPipeError):  # the watcher, or a pipe's reader, has gone
         return
 
 
-def _print(out: Console, watch: _Watch, most: int, as_json: bool) -> None:
-    if as_json:
+def _print(out: Console, watch: _Watch) -> None:
+    if watch.options.as_json:
         print(json.dumps(watch.as_json()), flush=True)
     else:
-        show(out, *watch.parts(out.width, most))
+        show(out, *watch.parts(out.width, watch.options.most))
 
 
 def _fitted_to(out: Console, watch: _Watch) -> Group:
@@ -136,14 +127,14 @@ def _fitted_to(out: Console, watch: _Watch) -> Group:
 class _Watch:
     """The last two states of an index, and why no later came."""
 
-    def __init__(self, client: IndexClient, tenant: str | None, model: str | None, sort: str) -> None:
-        self._client, self._tenant, self._model, self._sort = client, tenant, model, sort
+    def __init__(self, client: IndexClient, options: TopOptions) -> None:
+        self._client, self.options = client, options
         self._before: Look | None = None
         self._now: Look | None = None
         self._away: IndexUnavailable | None = None
 
     def look(self) -> None:
-        status = self._client.status(tenant=self._tenant, model=self._model)
+        status = self._client.status(tenant=self.options.tenant, model=self.options.model)
         self._before, self._now, self._away = self._now, Look(time.monotonic(), status), None
 
     def try_to_look(self) -> None:
@@ -160,7 +151,7 @@ class _Watch:
         return {
             "index": {name: getattr(index, name) for name in IndexStatus.__dataclass_fields__}
             | rates_of(self._now, self._before)._asdict(),
-            "ranks": [row._asdict() for row in rows_of(self._now, self._before, self._sort)],
+            "ranks": [row._asdict() for row in rows_of(self._now, self._before, self.options.sort)],
         }
 
     def parts(self, width: int, most: int) -> list[RenderableType]:
@@ -170,22 +161,20 @@ class _Watch:
         if self._away is not None:  # first: the end of a long screen is cut off
             ago_s = time.monotonic() - self._now.at_s
             parts.append(Text(f"this is {ago_s:.0f} s old: {in_options(str(self._away))}; trying again"))
-        rows = rows_of(self._now, self._before, self._sort)
+        rows = rows_of(self._now, self._before, self.options.sort)
         parts += [Text(line) for line in _head(self._now, self._before, rows)]
         if not rows:
             parts.append(Text(self._no_rows()))
             return parts
-        table, missing = fitted(_columns(rows, most), width)
+        table, *missing = fitted(_columns(rows, most), width)
         parts.append(table)
         if most and len(rows) > most:
             stale = sum(row.stale and row.publishes for row in rows[most:])
             parts.append(Text(f"and {len(rows) - most} more ranks, {stale} of them stale"))
-        if missing:
-            parts.append(Text(left_out(missing)))
-        return parts
+        return parts + missing
 
     def _no_rows(self) -> str:
-        if self._tenant is not None or self._model is not None:
+        if self.options.tenant is not None or self.options.model is not None:
             return "no worker of this tenant and model: see without --tenant and --model who is there"
         return "no worker is in this index: it finds those that have started by its --pool, or names each with --worker"
 
@@ -193,7 +182,7 @@ class _Watch:
 # ---- from states to numbers
 
 
-def rows_of(now: Look, before: Look | None, sort: str) -> list[Row]:
+def rows_of(now: Look, before: Look | None, sort: str) -> list[RankRow]:
     """A row for each rank, in the order of ``SORTS``, then by tenant, name and rank."""
     known = {} if before is None else {
         _identity(status, rank): rank for status in before.status.workers for rank in status.publishers
@@ -208,7 +197,7 @@ def rows_of(now: Look, before: Look | None, sort: str) -> list[Row]:
                 rate = (rank.batches - last.batches) / max(now.at_s - before.at_s, 1e-9)
             worker = status.worker
             rows.append(
-                Row(
+                RankRow(
                     worker.tenant, worker.name, rank.dp_rank, worker.model, status.source, rank.device_blocks,
                     rank.host_blocks, rank.disk_blocks, rank.batches, rate, rank.staleness_ms, rank.stale,
                     rank.dp_rank in publishing, rank.gaps, rank.replays, rank.resets, rank.problem,
@@ -220,41 +209,30 @@ def rows_of(now: Look, before: Look | None, sort: str) -> list[Row]:
 
 def rates_of(now: Look, before: Look | None) -> Rates:
     """Of the time between two states; without requests since, of all time since the index's start."""
-    index = now.status.index
-    last = before.status.index if before is not None else None
+    index, start = now.status.index, IndexStatus()
+    last = start if before is None else before.status.index
+    passed_s = None
     # An index of an earlier version has no id, but the time since its start.
-    if (
-        before is None
-        or last is None
-        or last.instance_id != index.instance_id
-        or last.uptime_ms > index.uptime_ms
-    ):
-        return Rates(None, *_ratios(index, IndexStatus()), None, _placed_ratio(index, IndexStatus()))
-    passed_s = max(now.at_s - before.at_s, 1e-9)
-    since = last if index.prompt_blocks > last.prompt_blocks else IndexStatus()
-    placed_since = last if index.placed_prompt_blocks > last.placed_prompt_blocks else IndexStatus()
+    if before is not None and last.instance_id == index.instance_id and last.uptime_ms <= index.uptime_ms:
+        passed_s = max(now.at_s - before.at_s, 1e-9)
+
+    def per_s(name: str) -> float | None:
+        return None if passed_s is None else (getattr(index, name) - getattr(last, name)) / passed_s
+
+    def share(part: str, whole: str) -> float | None:
+        goes_on = passed_s is not None and getattr(index, whole) > getattr(last, whole)
+        since = last if goes_on else start
+        asked = getattr(index, whole) - getattr(since, whole)
+        return (getattr(index, part) - getattr(since, part)) / asked if asked > 0 else None
+
     return Rates(
-        (index.lookups - last.lookups) / passed_s,
-        *_ratios(index, since),
-        (index.placements - last.placements) / passed_s,
-        _placed_ratio(index, placed_since),
+        lookups_per_s=per_s("lookups"),
+        device_ratio=share("device_blocks", "prompt_blocks"),
+        local_ratio=share("local_blocks", "prompt_blocks"),
+        pool_ratio=share("pool_blocks", "prompt_blocks"),
+        placements_per_s=per_s("placements"),
+        placed_ratio=share("placed_matched_blocks", "placed_prompt_blocks"),
     )
-
-
-def _ratios(now: IndexStatus, since: IndexStatus) -> tuple[float | None, float | None, float | None]:
-    asked = now.prompt_blocks - since.prompt_blocks
-    if asked <= 0:
-        return None, None, None
-    return (
-        (now.device_blocks - since.device_blocks) / asked,
-        (now.local_blocks - since.local_blocks) / asked,
-        (now.pool_blocks - since.pool_blocks) / asked,
-    )
-
-
-def _placed_ratio(now: IndexStatus, since: IndexStatus) -> float | None:
-    placed = now.placed_prompt_blocks - since.placed_prompt_blocks
-    return (now.placed_matched_blocks - since.placed_matched_blocks) / placed if placed > 0 else None
 
 
 def _identity(status: WorkerStatus, rank: PublisherStatus) -> tuple[str, str, int]:
@@ -264,7 +242,7 @@ def _identity(status: WorkerStatus, rank: PublisherStatus) -> tuple[str, str, in
 # ---- from numbers to a screen
 
 
-def _head(now: Look, before: Look | None, rows: Sequence[Row]) -> list[str]:
+def _head(now: Look, before: Look | None, rows: Sequence[RankRow]) -> list[str]:
     status, index = now.status, now.status.index
     stale = sum(row.stale and row.publishes for row in rows)
     rates = rates_of(now, before)
@@ -300,7 +278,7 @@ def _share(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.1%}"
 
 
-def _columns(rows: Sequence[Row], most: int) -> list[Column]:
+def _columns(rows: Sequence[RankRow], most: int) -> list[Column]:
     """Columns of faults stay on a narrow screen, counts of mishaps go first."""
     tenants = len({row.tenant for row in rows}) > 1
     several = len({(row.tenant, row.worker) for row in rows}) != len(rows)
@@ -312,21 +290,16 @@ def _columns(rows: Sequence[Row], most: int) -> list[Column]:
     ]  # fmt: skip
     for row in rows[: most or None]:
         worker = f"{row.tenant}/{row.worker}" if tenants else row.worker
-        cells = (
-            f"{worker} rank {row.dp_rank}" if several else worker, _state(row),
-            str(row.device_blocks), str(row.host_blocks), str(row.disk_blocks),
-            "-" if row.batches_per_s is None else f"{row.batches_per_s:.1f}", _lag(row),
-            str(row.gaps), str(row.replays), str(row.resets), row.address, row.problem,
+        add_row(
+            columns, f"{worker} rank {row.dp_rank}" if several else worker, _state(row), row.device_blocks,
+            row.host_blocks, row.disk_blocks, "-" if row.batches_per_s is None else f"{row.batches_per_s:.1f}",
+            f"{row.staleness_ms / 1000:.1f} s" if row.publishes else "-", row.gaps, row.replays, row.resets,
+            row.address, row.problem,
         )  # fmt: skip
-        add_row(columns, *cells)
     return [column for column in columns if column.name not in ("address", "problem") or any(column.cells)]
 
 
-def _lag(row: Row) -> str:
-    return f"{row.staleness_ms / 1000:.1f} s" if row.publishes else "-"
-
-
-def _state(row: Row) -> str:
+def _state(row: RankRow) -> str:
     if not row.publishes:
         return "no events"
     return "stale" if row.stale else "ok"

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from kvpool.cli import tables
 from kvpool.cli.exits import EXIT_FAILED, EXIT_USAGE, code_of
-from kvpool.cli.tables import Column, fitted, left_out, show
+from kvpool.cli.tables import Column, fitted, show
 from kvpool.config import PoolConfig
 from kvpool.errors import ConfigError, IndexUnavailable
 from tests.support.command_line import kvpool, refused
@@ -251,8 +251,7 @@ def columns() -> list[Column]:
 
 def printed(width: int) -> str:
     out = Console(file=io.StringIO(), width=width, color_system=None)
-    table, missing = fitted(columns(), out.width)
-    show(out, table, left_out(missing))
+    show(out, *fitted(columns(), out.width))
     assert isinstance(out.file, io.StringIO)
     return out.file.getvalue()
 

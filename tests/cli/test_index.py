@@ -23,9 +23,10 @@ from typing import Any
 import pytest
 
 from kvpool import BlockHasher, ConfigError, IndexClient, Worker, open_store
-from kvpool.cli.commands.options import IndexConnection
 from kvpool.cli.index_options import parse_worker
 from kvpool.cli.lookup import read_numbers, run_lookup
+from kvpool.cli.options import IndexConnection
+from kvpool.cli.settings import LookupOptions
 from kvpool.index import Publisher
 from kvpool.index.fleet import Fleet
 from kvpool.key.hashing import seed_id
@@ -306,11 +307,11 @@ def test_a_table_of_many_workers(
             columns: int, most: int, workers: list[str] | None = None, as_json: bool = False
         ) -> list[str]:
             monkeypatch.setenv("COLUMNS", str(columns))
-            run_lookup(
-                model="m", index=IndexConnection(served.target), token_ids=None, hashes=str(tmp_path / "hashes"),
-                text=None, chat=None, tenant="default", lora_name=None, lora_path=None, cache_salt=None,
-                workers=workers, route=False, timeout_s=60, most=most, as_json=as_json,
-            )  # fmt: skip
+            hashes, asked = str(tmp_path / "hashes"), workers or []
+            options = LookupOptions(
+                model="m", hashes=hashes, worker=asked, timeout=60, most=most, as_json=as_json
+            )
+            run_lookup(options, IndexConnection(served.target))
             return [line.strip() for line in capsys.readouterr().out.splitlines()]
 
         def rows(shown: list[str]) -> list[str]:

@@ -25,6 +25,7 @@ import pytest
 from rich.console import Console
 
 from kvpool.cli import top
+from kvpool.cli.settings import TopOptions
 from kvpool.cli.top import Look, rates_of, rows_of
 from kvpool.index import FleetStatus, IndexStatus, Publisher, PublisherStatus, Worker, WorkerStatus
 from kvpool.index.client.client import IndexClient
@@ -242,7 +243,7 @@ def test_the_end_of_a_full_screen_is_seen_though_lines_before_it_wrap(width: int
         for number in range(70)
     )
     status = FleetStatus(IndexStatus(pool_servers=3, pool_servers_away=1), workers)
-    watch = top._Watch(cast(IndexClient, SimpleNamespace(status=lambda **_: status)), None, None, "name")
+    watch = top._Watch(cast(IndexClient, SimpleNamespace(status=lambda **_: status)), TopOptions())
     watch.look()
     out = Console(file=io.StringIO(), force_terminal=True, width=width, height=height)
     lines = ["".join(part.text for part in line) for line in out.render_lines(top._fitted_to(out, watch))]

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
 
 from rich.table import Table
 from rich.text import Text
 
-from kvpool.cli.commands.options import IndexConnection
 from kvpool.cli.doctor.indexes import index_findings, replica_findings
 from kvpool.cli.doctor.pool import pool_findings
 from kvpool.cli.doctor.rules import Finding
 from kvpool.cli.doctor.serving import check_url, front_findings, picker_findings, serving_findings
+from kvpool.cli.settings import DoctorOptions
 from kvpool.cli.tables import console, show
 from kvpool.discovery.worker import Worker
 from kvpool.key.names import check_tenant
@@ -24,42 +23,33 @@ from kvpool.key.names import check_tenant
 _STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
-def run_doctor(
-    *,
-    pool: str | None,
-    indexes: Sequence[IndexConnection],
-    tenant: str,
-    fronts: Sequence[str] = (),
-    pickers: Sequence[IndexConnection] = (),
-    tls_ca: str | None = None,
-    as_json: bool,
-) -> bool:
+def run_doctor(options: DoctorOptions) -> bool:
     """Examine the named parts and print findings; True: nothing fails, and all named parts are present.
 
-    ``tls_ca``: authority of fronts and workers at ``https://``. Blocking, for some seconds. Errors:
+    ``tls_ca``: also the authority of fronts and workers at ``https://``. Blocking, for some seconds. Errors:
     ``ConfigError`` for an invalid URL or tenant.
     """
-    urls = [check_url(url, "--front") for url in fronts]
+    urls = [check_url(url, "--front") for url in options.front]
+    indexes = options.connections(options.index)
     findings: list[Finding] = []
     announced: list[Worker] | None = None
-    if pool is not None:
-        findings, announced = pool_findings(pool, check_tenant(tenant))
+    if options.pool is not None:
+        findings, announced = pool_findings(options.pool, check_tenant(options.tenant))
     workers = {worker.id: worker for worker in announced or ()}
     for index in indexes:
-        found, followed = index_findings(index, announced, tenant)
+        found, followed = index_findings(index, announced, options.tenant)
         findings += found
         workers = {worker.id: worker for worker in followed} | workers
     for replica in indexes[1:]:
         findings += replica_findings(indexes[0], replica)
-    findings += serving_findings(list(workers.values()), tls_ca)
+    findings += serving_findings(list(workers.values()), options.tls_ca)
     for url in urls:
-        findings += front_findings(url, list(workers.values()), tls_ca)
-    for picker in pickers:
+        findings += front_findings(url, list(workers.values()), options.tls_ca)
+    for picker in options.connections(options.picker):
         findings += picker_findings(picker)
-    given = {"pool": pool, "index": indexes, "front": fronts, "picker": pickers}
-    left_out = [option for option, named in given.items() if not named]
+    left_out = [name for name in ("pool", "index", "front", "picker") if not getattr(options, name)]
     good = all(finding.level != "fail" for finding in findings)
-    if as_json:
+    if options.as_json:
         found_json = [finding._asdict() for finding in findings]
         print(json.dumps({"ok": good, "findings": found_json, "not_examined": left_out}))
     else:

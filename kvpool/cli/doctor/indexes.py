@@ -5,15 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import NamedTuple
 
-from kvpool.cli.commands.options import IndexConnection
 from kvpool.cli.doctor import rules
 from kvpool.cli.doctor.rules import Finding, judge
 from kvpool.cli.exits import in_options
+from kvpool.cli.options import IndexConnection
 from kvpool.discovery.worker import Worker
 from kvpool.errors import AccessDenied, IndexUnavailable, UnknownModel
-from kvpool.index.answer import WorkerStatus
+from kvpool.index.answer import PublisherStatus, WorkerStatus
 from kvpool.index.client.channel import NOTHING_LISTENS, without_advice
 from kvpool.index.client.client import IndexClient
 from kvpool.text import counted
@@ -104,7 +103,7 @@ def replica_findings(one: IndexConnection, other: IndexConnection) -> Iterator[F
             except IndexUnavailable:  # a finding of index_findings
                 return
             both = here.keys() & there.keys()
-            full = {rank for rank in both if here[rank].evicted or there[rank].evicted}
+            full = {rank for rank in both if here[rank].evicted_blocks or there[rank].evicted_blocks}
             compared -= full
             for rank in full:
                 differing.pop(rank, None)
@@ -135,18 +134,9 @@ def replica_findings(one: IndexConnection, other: IndexConnection) -> Iterator[F
 _Rank = tuple[str, str, int]  # worker, its incarnation, rank
 
 
-class _Holdings(NamedTuple):
-    sequence: int
-    digest: int
-    blocks: int
-    evicted: int
-
-
-def _contents(statuses: list[WorkerStatus]) -> dict[_Rank, _Holdings]:
+def _contents(statuses: list[WorkerStatus]) -> dict[_Rank, PublisherStatus]:
     return {
-        (status.worker.id, status.worker.incarnation, one.dp_rank): _Holdings(
-            one.sequence, one.digest, one.blocks, one.evicted_blocks
-        )
+        (status.worker.id, status.worker.incarnation, one.dp_rank): one
         for status in statuses
         for one in status.publishers
         if not one.stale

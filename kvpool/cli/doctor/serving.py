@@ -16,10 +16,10 @@ from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 from kvpool import metrics
-from kvpool.cli.commands.options import IndexConnection
 from kvpool.cli.doctor import rules
 from kvpool.cli.doctor.rules import Finding, judge
 from kvpool.cli.exits import in_options
+from kvpool.cli.options import IndexConnection
 from kvpool.discovery.worker import Worker
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.index.client.channel import without_advice

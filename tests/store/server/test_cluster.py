@@ -10,6 +10,7 @@ import pytest
 
 from kvpool import open_store
 from kvpool.cli.doctor.doctor import run_doctor
+from kvpool.cli.settings import DoctorOptions
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.store.store import Store
 from tests.support.conformance import OpenStore, StoreConformance, key, keys, payload
@@ -114,7 +115,7 @@ def test_scan_life_and_announcements_are_of_all_nodes(cluster: Cluster, store: S
 
 
 def test_the_doctor_names_the_nodes(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    run_doctor(pool=cluster.url, indexes=(), tenant="default", as_json=True)
+    run_doctor(DoctorOptions(pool=cluster.url, as_json=True))
     said = capsys.readouterr().out
     assert all(f"127.0.0.1:{server.port}" in said for server in cluster.servers)
     assert "cannot be reached" not in said

@@ -10,6 +10,7 @@ import redis
 
 from kvpool import open_store
 from kvpool.cli.doctor.doctor import run_doctor
+from kvpool.cli.settings import DoctorOptions
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.store.store import Store
 from tests.support.conformance import OpenStore, StoreConformance, key
@@ -91,7 +92,7 @@ def test_sentinels_may_want_a_password_of_their_own(watched: Watched) -> None:
 
 
 def test_the_doctor_names_the_primary(watched: Watched, capsys: pytest.CaptureFixture[str]) -> None:
-    run_doctor(pool=watched.url, indexes=(), tenant="default", as_json=True)
+    run_doctor(DoctorOptions(pool=watched.url, as_json=True))
     assert f"127.0.0.1:{watched.primary.port}" in capsys.readouterr().out
 
 

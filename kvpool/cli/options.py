@@ -1,10 +1,16 @@
-"""Options of several commands, and ``IndexConnection``: those that connect to an index."""
+"""How a command declares its options: a field of a dataclass each, and those that several commands share.
+
+A field is an option: ``max_blocks`` is ``--max-blocks``.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
+from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_type_hints
 
 import typer
 
@@ -17,6 +23,47 @@ if TYPE_CHECKING:
 
 ACCESS = "Access to the index"
 MAX_TOKEN_FILE_NBYTES = 4096
+
+_Options = TypeVar("_Options")
+
+
+def takes(options: type[_Options]) -> Callable[[Callable[[_Options], None]], Callable[..., None]]:
+    """Makes a command of a function of ``options``, a dataclass: each field is an option."""
+    hints, required = get_type_hints(options, include_extras=True), inspect.Parameter.empty
+    parameters = [
+        inspect.Parameter(
+            one.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            annotation=hints[one.name],
+            default=one.default
+            if one.default is not MISSING
+            else None
+            if one.default_factory is list
+            else required,
+        )
+        for one in fields(options)  # type: ignore[arg-type]
+    ]
+
+    def command(run: Callable[[_Options], None]) -> Callable[..., None]:
+        @functools.wraps(run)
+        def called(**given: Any) -> None:
+            run(options(**{name: value for name, value in given.items() if value is not None}))
+
+        del called.__wrapped__
+        called.__annotations__ = hints
+        called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return called
+
+    return command
+
+
+def option(panel: str | None, metavar: str | None, text: str, **more: Any) -> Any:
+    """``panel``: its group in --help."""
+    return typer.Option(metavar=metavar, help=text, rich_help_panel=panel, **more)
+
+
+def flag(panel: str | None, name: str, text: str) -> Any:
+    return typer.Option(name, metavar="", help=text, rich_help_panel=panel)
 
 
 def _read_by(parse: Callable[[str], object]) -> Callable[..., Any]:
@@ -36,51 +83,18 @@ def _read_by(parse: Callable[[str], object]) -> Callable[..., Any]:
 
 is_address, is_size = _read_by(parse_address), _read_by(parse_nbytes)
 
-# Options that connect to an index.
-Index = Annotated[
-    str,
-    typer.Option(
-        "--index",
-        metavar="HOST:PORT",
-        envvar="KVPOOL_INDEX",
-        help="Where the index serves.",
-        callback=is_address,
-        rich_help_panel=ACCESS,
-    ),
-]
-TokenFile = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE",
-        help="Holds the bearer token for the index. Without it: KVPOOL_INDEX_TOKEN, if that is set.",
-        rich_help_panel=ACCESS,
-    ),
-]
-TlsCa = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE",
-        help="Connect with TLS; the authority of the index's certificate, PEM. Without it: no TLS.",
-        rich_help_panel=ACCESS,
-    ),
-]
-TlsCert = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE",
-        help="Certificate of this client, where the index demands one, PEM.",
-        rich_help_panel=ACCESS,
-    ),
-]
-TlsKey = Annotated[
-    str | None,
-    typer.Option(metavar="FILE", help="The private key of --tls-cert, PEM.", rich_help_panel=ACCESS),
-]
-
-Json = Annotated[
-    bool,
-    typer.Option("--json", metavar="", help="Print one JSON object instead of tables, of a failure too."),
-]
+# fmt: off
+Index = Annotated[str, option(ACCESS, "HOST:PORT", "Where the index serves.",
+    envvar="KVPOOL_INDEX", callback=is_address)]
+TokenFile = Annotated[str | None, option(ACCESS, "FILE",
+    "Holds the bearer token for the index. Without it: KVPOOL_INDEX_TOKEN, if that is set.")]
+TlsCa = Annotated[str | None, option(ACCESS, "FILE",
+    "Connect with TLS; the authority of the index's certificate, PEM. Without it: no TLS.")]
+TlsCert = Annotated[str | None, option(ACCESS, "FILE",
+    "Certificate of this client, where the index demands one, PEM.")]
+TlsKey = Annotated[str | None, option(ACCESS, "FILE", "The private key of --tls-cert, PEM.")]
+Json = Annotated[bool, flag(None, "--json", "Print one JSON object instead of tables, of a failure too.")]
+# fmt: on
 
 
 class IndexConnection(NamedTuple):
