@@ -84,14 +84,6 @@ def test_once(served: Served) -> None:
 
 
 @pytest.mark.usefixtures("grpc_started")
-def test_a_worker_that_no_prompt_can_match_says_so(served: Served) -> None:
-    say(served.fleet, "default/w-2", 0, 0, batch(stored([1], lookahead_token_ids=[[5]])))
-    served.fleet.rank("default/w-2", 0).mark(stale=False)
-    shown = kvpool("top", "--index", served.target, "--once", env={**os.environ, "COLUMNS": "240"}).stdout
-    assert "its hashes cover tokens behind their blocks (EAGLE or MTP)" in shown
-
-
-@pytest.mark.usefixtures("grpc_started")
 def test_a_worker_without_events_is_not_called_stale(served: Served) -> None:
     served.fleet.add(a_worker("mute", publishers=(Publisher(0, ""),)), "call")
     served.fleet.rank("default/mute", 0).mark(stale=True, problem="it publishes no KV events")

@@ -14,7 +14,6 @@ from kvpool import ConfigError, PrefixIndex
 from kvpool._native import MemoryBudget
 from kvpool.index.fleet import Fleet
 from kvpool.index.limits import Limits
-from kvpool.index.snapshot import Snapshot
 from kvpool.index.table import Content
 from tests.support.fleets import a_worker, say
 from tests.support.oracle import Model, device_blocks
@@ -197,16 +196,6 @@ def test_an_image_of_more_than_there_is_room_for_is_taken_in_part() -> None:
     assert (len(few), memory.used_nbytes) == (100, few.memory_nbytes), "each has its first MiB"
 
 
-def test_what_was_evicted_is_known_after_a_restart() -> None:
-    fleet = Fleet(max_blocks=2)
-    fleet.add(a_worker("a"), "flag")
-    say(fleet, "default/a", 0, 0, batch(stored([1, 2, 3])))
-    again = Fleet(max_blocks=2)
-    again.restore(Snapshot(1.0, "", fleet.snapshot()), age_s=0, flags=["default/a"], life="")
-    (status,) = again.workers()
-    assert (status.publishers[0].evicted_blocks, status.publishers[0].blocks) == (1, 2)
-
-
 def test_what_is_forgotten_is_not_expelled() -> None:
     memory = MemoryBudget(1 << 30)
     index = PrefixIndex(max_blocks=4, memory=memory)
@@ -224,11 +213,3 @@ def test_what_is_forgotten_is_not_expelled() -> None:
     index.remove_worker("p")
     index.remove_worker("w")
     assert memory.used_nbytes == index.memory_nbytes <= before
-
-
-def test_a_place_of_nobody_is_one_block_more_when_somebody_has_it_again() -> None:
-    index = PrefixIndex(max_blocks=1)
-    index.apply("a", batch(stored([1])))
-    index.remove_worker("a")
-    index.apply("b", batch(stored([2, 1])))
-    assert len(index) == 1

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpool import BlockHasher, ConfigError, KVPoolError, MalformedEvents, UnknownModel
+from kvpool import BlockHasher, ConfigError, KVPoolError, UnknownModel
 from kvpool.discovery import admission
 from kvpool.index import Lookup, Publisher, Row, workers
 from kvpool.index.fleet import Fleet
@@ -353,19 +353,6 @@ def test_a_rank_that_joins_is_stale_until_nothing_is_missing() -> None:
     assert fleet.lookup("m", hashes64=packed64([1])).staleness_ms == (0, 0)
 
 
-def test_a_reset_forgets_one_rank() -> None:
-    fleet = Fleet()
-    fleet.add(a_worker(ranks=2), "flag")
-    for rank in range(2):
-        say(fleet, "default/w", rank, 9, batch(stored([1]), dp_rank=rank))
-    fleet.rank("default/w", 1).reset("the publisher\nstarted again")
-    answer = fleet.lookup("m", hashes64=packed64([1]))
-    assert answer.device_blocks == (1, 0)
-    assert answer.sequences == (9, 0)
-    status = fleet.workers()[0].publishers[1]
-    assert (status.resets, status.problem) == (1, "incomplete for 0 s: the publisher started again")
-
-
 def _incomplete(fleet: Fleet) -> tuple[str, list[tuple[str, int]]]:
     return fleet.workers()[0].publishers[0].problem, fleet.incomplete()
 
@@ -435,16 +422,6 @@ def test_a_restart_is_complete_when_it_is_told_from_the_start() -> None:
     fleet.rank("default/w", 0).reset("its publisher was started anew", anew=True)
     say(fleet, "default/w", 0, 2, batch(stored([1])))
     assert fleet.incomplete() == [("default/w", 0)], "it no longer keeps its first batches"
-
-
-def test_a_malformed_batch_changes_nothing() -> None:
-    fleet = Fleet()
-    fleet.add(a_worker(), "flag")
-    say(fleet, "default/w", 0, 1, batch(stored([1])))
-    with pytest.raises(MalformedEvents):
-        say(fleet, "default/w", 0, 2, batch(stored([2]))[:-2])
-    assert fleet.lookup("m", hashes64=packed64([1])).sequences == (1,)
-    assert fleet.totals().malformed_batches == 1
 
 
 def test_a_rank_that_has_left_changes_nothing_and_a_stranger_has_none() -> None:

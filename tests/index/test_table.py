@@ -13,11 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kvpool
-from kvpool import BlockHasher, ConfigError, MalformedEvents, PrefixIndex
+from kvpool import ConfigError, MalformedEvents, PrefixIndex
 from kvpool.index import Match
 from kvpool.index.table import TIERS, Applied
-from tests.support.oracle import Model, device_blocks
+from tests.support.oracle import Model
 from tests.support.wire import (
     GOLDEN,
     HASHES,
@@ -29,51 +28,6 @@ from tests.support.wire import (
     steps,
     stored,
 )
-
-FULL = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
-WINDOW = {
-    "group_idx": 1,
-    "kv_cache_spec_kind": "sliding_window",
-    "kv_cache_spec_sliding_window": 33,
-}  # two blocks
-
-
-def test_a_report_of_what_a_window_has_left_behind_is_not_believed() -> None:
-    """In report mode full vLLM names all blocks of the prefix, those that the window has lost among them."""
-    index = PrefixIndex()
-    index.apply("w", batch(stored([1, 2, 3, 4], **FULL), stored([1, 2, 3, 4], **WINDOW)))
-    index.apply("w", batch(removed([1, 2], group_idx=1)))
-    applied = index.apply("w", batch(stored([1, 2, 3, 4], **FULL), stored([1, 2, 3, 4], **WINDOW)))
-    assert (applied.repeated, applied.doubted) == (6, 2)
-    assert device_blocks(index, [1, 2, 3, 4]) == 4
-    assert device_blocks(index, [1, 2]) == 0
-    exact = PrefixIndex(reuse_reports=False)
-    exact.apply("w", batch(stored([1, 2, 3, 4], **FULL), stored([1, 2, 3, 4], **WINDOW)))
-    assert device_blocks(exact, [1, 2, 3]) == 3, "where nobody asks for reports, it is no report"
-
-
-def test_a_chunk_that_events_do_not_tell_needs_everything() -> None:
-    chunk = {"group_idx": 1, "kv_cache_spec_kind": "chunked_local_attention"}
-    told = batch(stored([1, 2, 3], **FULL), stored([1, 2, 3], **chunk))
-    for reuse_reports, blocks in ((True, 0), (False, 3)):
-        index = PrefixIndex(reuse_reports=reuse_reports)
-        index.apply("w", told)
-        assert device_blocks(index, [1, 2, 3]) == blocks
-
-
-def test_a_rank_that_is_told_of_a_window_leaves_the_others_as_they_were() -> None:
-    index = PrefixIndex()
-    index.apply("plain", batch(stored([1, 2, 3], **FULL)))
-    index.apply("w", batch(stored([1, 2, 3], **FULL)))
-    index.apply("w", batch(stored([1], **FULL), dp_rank=1))
-    assert sorted(index.match(packed64([1, 2, 3])).device_blocks) == [1, 3, 3]
-    index.apply("w", batch(stored([3, 4], parent=2, **WINDOW)))
-    rows = {(row.worker, row.dp_rank): row.device_blocks for row in index.match(packed64([1, 2, 3]))}
-    assert rows == {("plain", 0): 3, ("w", 1): 1}
-    assert index.match(packed64([1]), workers=["plain"]).workers == ["plain"]
-    index.remove_worker("w")
-    index.apply("w", batch(stored([1, 2, 3])))
-    assert sorted(index.match(packed64([1, 2, 3])).device_blocks) == [3, 3], "nothing is left of its groups"
 
 
 def test_workers_that_share_a_pool_tell_one_holder() -> None:
@@ -99,18 +53,6 @@ def test_workers_that_share_a_pool_tell_one_holder() -> None:
         index.apply("a", batch(stored([1])), pool=3)  # type: ignore[arg-type]
 
 
-def test_the_hashes_of_a_prompt_find_its_blocks() -> None:
-    hasher = BlockHasher(16)
-    tokens = list(range(1000))
-    index = PrefixIndex()
-    index.apply("whole", batch(stored(hasher.hashes(tokens), token_ids=tokens)))
-    index.apply("number", batch(stored([int.from_bytes(h[-8:], "big") for h in hasher.hashes(tokens)[:7]])))
-    assert {row.worker: row.device_blocks for row in index.match(hasher.hashes64(tokens))} == {
-        "whole": 62,
-        "number": 7,
-    }
-
-
 # ---- the answer
 
 
@@ -134,13 +76,6 @@ def test_the_answer_is_columns() -> None:
     assert list(nothing) == list(nothing.any_blocks) == nothing.workers == []
 
 
-def test_an_empty_list_of_workers_is_nobody() -> None:
-    index = PrefixIndex()
-    index.apply("a", batch(stored([1])))
-    assert len(index.match(packed64([1]), workers=[])) == 0
-    assert index.match(packed64([1]), workers=("a", "unknown")).workers == ["a"]
-
-
 def test_counters_say_what_happened() -> None:
     index = PrefixIndex(max_blocks=3)
     applied = index.apply(
@@ -157,11 +92,6 @@ def test_counters_say_what_happened() -> None:
     assert counters["memory_nbytes"] == index.memory_nbytes > 0
     assert index.workers() == ["w"]
     assert repr(index) == "<PrefixIndex of 3 blocks at 1 workers>"
-
-
-def test_it_is_public_and_light() -> None:
-    assert kvpool.PrefixIndex is PrefixIndex
-    assert issubclass(kvpool.MalformedEvents, kvpool.KVPoolError)
 
 
 @pytest.mark.parametrize(

@@ -235,13 +235,6 @@ def test_a_client_shows_its_token_to_its_index_only(closed: Closed) -> None:
         IndexClient(closed.target, token="not a token")
 
 
-def test_an_open_index_takes_no_notice_of_tokens() -> None:
-    fleet = Fleet()
-    fleet.add(a_worker(), "flag")
-    with serving(fleet) as served, IndexClient(served.target, WAIT_S, token="anything") as client:
-        assert len(client.workers()) == 1
-
-
 @pytest.mark.parametrize(
     ("listen", "tokens", "says"),
     [

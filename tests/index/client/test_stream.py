@@ -56,21 +56,11 @@ def test_every_task_gets_its_own_answer() -> None:
         assert await asyncio.gather(*(matched(stream, blocks) for blocks in many)) == [
             min(64, n) for n in many
         ]
-
-    with serving(a_fleet()) as served:
-        streaming(served.target, use)
-
-
-def test_one_bad_question_of_fifty_in_flight_fails_alone() -> None:
-    async def use(stream: LookupStream) -> None:
-        answers = await asyncio.gather(
-            *(matched(stream, blocks) for blocks in range(1, 21)),
-            stream.lookup("other", hashes64=packed64([1])),
-            *(matched(stream, blocks) for blocks in range(22, 51)),
-            return_exceptions=True,
+        wrong = stream.lookup("other", hashes64=packed64([1]))
+        first, error, second = await asyncio.gather(
+            matched(stream, 1), wrong, matched(stream, 2), return_exceptions=True
         )
-        assert isinstance(answers.pop(20), UnknownModel)
-        assert answers == [*range(1, 21), *range(22, 51)]
+        assert (first, type(error), second) == (1, UnknownModel, 2), "a bad question fails alone"
 
     with serving(a_fleet()) as served:
         streaming(served.target, use)
@@ -176,14 +166,6 @@ def test_what_cannot_be_sent_leaves_the_stream_as_it_was() -> None:
 
     with serving(a_fleet()) as served:
         streaming(served.target, use)
-
-
-def test_nobody_listens() -> None:
-    async def use(stream: LookupStream) -> None:
-        with pytest.raises(IndexUnavailable, match="nothing listens there; start one"):
-            await matched(stream, 1)
-
-    streaming("127.0.0.1:1", use)
 
 
 class Slow(Scripted):

@@ -499,44 +499,6 @@ def test_who_may_not_listen_is_told_and_rounds_do_it(
         assert "pass-word" not in caplog.text
 
 
-def test_the_rights_of_one_tenant_are_enough(valkey: Server) -> None:
-    """As docs/how-to/valkey.md lists them; what others do with their keys is no trouble."""
-    rights = (
-        "+ping +select +hset +pexpire +pttl +hmget +exists +touch +unlink +time +set +mget +zadd +zcard +zscore "
-        "+zrange +zrem +zremrangebyscore +zremrangebyrank +multi +exec +scan +client|id +client|tracking +subscribe"
-    )
-    valkey.client.execute_command(
-        "ACL",
-        "SETUSER",
-        "u",
-        "on",
-        ">pass-word",
-        "~kvpool:default:*",
-        "&__redis__:invalidate",
-        *rights.split(),
-    )
-    fleet, mine = a_fleet(), range(20)
-    stranger = Namespace("stranger", dict(NAMESPACE.facts))
-    with (
-        open_store(valkey.url) as everybodys,
-        open_store(valkey.url.replace("://", "://u:pass-word@")) as store,
-        following(fleet, store) as reconciler,
-    ):
-        put(store, mine)
-        assert rests(reconciler)
-        assert eventually(lambda: credited(fleet, mine) == set(mine))
-        rounds = reconciler.totals().rounds
-        with valkey.client.pipeline(transaction=True) as together:
-            together.hset(keys([1], namespace=stranger)[0], "h", "x")
-            together.delete(*keys([7]))
-            together.execute()
-        assert eventually(lambda: credited(fleet, mine) == set(mine) - {7})
-        everybodys.put_many(keys(range(9), namespace=stranger), [b"x"] * 9)
-        another_round(reconciler)
-        assert credited(fleet, mine) == set(mine) - {7}
-        assert (reconciler.totals().rounds, reconciler.totals().failed_rounds) == (rounds + 1, 0)
-
-
 def test_who_may_not_walk_is_told_and_notices_do_it(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     fleet, mine = a_fleet(), range(20)
     with open_store(without(server, "-scan")) as store, following(fleet, store, pause_s=0.05) as reconciler:
@@ -550,17 +512,6 @@ def test_who_may_not_walk_is_told_and_notices_do_it(server: Server, caplog: pyte
     (line,) = [text for text in caplog.messages if "cannot be looked through" in text]
     assert "cannot look at its blocks" in line
     assert "pass-word" not in caplog.text
-
-
-def test_a_pool_that_is_away_takes_nothing(valkey: Server) -> None:
-    fleet, mine = a_fleet(), range(20)
-    with open_store(valkey.url) as store, following(fleet, store, pause_s=0.05) as reconciler:
-        put(store, mine)
-        assert eventually(lambda: credited(fleet, mine) == set(mine))
-        valkey.kill()
-        failed = reconciler.totals().failed_rounds
-        assert eventually(lambda: reconciler.totals().failed_rounds > failed + 1)
-        assert credited(fleet, mine) == set(mine)
 
 
 @pytest.mark.parametrize("rate", [0, -1, 1.5, True, 1 << 40])

@@ -39,57 +39,6 @@ def text(number: int, life: int = 0) -> bytes:
     return f"{life}:{number}".encode()
 
 
-def test_a_lost_last_batch_is_found_by_asking(feed: Subscriber, heard: Heard) -> None:
-    with misbehaving() as publisher:
-        publisher.publish(text(0))
-        follow(feed, heard, worker_of(publisher.publisher))
-        assert followed(heard, [0])
-        publisher.publish(text(1), lost=True)
-        assert followed(heard, [0, 1])
-
-
-def test_a_gap_wider_than_what_is_kept_forgets(feed: Subscriber, heard: Heard) -> None:
-    with misbehaving() as publisher:
-        publisher.publish(text(0))
-        follow(feed, heard, worker_of(publisher.publisher))
-        assert followed(heard, [0])
-        for number in range(1, 9):
-            publisher.publish(text(number), lost=True)
-        publisher.forget(6)
-        publisher.publish(text(9))
-        assert followed(heard, [6, 7, 8, 9])
-        assert "more batches were missed" in heard.problems[0]
-
-
-@pytest.mark.parametrize("published", [0, 4])
-def test_a_restart_is_a_new_life(feed: Subscriber, heard: Heard, published: int) -> None:
-    with misbehaving() as first:
-        for number in range(3):
-            first.publish(text(number))
-        follow(feed, heard, worker_of(first.publisher))
-        assert followed(heard, [0, 1, 2])
-    with misbehaving(first.ports) as second:
-        for number in range(published):
-            second.publish(text(number, 1), lost=True)
-        assert eventually(
-            lambda: heard.applied == [text(n, 1) for n in range(published)] and not heard.stale,
-            within_s=WITHIN_S,
-        )
-        assert any("started anew" in problem for problem in heard.problems)
-
-
-def test_a_publisher_that_answers_no_replay_is_stale_until_it_does(feed: Subscriber, heard: Heard) -> None:
-    with misbehaving() as publisher:
-        publisher.publish(text(0))
-        follow(feed, heard, worker_of(publisher.publisher))
-        assert followed(heard, [0])
-        publisher.mute = True
-        assert eventually(lambda: heard.stale, within_s=WITHIN_S)
-        publisher.publish(text(1))
-        publisher.mute = False
-        assert followed(heard, [0, 1])
-
-
 def test_what_was_asked_of_a_publisher_that_is_gone_is_asked_of_the_next_one(
     feed: Subscriber, heard: Heard, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,20 +73,6 @@ def until_four(publisher: Misbehaving) -> bytes:
         return index.taken()
 
 
-def test_what_was_known_is_credited_again_without_being_told_again() -> None:
-    with misbehaving() as publisher:
-        worker = worker_of(publisher.publisher)
-        snapshot = until_four(publisher)
-        publisher.forget(3)  # all but the last: only the snapshot still knows of them
-        asked = len(publisher.asked)
-        with an_index(snapshot, [worker]) as index:
-            assert index.settles_at(4, 3)
-            assert index.problems() == (0, "")
-            publisher.publish(batch(stored([PROMPT[4]]), at_s=4))
-            assert index.settles_at(5, 4)
-        assert set(publisher.asked[asked:]) <= {3, 4}
-
-
 def test_nobody_is_credited_before_the_publisher_has_answered() -> None:
     with misbehaving() as publisher:
         worker = worker_of(publisher.publisher)
@@ -122,22 +108,3 @@ def test_a_publisher_that_was_started_anew_meanwhile(published: int) -> None:
                 "what the first life held is not credited"
             )
             assert index.problems() == (1, "")
-
-
-def test_a_replica_that_begins_with_a_peers_snapshot_and_is_cut_off_is_right_again() -> None:
-    with misbehaving() as publisher:
-        worker = worker_of(publisher.publisher)
-        for number in range(4):
-            publisher.publish(batch(stored([PROMPT[number]]), at_s=number))
-        with an_index(flags=[worker]) as one:
-            assert one.settles_at(4, 3)
-            publisher.forget(3)
-            with an_index(one.taken(), [worker]) as other:
-                assert other.settles_at(4, 3)
-                publisher.publish(batch(stored([PROMPT[4]]), at_s=4), lost=True)
-                publisher.publish(batch(stored([PROMPT[5]]), at_s=5))
-                for index in (one, other):
-                    assert index.settles_at(6, 5)
-                contents = [index.fleet.workers()[0].publishers[0] for index in (one, other)]
-                assert contents[0].digest == contents[1].digest != 0
-                assert contents[0].blocks == contents[1].blocks == 6

@@ -26,12 +26,6 @@ def test_a_page_tells_of_the_gate_of_each_engine() -> None:
     assert read_page(partly) == {0: Engine()}
 
 
-def test_the_cost_is_the_ratio_of_the_rates() -> None:
-    cost = PoolCost()
-    cost.update(FAST, 0.0)
-    assert cost.value == pytest.approx(0.1)
-
-
 @pytest.mark.parametrize("field", ["load_tokens", "prefill_tokens"])
 def test_little_that_was_timed_says_nothing(field: str) -> None:
     cost = PoolCost()

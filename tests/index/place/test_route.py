@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import warnings
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -12,7 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvpool import AsyncIndexClient, BlockHasher, Chat, ConfigError, IndexClient, Load, UnknownModel
+from kvpool import BlockHasher, Chat, ConfigError, IndexClient, Load, UnknownModel
 from kvpool.index.fleet import Fleet
 from kvpool.index.place.router import Router
 from kvpool.index.place.tokenizer import Tokenizer, Tokenizers
@@ -84,21 +83,6 @@ def test_a_router_places_a_request(served: Served) -> None:
         assert index.route("m", token_ids=TOKENS, workers=["nobody"]).picks == ()
         with pytest.raises(UnknownModel, match='unknown model "y"'):
             index.route("y", token_ids=TOKENS)
-
-
-def test_the_same_in_an_event_loop(served: Served) -> None:
-    async def ask() -> None:
-        async with AsyncIndexClient(served.target, 60) as index, index.stream() as stream:
-            route = await index.route("m", token_ids=TOKENS, reserve_s=60, limit=2)
-            assert [pick.worker for pick in route.picks] == ["b", "a"]
-            assert await index.release(route.reservation)
-            assert not await index.release(route.reservation)
-            rows = await stream.lookup("m", chat=CHAT)
-            assert [row.worker for row in rows if row.device_blocks] == ["c"]
-            rows = await stream.lookup("m", text="a tool says 42 " * 20)
-            assert [row.worker for row in rows if row.device_blocks] == ["a"]
-
-    asyncio.run(ask())
 
 
 def test_text_and_chats_find_who_holds_them(served: Served, tokenizer: Tokenizer) -> None:

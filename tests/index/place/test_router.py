@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpool import BlockHasher, ConfigError, KVPoolError, Load, UnknownModel
+from kvpool import BlockHasher, ConfigError, Load
 from kvpool.index.answer import Row
 from kvpool.index.place.load import KEEP_S
 from kvpool.index.place.ranking import Pick
@@ -207,14 +207,6 @@ def test_routers_that_ask_at_once_spread() -> None:
 def test_wishes_that_make_no_sense(wishes: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         Router(a_fleet("a")).route("m", **{"token_ids": [1], **wishes})
-
-
-def test_what_lookup_refuses() -> None:
-    router = Router(a_fleet("a"))
-    with pytest.raises(UnknownModel):
-        router.route("x", token_ids=[1])
-    with pytest.raises(KVPoolError):
-        router.route("m", token_ids=[])
 
 
 # ---- any fleet

@@ -20,11 +20,10 @@ from kvpool.index.place import placement
 from kvpool.index.serve import ext_proc
 from kvpool.index.serve.auth import TokenAuth
 from kvpool.v1 import ext_proc_pb2 as pb
-from tests.support.credentials import Authority, write_tokens
+from tests.support.credentials import write_tokens
 from tests.support.deadlines import eventually
 from tests.support.ext_proc import (
     BODY,
-    PROCESS,
     TOKENS,
     Call,
     body,
@@ -266,27 +265,6 @@ def test_who_may_ask_and_about_whom(tmp_path: Any) -> None:
             with pytest.raises(grpc.RpcError) as refused:
                 place(token, tenant)
             assert refused.value.code() == code
-
-
-def test_over_tls(tmp_path: Any) -> None:
-    from kvpool.index.client.tls import ServerTls
-
-    authority = Authority(tmp_path)
-    certificate = authority.issue("index", names=("127.0.0.1",))
-    with picking("a", tls=ServerTls(str(certificate.cert), str(certificate.key), "")) as index:
-        trusted = grpc.ssl_channel_credentials(authority.ca.read_bytes())
-        with grpc.secure_channel(index.ext_proc, trusted) as channel:
-            assert Call(channel).place() == ["127.0.0.1:9001"]
-        with calling(index) as channel, pytest.raises(grpc.RpcError):
-            Call(channel).place()
-
-
-def test_what_is_no_message_ends_the_call() -> None:
-    with picking("a") as index, calling(index) as channel:
-        with pytest.raises(grpc.RpcError) as refused:
-            next(channel.stream_stream(PROCESS)(iter([b"\xff\xff\xff"]), timeout=60))
-        assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-        assert Call(channel).place() == ["127.0.0.1:9001"]
 
 
 def test_health_by_the_names_that_probes_use() -> None:

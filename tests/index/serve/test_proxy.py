@@ -249,12 +249,6 @@ def test_a_short_response_that_is_broken_off_is_an_error() -> None:
         assert "worker bad did not complete its response" in json.loads(reply.body)["error"]["message"]
 
 
-def test_a_worker_that_speaks_no_http() -> None:
-    with beside(BadWorker("bad", lambda client: client.sendall(b"no HTTP" * 9)), "a") as there:
-        reply = post(there.url, ASKED)
-        assert (reply.status, there.ends()) == (502, True)
-
-
 def test_a_worker_that_says_nothing_for_too_long() -> None:
     with proxy_cluster("a", proxy={"response_s": 0.2}) as there:
         there.workers["a"].hold.clear()
@@ -275,18 +269,6 @@ def test_bodies_pass_as_they_are() -> None:
             worker.reply, worker.reply_headers = gzip.compress(body), {"content-encoding": "gzip"}
             assert gzip.decompress(post(there.url, body).body) == body
         assert eventually(there.ends)
-
-
-def test_a_body_in_chunks_arrives_whole() -> None:
-    with proxy_cluster("a") as there:
-        body = json.dumps({"model": "m", "prompt": "x" * 200_000}).encode()
-        client = http.client.HTTPConnection("127.0.0.1", there.port, timeout=60)
-        for expect in ({}, {"expect": "100-continue"}):
-            parts = (body[at : at + 5000] for at in range(0, len(body), 5000))
-            client.request("POST", "/v1/completions", parts, expect, encode_chunked=True)
-            assert json.loads(client.getresponse().read())["sha256"] == hashlib.sha256(body).hexdigest()
-        client.close()
-        assert "expect" not in there.workers["a"].seen()
 
 
 def test_a_client_may_wait_until_its_body_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:

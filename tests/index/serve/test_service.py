@@ -199,16 +199,6 @@ def test_open_streams_are_counted() -> None:
 # ---- health, reflection, start and end
 
 
-def test_health(channel: grpc.Channel) -> None:
-    stub = health_pb2_grpc.HealthStub(channel)
-    for name in ("", "kvpool.v1.IndexService"):
-        reply = stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=WAIT_S)
-        assert reply.status == health_pb2.HealthCheckResponse.SERVING
-    with pytest.raises(grpc.RpcError) as caught:
-        stub.Check(health_pb2.HealthCheckRequest(service="other"), timeout=WAIT_S)
-    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-
-
 def test_health_waits_until_it_is_warm_and_not_for_ever() -> None:
     ask = health_pb2.HealthCheckRequest(service=SERVICE)
     status = health_pb2.HealthCheckResponse
