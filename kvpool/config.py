@@ -27,7 +27,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from kvpool.errors import ConfigError
-from kvpool.key.names import check_tenant, check_worker_name
+from kvpool.key.key import check_tenant, check_worker_name
 from kvpool.text import nearest, parse_nbytes, redact, unknown
 
 __all__ = ["HiCacheConfig", "PoolConfig", "TierConfig", "hash_seed", "index_token", "read_toml", "redact"]

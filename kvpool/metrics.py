@@ -1,7 +1,5 @@
 """Every metric of kvpool with its help text; no other module spells a metric's name.
 
-Over 400 lines because it is the list of all metrics.
-
 ``ALL`` are the connector's. Processes exchange their samples as ``{key: sample}``; the key is the metric's
 name, or ``name/value`` with a label (named by ``Metric.label``). A counter's sample is a number, summed over
 ranks and time; a gauge's a number, of which the lowest counts; a histogram's a list of observations.
@@ -10,6 +8,7 @@ ranks and time; a gauge's a number, of which the lowest counts; a histogram's a 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -66,7 +65,6 @@ LOADED_BLOCKS = Metric(
     "kvpool_loaded_blocks_total", "Blocks loaded from the pool into the engine's KV cache."
 )
 LOADED_BYTES = Metric("kvpool_loaded_bytes_total", "Bytes loaded from the pool into the engine's KV cache.")
-LOAD_SECONDS = Metric("kvpool_load_seconds_total", "Seconds between the start and the end of loads, summed.")
 LOAD_REQUESTS = Metric(
     "kvpool_load_requests_total",
     "Loads of one request that ended, by result.",
@@ -159,22 +157,14 @@ ENABLED = Metric(
     "0: the engine goes without the pool until it is restarted or its caches are reset; its log says why.",
 )
 UP = Metric("kvpool_up", "0: some rank of the engine has no connection to any server of the pool.")
+DAMAGES = (
+    "truncated", "magic", "version", "flags", "length", "fingerprint", "hash", "group", "rank", "checksum",
+)  # fmt: skip
 DAMAGED_BLOCKS = Metric(
     "kvpool_damaged_blocks_total",
     "Blocks that were read and failed verification, which are misses, by what was wrong with them.",
     "cause",
-    values=(
-        "truncated",
-        "magic",
-        "version",
-        "flags",
-        "length",
-        "fingerprint",
-        "hash",
-        "group",
-        "rank",
-        "checksum",
-    ),
+    values=DAMAGES,
 )
 CONNECTIONS = Metric("kvpool_connections_total", "Connections to servers of the pool that were made.")
 DISCONNECTIONS = Metric("kvpool_disconnections_total", "Connections to servers of the pool that were lost.")
@@ -186,43 +176,8 @@ EVICTED_BLOCKS = Metric(
     "Blocks that this process removed from a pool in a directory to make room; a server does that by itself.",
 )
 
-ALL: tuple[Metric, ...] = (
-    REQUESTS,
-    PROMPT_TOKENS,
-    LOADED_TOKENS,
-    HIT_RATIO,
-    HIT_CEILING_RATIO,
-    LOOKUP_WAIT_SECONDS,
-    LOAD_DURATION_SECONDS,
-    ENABLED,
-    UP,
-    DAMAGED_BLOCKS,
-    CONNECTIONS,
-    DISCONNECTIONS,
-    FAILED_CONNECTIONS,
-    EVICTED_BLOCKS,
-    LOOKUP_REQUESTS,
-    LOOKUP_FAILURES,
-    LOOKUP_BLOCKS,
-    REQUEST_FAULTS,
-    OFFERED_TOKENS,
-    OFFER_MISMATCHES,
-    LOADED_BLOCKS,
-    LOADED_BYTES,
-    LOAD_SECONDS,
-    LOAD_REQUESTS,
-    STORED_BLOCKS,
-    STORED_BYTES,
-    STORE_SKIPPED_BLOCKS,
-    ADAPTER_REQUESTS,
-    EPOCHS,
-    REFUSED_KEYS,
-    GATE_DECISIONS,
-    GATE_PREFILL_TOKENS,
-    GATE_PREFILL_SECONDS,
-    GATE_LOAD_TOKENS,
-    GATE_LOAD_SECONDS,
-)
+# Every metric above.
+ALL: tuple[Metric, ...] = tuple(one for one in tuple(globals().values()) if isinstance(one, Metric))
 
 # By the field of ``kvpool.index.answer.Totals`` shown.
 INDEX: Mapping[str, Metric] = {
@@ -343,10 +298,11 @@ BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in ALL}
 
 
 class Counters:
-    """Samples since the last ``take``. Single-threaded. ``clock``: in seconds."""
+    """Samples since the last ``take``. Any thread; ``_lock`` guards all fields. ``clock``: in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._lock = threading.Lock()
         self._samples: Samples = {}
         self._totals: dict[str, float] = {}
         self._told: dict[str, tuple[float, float]] = {}  # of gauges: value, and time of the next repetition
@@ -355,32 +311,37 @@ class Counters:
         """Add to a counter; pass ``label`` exactly for metrics that have one."""
         key = _key(metric, label)
         if amount:
-            self._samples[key] = _number(self._samples.get(key, 0)) + amount
+            with self._lock:
+                self._samples[key] = _number(self._samples.get(key, 0)) + amount
 
     def add_growth(self, metric: Metric, total: float, label: str = "") -> None:
         """Add the growth of ``total``, an external count, since the last call."""
         key = _key(metric, label)
-        self.add(metric, total - self._totals.get(key, 0), label)
-        self._totals[key] = total
+        with self._lock:
+            before, self._totals[key] = self._totals.get(key, 0), total
+        self.add(metric, total - before, label)
 
     def observe(self, metric: Metric, value: float, label: str = "") -> None:
         """Add an observation to a histogram, up to ``MAX_OBSERVATIONS``."""
-        observations = self._samples.setdefault(_key(metric, label), [])
-        assert isinstance(observations, list)
-        if len(observations) < MAX_OBSERVATIONS:
-            observations.append(value)
+        with self._lock:
+            observations = self._samples.setdefault(_key(metric, label), [])
+            assert isinstance(observations, list)
+            if len(observations) < MAX_OBSERVATIONS:
+                observations.append(value)
 
     def set(self, metric: Metric, value: float, label: str = "") -> None:
         """Set a gauge, sampled on change and every ``REPEAT_S`` seconds."""
         key = _key(metric, label)
         now_s = self._clock()
-        told, again_s = self._told.get(key, (value, now_s))
-        if value != told or now_s >= again_s:
-            self._told[key] = (value, now_s + REPEAT_S)
-            self._samples[key] = value
+        with self._lock:
+            told, again_s = self._told.get(key, (value, now_s))
+            if value != told or now_s >= again_s:
+                self._told[key] = (value, now_s + REPEAT_S)
+                self._samples[key] = value
 
     def take(self) -> Samples:
-        samples, self._samples = self._samples, {}
+        with self._lock:
+            samples, self._samples = self._samples, {}
         return samples
 
 

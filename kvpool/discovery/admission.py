@@ -9,7 +9,7 @@ import re
 from kvpool.discovery.worker import MAX_DP_RANK, Publisher, Worker
 from kvpool.errors import ConfigError
 from kvpool.key.hashing import ALGORITHMS, MAX_BLOCK_TOKENS, BlockHasher
-from kvpool.key.names import check_tenant
+from kvpool.key.key import check_tenant
 
 MAX_NAME_NBYTES = 256
 MAX_TEXT_NBYTES = 1024  # of a model's name, an address, an endpoint

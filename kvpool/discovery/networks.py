@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from kvpool.discovery.worker import Worker
 from kvpool.errors import ConfigError
-from kvpool.key.names import check_tenant
+from kvpool.key.key import check_tenant
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network | str  # str: IPC

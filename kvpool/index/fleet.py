@@ -40,7 +40,7 @@ from kvpool.index.workers import (
     unknown_model,
 )
 from kvpool.key.hashing import seed_id
-from kvpool.key.names import check_tenant
+from kvpool.key.key import check_tenant
 from kvpool.text import counted
 
 if TYPE_CHECKING:

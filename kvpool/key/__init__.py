@@ -1,1 +1,1 @@
-"""Names of content and proofs that bytes match them: keys, namespaces, layouts, hashes, records."""
+"""Names of content: keys, namespaces, layouts, hashes, checkpoints."""

@@ -81,6 +81,28 @@ def checkpoint_digest(
     return digest
 
 
+def served_digest(
+    engine_path: str, named_path: str | None, suffixes: Sequence[str] = WEIGHTS_SUFFIXES
+) -> str:
+    """The digest of an engine's weights where only the model's name is known, which is no identity.
+
+    32 hex digits; "" when no folder is named and the engine's path has no weights (a hub's name, or "").
+
+    ``named_path``: the operator's, which wins. Errors: ``ConfigError``: it has no weights, or its weights
+    cannot be read in time.
+    """
+    if named_path is not None:
+        return checkpoint_digest(Path(named_path), suffixes=suffixes).hex
+    if not engine_path:
+        return ""
+    path = Path(engine_path)
+    try:
+        found = path.is_file() or any(any(path.glob(f"*{suffix}")) for suffix in suffixes)
+    except OSError:  # a name too long for a path
+        return ""
+    return checkpoint_digest(path, suffixes=suffixes).hex if found else ""
+
+
 class _OutOfTime(Exception):
     """The deadline has passed."""
 

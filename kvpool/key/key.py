@@ -3,7 +3,7 @@
 A block's key is ``kvpool:{tenant}:{namespace}:{hash hex}:{group}:{rank}`` (without the braces) in printable
 ASCII:
 
-- tenant: 1 to 64 of ``[A-Za-z0-9_-]``;
+- tenant: 1 to 64 of ``[A-Za-z0-9_-]``; first, so that one ACL pattern covers it;
 - namespace: 32 lowercase hex digits, the fingerprint of every fact that changes the meaning of the bytes;
 - hash: the engine's chained block hash, 16 to 128 lowercase hex digits;
 - group, rank: canonical decimals from 0 to 65535.
@@ -22,7 +22,6 @@ from types import MappingProxyType
 from typing import NamedTuple, NewType
 
 from kvpool.errors import ConfigError
-from kvpool.key.names import TENANT_PATTERN, WORKER_NAME_PATTERN, check_tenant, check_worker_name
 
 BlockHash = NewType("BlockHash", bytes)
 Fact = str | int | bool
@@ -37,6 +36,10 @@ MAX_INDEX = 65535
 MAX_FACTS = 4096
 MAX_FACT_CHARS = 4096
 
+TENANT_PATTERN = r"[A-Za-z0-9_-]{1,64}"
+WORKER_NAME_PATTERN = r"[A-Za-z0-9._:\[\]-]{1,128}"
+_TENANT = re.compile(TENANT_PATTERN)
+_WORKER_NAME = re.compile(WORKER_NAME_PATTERN)
 _INDEX_PATTERN = r"0|[1-9][0-9]{0,4}"
 _KEY = re.compile(
     rf"kvpool:({TENANT_PATTERN}):([0-9a-f]{{32}}):((?:[0-9a-f]{{2}}){{8,64}}):({_INDEX_PATTERN}):({_INDEX_PATTERN})"
@@ -46,6 +49,24 @@ _ANY_KEY = re.compile(rf"kvpool:({TENANT_PATTERN}):")
 _TRAFFIC_KEY = re.compile(rf"kvpool:({TENANT_PATTERN}):traffic:[0-9a-f]{{16}}")
 _ASKED = "?"  # impossible in a worker's name
 _WORKER_KEY = re.compile(rf"kvpool:({TENANT_PATTERN}):worker:({_INDEX_PATTERN}):({WORKER_NAME_PATTERN})")
+
+
+def check_tenant(tenant: str) -> str:
+    """Return ``tenant`` if a key can contain it. Errors: ``ConfigError`` that says the allowed characters."""
+    if not isinstance(tenant, str) or _TENANT.fullmatch(tenant) is None:
+        raise ConfigError(
+            f"tenant {tenant!r} is not allowed: use 1 to 64 letters, digits, underscores or hyphens"
+        )
+    return tenant
+
+
+def check_worker_name(name: str) -> str:
+    """Return ``name`` if a worker can announce it. Errors: ``ConfigError`` that says the allowed characters."""
+    if not isinstance(name, str) or _WORKER_NAME.fullmatch(name) is None:
+        raise ConfigError(
+            f"worker name {name!r:.80} is not allowed: use 1 to 128 letters, digits and any of . _ : [ ] -"
+        )
+    return name
 
 
 class BlockKey(NamedTuple):

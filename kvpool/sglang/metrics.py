@@ -1,9 +1,8 @@
-"""kvpool's metrics in SGLang: counters of any thread, on each process's page, and a log line per change.
+"""kvpool's metrics in SGLang: on each process's page, and a log line per change.
 
 SGLang's ``/metrics`` shows prometheus_client's whole registry.
 
-Threads: any may count; ``show`` is the scheduler's. ``PoolState._lock`` guards ``_away`` and ``_faulty``,
-``SharedCounters._lock`` its sums.
+Threads: any may count; ``show`` is the scheduler's. ``PoolState._lock`` guards ``_away`` and ``_faulty``.
 """
 
 from __future__ import annotations
@@ -16,44 +15,16 @@ from typing import Any
 
 import prometheus_client
 
-from kvpool.metrics import BY_NAME, Counters, Metric, Samples
+from kvpool.metrics import BY_NAME, Counters, Metric
 
 logger = logging.getLogger(__name__)
-
-
-class SharedCounters(Counters):
-    """Thread-safe ``Counters``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._lock = threading.RLock()  # add_growth() calls add()
-
-    def add(self, metric: Metric, amount: float = 1, label: str = "") -> None:
-        with self._lock:
-            super().add(metric, amount, label)
-
-    def add_growth(self, metric: Metric, total: float, label: str = "") -> None:
-        with self._lock:
-            super().add_growth(metric, total, label)
-
-    def observe(self, metric: Metric, value: float, label: str = "") -> None:
-        with self._lock:
-            super().observe(metric, value, label)
-
-    def set(self, metric: Metric, value: float, label: str = "") -> None:
-        with self._lock:
-            super().set(metric, value, label)
-
-    def take(self) -> Samples:
-        with self._lock:
-            return super().take()
 
 
 class PoolState:
     """Logs each change once: away and back, and the first fault."""
 
     def __init__(self) -> None:
-        self.counters = SharedCounters()
+        self.counters = Counters()
         self._lock = threading.Lock()
         self._away = False
         self._faulty = False

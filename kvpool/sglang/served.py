@@ -23,9 +23,8 @@ from sglang.srt.runtime_context import get_context
 
 from kvpool.config import HiCacheConfig
 from kvpool.errors import ConfigError, EngineRefused
-from kvpool.key.checkpoint import WEIGHTS_SUFFIXES, checkpoint_digest
+from kvpool.key.checkpoint import WEIGHTS_SUFFIXES, checkpoint_digest, served_digest
 from kvpool.key.key import MAX_FACT_CHARS, Fact
-from kvpool.key.served_weights import served_digest
 
 # Of the namespace ``model``: location and fetching of files. Everything else is a fact, including additions
 # of later versions of SGLang.

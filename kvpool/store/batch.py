@@ -1,4 +1,7 @@
-"""A submitted batch, the lookup among them, and the data path (``Engine``) that runs it.
+"""A submitted batch, the lookup among them, its buffers, and the data path (``Engine``) that runs it.
+
+The caller's buffers are cast to flat bytes once, at the store's boundary: a client that trusts ``len`` of a
+float16 view writes half of it.
 
 Ownership: the engine's threads own the buffers until ``done()``; afterwards nothing touches or exports them.
 The batch keeps them alive, so dropping it is safe. Any thread may call any method.
@@ -174,3 +177,46 @@ def check_timeout(timeout_s: float) -> float:
     if not math.isfinite(timeout_s) or not 0 < timeout_s <= MAX_TIMEOUT_S:
         raise ConfigError(f"timeout_s is above 0 and at most {MAX_TIMEOUT_S:g} seconds, not {timeout_s}")
     return float(timeout_s)
+
+
+class Destination(NamedTuple):
+    """Target of one value, and where a hit is copied afterwards."""
+
+    view: memoryview  # contiguous, writable
+    copy_to: memoryview | None  # the caller's memory, if not contiguous
+
+
+def source(buffer: Any, position: int) -> memoryview:
+    """``buffer`` (in its batch at ``position``) as contiguous bytes, or a copy. Errors: ``ConfigError``."""
+    view = _view(buffer, position)
+    return view.cast("B") if view.c_contiguous else memoryview(view.tobytes())
+
+
+def destination(buffer: Any, position: int) -> Destination:
+    """``buffer`` as contiguous writable bytes, or temporary ones. Errors: ``ConfigError``."""
+    view = _view(buffer, position)
+    if view.readonly:
+        raise ConfigError(f"buffers[{position}] is read-only: a value cannot be read into it")
+    if view.c_contiguous:
+        return Destination(view.cast("B"), None)
+    return Destination(memoryview(bytearray(view.nbytes)), view)
+
+
+def copy_back(destinations: Sequence[Destination], found: Sequence[bool]) -> None:
+    """Copy hits from temporary views into the caller's memory."""
+    for (view, copy_to), hit in zip(destinations, found, strict=True):
+        if hit and copy_to is not None:
+            import numpy  # lazily: only numpy makes such buffers, so it is installed
+
+            target = numpy.asarray(copy_to)
+            target[...] = numpy.frombuffer(view, dtype=target.dtype).reshape(target.shape)
+
+
+def _view(buffer: Any, position: int) -> memoryview:
+    try:
+        view = memoryview(buffer)
+    except (TypeError, ValueError, BufferError) as error:
+        raise ConfigError(f"buffers[{position}] is no buffer: {error}") from error
+    if view.nbytes == 0:
+        raise ConfigError(f"buffers[{position}] is empty: a value has at least one byte")
+    return view

@@ -18,8 +18,17 @@ from kvpool import _native, metrics
 from kvpool.errors import ConfigError, KVPoolError, StoreClosed, StoreUnavailable
 from kvpool.key.key import KEY_PREFIX, Namespace, namespace_prefix
 from kvpool.metrics import Counters
-from kvpool.store.batch import Batch, Engine, Lookup, LookupGroup, check_timeout
-from kvpool.store.buffers import Destination, copy_back, destination, source
+from kvpool.store.batch import (
+    Batch,
+    Destination,
+    Engine,
+    Lookup,
+    LookupGroup,
+    check_timeout,
+    copy_back,
+    destination,
+    source,
+)  # fmt: skip
 
 DEFAULT_TIMEOUT_S = 5.0
 MAX_BATCH_KEYS = 1 << 20
@@ -82,25 +91,14 @@ class Notices(Protocol):
 
 
 class Documents(Protocol):
-    """Leased documents by key, for all processes on the store. Any thread; every call blocks."""
+    """Leased documents by key, as in ``Store``'s calls, for all processes on it. Any thread; every call blocks."""
 
-    def put(self, key: str, document: bytes, lease_s: float) -> None:
-        """Replace the document at ``key`` for ``lease_s`` seconds."""
-
-    def remove(self, key: str) -> bool:
-        """End the document at ``key``; whether its lease still ran."""
-
-    def of(self, keys: Sequence[str]) -> dict[str, bytes]:
-        """Unexpired documents under exactly these keys."""
-
-    def all(self, prefix: str, suffix: str = "") -> dict[str, bytes]:
-        """Unexpired documents under keys with this beginning and end."""
-
-    def tenants(self) -> list[str]:
-        """The tenants with documents, sorted, as far as this user may list them."""
-
-    def remove_all(self, prefix: str) -> int:
-        """Delete the documents under ``prefix``; returns how many."""
+    def put(self, key: str, document: bytes, lease_s: float) -> None: ...
+    def remove(self, key: str) -> bool: ...
+    def of(self, keys: Sequence[str]) -> dict[str, bytes]: ...
+    def all(self, prefix: str, suffix: str = "") -> dict[str, bytes]: ...
+    def tenants(self) -> list[str]: ...
+    def remove_all(self, prefix: str) -> int: ...
 
 
 class Store(ABC):

@@ -39,25 +39,14 @@ _SYSTEM_DIRECTORIES = frozenset({
 _URL = re.compile(
     r"(?P<scheme>[^:/?#]*)://(?P<host>[^/?#]*)(?P<path>[^?#]*)(?:\?(?P<query>[^#]*))?", re.DOTALL
 )
+_OF_SERVERS, _OF_TLS = ("client", "connections", "ttl"), ("ca", "cert", "key")
 _PARAMETERS = {
     "file": ("capacity", "threads"),
-    "redis": ("client", "connections", "ttl"),
-    "rediss": ("ca", "cert", "client", "connections", "key", "ttl"),
-    "valkey": ("client", "connections", "ttl"),
-    "valkey+cluster": ("ca", "cert", "client", "connections", "key", "tls", "ttl"),
-    "valkey+sentinel": (
-        "ca",
-        "cert",
-        "client",
-        "connections",
-        "key",
-        "sentinel_password",
-        "sentinel_user",
-        "tls",
-        "ttl",
-    ),
-    "valkey+unix": ("client", "connections", "db", "ttl"),
-    "valkeys": ("ca", "cert", "client", "connections", "key", "ttl"),
+    "valkey+unix": ("db", *_OF_SERVERS),
+    **dict.fromkeys(("redis", "valkey"), _OF_SERVERS),
+    **dict.fromkeys(TLS_SCHEMES, (*_OF_SERVERS, *_OF_TLS)),
+    "valkey+cluster": ("tls", *_OF_SERVERS, *_OF_TLS),
+    "valkey+sentinel": ("sentinel_password", "sentinel_user", "tls", *_OF_SERVERS, *_OF_TLS),
 }
 _HOST = re.compile(
     r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]{1,253}))(?::(?P<port>[0-9]{1,5}))?"

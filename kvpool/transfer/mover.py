@@ -227,7 +227,6 @@ class BlockMover(Generic[Item]):
         if not job.cause or job.need is not Need.ALL:
             self._counters.add(metrics.LOADED_BLOCKS, sum(moved))
             self._counters.add(metrics.LOADED_BYTES, nbytes)
-            self._counters.add(metrics.LOAD_SECONDS, now - job.started)
         return Moved(
             job.name, job.cause, moved, sorted(job.missing), sum(moved), nbytes, now - job.started, job.error
         )

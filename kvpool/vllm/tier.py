@@ -42,8 +42,8 @@ from kvpool import metrics
 from kvpool.config import TierConfig
 from kvpool.discovery.facts import announce_facts
 from kvpool.errors import ConfigError, EngineRefused, StoreUnavailable
+from kvpool.key.checkpoint import served_digest
 from kvpool.key.key import Fact, Namespace
-from kvpool.key.served_weights import served_digest
 from kvpool.metrics import Counters
 from kvpool.store import open_store
 from kvpool.transfer import BlockMover, HostMemory, Moved, Need, Record

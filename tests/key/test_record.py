@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.errors import ConfigError
-from kvpool.key import record
 from kvpool.key.key import Namespace, parse_key
+from tests.support import records as record
 
 GOLDEN: list[dict[str, Any]] = json.loads((Path(__file__).parents[1] / "golden" / "records.json").read_text())
 KEY = Namespace("t", {"model": "tiny"}).key(bytes(range(32)), 5, 6)

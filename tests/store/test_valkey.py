@@ -10,7 +10,6 @@ import pytest
 
 from kvpool import open_store
 from kvpool.errors import ConfigError, StoreUnavailable
-from kvpool.key.record import pack_header
 from kvpool.store.store import Store
 from tests.support.conformance import (
     MIB,
@@ -22,6 +21,7 @@ from tests.support.conformance import (
     payload,
 )
 from tests.support.deadlines import eventually
+from tests.support.records import pack_header
 from tests.support.servers import CLIENTS, ON_VALKEY, Server, with_client
 
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from kvpool.key.record import pack_header
+from tests.support.records import pack_header
 
 Harm = Callable[["Peer", Sequence[bytes], bytes], None]
 

@@ -11,10 +11,10 @@ import redis
 
 from kvpool import _native, open_store
 from kvpool.errors import StoreUnavailable
-from kvpool.key.record import pack_header
 from kvpool.store.store import Store
 from tests.support.conformance import key, keys, payload
 from tests.support.deadlines import Stopwatch, eventually
+from tests.support.records import pack_header
 
 
 def serves(store: Store, number: int = 1) -> bool:

@@ -18,7 +18,7 @@ from kvpool.cli.doctor.serving import check_url, front_findings, picker_findings
 from kvpool.cli.settings import DoctorOptions
 from kvpool.cli.tables import console, show
 from kvpool.discovery.worker import Worker
-from kvpool.key.names import check_tenant
+from kvpool.key.key import check_tenant
 
 _STYLE = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 

@@ -17,7 +17,7 @@ from kvpool.errors import KVPoolError, StoreUnavailable
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow.pool_reconciler import DEFAULT_KEYS_PER_S, PoolReconciler, ReconcilerTotals
 from kvpool.index.follow.pool_status import PoolStatus
-from kvpool.key.names import check_tenant
+from kvpool.key.key import check_tenant
 from kvpool.store import open_store
 from kvpool.store.store import Store, Usage
 from kvpool.store.url import StoreURL

@@ -26,7 +26,7 @@ from kvpool.config import read_toml
 from kvpool.errors import AccessDenied, ConfigError
 from kvpool.index.client.channel import MAX_TOKEN_CHARS
 from kvpool.index.client.tls import file_state
-from kvpool.key.names import check_tenant
+from kvpool.key.key import check_tenant
 from kvpool.text import unknown
 
 Right = Literal["read", "publish", "admin"]

@@ -42,7 +42,7 @@ from kvpool.index.serve.listener import is_loopback
 from kvpool.index.serve.lookup_calls import LookupCalls
 from kvpool.index.serve.snapshot_streams import SnapshotStreams
 from kvpool.index.snapshot import Snapshot
-from kvpool.key.names import check_tenant
+from kvpool.key.key import check_tenant
 from kvpool.tracing import Tracing
 from kvpool.v1 import index_pb2 as pb
 

@@ -19,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvpool import _native
+from kvpool import _native, metrics
 from kvpool.store.clients.link import LinkFault
 from kvpool.store.clients.lookup_keys import LookupKeys
 
@@ -33,9 +33,7 @@ _COUNTERS = (
     "puts", "put_nbytes", "present_puts", "get_hits", "get_misses", "get_nbytes", "contains_hits",
     "contains_misses", "deletes", "delete_misses", "no_room", "faults", "cancelled", "timed_out", "damaged", "evicted",
     "connections", "disconnections", "failed_dials", "refused", "up_connections", "queued",
-    *(f"damaged_{cause}" for cause in (
-        "truncated", "magic", "version", "flags", "length", "fingerprint", "hash", "group", "rank", "checksum"
-    )),
+    *(f"damaged_{cause}" for cause in metrics.DAMAGES),
 )  # fmt: skip
 _COUNTED = {
     (_native.PUT, _native.OK): "puts",

@@ -17,11 +17,11 @@ import pytest
 
 from kvpool import open_store
 from kvpool.errors import StoreUnavailable
-from kvpool.key.record import pack_header
 from kvpool.store.store import Store
 from tests.support.conformance import Buffer, keys, payload
 from tests.support.deadlines import ends_within, eventually
 from tests.support.misbehaving import Harm, HungUp, Misbehaving, Peer, bulk, fields, misbehaving, says, to
+from tests.support.records import pack_header
 from tests.support.servers import CLIENTS, with_client
 
 DEADLINE_S = 0.4

@@ -1,7 +1,7 @@
 """The record: a 64-byte header before every payload, which proves that the bytes belong to the key.
 
 The header names the whole key except the tenant, whose keyspace the server's access rules protect. Native I/O
-threads pack and verify; this module documents the format and parses it for display.
+threads pack and verify; here the format is told once more, for tests.
 """
 
 from __future__ import annotations
