@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
-import subprocess
 import sys
 import threading
 import urllib.error
@@ -23,7 +21,8 @@ from kvpool.errors import ConfigError
 from kvpool.tracing import Tracing
 from kvpool.v1 import index_pb2 as pb
 from kvpool.v1.index_pb2_grpc import IndexServiceStub
-from tests.support.deadlines import eventually
+from tests.support.deadlines import OPENER
+from tests.support.index_process import Index, RouterProcess, running
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED = {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "a=b"}
@@ -136,34 +135,17 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def service(folder: Path, *arguments: str) -> Iterator[str]:
-    """``kvpool`` with these arguments, as a process; its address."""
-    log = folder / "log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-c", "from kvpool.cli import main; main()", *arguments, "--drain", "0"],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        listens = re.compile(r"listens on (\S+:[0-9]+)")
-        assert eventually(lambda: bool(listens.search(log.read_text())), within_s=120), log.read_text()
-        (address,) = listens.findall(log.read_text())
-        yield address
-    finally:
-        process.terminate()
-        process.wait(60)
-    assert "Traceback" not in log.read_text(), log.read_text()
+def service(kind: type[Index], folder: Path, collector: Collector) -> Iterator[str]:
+    """A process that sends its spans to the collector; its address."""
+    pool = f"file://{folder}/pool?capacity=16MiB"
+    with running("--pool", pool, "--traces", collector.url, kind=kind) as process:
+        yield process.target
+        _, lines = process.stop()
+    assert not any("Traceback" in line for line in lines), lines
 
 
 def test_an_index_tells_of_calls(tmp_path: Path, collector: Collector) -> None:
-    pool = f"file://{tmp_path}/pool?capacity=16MiB"
-    with (
-        service(
-            tmp_path, "index", "--listen", "127.0.0.1:0", "--pool", pool, "--traces", collector.url
-        ) as at,
-        grpc.insecure_channel(at) as channel,
-    ):
+    with service(Index, tmp_path, collector) as at, grpc.insecure_channel(at) as channel:
         stub = IndexServiceStub(channel)
         stub.ListWorkers(pb.ListWorkersRequest(), metadata=tuple(SAMPLED.items()), timeout=60)
         stub.ListWorkers(pb.ListWorkersRequest(), timeout=60)
@@ -179,17 +161,14 @@ def test_an_index_tells_of_calls(tmp_path: Path, collector: Collector) -> None:
 
 
 def test_a_router_tells_of_requests_and_placements(tmp_path: Path, collector: Collector) -> None:
-    pool = f"file://{tmp_path}/pool?capacity=16MiB"
-    with service(
-        tmp_path, "router", "--listen", "127.0.0.1:0", "--pool", pool, "--traces", collector.url
-    ) as at:
+    with service(RouterProcess, tmp_path, collector) as at:
         body = json.dumps({"model": "m", "prompt": [1, 2, 3]}).encode()
         for headers in (SAMPLED, {}):
             request = urllib.request.Request(
                 f"http://{at}/v1/completions", body, {"content-type": "application/json", **headers}
             )
             with pytest.raises(urllib.error.HTTPError) as refused:
-                urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60)
+                OPENER.open(request, timeout=60)
             assert refused.value.code == 503
             refused.value.close()
     assert {name for name, _ in collector.spans} == {"kvpool-router"}

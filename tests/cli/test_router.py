@@ -22,22 +22,12 @@ from tests.support.credentials import Authority
 from tests.support.deadlines import eventually
 from tests.support.feeds import Misbehaving, misbehaving
 from tests.support.http_client import TEXT, figures, get, post
-from tests.support.index_process import Index, running
+from tests.support.index_process import RouterProcess, running
 from tests.support.openai_worker import ScriptedWorker, scripted
 from tests.support.wire import batch, stored
 
 TOKENS = list(TEXT.encode())
 ASKED = {"model": "m", "prompt": TOKENS}
-
-
-class RouterProcess(Index):
-    """A running ``kvpool router``."""
-
-    command = "router"
-
-    @property
-    def url(self) -> str:
-        return f"http://{self.target}"
 
 
 @contextmanager

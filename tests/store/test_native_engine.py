@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import gc
-import os
 import signal
 import threading
 import time
@@ -12,39 +11,16 @@ from pathlib import Path
 import pytest
 
 from kvpool import _native
+from tests.support.conformance import MIB, key, payload
+from tests.support.deadlines import eventually
 
-MIB = 1 << 20
-NAMESPACE = "0f" * 16
 WAIT_S = 60.0
-
-
-def key(i):
-    return f"kvpool:t:{NAMESPACE}:{i * 2654435761 % 2**32:08x}{i:024x}:0:0"
-
-
-def payload(i, nbytes):
-    return (i.to_bytes(8, "little") * (nbytes // 8 + 1))[:nbytes]
-
-
-def temporaries(root):
-    return list((Path(root) / "tmp").iterdir())
-
-
-def eventually(condition):
-    until = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < until, "waited in vain"
-        os.sched_yield()
 
 
 def run(engine, op, keys, buffers=None, timeout_s=WAIT_S):
     batch = engine.submit(op, keys, buffers, timeout_s)
     assert batch.wait(WAIT_S)
     return list(batch.results())
-
-
-def put(engine, i, nbytes=1000):
-    return run(engine, _native.PUT, [key(i)], [payload(i, nbytes)])[0]
 
 
 def get(engine, i, nbytes=1000):
@@ -72,24 +48,6 @@ def eviction_elsewhere(root):
     with (Path(root) / "usage").open("rb+") as usage:
         fcntl.flock(usage, fcntl.LOCK_EX)
         yield usage
-
-
-def count_threads():
-    return len(list(Path("/proc/self/task").iterdir()))
-
-
-def count_descriptors():
-    return len(list(Path("/proc/self/fd").iterdir()))
-
-
-@pytest.fixture(autouse=True)
-def _nothing_leaks():
-    gc.collect()
-    threads, descriptors = count_threads(), count_descriptors()
-    yield
-    gc.collect()
-    # "At most": numpy's BLAS ends its own threads when the process forks.
-    eventually(lambda: count_threads() <= threads and count_descriptors() <= descriptors)
 
 
 @pytest.fixture
@@ -134,7 +92,7 @@ def test_cancel_gives_the_buffers_back(open_engine, root):
     with eviction_elsewhere(root):
         first = engine.submit(_native.PUT, [key(1)], [running], WAIT_S)
         second = engine.submit(_native.PUT, [key(2)], [queued], WAIT_S)
-        eventually(lambda: engine.counters()["queued"] == 1)  # the first one is running
+        assert eventually(lambda: engine.counters()["queued"] == 1)  # the first one is running
         second.cancel()
         assert second.done()  # nobody had started it, though the only thread is busy
         assert not is_held(queued)
@@ -144,7 +102,7 @@ def test_cancel_gives_the_buffers_back(open_engine, root):
         assert not is_held(running)
     assert list(first.results() + second.results()) == [_native.CANCELLED, _native.CANCELLED]
     assert engine.counters()["cancelled"] == 2
-    assert temporaries(root) == []
+    assert list((root / "tmp").iterdir()) == []
     assert get(engine, 1) == get(engine, 2) == _native.MISS
 
 
@@ -153,7 +111,7 @@ def test_the_deadline_gives_the_buffers_back(open_engine, root):
     running, queued = bytearray(1000), bytearray(1000)
     with eviction_elsewhere(root):
         first = engine.submit(_native.PUT, [key(1)], [running], WAIT_S)
-        eventually(lambda: engine.counters()["queued"] == 0)
+        assert eventually(lambda: engine.counters()["queued"] == 0)
         second = engine.submit(_native.GET, [key(2)], [queued], 0.02)
         assert second.wait(WAIT_S)  # though the only thread is busy
         assert list(second.results()) == [_native.TIMED_OUT]
@@ -176,8 +134,8 @@ def test_a_dropped_batch_goes_on_with_its_buffers(open_engine, root):
         gc.collect()
         engine.counters()
         assert is_held(buffer)
-    eventually(lambda: engine.counters()["puts"] == 1)
-    eventually(lambda: engine.counters() and not is_held(buffer))
+    assert eventually(lambda: engine.counters()["puts"] == 1)
+    assert eventually(lambda: engine.counters() and not is_held(buffer))
     assert get(engine, 1) == _native.OK
 
 

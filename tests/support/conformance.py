@@ -146,6 +146,7 @@ class StoreConformance:
         assert store.contains_many([]) == []
         assert store.delete_many([]) == 0
         assert store.submit_get([], []).wait() == []
+        assert store.submit_put_absent([], []).results() == b""
 
     def test_ten_thousand_keys(self, store: Store) -> None:
         many = keys(10_000)
@@ -227,13 +228,6 @@ class StoreConformance:
             assert transfer.wait() == [True] * 64
         assert store.submit_put_absent(keys(64), [value] * 64, timeout_s=60).wait() == [True] * 64
 
-    def test_put_absent_needs_a_buffer_for_each_key(self, store: Store) -> None:
-        assert store.submit_put_absent([], []).results() == b""
-        with pytest.raises(ConfigError, match="2 keys need as many buffers, not 1"):
-            store.submit_put_absent(keys(2), [b"x"])
-        with pytest.raises(ConfigError):
-            store.submit_put_absent([key(1)], [b""])
-
     # ------------------------------------------------------------------ buffers
 
     def test_element_size_does_not_matter(self, store: Store) -> None:
@@ -297,8 +291,9 @@ class StoreConformance:
 
     @pytest.mark.parametrize("empty", [b"", bytearray(), numpy.zeros((3, 0))])
     def test_an_empty_value_is_refused(self, store: Store, empty: object) -> None:
-        with pytest.raises(ConfigError, match=r"buffers\[0\] is empty"):
-            store.put_many([key(1)], [empty])
+        for put in (store.put_many, store.submit_put_absent):
+            with pytest.raises(ConfigError, match=r"buffers\[0\] is empty"):
+                put([key(1)], [empty])
 
     def test_what_is_no_buffer_is_refused(self, store: Store) -> None:
         for thing in (None, 5, "text", [1, 2]):
@@ -327,7 +322,9 @@ class StoreConformance:
     # ------------------------------------------------------------------ arguments
 
     def test_numbers_of_keys_and_buffers_must_agree(self, store: Store) -> None:
-        for batch in (store.put_many, store.get_many_into, store.submit_put, store.submit_get):
+        for batch in (
+            store.put_many, store.get_many_into, store.submit_put, store.submit_get, store.submit_put_absent,
+        ):  # fmt: skip
             with pytest.raises(ConfigError, match="2 keys need as many buffers, not 1"):
                 batch(keys(2), [bytearray(4)])
 
@@ -538,13 +535,6 @@ class StoreConformance:
         assert store.announced_under(()) == {}
         assert eventually(lambda: store.announced_under(("kvpool:t:goes",)) == {})
         assert store.announcing_tenants() == ["t", "u"]
-
-    def test_a_lease_ends(self, store: Store) -> None:
-        store.announce("kvpool:t:stays", b"1", lease_s=600)
-        store.announce("kvpool:t:goes", b"2", lease_s=0.02)
-        assert eventually(lambda: list(store.announcements("kvpool:t:")) == ["kvpool:t:stays"])
-        store.announce("kvpool:t:goes", b"3", lease_s=600)
-        assert store.announcements("kvpool:t:goes") == {"kvpool:t:goes": b"3"}
 
     def test_an_announcement_is_withdrawn(self, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         for module in KEEPERS:

@@ -58,6 +58,16 @@ class Index:
         return self.process.returncode, [line.split(" ", 2)[2] for line in lines]
 
 
+class RouterProcess(Index):
+    """A running ``kvpool router``."""
+
+    command = "router"
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.target}"
+
+
 @contextmanager
 def running(
     *arguments: str, kind: type[Index] = Index, log: Path | None = None, **environment: str

@@ -30,6 +30,11 @@ BUDGET_S = 0.2
 STEP_TOKENS = 32
 
 
+def planted(*_: object, **__: object) -> Any:
+    """A fault of ours, in the place of any function."""
+    raise ZeroDivisionError("planted")
+
+
 def request(name: str, tokens: int = 100, transfer_params: object = None) -> Request:
     init_none_hash(sha256_cbor)
     extra = None if transfer_params is None else {"kv_transfer_params": transfer_params}

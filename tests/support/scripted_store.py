@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -96,49 +95,13 @@ def key(number: int, group: int) -> str:
     return NAMESPACE.key(number.to_bytes(32, "big"), group, 0)
 
 
-class StallingBatch:
+class ScriptedBatch:
     """A batch that ends when the test says so, whatever its deadline was."""
 
-    def __init__(self, count: int) -> None:
-        self.count, self.ended, self.cancelled = count, False, False
-
-    def done(self) -> bool:
-        return self.ended
-
-    def wait(self, timeout_s: float) -> bool:
-        if not self.ended:
-            time.sleep(min(timeout_s, 0.01))
-        return self.ended
-
-    def cancel(self) -> None:
-        self.cancelled = True
-
-    def results(self) -> bytes:
-        return bytes([_native.OK]) * self.count
-
-    def error(self) -> str | None:
-        return None
-
-
-class StallingStore(SelfMoving):
-    """Takes every batch and never ends one by itself: a disk that hangs inside the kernel."""
-
-    def __init__(self) -> None:
-        super().__init__("stalling", NoDocuments())
-        self.batches: list[tuple[StallingBatch, list[memoryview]]] = []
-
-    def begin(self, op: int, keys: Sequence[str], views: Sequence[Any] | None, timeout_s: float) -> Running:
-        self.batches.append((StallingBatch(len(keys)), list(views or ())))
-        return self.batches[-1][0]
-
-    def _close(self) -> None: ...
-
-
-class ScriptedBatch:
     def __init__(
         self, store: ScriptedStore, operation: int, keys: Sequence[str], views: Sequence[memoryview]
     ) -> None:
-        self._store, self.operation, self.keys, self._views = store, operation, list(keys), list(views)
+        self._store, self.operation, self.keys, self.views = store, operation, list(keys), list(views)
         self._results: list[int] | None = None
         self.cancelled = False
 
@@ -155,11 +118,11 @@ class ScriptedBatch:
         if self.operation == _native.PUT_ABSENT and key in records:
             return _native.PRESENT
         if self.operation in (_native.PUT, _native.PUT_ABSENT):
-            records[key] = bytes(self._views[i])
+            records[key] = bytes(self.views[i])
         elif key not in records:
             return _native.MISS
         elif self.operation == _native.GET:
-            self._views[i][:] = records[key]
+            self.views[i][:] = records[key]
         return _native.OK
 
     def done(self) -> bool:
@@ -179,9 +142,11 @@ class ScriptedBatch:
         return "as the test says"
 
 
-class ScriptedStore(StallingStore):
+class ScriptedStore(SelfMoving):
+    """Ends no batch by itself, as a disk that hangs inside the kernel."""
+
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__("scripted", NoDocuments())
         self.records: dict[str, bytes] = {}
         self.under_way: list[ScriptedBatch] = []
 
@@ -195,3 +160,5 @@ class ScriptedStore(StallingStore):
     def end_all(self) -> None:
         while self.under_way:
             self.end()
+
+    def _close(self) -> None: ...

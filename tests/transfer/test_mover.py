@@ -17,7 +17,7 @@ from kvpool.transfer import BlockCopier, KVCacheMover
 from kvpool.transfer.kv_cache import ABANDON_AFTER_S, Block
 from tests.support.deadlines import ends_within, eventually
 from tests.support.mover import run
-from tests.support.scripted_store import StallingStore, key
+from tests.support.scripted_store import ScriptedStore, key
 
 BLOCKS = 40
 
@@ -56,6 +56,13 @@ def engine_on(
         max_store_nbytes_per_s=cap,
         counters=Counters(),
     )
+
+
+def scripted() -> ScriptedStore:
+    """A store that has all blocks of the first group, and ends its batches when the test says so."""
+    store = ScriptedStore()
+    store.records |= {key(n, 0): bytes(BlockCopier(layers(1)[0]).payload_nbytes) for n in range(BLOCKS)}
+    return store
 
 
 @pytest.fixture
@@ -132,7 +139,7 @@ def test_the_cap_on_store_bandwidth_holds(store: Store) -> None:
 
 
 def test_a_load_that_the_store_never_ends_fails_in_time_and_late_bytes_go_nowhere() -> None:
-    store, caches = StallingStore(), layers(1)
+    store, caches = scripted(), layers(1)
     fill(caches, 5)
     before = [layer.clone() for layer in caches[0]]
     engine = engine_on(store, caches, slots=4)
@@ -141,11 +148,11 @@ def test_a_load_that_the_store_never_ends_fails_in_time_and_late_bytes_go_nowher
         (load,) = run(engine).loads
     assert not load.ok
     assert engine.slots_in_use == 4, "the store may still write into them"
-    for batch, views in store.batches:
+    for batch in store.under_way:
         assert batch.cancelled
-        for view in views:
+        for view in batch.views:
             view[:] = b"\xff" * view.nbytes
-        batch.ended = True
+    store.end_all()
     engine.poll()
     assert engine.slots_in_use == 0
     assert all(torch.equal(layer, old) for layer, old in zip(caches[0], before, strict=True))
@@ -153,14 +160,14 @@ def test_a_load_that_the_store_never_ends_fails_in_time_and_late_bytes_go_nowher
 
 
 def test_a_slow_load_ends_at_its_cap_however_much_progress_it_makes() -> None:
-    store, caches = StallingStore(), layers(1)
+    store, caches = scripted(), layers(1)
     engine = engine_on(store, caches, slots=2)
     engine.load("job", blocks(range(30), groups=1), timeout_s=60, max_s=0.3)
     ended: list[bool] = []
 
     def one_more_block() -> bool:
-        for batch, _ in store.batches[-1:] if len(store.batches) < 20 else store.batches:
-            batch.ended = True
+        if store.under_way:
+            store.end(-1)
         ended.extend(load.ok for load in engine.poll().loads)
         time.sleep(0.02)
         return bool(ended)
@@ -203,44 +210,41 @@ def test_a_batch_of_a_load_that_is_refused_costs_that_load_alone(
 
 
 def test_cancel_ends_a_load_and_returns_its_slots() -> None:
-    store, caches = StallingStore(), layers(1)
+    store, caches = scripted(), layers(1)
     engine = engine_on(store, caches, slots=4)
     engine.load("job", blocks(range(30), groups=1), timeout_s=60, max_s=60)
     engine.cancel("job")
-    assert all(batch.cancelled for batch, _ in store.batches)
-    submitted = len(store.batches)
+    assert all(batch.cancelled for batch in store.under_way)
     assert engine.poll().loads == [], "its slots are still the store's"
-    for batch, _ in store.batches:
-        batch.ended = True
+    store.end_all()
     assert [load.ok for load in engine.poll().loads] == [False]
-    assert len(store.batches) == submitted, "a cancelled load submits no further part"
+    assert not store.under_way, "a cancelled load submits no further part"
     assert engine.slots_in_use == 0
     store.close()
 
 
 def test_close_ends_everything() -> None:
-    store, caches = StallingStore(), layers(1)
+    store, caches = scripted(), layers(1)
     engine = engine_on(store, caches, slots=4)
     engine.load("job", blocks([1, 2], groups=1), timeout_s=60, max_s=60)
     engine.stage(blocks([5], groups=1), tags=[5])
     engine.close()
-    assert all(batch.cancelled for batch, _ in store.batches)
+    assert all(batch.cancelled for batch in store.under_way)
     assert not engine._parts
     store.close()
 
 
 def test_a_fault_while_parts_arrive_releases_each_slot_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, caches = StallingStore(), layers(1)
+    store, caches = scripted(), layers(1)
     engine = engine_on(store, caches, slots=4)
     engine.load("job", blocks(range(4), groups=1), timeout_s=60, max_s=60)
-    assert len(store.batches) == 2
+    assert len(store.under_way) == 2
 
     def broken(*arguments: Any) -> None:
         raise ZeroDivisionError("planted")
 
     monkeypatch.setattr(BlockCopier, "scatter", broken)
-    for batch, _ in store.batches:
-        batch.ended = True
+    store.end_all()
     with pytest.raises(ZeroDivisionError):
         engine.poll()
     engine.close()
@@ -250,11 +254,10 @@ def test_a_fault_while_parts_arrive_releases_each_slot_once(monkeypatch: pytest.
 
 def test_a_load_that_ended_in_time_is_good_however_late_it_is_polled() -> None:
     """An engine that is paused polls nothing for minutes."""
-    store, caches = StallingStore(), layers(1)
+    store, caches = scripted(), layers(1)
     engine = engine_on(store, caches, slots=8)
     engine.load("job", blocks([1, 2], groups=1), timeout_s=60, max_s=0.01)
-    (batch, _) = store.batches[0]
-    batch.ended = True
+    store.end()
     started = time.monotonic()
     assert eventually(lambda: time.monotonic() > started + 0.02)
     assert [load.ok for load in engine.poll().loads] == [True]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,21 +25,29 @@ def base(engine_config: Any) -> Any:
     return engine_config(served_model_name=["tiny", "second"])
 
 
-def described(base: Any, monkeypatch: pytest.MonkeyPatch, events: dict[str, Any] | None, **more: Any) -> Any:
+Described = Callable[..., Any]
+
+
+@pytest.fixture
+def described(base: Any, monkeypatch: pytest.MonkeyPatch) -> Described:
+    """What an engine says whose configuration differs so from ``base``; ``more``: of its parallelism."""
     from vllm.config.kv_events import KVEventsConfig
 
     from kvpool.vllm import announcement
 
-    settings = PoolConfig(pool=more.pop("pool", "file:///unused"), **more.pop("settings", {}))
-    monkeypatch.setattr(base, "kv_events_config", None if events is None else KVEventsConfig(**events))
-    for name, value in more.items():
-        monkeypatch.setattr(base.parallel_config, name, value)
+    def describe(events: dict[str, Any] | None, **more: Any) -> Any:
+        settings = PoolConfig(pool=more.pop("pool", "file:///unused"), **more.pop("settings", {}))
+        monkeypatch.setattr(base, "kv_events_config", None if events is None else KVEventsConfig(**events))
+        for name, value in more.items():
+            monkeypatch.setattr(base.parallel_config, name, value)
+        return announcement.describe(base, SimpleNamespace(), settings, NAMESPACE)
+
     monkeypatch.setattr(announcement.internals, "block_sizes", lambda config, cache: (256, 128))
-    return announcement.describe(base, SimpleNamespace(), settings, NAMESPACE)
+    return describe
 
 
-def test_what_is_announced(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = described(base, monkeypatch, EVENTS, settings={"tenant": "t", "advertise_host": "10.0.0.7"})
+def test_what_is_announced(described: Described) -> None:
+    told = described(EVENTS, settings={"tenant": "t", "advertise_host": "10.0.0.7"})
     assert told.problems == ()
     worker = told.worker
     assert worker.id == "t/10.0.0.7:5557"
@@ -47,13 +56,13 @@ def test_what_is_announced(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert worker.address == "http://10.0.0.7:8000"
     assert worker.publishers == (Publisher(0, "tcp://10.0.0.7:5557", "tcp://10.0.0.7:5657"),)
     assert pack_worker(worker, 10.0)
-    again = described(base, monkeypatch, EVENTS, settings={"tenant": "t", "advertise_host": "10.0.0.7"})
+    again = described(EVENTS, settings={"tenant": "t", "advertise_host": "10.0.0.7"})
     assert again.worker.incarnation != worker.incarnation
 
 
-def test_settings_name_the_worker_and_its_address(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_name_the_worker_and_its_address(described: Described) -> None:
     settings = {"advertise_host": "fd00::7", "http_port": 8001, "worker": "blue"}
-    worker = described(base, monkeypatch, EVENTS, settings=settings).worker
+    worker = described(EVENTS, settings=settings).worker
     assert (worker.name, worker.address) == ("blue", "http://[fd00::7]:8001")
     assert worker.publishers == (Publisher(0, "tcp://[fd00::7]:5557", "tcp://[fd00::7]:5657"),)
     check_worker(worker)
@@ -72,44 +81,38 @@ def test_settings_name_the_worker_and_its_address(base: Any, monkeypatch: pytest
     ],
 )
 def test_the_port_is_that_of_the_command(
-    base: Any, monkeypatch: pytest.MonkeyPatch, command: str, port: int
+    described: Described, monkeypatch: pytest.MonkeyPatch, command: str, port: int
 ) -> None:
     monkeypatch.setattr("sys.argv", command.split())
-    worker = described(base, monkeypatch, None).worker
+    worker = described(None).worker
     assert (worker.name, worker.address) == (f"127.0.0.1:{port}", f"http://127.0.0.1:{port}")
-    assert (
-        described(base, monkeypatch, None, settings={"http_port": 7}).worker.address == "http://127.0.0.1:7"
-    )
+    assert described(None, settings={"http_port": 7}).worker.address == "http://127.0.0.1:7"
 
 
 @pytest.mark.parametrize("option", ["--ssl-certfile c.pem", "--ssl-certfile=c.pem", "--ssl_certfile c.pem"])
 def test_a_command_with_a_certificate_serves_https(
-    base: Any, monkeypatch: pytest.MonkeyPatch, option: str
+    described: Described, monkeypatch: pytest.MonkeyPatch, option: str
 ) -> None:
     monkeypatch.setattr("sys.argv", ["vllm", "serve", "model", *option.split(), "--ssl-keyfile", "k.pem"])
-    worker = described(base, monkeypatch, None, settings={"http_port": 443}).worker
+    worker = described(None, settings={"http_port": 443}).worker
     assert (worker.name, worker.address) == ("127.0.0.1:443", "https://127.0.0.1:443")
 
 
-def test_the_host_is_the_one_that_faces_the_pool(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_is_the_one_that_faces_the_pool(described: Described) -> None:
     from kvpool.vllm.announcement import local_host
 
-    assert described(base, monkeypatch, EVENTS).worker.name == "127.0.0.1:5557"
-    assert (
-        described(base, monkeypatch, EVENTS, pool="valkey://127.0.0.1:6379").worker.name == "127.0.0.1:5557"
-    )
+    assert described(EVENTS).worker.name == "127.0.0.1:5557"
+    assert described(EVENTS, pool="valkey://127.0.0.1:6379").worker.name == "127.0.0.1:5557"
     assert local_host("valkey://localhost:1") in ("127.0.0.1", "::1")
     assert local_host("valkey://name.invalid:1") == "127.0.0.1"
     assert local_host("valkey+unix:///socket") == "127.0.0.1"
 
 
-def test_a_data_parallel_rank_has_the_ports_that_vllm_gives_it(
-    base: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = described(base, monkeypatch, EVENTS, data_parallel_index=2).worker
+def test_a_data_parallel_rank_has_the_ports_that_vllm_gives_it(described: Described) -> None:
+    one = described(EVENTS, data_parallel_index=2).worker
     assert one.publishers == (Publisher(2, "tcp://127.0.0.1:5559", "tcp://127.0.0.1:5659"),)
     assert one.name == "127.0.0.1:5557", "one worker with the other ranks"
-    own = described(base, monkeypatch, EVENTS, data_parallel_index=2, data_parallel_external_lb=True).worker
+    own = described(EVENTS, data_parallel_index=2, data_parallel_external_lb=True).worker
     assert own.name == "127.0.0.1:5559", "each rank has an HTTP address of its own"
 
 
@@ -121,10 +124,8 @@ def test_a_data_parallel_rank_has_the_ports_that_vllm_gives_it(
         ("ipc:///run/kv/events-1", "ipc:///run/kv/events-1", "host:run-kv-events-1"),
     ],
 )
-def test_where_an_endpoint_is_found(
-    base: Any, monkeypatch: pytest.MonkeyPatch, endpoint: str, events: str, name: str
-) -> None:
-    told = described(base, monkeypatch, {**EVENTS, "endpoint": endpoint}, settings={"advertise_host": "host"})
+def test_where_an_endpoint_is_found(described: Described, endpoint: str, events: str, name: str) -> None:
+    told = described({**EVENTS, "endpoint": endpoint}, settings={"advertise_host": "host"})
     assert (told.worker.publishers[0].events, told.worker.name) == (events, name)
     assert pack_worker(told.worker, 10.0)
 
@@ -137,20 +138,14 @@ def test_where_an_endpoint_is_found(
         ("tcp://eth0:5657", "tcp://host:5657"),
     ],
 )
-def test_a_replay_endpoint_always_listens(
-    base: Any, monkeypatch: pytest.MonkeyPatch, replay: str, found: str
-) -> None:
-    told = described(
-        base, monkeypatch, {**EVENTS, "replay_endpoint": replay}, settings={"advertise_host": "host"}
-    )
+def test_a_replay_endpoint_always_listens(described: Described, replay: str, found: str) -> None:
+    told = described({**EVENTS, "replay_endpoint": replay}, settings={"advertise_host": "host"})
     assert (told.worker.publishers[0].replay, told.problems) == (found, ())
 
 
 @pytest.mark.parametrize("replay", [None, "tcp://*:0", "inproc://x"])
-def test_without_a_replay_endpoint_it_is_announced_and_said(
-    base: Any, monkeypatch: pytest.MonkeyPatch, replay: str | None
-) -> None:
-    told = described(base, monkeypatch, {**EVENTS, "replay_endpoint": replay})
+def test_without_a_replay_endpoint_it_is_announced_and_said(described: Described, replay: str | None) -> None:
+    told = described({**EVENTS, "replay_endpoint": replay})
     assert told.worker.publishers == (Publisher(0, "tcp://127.0.0.1:5557"),)
     assert 'add "replay_endpoint":"tcp://*:PORT"' in told.problems[0]
 
@@ -168,9 +163,9 @@ def test_without_a_replay_endpoint_it_is_announced_and_said(
     ],
 )
 def test_what_no_index_could_follow_is_announced_as_such(
-    base: Any, monkeypatch: pytest.MonkeyPatch, events: dict[str, Any] | None, problem: str
+    described: Described, events: dict[str, Any] | None, problem: str
 ) -> None:
-    told = described(base, monkeypatch, events)
+    told = described(events)
     assert told.worker.publishers == (Publisher(0, ""),)
     assert told.worker.name == "127.0.0.1:8000"
     assert pack_worker(told.worker, 10.0)
@@ -182,9 +177,7 @@ def test_what_no_index_could_follow_is_announced_as_such(
     assert told.events_off == ("add --kv-events-config" in problem)
 
 
-def test_an_endpoint_that_the_engine_refuses_is_its_own_matter(
-    base: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = described(base, monkeypatch, {**EVENTS, "endpoint": "ipc:///x"}, data_parallel_index=1)
+def test_an_endpoint_that_the_engine_refuses_is_its_own_matter(described: Described) -> None:
+    told = described({**EVENTS, "endpoint": "ipc:///x"}, data_parallel_index=1)
     assert told.worker.publishers == (Publisher(1, ""),)
     assert "Invalid endpoint" in told.problems[0]

@@ -92,26 +92,18 @@ def test_requests_of_a_lower_number_come_first(store: Store) -> None:
 
 
 @pytest.mark.parametrize(("decode", "stored"), [(True, [7, 8, 9, 10]), (False, [7, 8])])
+@pytest.mark.parametrize(("per_record", "prompt_tokens"), [(1, 40), (2, 60)])
 def test_generated_tokens_are_stored_unless_they_are_not_wanted(
-    store: Store, decode: bool, stored: list[int]
+    store: Store, decode: bool, stored: list[int], per_record: int, prompt_tokens: int
 ) -> None:
-    """The third block holds the end of the prompt and what was generated."""
-    scheduler, asked = half(store, store_decode=decode), request("a", tokens=40)
-    step = whole(scheduler, asked, tokens=40)
+    """A record may hold the end of the prompt and what was generated."""
+    scheduler = half(store, store_decode=decode, blocks_per_record=per_record)
+    asked = request("a", tokens=prompt_tokens)
+    step = whole(scheduler, asked, tokens=prompt_tokens)
     asked.append_output_token_ids(list(range(500, 530)))
-    asked.num_computed_tokens = 40
-    later = scheduler.plan(output(asked, 24, TABLE))
+    asked.num_computed_tokens = prompt_tokens
+    later = scheduler.plan(output(asked, 68 - prompt_tokens, TABLE))
     assert ids(step) + ids(later) == stored
-
-
-def test_a_record_that_holds_a_generated_token_is_not_stored_unless_it_is_wanted(store: Store) -> None:
-    for decode, stored in ((True, [7, 8, 9, 10]), (False, [7, 8])):
-        scheduler = half(store, store_decode=decode, blocks_per_record=2)
-        asked = request("a", tokens=60)
-        step = whole(scheduler, asked, tokens=60)
-        asked.append_output_token_ids(list(range(500, 510)))
-        asked.num_computed_tokens = 60
-        assert ids(step) + ids(scheduler.plan(output(asked, 8, TABLE))) == stored
 
 
 # Requests that have had a block.
@@ -291,29 +283,21 @@ def loading(scheduler: SchedulerHalf, seconds: float) -> None:
         scheduler.finished(asked)
 
 
-@pytest.mark.parametrize(("load_s", "offered"), [(0.01, 96), (10.0, 0)])
+@pytest.mark.parametrize(
+    ("gate", "load_s", "offered"), [(True, 0.01, 96), (True, 10.0, 0), (False, 10.0, 96)]
+)
 def test_a_load_that_is_slower_than_computing_is_not_offered(
-    store: Store, monkeypatch: pytest.MonkeyPatch, load_s: float, offered: int
+    store: Store, monkeypatch: pytest.MonkeyPatch, gate: bool, load_s: float, offered: int
 ) -> None:
-    scheduler, asked = half(store), request("a")
+    scheduler, asked = half(store, cost_gate=gate), request("a")
     put(store, asked.block_hashes)
     computing(scheduler, monkeypatch, seconds=1.0)
     loading(scheduler, load_s)
     scheduler.counters.take()
-    assert answer(scheduler, asked) == offered
-    assert answer(scheduler, asked) == offered
-    decided = {key: n for key, n in scheduler.counters.take().items() if "gate_decisions" in key}
-    result = "pays" if offered else "too_slow"
-    assert decided == {f"{metrics.GATE_DECISIONS.name}/{result}": 1}, "decided once for a request"
-
-
-def test_without_the_gate_slow_loads_are_offered(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler, asked = half(store, cost_gate=False), request("a")
-    put(store, asked.block_hashes)
-    computing(scheduler, monkeypatch, seconds=1.0)
-    loading(scheduler, 10.0)
-    assert answer(scheduler, asked) == 96
-    assert not [key for key in scheduler.counters.take() if "gate" in key]
+    assert [answer(scheduler, asked) for _ in range(2)] == [offered] * 2
+    decided = {key: n for key, n in scheduler.counters.take().items() if "gate" in key}
+    result = f"{metrics.GATE_DECISIONS.name}/{'pays' if offered else 'too_slow'}"
+    assert decided == ({result: 1} if gate else {}), "decided once for a request"
 
 
 def test_steps_without_prompts_and_lost_reports_do_not_spoil_the_rate(

@@ -33,17 +33,18 @@ from tests.support.scheduler import (
     answer,
     half,
     output,
+    planted,
     put,
     request,
 )
-from tests.support.scripted_store import StallingStore
+from tests.support.scripted_store import ScriptedStore
 
 pytestmark = [pytest.mark.vllm]
 
 
 @pytest.fixture
-def stalling() -> Iterator[StallingStore]:
-    with StallingStore() as store:
+def stalling() -> Iterator[ScriptedStore]:
+    with ScriptedStore() as store:
         yield store
 
 
@@ -135,12 +136,12 @@ def test_a_preempted_request_is_looked_up_afresh(store: Store) -> None:
     assert answer(scheduler, asked) == 32
 
 
-def test_a_store_that_never_answers_costs_the_budget_and_no_more(stalling: StallingStore) -> None:
+def test_a_store_that_never_answers_costs_the_budget_and_no_more(stalling: ScriptedStore) -> None:
     scheduler, asked = half(stalling), request("a")
     with ends_within(BUDGET_S + LOOKUP_GRACE_S):  # the budget, and the grace for a batch that is stopping
         scheduler.seen(asked)
         assert answer(scheduler, asked) == 0
-    assert all(batch.cancelled for batch, _ in stalling.batches)
+    assert all(batch.cancelled for batch in stalling.under_way)
     assert scheduler.matched_tokens(asked, 0) == (0, False)
     assert scheduler.counters.take()[f"{metrics.LOOKUP_FAILURES.name}/timeout"] == 1
 
@@ -363,25 +364,22 @@ def test_a_fault_in_telling_ends_the_pool_and_not_the_engine(
 ) -> None:
     scheduler, asked = half(store), request("a")
     cached(scheduler, asked)
-
-    def broken(*arguments: object) -> object:
-        raise ZeroDivisionError("planted")
-
-    monkeypatch.setattr("kvpool.vllm.events.held_event", broken)
+    monkeypatch.setattr("kvpool.vllm.events.held_event", planted)
     scheduler.update(PoolWorkerMetadata(asked=True, missing={(asked.block_hashes[3], 0)}), (), ())
     (removed,) = scheduler.take_events()
     assert removed.medium == "STORAGE", "nothing is told by halves, least of all a clear"
     assert scheduler.plan(output(asked, 100, TABLE)).stores == []
 
 
-def test_an_abort_cancels_the_lookup_and_the_load(stalling: StallingStore) -> None:
+def test_an_abort_cancels_the_lookup_and_the_load(stalling: ScriptedStore) -> None:
     scheduler, looking = half(stalling), request("looking")
     scheduler.seen(looking)
     scheduler.finished(looking)
-    assert [batch.cancelled for batch, _ in stalling.batches] == [True]
+    assert [batch.cancelled for batch in stalling.under_way] == [True]
     loading = request("loading")
     scheduler.seen(loading)
-    stalling.batches[-1][0].ended = True
+    stalling.records |= dict.fromkeys(NAMESPACE.keys(loading.block_hashes, 0, 0), b"x")
+    stalling.end(-1)
     assert answer(scheduler, loading) > 0
     scheduler.allocated(loading, TABLE, 96)
     scheduler.plan(SchedulerOutput.make_empty())
@@ -413,10 +411,6 @@ def works(scheduler: SchedulerHalf, store: Store) -> None:
     scheduler.allocated(good, TABLE, 0)
     assert ids(scheduler.plan(output(good, 100, TABLE)).stores) == TABLE[0][:6]
     scheduler.finished(good)
-
-
-def planted(*_: object, **__: object) -> Any:
-    raise ZeroDivisionError("planted")
 
 
 @pytest.mark.parametrize(

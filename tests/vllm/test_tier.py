@@ -62,11 +62,17 @@ def entry(pool: str, **more: Any) -> dict[str, Any]:
     return {"type": "KVPoolTier", "module_path": "kvpool.vllm", "pool": pool, "model_id": "tiny", **more}
 
 
+Opened = Callable[..., Driven]
+
+
 @pytest.fixture
-def opened() -> Iterator[Callable[[Driven], Driven]]:
+def opened() -> Iterator[Opened]:
+    """``made``, of tiers that are shut down in the end."""
     with ExitStack() as stack:
 
-        def keep(driven: Driven) -> Driven:
+        def start(*arguments: Any) -> Driven:
+            driven = made(*arguments)
+
             def end() -> None:
                 with suppress(KVPoolError, RuntimeError):
                     driven.tier.shutdown()
@@ -74,7 +80,7 @@ def opened() -> Iterator[Callable[[Driven], Driven]]:
             stack.callback(end)
             return driven
 
-        yield keep
+        yield start
 
 
 @pytest.fixture(scope="module")
@@ -89,11 +95,26 @@ def server(server_of_module: Server) -> Server:
     return server_of_module
 
 
+@pytest.fixture
+def on_server(server: Server, opened: Opened) -> Opened:
+    """``more``: of the entry in ``secondary_tiers``."""
+
+    def start(described: Spec | None = None, items: Any = np.uint8, **more: Any) -> Driven:
+        return opened(entry(server.url, **more), described, items)
+
+    return start
+
+
+@pytest.fixture
+def driven(on_server: Opened) -> Driven:
+    return on_server()
+
+
 class TestTierOnServer(SecondaryTierConformance):
     @pytest.fixture
-    def open_tier(self, server: Server, opened: Callable[[Driven], Driven]) -> OpenTier:
+    def open_tier(self, server: Server, on_server: Opened) -> OpenTier:
         self._server = server
-        return lambda: opened(made(entry(server.url)))
+        return on_server
 
     def lose(self, one: OffloadKey) -> None:
         (name,) = self._server.client.keys(f"kvpool:default:*:{get_offload_block_hash(one).hex()}:0:0")
@@ -102,9 +123,9 @@ class TestTierOnServer(SecondaryTierConformance):
 
 class TestTierOnFiles(SecondaryTierConformance):
     @pytest.fixture
-    def open_tier(self, tmp_path: Path, opened: Callable[[Driven], Driven]) -> OpenTier:
+    def open_tier(self, tmp_path: Path, opened: Opened) -> OpenTier:
         self._folder = tmp_path / "pool"
-        return lambda: opened(made(entry(f"file://{self._folder}")))
+        return lambda: opened(entry(f"file://{self._folder}"))
 
     def lose(self, one: OffloadKey) -> None:
         (record,) = (self._folder / "blocks").glob(f"*/*.{get_offload_block_hash(one).hex()}.0.0")
@@ -113,17 +134,16 @@ class TestTierOnFiles(SecondaryTierConformance):
 
 class TestFileTierOfVllm(SecondaryTierConformance):
     @pytest.fixture
-    def open_tier(self, tmp_path: Path, opened: Callable[[Driven], Driven]) -> OpenTier:
+    def open_tier(self, tmp_path: Path, opened: Opened) -> OpenTier:
         self._folder = tmp_path / "fs"
-        return lambda: opened(made({"type": "fs", "root_dir": str(self._folder)}))
+        return lambda: opened({"type": "fs", "root_dir": str(self._folder)})
 
     def lose(self, one: OffloadKey) -> None:
         (record,) = self._folder.rglob(f"{get_offload_block_hash(one).hex()}.bin")
         record.unlink()
 
 
-def test_a_byte_that_was_changed_is_a_miss(server: Server, opened: Callable[[Driven], Driven]) -> None:
-    driven = opened(made(entry(server.url)))
+def test_a_byte_that_was_changed_is_a_miss(server: Server, driven: Driven) -> None:
     driven.fill([0])
     assert driven.ended(driven.submit([key(1)], [0], load=False)).success
     (name,) = list(server.client.keys("kvpool:default:*:0:0"))
@@ -136,8 +156,7 @@ def test_a_byte_that_was_changed_is_a_miss(server: Server, opened: Callable[[Dri
     assert not server.client.exists(name)
 
 
-def test_what_is_there_is_not_sent_again(server: Server, opened: Callable[[Driven], Driven]) -> None:
-    driven = opened(made(entry(server.url)))
+def test_what_is_there_is_not_sent_again(driven: Driven) -> None:
     driven.fill(range(4))
     assert driven.ended(driven.submit([key(1), key(2)], [0, 1], load=False)).success
     assert driven.ended(driven.submit([key(1), key(2), key(3)], [0, 1, 2], load=False)).success
@@ -149,8 +168,7 @@ def test_what_is_there_is_not_sent_again(server: Server, opened: Callable[[Drive
     assert set(stats.data["data"]) <= set(KVPoolTier.build_metric_definitions({}))
 
 
-def test_events_say_what_is_in_the_pool(server: Server, opened: Callable[[Driven], Driven]) -> None:
-    driven = opened(made(entry(server.url)))
+def test_events_say_what_is_in_the_pool(server: Server, driven: Driven, on_server: Opened) -> None:
     driven.fill(range(2))
     driven.ended(driven.submit([key(1), key(2)], [0, 1], load=False))
     (stored,) = driven.tier.take_events()
@@ -159,16 +177,14 @@ def test_events_say_what_is_in_the_pool(server: Server, opened: Callable[[Driven
     driven.ended(driven.submit([key(2)], [0], load=True))
     (removed,) = driven.tier.take_events()
     assert (removed.keys, removed.removed) == ([key(2)], True)
-    silent = opened(made(entry(server.url), spec(events=False)))
+    silent = on_server(spec(events=False))
     silent.ended(silent.submit([key(3)], [0], load=False))
     assert list(silent.tier.take_events()) == []
 
 
 @pytest.mark.parametrize("items", [np.int8, np.float16, np.float32], ids=lambda items: items.__name__)
-def test_a_row_is_moved_whole_whatever_its_items_are(
-    items: Any, server: Server, opened: Callable[[Driven], Driven]
-) -> None:
-    driven = opened(made(entry(server.url), items=items))
+def test_a_row_is_moved_whole_whatever_its_items_are(items: Any, on_server: Opened) -> None:
+    driven = on_server(items=items)
     assert driven.tier.block_size_bytes == CHUNK_NBYTES
     bytes_of = driven.fill(range(4))
     keys = [key(number) for number in range(4)]
@@ -232,13 +248,13 @@ HEADS_FIRST = {"layout": "BHLNC", "agnostic": True}
     ],
 )  # fmt: skip
 def test_engines_share_where_vllm_says_that_rows_are_the_same(
-    one: Spec, other: Spec, shared: bool, server: Server, opened: Callable[[Driven], Driven]
+    one: Spec, other: Spec, shared: bool, server: Server, on_server: Opened
 ) -> None:
-    driven = opened(made(entry(server.url), one))
+    driven = on_server(one)
     driven.fill([0])
     assert driven.ended(driven.submit([key(1)], [0], load=False)).success
-    assert opened(made(entry(server.url), other)).look_up([key(1)]) == [HIT if shared else MISS]
-    assert opened(made(entry(server.url, model_id="other"), one)).look_up([key(1)]) == [MISS]
+    assert on_server(other).look_up([key(1)]) == [HIT if shared else MISS]
+    assert on_server(one, model_id="other").look_up([key(1)]) == [MISS]
     with open_store(server.url) as store:
         assert len(announced_namespaces(store, "default")["tiny"]) == (1 if shared else 2)
 
@@ -250,14 +266,12 @@ def checkpoint(folder: Path, weights: bytes) -> str:
     return str(folder)
 
 
-def test_weights_are_told_by_their_files_wherever_they_lie(
-    server: Server, tmp_path: Path, opened: Callable[[Driven], Driven]
-) -> None:
+def test_weights_are_told_by_their_files_wherever_they_lie(tmp_path: Path, on_server: Opened) -> None:
     def found(model: str, **more: str) -> list[LookupResult]:
-        return opened(made(entry(server.url, **more), spec(model=model))).look_up([key(1)])
+        return on_server(spec(model=model), **more).look_up([key(1)])
 
     here = checkpoint(tmp_path / "here", b"weights")
-    driven = opened(made(entry(server.url), spec(model=here)))
+    driven = on_server(spec(model=here))
     driven.fill([0])
     assert driven.ended(driven.submit([key(1)], [0], load=False)).success
     assert found(checkpoint(tmp_path / "there", b"weights")) == [HIT], "they were moved"
@@ -283,12 +297,10 @@ def stored(driven: Driven, numbers: Sequence[int]) -> list[OffloadKey]:
 
 
 @pytest.mark.parametrize("never_change", [False, True])
-def test_after_a_reset_an_engine_shares_only_with_itself(
-    never_change: bool, server: Server, opened: Callable[[Driven], Driven]
-) -> None:
+def test_after_a_reset_an_engine_shares_only_with_itself(never_change: bool, on_server: Opened) -> None:
     """Weights may have been changed in place, and vLLM tells a tier nothing else of it."""
-    driven = opened(made(entry(server.url, weights_never_change=never_change)))
-    other = opened(made(entry(server.url)))
+    driven = on_server(weights_never_change=never_change)
+    other = on_server()
     before = stored(driven, range(2))
     context = ReqContext("asked before, loads after")
     driven.tier.on_new_request(context)
@@ -304,11 +316,8 @@ def test_after_a_reset_an_engine_shares_only_with_itself(
     assert driven.look_up(after) == [HIT if never_change else MISS] * 2, "weights may change again"
 
 
-def test_what_engines_ask_for_and_use_counts_as_used(
-    server: Server, opened: Callable[[Driven], Driven]
-) -> None:
+def test_what_engines_ask_for_and_use_counts_as_used(server: Server, driven: Driven) -> None:
     """Else the pool drops first what every engine has in its own memory."""
-    driven = opened(made(entry(server.url)))
     keys = stored(driven, range(3))
 
     def touched_by(act: Callable[[], object]) -> int:
@@ -323,14 +332,12 @@ def test_what_engines_ask_for_and_use_counts_as_used(
     assert touched_by(lambda: stored(driven, range(3))) == 3
 
 
-def test_questions_and_jobs_of_any_length_are_cut(
-    server: Server, opened: Callable[[Driven], Driven], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_questions_and_jobs_of_any_length_are_cut(on_server: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpool.store.store.MAX_BATCH_KEYS", 10)
     monkeypatch.setattr("kvpool.vllm.lookups.ASK_KEYS", 10)
     monkeypatch.setattr("kvpool.vllm.lookups.MAX_TOUCHES", 10)
     monkeypatch.setattr("kvpool.vllm.tier.PART_NBYTES", 10 * CHUNK_NBYTES)
-    driven = opened(made(entry(server.url)))
+    driven = on_server()
     keys = stored(driven, range(CHUNKS))
     driven.tier.touch(keys, ReqContext("r"))
     assert driven.look_up([*keys, *map(key, range(100, 200))]) == [HIT] * CHUNKS + [MISS] * 100
@@ -345,10 +352,7 @@ SHORT, OF_A_GROUP = make_offload_key(b"short", 0), make_offload_key(bytes(32), 1
 
 
 @pytest.mark.parametrize("bad", [SHORT, OF_A_GROUP], ids=["a short hash", "a group"])
-def test_a_key_that_cannot_be_spelled_is_a_miss_of_its_own(
-    bad: OffloadKey, server: Server, opened: Callable[[Driven], Driven]
-) -> None:
-    driven = opened(made(entry(server.url)))
+def test_a_key_that_cannot_be_spelled_is_a_miss_of_its_own(bad: OffloadKey, driven: Driven) -> None:
     keys = stored(driven, range(2))
     driven.tier.touch([bad], ReqContext("r"))
     assert driven.look_up([keys[0], bad, keys[1]]) == [HIT, MISS, HIT]
@@ -358,10 +362,7 @@ def test_a_key_that_cannot_be_spelled_is_a_miss_of_its_own(
 
 
 @pytest.mark.parametrize("rows", [[CHUNKS], [-1], [1, 2], []], ids=str)
-def test_a_job_of_rows_that_are_not_there_costs_itself_only(
-    rows: list[int], server: Server, opened: Callable[[Driven], Driven]
-) -> None:
-    driven = opened(made(entry(server.url)))
+def test_a_job_of_rows_that_are_not_there_costs_itself_only(rows: list[int], driven: Driven) -> None:
     keys = stored(driven, range(2))
     before = driven.rows.copy()
     for load in (True, False):
@@ -390,9 +391,8 @@ class _Odd:
 @pytest.mark.parametrize("when", ["submitted", "answered"])
 @pytest.mark.parametrize("what", ["submit_touch", "submit_get", "submit_put_absent"])
 def test_an_exception_of_the_store_costs_one_batch(
-    what: str, when: str, server: Server, opened: Callable[[Driven], Driven], monkeypatch: pytest.MonkeyPatch
+    what: str, when: str, driven: Driven, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driven = opened(made(entry(server.url)))
     keys = stored(driven, range(2))
     assert isinstance(driven.tier, KVPoolTier)
     with monkeypatch.context() as patch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -204,50 +205,41 @@ def test_a_loader_of_a_plugin_is_refused_under_a_known_name_too(
         _facts(config)
 
 
-def _other_source(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    config.model_config.model_weights = "s3://bucket/model"
-
-
-def _other_pattern(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    config.load_config.model_loader_extra_config = {"num_threads": 2, "pattern": "x-{rank}.safetensors"}
-
-
-def _modelscope(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(envs, "VLLM_USE_MODELSCOPE", True, raising=False)
-    config.model_config.model = "ORG/NAME"
-
-
-def _foreign_code(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    config.model_config.trust_remote_code = True
-    config.model_config.hf_config.auto_map = {"AutoModel": "other/repo--modeling.Model"}
-    monkeypatch.setattr(type(config.model_config.hf_config), "auto_map", {}, raising=False)
-
-
-def _code_revision(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    config.model_config.trust_remote_code = True
-    config.model_config.code_revision = "later"
-    config.model_config.hf_config.auto_map = {"AutoTokenizer": ["a.B", None]}
-
-
-def _second_checkpoint(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LlamaForCausalLM, "allow_patterns_overrides", ["*er/*.safetensors"], raising=False)
+CODE = "model_config.hf_config.auto_map"
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("changes", "says"),
     [
-        (_other_source, "the weights come from object storage"),
-        (_other_pattern, "--model-loader-extra-config has pattern"),
-        (_modelscope, "the weights come from ModelScope"),
-        (_foreign_code, "--trust-remote-code runs code that lies not beside the weights"),
-        (_code_revision, "--trust-remote-code runs code"),
-        (_second_checkpoint, "the model LlamaForCausalLM loads weights from more places"),
+        ({"model_config.model_weights": "s3://bucket/model"}, "the weights come from object storage"),
+        (
+            {"load_config.model_loader_extra_config": {"num_threads": 2, "pattern": "x-{rank}.safetensors"}},
+            "--model-loader-extra-config has pattern",
+        ),
+        ({"model_config.model": "ORG/NAME", "modelscope": True}, "the weights come from ModelScope"),
+        (
+            {"model_config.trust_remote_code": True, CODE: {"AutoModel": "other/repo--modeling.Model"}},
+            "--trust-remote-code runs code that lies not beside the weights",
+        ),
+        (
+            {"model_config.trust_remote_code": True, "model_config.code_revision": "later",
+             CODE: {"AutoTokenizer": ["a.B", None]}},
+            "--trust-remote-code runs code",
+        ),
+        ({"overrides": ["*er/*.safetensors"]}, "the model LlamaForCausalLM loads weights from more places"),
     ],
-)
+)  # fmt: skip
 def test_what_the_files_do_not_say_is_refused_by_name(
-    config: Any, monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, Any], None], says: str
+    config: Any, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], says: str
 ) -> None:
-    change(config, monkeypatch)
+    for name, value in changes.items():
+        if name == "modelscope":
+            monkeypatch.setattr(envs, "VLLM_USE_MODELSCOPE", value, raising=False)
+        elif name == "overrides":
+            monkeypatch.setattr(LlamaForCausalLM, "allow_patterns_overrides", value, raising=False)
+        else:
+            *sections, field = name.split(".")
+            setattr(functools.reduce(getattr, sections, config), field, value)
     with pytest.raises(EngineRefused, match=says) as refusal:
         _facts(config)
     assert str(refusal.value).endswith(

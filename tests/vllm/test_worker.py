@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from kvpool.vllm.worker import WorkerHalf
 from tests.support.deadlines import ends_within, eventually
 from tests.support.devices import SlowDevice
 from tests.support.misbehaving import Peer, misbehaving
+from tests.support.scheduler import planted
 
 pytestmark = [pytest.mark.vllm]
 
@@ -47,10 +49,16 @@ def cache() -> torch.Tensor:
     return torch.randint(-100, 100, (16, 4, 32, 8)).to(torch.float32)
 
 
+def started(pool: str, cache: torch.Tensor, *arguments: Any, rank: int = 0, **more: Any) -> WorkerHalf:
+    """``arguments``: of ``register``, behind the facts; ``more``: of the worker."""
+    worker = WorkerHalf(PoolConfig(pool=pool), GROUPS, rank=rank, step_tokens=2048, **more)
+    worker.register([[cache]], FACTS, *arguments)
+    return worker
+
+
 @pytest.fixture
 def worker(tmp_path: Path, cache: torch.Tensor) -> Iterator[WorkerHalf]:
-    worker = WorkerHalf(PoolConfig(pool=f"file://{tmp_path}/pool"), GROUPS, rank=RANK, step_tokens=2048)
-    worker.register([[cache]], FACTS)
+    worker = started(f"file://{tmp_path}/pool", cache, rank=RANK)
     yield worker
     worker.close()
 
@@ -67,8 +75,7 @@ def test_the_first_rank_announces_the_worker_until_it_is_closed(
     tmp_path: Path, cache: torch.Tensor, rank: int
 ) -> None:
     url = f"file://{tmp_path}/pool"
-    worker = WorkerHalf(PoolConfig(pool=url), GROUPS, rank=rank, step_tokens=2048)
-    worker.register([[cache]], FACTS, described)
+    worker = started(url, cache, described, rank=rank)
     with open_store(url) as store:
         if rank == 0:
             key = "kvpool:default:worker:0:w"
@@ -87,8 +94,7 @@ def test_a_request_of_an_index_is_reported_while_it_stands(
 ) -> None:
     monkeypatch.setattr(announcer, "READ_S", 0.05)
     url = f"file://{tmp_path}/pool"
-    worker = WorkerHalf(PoolConfig(pool=url), GROUPS, rank=0, step_tokens=2048)
-    worker.register([[cache]], FACTS, described)
+    worker = started(url, cache, described)
     reports: list[PoolWorkerMetadata | None] = [worker.take_report()]
     request = request_key("kvpool:default:worker:0:w")
 
@@ -110,14 +116,16 @@ def test_a_request_of_an_index_is_reported_while_it_stands(
 
 
 def test_a_worker_that_cannot_be_announced_works_all_the_same(tmp_path: Path, cache: torch.Tensor) -> None:
-    def describe(namespace: str) -> Announcement:
-        raise ZeroDivisionError("planted")
-
-    worker = WorkerHalf(PoolConfig(pool=f"file://{tmp_path}/pool"), GROUPS, rank=0, step_tokens=2048)
-    worker.register([[cache]], FACTS, describe)
+    worker = started(f"file://{tmp_path}/pool", cache, planted)
     worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
     stored(worker, 10)
     worker.close()
+
+
+def report_of(worker: WorkerHalf) -> PoolWorkerMetadata:
+    report = worker.take_report()
+    assert report is not None
+    return report
 
 
 def refs(*blocks: tuple[int, int]) -> list[BlockRef]:
@@ -155,8 +163,7 @@ def stored(worker: WorkerHalf, *tags: int) -> None:
 
 def test_keys_that_are_refused_while_the_pool_is_away_are_counted(cache: torch.Tensor) -> None:
     with misbehaving() as server:
-        worker = WorkerHalf(PoolConfig(pool=server.url), GROUPS, rank=RANK, step_tokens=2048)
-        worker.register([[cache]], FACTS)
+        worker = started(server.url, cache, rank=RANK)
         worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
         stored(worker, 10)
         assert metrics.REFUSED_KEYS.name not in worker.stats()
@@ -202,8 +209,7 @@ def test_what_is_the_same_on_every_rank_is_stored_by_the_first_and_loaded_by_all
         rank.take_report()
     first, second = ranks
     second.start_stores(PoolMetadata(stores=list(step), tags=[10, 11, 12]))
-    report = second.take_report()
-    assert report is not None
+    report = report_of(second)
     assert report.stored == {10: 1, 12: 1}, "nothing of these is for this rank to store"
     assert report.staged.keys() >= {10, 12}
     stored(second, 11)
@@ -220,8 +226,7 @@ def test_what_is_the_same_on_every_rank_is_stored_by_the_first_and_loaded_by_all
     assert torch.equal(other[9, :2], cache[4, :2])
     second.start_loads(PoolMetadata(loads=[LoadPlan("b", [BlockRef(hashed(7), 0, (9,))], 1.0)]))
     assert finish(second, 1) == ({"b"}, {"b"})
-    report = second.take_report()
-    assert report is not None
+    report = report_of(second)
     assert report.missing == {(hashed(7), 0)}
     for rank in ranks:
         rank.close()
@@ -229,17 +234,14 @@ def test_what_is_the_same_on_every_rank_is_stored_by_the_first_and_loaded_by_all
 
 def test_a_stage_moves_nothing_before_it_has_the_facts_of_all(cache: torch.Tensor, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/pool"
-    worker = WorkerHalf(PoolConfig(pool=url), GROUPS, rank=0, step_tokens=2048, pipeline_parallel=2)
-    worker.register([[cache]], FACTS, described)
-    report = worker.take_report()
-    assert report is not None
+    worker = started(url, cache, described, pipeline_parallel=2)
+    report = report_of(worker)
     assert report.facts == {0: FACTS}
     early = PoolMetadata(loads=[LoadPlan("a", refs((7, 5)), 1.0)], stores=refs((1, 3)), tags=[10])
     worker.start_loads(early)
     worker.start_stores(early)
     assert finish(worker, 1) == ({"a"}, {"a"})
-    report = worker.take_report()
-    assert report is not None
+    report = report_of(worker)
     assert (report.staged, report.stored, report.dropped) == ({10: 1}, {}, {10: 1})
     of_all = {**FACTS, "stage1.group0.layers": 3}
     namespace = Namespace("default", of_all)
@@ -280,15 +282,13 @@ def test_a_load_is_reported_with_the_time_that_it_is_known_to_have_taken(
     monkeypatch.setattr(worker._mover, "poll", lambda wait_s: next(found))
     clock[0] += 50
     assert finish(worker, 1) == ({"a"}, set())
-    report = worker.take_report()
-    assert report is not None
+    report = report_of(worker)
     assert report.load_s == {"a": pytest.approx(3.0)}
     assert report.timed == 7
     monkeypatch.setattr(worker._mover, "poll", ended)
     worker.start_loads(PoolMetadata(loads=[LoadPlan("b", refs((7, 8)), 1.0)]))
     assert finish(worker, 1) == ({"b"}, {"b"})
-    report = worker.take_report()
-    assert report is not None
+    report = report_of(worker)
     assert set(report.load_s) == {"b"}, "failed ones cost time as well"
     assert not worker._started
 
@@ -309,17 +309,14 @@ def test_a_pool_that_cannot_be_opened_is_reported_and_its_loads_fail(
     tmp_path: Path, cache: torch.Tensor
 ) -> None:
     (tmp_path / "file").write_text("not a folder")
-    worker = WorkerHalf(PoolConfig(pool=f"file://{tmp_path}/file"), GROUPS, rank=RANK, step_tokens=2048)
-    worker.register([[cache]], FACTS)
-    report = worker.take_report()
-    assert report is not None
+    worker = started(f"file://{tmp_path}/file", cache, rank=RANK)
+    report = report_of(worker)
     assert report.facts == {}
     assert "not a file" in report.broken[RANK]
     worker.start_loads(PoolMetadata(loads=[LoadPlan("a", refs((1, 8)), 1.0)]))
     worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
     assert finish(worker, 1) == ({"a"}, {"a"})
-    report = worker.take_report()
-    assert report is not None
+    report = report_of(worker)
     assert report.dropped == {10: 1}
     worker.close()
 
@@ -330,8 +327,7 @@ def test_a_record_that_has_no_key_costs_its_load_and_its_step_of_stores_and_not_
     worker.take_report()
     nameless = [BlockRef(b"short", 0, (5,))]
     worker.start_stores(PoolMetadata(stores=nameless, tags=[9]))
-    report = worker.take_report()
-    assert report is not None
+    report = report_of(worker)
     assert (report.staged, report.dropped, report.broken) == ({9: 1}, {9: 1}, {})
     worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
     stored(worker, 10)
@@ -350,14 +346,10 @@ def test_a_fault_of_ours_fails_the_loads_under_way_and_switches_the_pool_off(
     worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
     stored(worker, 10)
 
-    def broken(*arguments: object) -> None:
-        raise ZeroDivisionError("planted")
-
-    monkeypatch.setattr("kvpool.transfer.copier.BlockCopier.scatter", broken)
+    monkeypatch.setattr("kvpool.transfer.copier.BlockCopier.scatter", planted)
     worker.start_loads(PoolMetadata(loads=[LoadPlan("a", refs((1, 8)), 1.0)]))
     assert finish(worker, 1) == ({"a"}, {"a"})
-    report = worker.take_report()
-    assert report is not None
+    report = report_of(worker)
     assert "planted" in report.broken[RANK]
     worker.start_loads(PoolMetadata(loads=[LoadPlan("b", refs((1, 8)), 1.0)]))
     assert finish(worker, 1) == ({"b"}, {"b"})
@@ -378,26 +370,20 @@ def test_a_rank_that_ends_its_pool_gives_back_every_block_that_it_was_to_store(
     device.streams[0].stream.go_on()
     device.go_on()
     worker.poll(idle=False)
-    report = worker.take_report()
-    assert report is not None
+    report = report_of(worker)
     assert report.staged == {10: 1, 11: 1}
     worker.start_stores(PoolMetadata(stores=refs((5, 5)), tags=[12]))
 
-    def broken(*arguments: object) -> None:
-        raise ZeroDivisionError("planted")
-
-    monkeypatch.setattr(mover, "poll", broken)
+    monkeypatch.setattr(mover, "poll", planted)
     worker.poll(idle=False)
-    report = worker.take_report()
-    assert report is not None
+    report = report_of(worker)
     assert report.staged == {12: 1}, "each tag once"
     assert report.dropped.keys() >= {12}
     assert len(device.engine) == 3, (
         "what is computed next comes behind all copies: a mark, and a wait for each stream"
     )
     worker.start_stores(PoolMetadata(stores=refs((6, 6)), tags=[13]))
-    report = worker.take_report()
-    assert report is not None
+    report = report_of(worker)
     assert report.staged == report.dropped == {13: 1}
 
 
@@ -416,9 +402,8 @@ def test_a_pool_that_says_nothing_of_announcements_does_not_hold_up_the_start(
                 peer.drip(b"$60000\r\n" + b"x" * 60000, 0.3)
 
         server.misbehave(trickles)
-        worker = WorkerHalf(PoolConfig(pool=server.url), GROUPS, rank=0, step_tokens=2048)
         with ends_within(1.0):
-            worker.register([[cache]], FACTS, described)
+            worker = started(server.url, cache, described)
         worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
         stored(worker, 10)
         worker.close()
@@ -428,8 +413,7 @@ def test_in_another_epoch_a_worker_moves_what_is_of_it_alone_and_says_so(
     tmp_path: Path, cache: torch.Tensor
 ) -> None:
     url = f"file://{tmp_path}/pool"
-    worker = WorkerHalf(PoolConfig(pool=url), GROUPS, rank=0, step_tokens=2048)
-    worker.register([[cache]], FACTS, described)
+    worker = started(url, cache, described)
     before = Namespace("default", FACTS)
 
     def announced_namespace() -> str:
@@ -468,8 +452,7 @@ def test_a_worker_that_finds_other_weights_moves_nothing_until_an_epoch_begins(
     tmp_path: Path, cache: torch.Tensor
 ) -> None:
     weights = ["first"]
-    worker = WorkerHalf(PoolConfig(pool=f"file://{tmp_path}/pool"), GROUPS, rank=0, step_tokens=2048)
-    worker.register([[cache]], FACTS, None, lambda: weights[0])
+    worker = started(f"file://{tmp_path}/pool", cache, None, lambda: weights[0])
     worker.take_report()
 
     def step(number: int, epoch: str = "", facts: dict[str, Fact] | None = None) -> PoolWorkerMetadata:
@@ -480,9 +463,7 @@ def test_a_worker_that_finds_other_weights_moves_nothing_until_an_epoch_begins(
         worker.start_stores(one)
         while worker._storing:
             worker.poll(idle=True)
-        report = worker.take_report()
-        assert report is not None
-        return report
+        return report_of(worker)
 
     assert (step(1).stored, step(2).reloaded) == ({1: 1}, 0)
     weights[0] = "second"

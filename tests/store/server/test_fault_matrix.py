@@ -49,19 +49,16 @@ def honest_header(words: Sequence[bytes]) -> bytes:
     return pack_header(words[1].decode(), value_of(words, VALUES))
 
 
-def shorter(words: Sequence[bytes], good: bytes) -> bytes:
-    parts = fields(words[1].decode(), value_of(words, VALUES))
-    return b"*2\r\n" + bulk(parts[b"h"]) + bulk(parts[b"b"][:-1])
+def changed(
+    header: Callable[[bytes], bytes] = bytes, body: Callable[[bytes], bytes] = bytes
+) -> Callable[[Sequence[bytes], bytes], bytes]:
+    """A good record, but for one of its fields."""
 
+    def change(words: Sequence[bytes], good: bytes) -> bytes:
+        parts = fields(words[1].decode(), value_of(words, VALUES))
+        return b"*2\r\n" + bulk(header(parts[b"h"])) + bulk(body(parts[b"b"]))
 
-def longer(words: Sequence[bytes], good: bytes) -> bytes:
-    parts = fields(words[1].decode(), value_of(words, VALUES))
-    return b"*2\r\n" + bulk(parts[b"h"]) + bulk(parts[b"b"] + b"x")
-
-
-def longer_header(words: Sequence[bytes], good: bytes) -> bytes:
-    parts = fields(words[1].decode(), value_of(words, VALUES))
-    return b"*2\r\n" + bulk(parts[b"h"] + b"x") + bulk(parts[b"b"])
+    return change
 
 
 def stale_payload(words: Sequence[bytes], good: bytes) -> bytes:
@@ -179,9 +176,9 @@ class Row(NamedTuple):
 
 
 ROWS: dict[str, Row] = {
-    "a body that is too short": Row(lambda: to(b"HMGET", shorter), of_all=True),
-    "a body that is too long": Row(lambda: to(b"HMGET", longer)),
-    "a header that is too long": Row(lambda: to(b"HMGET", longer_header)),
+    "a body that is too short": Row(lambda: to(b"HMGET", changed(body=lambda body: body[:-1])), of_all=True),
+    "a body that is too long": Row(lambda: to(b"HMGET", changed(body=lambda body: body + b"x"))),
+    "a header that is too long": Row(lambda: to(b"HMGET", changed(header=lambda header: header + b"x"))),
     "old bytes under a new header": Row(lambda: to(b"HMGET", stale_payload), of_all=True),
     "old last bytes under a new header": Row(lambda: to(b"HMGET", stale_tail)),
     "a record of another key": Row(lambda: to(b"HMGET", of_another_key), of_all=True),
