@@ -232,7 +232,7 @@ POOL_RECONCILER: Mapping[str, Metric] = {
         "When it rests, the index is right about the pool after so long, whatever was missed.",
     ),
 }
-# Of the pool's servers at ``kvpool.index.follow.pool_status``'s last reading; by the field of ``Usage``.
+# Of the pool's servers at ``kvpool.index.follow.pool_follower``'s last reading; by the field of ``Usage``.
 POOL_SERVERS: Mapping[str, Metric] = {
     "up": Metric("kvpool_index_pool_up", "0: this server of the pool did not answer.", "server"),
     "used_nbytes": Metric("kvpool_index_pool_used_bytes", "Memory that it uses, all of it.", "server"),

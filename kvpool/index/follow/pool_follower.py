@@ -1,6 +1,9 @@
-"""``PoolFollower``: follows a pool's announcements and blocks, once it is reachable.
+"""``PoolFollower``: follows a pool's announcements, blocks, usage and requests, once it is reachable.
 
 An index may start before its pool and outlives it; until then workers' events alone answer lookups.
+
+Threads: ``kvpool-pool`` reaches the pool, and then reads usage and requests; any may read ``servers`` and
+``traffic``, which are replaced whole.
 """
 
 from __future__ import annotations
@@ -8,23 +11,23 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from kvpool.discovery.traffic import Seen
+from kvpool.discovery.traffic import Seen, together
 from kvpool.discovery.worker_watch import WorkerWatch
-from kvpool.errors import KVPoolError, StoreUnavailable
+from kvpool.errors import AnnouncementsRefused, KVPoolError, StoreUnavailable
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow.pool_reconciler import DEFAULT_KEYS_PER_S, PoolReconciler, ReconcilerTotals
-from kvpool.index.follow.pool_status import PoolStatus
-from kvpool.key.key import check_tenant
+from kvpool.key.key import check_tenant, traffic_prefix
 from kvpool.store import open_store
 from kvpool.store.store import Store, Usage
 from kvpool.store.url import StoreURL
 from kvpool.text import MAX_NBYTES
 
 RETRY_S = 2.0  # between two connection attempts
-CLOSE_S = 10.0  # an attempt takes a few seconds
+EVERY_S = 5.0  # between two reads of usage and requests
+CLOSE_S = 10.0  # an attempt or a read takes a few seconds
 
 logger = logging.getLogger("kvpool.index")
 
@@ -32,8 +35,10 @@ logger = logging.getLogger("kvpool.index")
 class PoolFollower:
     """A ``WorkerWatch`` and a ``PoolReconciler`` for ``fleet``, on the pool of ``url``.
 
-    ``tenants``: as in ``WorkerWatch``. Call ``start`` once. A thread retries every ``RETRY_S`` seconds.
-    Blocking: the first attempt, a few seconds. Errors: ``ConfigError`` for an unfit URL.
+    ``tenants``: as in ``WorkerWatch``. Call ``start`` once. Blocking: the first attempt, a few seconds.
+    ``servers``: usage of the pool's servers, as last read; empty: unknown; a pool never reached: the servers of
+    its URL, not up. ``traffic``: requested blocks by window, as engines of this pool last reported. Errors:
+    ``ConfigError`` for an unfit URL.
     """
 
     def __init__(
@@ -51,19 +56,22 @@ class PoolFollower:
             check_tenant(tenant)
         self._fleet, self._keys_per_s, self._tenants = fleet, keys_per_s, tenants
         self._closing = threading.Event()
-        self._opening: threading.Thread | None = None
-        # Set once, by the caller of start() or by the thread that opens the store.
+        self._thread: threading.Thread | None = None
+        # Set once, by the caller of start() or by the thread.
         self._store: Store | None = None
         self._watch: WorkerWatch | None = None
         self._reconciler: PoolReconciler | None = None
-        self._status: PoolStatus | None = None
         self._life = ""
+        self._refused: set[str] = set()  # tenants already logged
+        self.servers: list[Usage] = []
+        self.traffic: Mapping[str, Seen] = {}
         try:
             self._store = open_store(self._url, threads=1)
         except StoreUnavailable as error:
             logger.warning(
                 "the index starts without its pool, and follows it when it can be reached: %s", error
             )
+            self.servers = [Usage(name, up=False) for name in self._url.servers]
         else:
             with contextlib.suppress(KVPoolError):  # the watch logs it and retries
                 self._life = self._store.server_run_id()
@@ -81,56 +89,75 @@ class PoolFollower:
     def totals(self) -> ReconcilerTotals:
         return ReconcilerTotals() if self._reconciler is None else self._reconciler.totals()
 
-    @property
-    def servers(self) -> list[Usage]:
-        """Usage of the pool's servers, as last read; empty: unknown. Any thread.
-
-        A pool never reached: the servers of its URL, not up.
-        """
-        if self._status is not None:
-            return self._status.servers
-        return [] if self._store is not None else [Usage(name, up=False) for name in self._url.servers]
-
-    @property
-    def traffic(self) -> Mapping[str, Seen]:
-        """Requested blocks by window, as engines of this pool last reported. Any thread."""
-        return {} if self._status is None else self._status.traffic
-
     def start(self) -> None:
         if self._store is not None:
             self._follow(self._store)
-        else:
-            self._opening = threading.Thread(target=self._open, name="kvpool-pool", daemon=True)
-            self._opening.start()
+        self._thread = threading.Thread(target=self._run, name="kvpool-pool", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """Idempotent. Blocks for ``CLOSE_S`` seconds at most."""
         self._closing.set()
-        if self._opening is not None:
-            self._opening.join(CLOSE_S)
-        for part in (self._watch, self._reconciler, self._status, self._store):
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
+        for part in (self._watch, self._reconciler, self._store):
             if part is not None:
                 part.close()
 
-    def _open(self) -> None:
+    def _run(self) -> None:
+        store = self._store or self._reach()
+        watch = self._watch
+        while store is not None and watch is not None and not self._closing.is_set():
+            self._read_servers(store)
+            self._read_traffic(store, watch.tenants)
+            self._closing.wait(EVERY_S)
+
+    def _reach(self) -> Store | None:
+        """Open and follow the pool; None: closed before that."""
         said = ""
         while not self._closing.wait(RETRY_S):
             try:
-                store = open_store(self._url, threads=1)
+                store = self._store = open_store(self._url, threads=1)
             except KVPoolError as error:
                 if str(error) != said:
                     said = str(error)
                     logger.warning("the pool cannot be reached: %s", error)
                 continue
             logger.info("the pool is reached: %r", store)
-            self._store = store
             self._follow(store)
+            return store
+        return None
+
+    def _read_servers(self, store: Store) -> None:
+        try:
+            found = store.usage()
+        except KVPoolError:  # the server list is unknown: the former servers count as away
+            found = [Usage(one.server, up=False) for one in self.servers]
+        else:
+            if self._capacity_nbytes is not None:
+                found = [one._replace(capacity_nbytes=self._capacity_nbytes) for one in found]
+        self.servers = found
+
+    def _read_traffic(self, store: Store, tenants: Iterable[str]) -> None:
+        documents: list[bytes] = []
+        try:
+            for tenant in tenants:
+                try:
+                    documents += store.announcements(traffic_prefix(tenant)).values()
+                except AnnouncementsRefused as error:
+                    if tenant not in self._refused:
+                        logger.warning(
+                            "what engines of tenant %s were asked for is not counted: %s", tenant, error
+                        )
+                    self._refused.add(tenant)
+        except KVPoolError:  # the pool is away: the last values stay
             return
+        self.traffic = together(documents)
 
     def _follow(self, store: Store) -> None:
         fleet = self._fleet
         reconciler = self._reconciler = PoolReconciler(fleet, store, keys_per_s=self._keys_per_s)
-        watch = self._watch = WorkerWatch(
+        self._watch = WorkerWatch(
             store,
             on_worker=lambda worker, keep_s: fleet.add(worker, "pool", keep_s),
             on_gone=lambda worker_id: fleet.remove(worker_id, "pool"),
@@ -140,7 +167,6 @@ class PoolFollower:
             tenants=self._tenants,
             life=self._life,
         )
-        self._status = PoolStatus(store, tenants=lambda: watch.tenants, capacity_nbytes=self._capacity_nbytes)
 
     def _asked(self, worker_id: str, dp_rank: int) -> None:
         if (rank := self._fleet.rank(worker_id, dp_rank)) is not None:

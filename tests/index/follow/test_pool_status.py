@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvpool.discovery.traffic import Traffic, pack_traffic
-from kvpool.index.follow.pool_status import PoolStatus
+from kvpool.index.fleet import Fleet
+from kvpool.index.follow import pool_follower
+from kvpool.index.follow.pool_follower import PoolFollower
 from kvpool.index.serve.metrics import _of_servers, _of_traffic
 from kvpool.key.key import traffic_key
 from kvpool.store import open_store
 from tests.support.deadlines import eventually
-from tests.support.memory_store import MemoryStore
 from tests.support.servers import Cluster, running
 
 
-def shown(status: PoolStatus) -> dict[str, dict[str, float]]:
+@contextmanager
+def following(url: str, **options: Any) -> Iterator[PoolFollower]:
+    follower = PoolFollower(url, Fleet(), **options)
+    follower.start()
+    try:
+        yield follower
+    finally:
+        follower.close()
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_follower, "EVERY_S", 0.05)
+
+
+def shown(status: PoolFollower) -> dict[str, dict[str, float]]:
     """What the metrics page says, by metric and label."""
     families = [*_of_servers(status.servers), *_of_traffic(status.traffic)]
     return {
@@ -28,8 +47,7 @@ def shown(status: PoolStatus) -> dict[str, dict[str, float]]:
 
 def test_a_server_and_its_end(tmp_path: Path) -> None:
     options = ("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")
-    with running("valkey-server", tmp_path, *options) as server, open_store(server.url) as store:
-        status = PoolStatus(store, tenants=lambda: (), every_s=0.05)
+    with running("valkey-server", tmp_path, *options) as server, following(server.url) as status:
         assert eventually(lambda: bool(status.servers))
         name = f"127.0.0.1:{server.port}"
         page = shown(status)
@@ -46,43 +64,38 @@ def test_a_server_and_its_end(tmp_path: Path) -> None:
         assert shown(status)["kvpool_index_pool_used_bytes"] == {}
         server.start()
         assert eventually(lambda: shown(status)["kvpool_index_pool_up"] == {name: 1.0})
-        status.close()
 
 
 def test_one_server_of_a_cluster(tmp_path: Path) -> None:
-    with Cluster("valkey-server", tmp_path) as cluster, open_store(cluster.url) as store:
-        status = PoolStatus(store, tenants=lambda: (), every_s=0.05)
+    with Cluster("valkey-server", tmp_path) as cluster, following(cluster.url) as status:
         assert eventually(lambda: len(status.servers) == 3)
         cluster.servers[1].kill()
         down = f"127.0.0.1:{cluster.servers[1].port}"
         assert eventually(lambda: shown(status)["kvpool_index_pool_up"].get(down) == 0.0)
         assert sum(shown(status)["kvpool_index_pool_up"].values()) == 2.0
-        status.close()
 
 
-def test_engines_are_put_together() -> None:
+def test_engines_are_put_together(tmp_path: Path) -> None:
     prompt = b"".join(hashlib.sha256(bytes([i])).digest() for i in range(100))
-    with MemoryStore(1 << 20) as store:
+    url = f"file://{tmp_path}/pool?capacity=16MiB"
+    with open_store(url) as store:
         for engine in ("a" * 16, "b" * 16):
             traffic = Traffic()
             traffic.add(prompt, 32, salt=0, block_tokens=16, prompt_tokens=1600)
             traffic.spare(400)
             store.announce(traffic_key("t", engine), pack_traffic(traffic.windows()), lease_s=60)
         store.announce("kvpool:t:traffic:nonsense", b"nonsense", lease_s=60)
-        status = PoolStatus(store, tenants=lambda: ("t",), every_s=0.05)
-        assert eventually(lambda: bool(status.traffic))
-        page = shown(status)
-        status.close()
+        with following(url, tenants=("t",)) as status:
+            assert eventually(lambda: bool(status.traffic))
+            page = shown(status)
     assert page["kvpool_index_hit_ratio"] == {"15m": 0.25, "1h": 0.25, "24h": 0.25}
     assert page["kvpool_index_hit_ceiling_ratio"]["1h"] == pytest.approx(0.5, abs=0.03)
 
 
 def test_a_directory(tmp_path: Path) -> None:
-    with open_store(f"file://{tmp_path}/pool?capacity=16MiB") as store:
-        status = PoolStatus(store, tenants=lambda: (), capacity_nbytes=16 << 20, every_s=0.05)
+    with following(f"file://{tmp_path}/pool?capacity=16MiB") as status:
         assert eventually(lambda: bool(status.servers))
         page = shown(status)
-        status.close()
     assert list(page["kvpool_index_pool_capacity_bytes"].values()) == [16 << 20]
     assert list(page["kvpool_index_pool_used_bytes"].values()) == [0.0]
     assert page["kvpool_index_pool_keys"] == {}
