@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
-
 from kvpool.errors import ConfigError
 
 MAX_VALUES = (1 << 20) + 1024
@@ -28,6 +26,8 @@ def check(packed: bytes, most_values: int = MAX_VALUES, most_containers: int = M
 
 def decode(raw: bytes | str, most_values: int = MAX_VALUES, most_containers: int = MAX_CONTAINERS) -> Any:
     """Errors: ``ConfigError``."""
+    import msgspec  # of the index alone: a client, with kvpool[client], encodes only
+
     packed = raw.encode("utf-8", "surrogatepass") if isinstance(raw, str) else raw
     check(packed, most_values, most_containers)
     try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from kvpool import _native
 from kvpool.discovery.worker import MAX_DP_RANK
@@ -26,7 +26,6 @@ MAX_BLOCKS = 1 << 32
 
 Column = Literal["device", "host", "disk", "pool", "local", "any", "memory"]
 
-_LOCAL, _ANY, _MEMORY = range(len(TIERS), len(TIERS) + 3)
 _COLUMNS: tuple[Column, ...] = (*TIERS, "local", "any", "memory")  # as in kvpool/_native/index/table.h
 
 
@@ -92,7 +91,8 @@ class Content(NamedTuple):
 class Match(NamedTuple):
     """How many leading blocks of a prompt one rank of one worker can use; 0: not even the first.
 
-    ``local_blocks``: each block on device, host or disk. ``any_blocks``: local or in the pool.
+    ``pool_blocks``: in storage that this worker announced. ``local_blocks``: each block on device, host or disk.
+    ``any_blocks``: local or in the pool.
     ``memory_blocks``: on device or host. Only these three count on across tiers.
     """
 
@@ -107,11 +107,17 @@ class Match(NamedTuple):
     memory_blocks: int
 
 
+def _column(name: Column) -> Any:
+    number = _COLUMNS.index(name)
+    return property(lambda matches: memoryview(matches._native.column(number)).cast("I"))
+
+
 class Matches:
     """The answer of ``PrefixIndex.match``, in columns: row i of each belongs to ``workers[i]``.
 
     Only ranks that hold the first block in some tier have a row, unordered. A number column is a read-only
-    ``memoryview`` of native 32-bit unsigned integers. Iterating gives ``Match``es. Immutable.
+    ``memoryview`` of native 32-bit unsigned integers, with counts as in ``Match``. Iterating gives ``Match``es.
+    Immutable.
     """
 
     __slots__ = ("_native",)
@@ -131,47 +137,20 @@ class Matches:
     def dp_ranks(self) -> memoryview:
         return memoryview(self._native.dp_ranks()).cast("I")
 
-    @property
-    def device_blocks(self) -> memoryview:
-        return self._column(TIERS.index("device"))
-
-    @property
-    def host_blocks(self) -> memoryview:
-        return self._column(TIERS.index("host"))
-
-    @property
-    def disk_blocks(self) -> memoryview:
-        return self._column(TIERS.index("disk"))
-
-    @property
-    def pool_blocks(self) -> memoryview:
-        """In storage that this worker announced: loadable from the pool."""
-        return self._column(TIERS.index("pool"))
-
-    @property
-    def local_blocks(self) -> memoryview:
-        """On device, host or disk, block by block."""
-        return self._column(_LOCAL)
-
-    @property
-    def any_blocks(self) -> memoryview:
-        """In any tier, the pool included, block by block."""
-        return self._column(_ANY)
-
-    @property
-    def memory_blocks(self) -> memoryview:
-        """On device or host, block by block."""
-        return self._column(_MEMORY)
+    device_blocks: memoryview = _column("device")
+    host_blocks: memoryview = _column("host")
+    disk_blocks: memoryview = _column("disk")
+    pool_blocks: memoryview = _column("pool")
+    local_blocks: memoryview = _column("local")
+    any_blocks: memoryview = _column("any")
+    memory_blocks: memoryview = _column("memory")
 
     def __iter__(self) -> Iterator[Match]:
-        columns = [self._column(column).tolist() for column in range(len(_COLUMNS))]
+        columns = [getattr(self, f"{name}_blocks").tolist() for name in _COLUMNS]
         return map(Match._make, zip(self.workers, self.dp_ranks.tolist(), *columns, strict=True))
 
     def __repr__(self) -> str:
         return f"Matches({list(self)!r})"
-
-    def _column(self, column: int) -> memoryview:
-        return memoryview(self._native.column(column)).cast("I")
 
 
 class PrefixIndex:
@@ -232,10 +211,9 @@ class PrefixIndex:
         made = cls(max_blocks=max_blocks, reuse_reports=reuse_reports, block_tokens=block_tokens)
         try:
             made.native = _native.table_of(packed, max_blocks, reuse_reports, block_tokens or 0, memory)
+            made.workers()
         except (ValueError, TypeError, BufferError) as error:
             raise SnapshotRefused(f"no image of a prefix index: {error}") from error
-        try:
-            made.workers()
         except RuntimeError as error:
             raise SnapshotRefused("no image of a prefix index: its names are no text") from error
         return made

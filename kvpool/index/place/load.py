@@ -1,6 +1,6 @@
 """``Load``: how busy a worker's rank is; ``LoadBoard``: the last of each, with its ``Reservations``.
 
-Any thread; nothing blocks. ``_lock`` guards the members of ``_ranks``.
+Any thread; nothing blocks. ``_lock`` guards ``_ranks`` and changes of its members; a ranking reads them without.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -18,7 +19,7 @@ from kvpool import _native
 from kvpool.errors import ConfigError
 
 LoadSource = Literal["none", "reported", "scraped"]
-LOAD_SOURCES: tuple[LoadSource, ...] = ("none", "reported", "scraped")  # by the native core's number
+LOAD_SOURCES: dict[int, LoadSource] = {0: "none", 1: "reported", 2: "scraped"}  # by the native core's number
 
 KEEP_S = 10.0  # of a load; unknown after
 KEEP_FAILED_S = 30.0  # of a failed page; pages are read again within 12 s
@@ -84,28 +85,30 @@ class LoadBoard:
     # Loads of ranks beyond MAX_KEPT are dropped.
 
     def report(self, worker_id: str, load: Load) -> None:
-        self._at(worker_id, load.dp_rank).report(
-            self.clock(), load.running, load.waiting, load.queued_tokens, load.kv_usage
-        )
+        with self._changing(worker_id, load.dp_rank) as rank:
+            rank.report(self.clock(), load.running, load.waiting, load.queued_tokens, load.kv_usage)
 
     def scrape(self, worker_id: str, load: Load, *, asleep: bool) -> None:
-        self._at(worker_id, load.dp_rank).scrape(
-            self.clock(), load.running, load.waiting, load.queued_tokens, load.kv_usage, asleep
-        )
+        with self._changing(worker_id, load.dp_rank) as rank:
+            rank.scrape(self.clock(), load.running, load.waiting, load.queued_tokens, load.kv_usage, asleep)
 
     def measure(self, worker_id: str, dp_rank: int, pool_cost: float) -> None:
         """Cost per token from the pool, in tokens to compute; kept as long as the rank."""
-        self._at(worker_id, dp_rank).pool_cost = pool_cost
+        with self._changing(worker_id, dp_rank) as rank:
+            rank.pool_cost = pool_cost
 
     def fail(self, worker_id: str, dp_rank: int) -> None:
-        self._at(worker_id, dp_rank).fail(self.clock())
+        with self._changing(worker_id, dp_rank) as rank:
+            rank.fail(self.clock())
 
     def reserve(self, worker_id: str, dp_rank: int, cost: int) -> None:
-        self._at(worker_id, dp_rank).reserved_cost = cost
+        with self._changing(worker_id, dp_rank) as rank:
+            rank.reserved_cost = cost
 
     def pick(self, worker_id: str, dp_rank: int, number: int, cost: float) -> None:
         """A rank was the best of choice ``number``, for a request of this cost; numbers rise."""
-        self._at(worker_id, dp_rank).pick(number, cost)
+        with self._changing(worker_id, dp_rank) as rank:
+            rank.pick(number, cost)
 
     def get(self, worker_id: str, dp_rank: int) -> Known | None:
         """None: no load for ``KEEP_S`` seconds."""
@@ -120,7 +123,9 @@ class LoadBoard:
         """None: no load ever came."""
         return list(map(self._ranks.get, keys))
 
-    def _at(self, worker_id: str, dp_rank: int) -> _native.RankLoad:
+    @contextmanager
+    def _changing(self, worker_id: str, dp_rank: int) -> Iterator[_native.RankLoad]:
+        """Under the lock: a full board drops ranks that nobody changes."""
         key = (worker_id, dp_rank)
         with self._lock:
             rank = self._ranks.get(key)
@@ -133,7 +138,7 @@ class LoadBoard:
                 rank = _native.RankLoad()
                 if len(self._ranks) < MAX_KEPT:
                     self._ranks[key] = rank
-            return rank
+            yield rank
 
 
 class Reservations:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from kvpool.index.answer import Row
 from kvpool.index.place.load import LOAD_SOURCES, LoadSource
@@ -59,6 +59,13 @@ class Pick(NamedTuple):
         return self.row.address
 
 
+def named_pick(packed: Sequence[Any]) -> Pick:
+    """Of values in ``Pick``'s order, with numbers for trust and source. Errors: ``LookupError`` for unnamed ones."""
+    row, trust, *costs, source, age_ms, asleep, unreachable = packed
+    named = (TRUSTS[trust], *costs, LOAD_SOURCES[source])
+    return Pick._make((Row._make(row), *named, age_ms, asleep, unreachable))
+
+
 @dataclass(frozen=True)
 class Ranking:
     """``picks``: the best first; empty: the model has no worker. ``reservation``: for ``release``; empty: none."""
@@ -86,10 +93,4 @@ class NativeRanking(NamedTuple):
         return self.native.pack(self.reservation)
 
     def unpack(self) -> Ranking:
-        picks = tuple(
-            Pick._make(
-                (Row._make(row), TRUSTS[trust], *numbers, LOAD_SOURCES[source], age_ms, asleep, unreachable)
-            )
-            for row, trust, *numbers, source, age_ms, asleep, unreachable in self.native.picks()
-        )
-        return Ranking(picks, self.reservation)
+        return Ranking(tuple(map(named_pick, self.native.picks())), self.reservation)

@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import struct
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from kvpool.discovery.worker import DEFAULT_ALGORITHM, DEFAULT_TENANT, Publisher, Worker
 from kvpool.errors import ConfigError
 from kvpool.index import bounded_json
-from kvpool.index.answer import FleetStatus, IndexStatus, Lookup, PublisherStatus, WorkerStatus
-from kvpool.index.place.load import Load, LoadSource
-from kvpool.index.place.ranking import Pick, Ranking, Trust
+from kvpool.index.answer import FleetStatus, IndexStatus, Lookup, PublisherStatus, Row, WorkerStatus
+from kvpool.index.place.load import Load
+from kvpool.index.place.ranking import Pick, Ranking, named_pick
 from kvpool.index.prompt import TOKEN_NBYTES, Chat, Prompt, PromptFields, text_parts
 from kvpool.key.hashing import len_tokens
 from kvpool.v1 import index_pb2 as pb
@@ -42,8 +43,6 @@ REPLIES: dict[str, Any] = {
     "RemoveWorker": pb.RemoveWorkerResponse,
     "ListWorkers": pb.ListWorkersResponse,
 }
-_TRUSTS: Mapping[int, Trust] = {1: "exact", 2: "degraded", 3: "fallback"}
-_LOAD_SOURCES: Mapping[int, LoadSource] = {0: "none", 1: "reported", 2: "scraped"}
 
 
 # ---- prompts
@@ -86,29 +85,29 @@ def decode_prompt(request: Any) -> Prompt:
     if form is None:
         raise ConfigError("a request holds a prompt: block_hashes, token_ids, text or chat")
     scope, value = request.scope, getattr(request, form)
-    fields: PromptFields = {
+    given: PromptFields = {
         "tenant": scope.tenant or DEFAULT_TENANT,
         "workers": list(request.workers) or None,
     }
     if form == "block_hashes":
-        fields["hashes64"] = value
-        return Prompt(scope.model, **fields)
-    fields["lora"] = (scope.lora_name, scope.lora_path) if scope.lora_name or scope.lora_path else None
-    fields["cache_salt"] = scope.cache_salt or None
-    fields["multimodal"] = [(item.identifier, item.offset, item.length) for item in scope.multimodal]
+        given["hashes64"] = value
+        return Prompt(scope.model, **given)
+    given["lora"] = (scope.lora_name, scope.lora_path) if scope.lora_name or scope.lora_path else None
+    given["cache_salt"] = scope.cache_salt or None
+    given["multimodal"] = [(item.identifier, item.offset, item.length) for item in scope.multimodal]
     if form == "token_ids":
         if len(value) % TOKEN_NBYTES:
             raise ConfigError(f"token_ids are packed u32s, 4 bytes each; {len(value)} bytes are not")
-        fields["token_ids"] = memoryview(value).cast("I")
-        return Prompt(scope.model, **fields)
+        given["token_ids"] = memoryview(value).cast("I")
+        return Prompt(scope.model, **given)
     nbytes = value.ByteSize() if form == "chat" else len(value.encode())
     if not 1 <= nbytes <= MAX_TEXT_NBYTES:
         raise ConfigError(f"a prompt as {form} has 1 to {MAX_TEXT_NBYTES} bytes, not {nbytes}")
     if form == "chat":
-        fields["chat"] = _decode_chat(value)
+        given["chat"] = _decode_chat(value)
     else:
-        fields["text"] = value
-    return Prompt(scope.model, **fields)
+        given["text"] = value
+    return Prompt(scope.model, **given)
 
 
 def _decode_chat(message: Any) -> Chat:
@@ -217,30 +216,15 @@ def _pack_hashes(hashes64: Buffer) -> bytes:
 
 
 def encode_lookup(lookup: Lookup) -> Any:
-    return pb.LookupResponse(
-        worker=lookup.workers,
-        dp_rank=lookup.dp_ranks,
-        address=lookup.addresses,
-        block_tokens=lookup.block_tokens,
-        prompt_blocks=lookup.prompt_blocks,
-        device_blocks=lookup.device_blocks,
-        local_blocks=lookup.local_blocks,
-        pool_blocks=lookup.pool_blocks,
-        sequence=lookup.sequences,
-        staleness_ms=lookup.staleness_ms,
-        stale=lookup.stale,
-        loadable_blocks=lookup.loadable_blocks,
-    )
+    columns = (getattr(lookup, column.name) for column in fields(lookup))
+    return pb.LookupResponse(**dict(zip(Row._fields, columns, strict=True)))  # by the names of a row
 
 
 def decode_lookup(reply: Any) -> Lookup:
     """Errors: ``ValueError`` when columns differ in length."""
     # An index of an earlier version leaves it empty: then the larger of local and pool blocks.
     loadable = reply.loadable_blocks or tuple(map(max, reply.local_blocks, reply.pool_blocks))
-    columns = (
-        reply.worker, reply.dp_rank, reply.address, reply.block_tokens, reply.prompt_blocks, reply.device_blocks,
-        reply.local_blocks, reply.pool_blocks, reply.sequence, reply.staleness_ms, reply.stale, loadable,
-    )  # fmt: skip
+    columns = [*(getattr(reply, name) for name in Row._fields[:-1]), loadable]
     if len(set(map(len, columns))) != 1:
         raise ValueError("its columns differ in length")
     return Lookup(*map(tuple, columns))
@@ -284,60 +268,36 @@ def decode_route_options(request: Any) -> dict[str, Any]:
 def decode_route(reply: Any) -> Ranking:
     """Errors: ``ValueError`` when columns differ in length, or have an unnamed value."""
     lookup = decode_lookup(reply.rows)
-    columns: tuple[Any, ...] = (
-        reply.trust, reply.cost, reply.prefill_cost, reply.fetch_cost, reply.queue_cost, reply.running, reply.waiting,
-        reply.queued_tokens, reply.kv_usage_permille, reply.reserved_cost, reply.load_source, reply.load_age_ms,
-        reply.asleep, reply.unreachable or [False] * len(lookup),
-    )  # fmt: skip
+    columns = [getattr(reply, name) for name in Pick._fields[1:-1]]  # the row is of ``lookup``
+    columns.append(reply.unreachable or [False] * len(lookup))  # empty: of an earlier version
     if {len(lookup), *map(len, columns)} != {len(lookup)}:
         raise ValueError("its columns differ in length")
     try:
-        picks = [
-            Pick._make((row, _TRUSTS[trust], *numbers, _LOAD_SOURCES[source], age_ms, asleep, unreachable))
-            for row, trust, *numbers, source, age_ms, asleep, unreachable in zip(
-                lookup, *columns, strict=True
-            )
-        ]
-    except KeyError as error:
-        raise ValueError(f"it holds the number {error}, which has no name") from error
-    return Ranking(tuple(picks), reply.reservation)
+        return Ranking(tuple(map(named_pick, zip(lookup, *columns, strict=True))), reply.reservation)
+    except LookupError as error:
+        raise ValueError(f"it holds a number which has no name: {error}") from error
 
 
 # ---- workers
 
 
 def encode_worker(worker: Worker) -> Any:
-    return pb.Worker(
-        name=worker.name,
-        tenant=worker.tenant,
-        model=worker.model,
-        hash_algorithm=worker.hash_algorithm,
-        hash_seed_id=worker.hash_seed_id,
-        block_tokens=worker.block_tokens,
-        address=worker.address,
-        incarnation=worker.incarnation,
-        namespace=worker.namespace,
-        publishers=[
-            pb.Publisher(dp_rank=one.dp_rank, events=one.events, replay=one.replay)
-            for one in worker.publishers
-        ],
-    )
+    publishers = [_copied(pb.Publisher, Publisher, one) for one in worker.publishers]
+    return _copied(pb.Worker, Worker, worker, publishers=publishers)
 
 
 def decode_worker(message: Any, default_seed_id: str) -> Worker:
     """Empty fields get their defaults."""
-    return Worker(
-        name=message.name,
-        model=message.model,
-        block_tokens=message.block_tokens,
+    worker: Worker = _copied(
+        Worker,
+        Worker,
+        message,
         hash_seed_id=message.hash_seed_id or default_seed_id,
-        publishers=tuple(Publisher(one.dp_rank, one.events, one.replay) for one in message.publishers),
+        publishers=tuple(_copied(Publisher, Publisher, one) for one in message.publishers),
         tenant=message.tenant or DEFAULT_TENANT,
         hash_algorithm=message.hash_algorithm or DEFAULT_ALGORITHM,
-        address=message.address,
-        incarnation=message.incarnation,
-        namespace=message.namespace,
     )
+    return worker
 
 
 def encode_index_status(status: IndexStatus) -> Any:
@@ -367,9 +327,9 @@ def decode_status(reply: Any) -> FleetStatus:
     return FleetStatus(_copied(IndexStatus, IndexStatus, reply.index), tuple(workers))
 
 
-def _copied(kind: Any, named: Any, one: Any) -> Any:
-    """A ``kind`` with the fields of ``one`` that the dataclass ``named`` has."""
-    return kind(**{name: getattr(one, name) for name in named.__dataclass_fields__})
+def _copied(kind: Any, named: Any, one: Any, **changed: Any) -> Any:
+    """A ``kind`` with the fields of ``one`` that the dataclass ``named`` has, but for ``changed``."""
+    return kind(**{name: getattr(one, name) for name in named.__dataclass_fields__} | changed)
 
 
 # ---- errors

@@ -74,6 +74,17 @@ def served() -> Iterator[Served]:
 # ---- answers
 
 
+def test_a_client_takes_no_package_of_the_index() -> None:
+    """With kvpool[client] alone none could be made: a codec of both sides imported msgspec."""
+    code = (
+        "import sys\n"
+        "for name in ('msgspec', 'aiohttp', 'anyio', 'prometheus_client', 'uvloop'): sys.modules[name] = None\n"
+        "import kvpool\n"
+        "kvpool.IndexClient('127.0.0.1:1').close(), kvpool.AsyncIndexClient, kvpool.BlockHasher\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 @pytest.mark.parametrize(
     "tokens",
     [
