@@ -143,7 +143,7 @@ class FleetStatus:
     workers: tuple[WorkerStatus, ...]
 
 
-class Totals(NamedTuple):
+class FleetTotals(NamedTuple):
     """A metrics page's numbers: totals of all workers since the fleet was made, and present counts."""
 
     workers: int

@@ -23,7 +23,7 @@ from kvpool.discovery.admission import MAX_TEXT_NBYTES, check_worker
 from kvpool.discovery.networks import WorkerNetworks
 from kvpool.discovery.worker import DEFAULT_TENANT, Worker
 from kvpool.errors import ConfigError, KVPoolError, UnknownModel
-from kvpool.index.answer import Lookup, Totals, WorkerStatus
+from kvpool.index.answer import FleetTotals, Lookup, WorkerStatus
 from kvpool.index.limits import Limits
 from kvpool.index.partition import Answer, Partition, Pool, merged
 from kvpool.index.prompt import Prompt, PromptFields, as_prompt
@@ -220,14 +220,14 @@ class Fleet:
         """The workers, unordered."""
         return [entry.worker for entry in tuple(self._present.values())]
 
-    def totals(self) -> Totals:
+    def totals(self) -> FleetTotals:
         with self._lock:
             ranks = list(self._ranks.values())
             partitions = [partition for several in self._models.values() for partition in several]
             departed = Counter(self._workers.departed)
             workers = len(self._present)
         counters = [partition.index.counters() for partition in partitions]
-        return Totals(
+        return FleetTotals(
             workers=workers,
             ranks=len(ranks),
             stale_ranks=sum(rank.stale and bool(rank.publisher.events) for rank in ranks),

@@ -46,7 +46,7 @@ class Matched(NamedTuple):
         return cls(*(max(getattr(lookup, column), default=0) for column in cls._fields))
 
 
-class Placed(NamedTuple):
+class PlacedRequests(NamedTuple):
     """Requests that got a worker; ``prompt_blocks``, ``matched_blocks``: as in ``IndexStatus``."""
 
     requests: int = 0
@@ -79,7 +79,7 @@ class Histogram:
 
 
 @dataclass
-class Totals:
+class RequestTotals:
     """Since the stats were made; ``streams``: now."""
 
     results: Counter[str] = field(default_factory=lambda: _zeros(RESULTS))
@@ -93,7 +93,7 @@ class Totals:
     streams: int = 0
     placements: Counter[str] = field(default_factory=lambda: _zeros(OUTCOMES))  # requests of proxies
     placement_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    placed: Placed = field(default_factory=Placed)
+    placed: PlacedRequests = field(default_factory=PlacedRequests)
     reuse: Reuse = field(default_factory=Reuse)  # of lookups and placements
 
 
@@ -121,7 +121,7 @@ class RequestStats:
     def __init__(self) -> None:
         self.started_s = time.monotonic()
         self._lock = threading.Lock()
-        self._totals = Totals()
+        self._totals = RequestTotals()
 
     def record_lookup(self, seconds: float, result: Result, matched: Matched | None = None) -> None:
         """``matched``: of an answered lookup."""
@@ -158,7 +158,9 @@ class RequestStats:
         """``matched_blocks`` of ``prompt_blocks`` (0: unknown) need no compute. ``held_blocks``: as in ``Reuse``."""
         with self._lock:
             requests, blocks, matched = self._totals.placed
-            self._totals.placed = Placed(requests + 1, blocks + prompt_blocks, matched + matched_blocks)
+            self._totals.placed = PlacedRequests(
+                requests + 1, blocks + prompt_blocks, matched + matched_blocks
+            )
             if prompt_blocks:
                 self._add_reuse(prompt_blocks, held_blocks)
 
@@ -166,7 +168,7 @@ class RequestStats:
         prompts, blocks, held = self._totals.reuse
         self._totals.reuse = Reuse(prompts + 1, blocks + prompt_blocks, held + held_blocks)
 
-    def totals(self) -> Totals:
+    def totals(self) -> RequestTotals:
         with self._lock:
             return deepcopy(self._totals)
 

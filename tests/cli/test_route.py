@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvpool import BlockHasher, IndexClient
-from kvpool.index.place.metrics_page import Engine
+from kvpool.index.place.metrics_page import EngineLoad
 from tests.support.command_line import kvpool, refused
 from tests.support.deadlines import eventually
 from tests.support.feeds import misbehaving
@@ -30,7 +30,7 @@ CHAT = {
 def test_a_ranking_of_a_chat(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "tokenizer")
     (tmp_path / "chat.json").write_text(json.dumps(CHAT))
-    with misbehaving() as publisher, serving_page({0: Engine(3, 1, 0.9)}) as pages:
+    with misbehaving() as publisher, serving_page({0: EngineLoad(3, 1, 0.9)}) as pages:
         workers = [publisher.flag("w-1", address=pages.address), "w-2=tcp://127.0.0.1:1,model=m,block=16"]
         options = [f"--worker={worker}" for worker in workers]
         costs = ["--route-cost=waiting=500", "--route-cost=speed=0"]  # what waits is not less a moment later

@@ -23,7 +23,7 @@ import grpc
 from kvpool import BlockHasher, Namespace, open_store
 from kvpool.discovery.announcer import Announcer
 from kvpool.discovery.worker import Publisher, Worker
-from kvpool.index.place.metrics_page import Engine
+from kvpool.index.place.metrics_page import EngineLoad
 from kvpool.key.hashing import seed_id
 from kvpool.store.store import Store
 from tests.support.deadlines import eventually
@@ -68,7 +68,7 @@ class LiveWorker:
         """Its metrics as they are now."""
         running = min(self._running, 4)
         usage = len(self._held) / self._blocks
-        self._pages.show({0: Engine(running, self._running - running, round(usage, 3), self.is_asleep)})
+        self._pages.show({0: EngineLoad(running, self._running - running, round(usage, 3), self.is_asleep)})
 
     @property
     def events(self) -> str:

@@ -8,11 +8,11 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 
-from kvpool.index.place.metrics_page import Engine
+from kvpool.index.place.metrics_page import EngineLoad
 from kvpool.index.serve.metrics import Exporter
 
 
-def page(engines: dict[int, Engine], model: str = "m") -> bytes:
+def page(engines: dict[int, EngineLoad], model: str = "m") -> bytes:
     """The gauges that count, of a server with these engines."""
     written = model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     lines = ["# HELP vllm:num_requests_running Number of requests in model execution batches."]
@@ -54,7 +54,7 @@ class PageServer:
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
 
-    def show(self, engines: dict[int, Engine]) -> None:
+    def show(self, engines: dict[int, EngineLoad]) -> None:
         """A good page from now on."""
         body = answer(page(engines))
         self.say = lambda connection: connection.sendall(body)
@@ -90,9 +90,9 @@ class PageServer:
 
 
 @contextlib.contextmanager
-def serving_page(engines: dict[int, Engine] | None = None) -> Iterator[PageServer]:
+def serving_page(engines: dict[int, EngineLoad] | None = None) -> Iterator[PageServer]:
     server = PageServer(lambda connection: None)
-    server.show(engines or {0: Engine()})
+    server.show(engines or {0: EngineLoad()})
     try:
         yield server
     finally:

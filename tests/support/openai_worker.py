@@ -15,7 +15,7 @@ from typing import Any
 from aiohttp import web
 
 from kvpool.index import Worker
-from kvpool.index.place.metrics_page import Engine
+from kvpool.index.place.metrics_page import EngineLoad
 from tests.support.fleets import a_worker
 from tests.support.metrics_pages import page
 
@@ -45,7 +45,7 @@ class ScriptedWorker:
         self.bodies: list[bytes] = []
         self.headers: list[dict[str, str]] = []
         self.rendered = 0
-        self.engine = Engine()
+        self.engine = EngineLoad()
         self.render: Render | None = render_bytes
         self.render_status = 200
         self.render_delay_s = 0.0

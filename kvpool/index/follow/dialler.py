@@ -7,7 +7,7 @@ tenant could spell another tenant's publisher differently and read its prompts. 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, defaultdict
 from concurrent.futures import Future
 
 import anyio
@@ -31,23 +31,11 @@ class Dialler:
 
     def __init__(self, limits: Limits, resolver: Resolver) -> None:
         self.limits, self.resolver = limits, resolver
-        self._tenants: dict[Place, Counter[str]] = {}  # tenants followed there, with their lines
+        # Tenants followed there, with their lines.
+        self.tenants: defaultdict[Place, Counter[str]] = defaultdict(Counter)
 
     def line(self, tenant: str) -> Line:
         return Line(self, tenant)
-
-    def are_of_another(self, places: set[Place], tenant: str) -> bool:
-        return any(self._tenants.get(place, Counter()).keys() - {tenant} for place in places)
-
-    def enter(self, places: set[Place], tenant: str) -> None:
-        for place in places:
-            self._tenants.setdefault(place, Counter())[tenant] += 1
-
-    def leave(self, places: set[Place], tenant: str) -> None:
-        for place in places:
-            self._tenants[place] -= Counter({tenant: 1})
-            if not self._tenants[place]:
-                del self._tenants[place]
 
 
 class Line:
@@ -95,15 +83,21 @@ class Line:
     def _enter(self, endpoint: str, port: int, addresses: Addresses) -> None:
         places = {(str(unmapped(address)), port) for address in addresses}
         self._leave(endpoint)
-        if self._dialler.are_of_another(places, self._tenant):
+        tenants = self._dialler.tenants
+        if any(tenants[place].keys() - {self._tenant} for place in places & tenants.keys()):
             self._refused[endpoint] = (
                 f"{endpoint} is not connected to: another tenant's worker is followed there; "
                 "name the worker's own endpoint"
             )
             return
-        self._dialler.enter(places, self._tenant)
+        for place in places:
+            tenants[place][self._tenant] += 1
         self._places[endpoint] = places
         self._refused.pop(endpoint, None)
 
     def _leave(self, endpoint: str) -> None:
-        self._dialler.leave(self._places.pop(endpoint, set()), self._tenant)
+        tenants = self._dialler.tenants
+        for place in self._places.pop(endpoint, set()):
+            tenants[place] -= Counter({self._tenant: 1})
+            if not tenants[place]:
+                del tenants[place]

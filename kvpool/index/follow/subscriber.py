@@ -42,7 +42,7 @@ logger = logging.getLogger("kvpool.index")
 
 
 @dataclass(eq=False)
-class _Link:
+class _Followed:
     """One publisher. ``changed``: a replay may be wanted."""
 
     rank: Rank
@@ -72,7 +72,7 @@ class Subscriber:
     def __init__(self, *, limits: Limits | None = None, resolver: Resolver | None = None) -> None:
         self._limits = limits or Limits()
         self._dialler = Dialler(self._limits, resolver or Resolver())
-        self._links: dict[str, list[_Link]] = {}  # by worker
+        self._links: dict[str, list[_Followed]] = {}  # by worker
         self._leaving: set[asyncio.Task[None]] = set()
         self._closing = False
         self.ignored_messages = 0  # not a batch
@@ -134,7 +134,7 @@ class Subscriber:
                 rank.mark(stale=True, problem="it publishes no KV events")
                 continue
             sequence = Sequence(rank, can_replay=bool(publisher.replay), limits=self._limits)
-            link = _Link(rank, publisher, sequence, self._dialler.line(worker.tenant))
+            link = _Followed(rank, publisher, sequence, self._dialler.line(worker.tenant))
             links.append(link)
             # Batches published before the subscription are in the replay, or are a gap.
             self._start(link, self._read_events(link))
@@ -149,7 +149,7 @@ class Subscriber:
             link.sequence.close()
             link.line.close()
 
-    def _start(self, link: _Link, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, link: _Followed, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
         link.tasks.append(task)
         task.add_done_callback(self._ended)
@@ -160,7 +160,7 @@ class Subscriber:
             logger.error("reading events has failed", exc_info=error)
             self._loop.stop()  # a fault of ours: see is_alive
 
-    async def _read_events(self, link: _Link) -> None:
+    async def _read_events(self, link: _Followed) -> None:
         attempt, retry_s = 0, MIN_RETRY_S
         while True:
             try:
@@ -183,7 +183,7 @@ class Subscriber:
             await asyncio.sleep(retry_s)
             attempt, retry_s = attempt + 1, min(2 * retry_s, MAX_RETRY_S)
 
-    def _interrupt(self, link: _Link) -> None:
+    def _interrupt(self, link: _Followed) -> None:
         """The requested publisher may be gone: request from the present one, without waiting for a reply."""
         if not link.asked:
             self._close_replay(link)
@@ -193,11 +193,11 @@ class Subscriber:
         link.changed.set()
 
     @staticmethod
-    def _lost(link: _Link, problem: str) -> None:
+    def _lost(link: _Followed, problem: str) -> None:
         if not link.publisher.replay:  # with replay, replays tell whether it is followed
             link.mark_stale(problem)
 
-    async def _read_batches(self, link: _Link, connection: Connection) -> None:
+    async def _read_batches(self, link: _Followed, connection: Connection) -> None:
         ends_s = time.monotonic() + TURN_S
         while True:
             frames = await connection.receive()
@@ -213,7 +213,7 @@ class Subscriber:
                 await asyncio.sleep(0)
                 ends_s = time.monotonic() + TURN_S
 
-    async def _ask_for_replays(self, link: _Link) -> None:
+    async def _ask_for_replays(self, link: _Followed) -> None:
         """Request wanted replays; an empty one is dropped and requested again, with backoff."""
         try:
             while True:
@@ -237,7 +237,7 @@ class Subscriber:
             self._close_replay(link)
 
     @staticmethod
-    async def _until_one_is_wanted(link: _Link) -> None:
+    async def _until_one_is_wanted(link: _Followed) -> None:
         while True:
             now = time.monotonic()
             if not link.sequence.is_live:
@@ -252,7 +252,7 @@ class Subscriber:
                 with anyio.move_on_after(link.probe_at - now):
                     await link.changed.wait()
 
-    async def _replay(self, link: _Link) -> None:
+    async def _replay(self, link: _Followed) -> None:
         """Request a replay and hand on its batches. Errors: ``Lost``."""
         wanted = link.sequence.wanted
         assert wanted is not None
@@ -282,7 +282,7 @@ class Subscriber:
             frames = await replay.receive()
 
     @staticmethod
-    async def _first_answer(replay: Connection, wanted: int, link: _Link) -> list[bytes] | None:
+    async def _first_answer(replay: Connection, wanted: int, link: _Followed) -> list[bytes] | None:
         """On a reused connection; None: it was closed meanwhile. Errors: ``Lost``."""
         try:
             replay.send(b"", wanted.to_bytes(8, "big"))
@@ -292,7 +292,7 @@ class Subscriber:
                 raise
             return None
 
-    def _close_replay(self, link: _Link) -> None:
+    def _close_replay(self, link: _Followed) -> None:
         if link.replay is not None:
             link.replay.close()
             link.replay = None

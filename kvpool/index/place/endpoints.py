@@ -73,7 +73,7 @@ class _Places(NamedTuple):
     unknown: list[str]
 
 
-class _Pending(Unresolved):
+class _NotYet(Unresolved):
     pass
 
 
@@ -119,7 +119,7 @@ class Endpoints:
                 at = url.endpoint or self._endpoint(
                     url, tenant, self._resolver.resolve(url.host, tenant, url.port), 0.0
                 )
-            except _Pending:
+            except _NotYet:
                 places.unknown.append(worker.address)
             except KVPoolError:
                 continue
@@ -132,7 +132,7 @@ class Endpoints:
         return places
 
     def _endpoint(self, url: Url, tenant: str, found: Future[Addresses], waited_s: float) -> str:
-        """As known now. Errors: ``Unresolved``; ``_Pending``: not yet."""
+        """As known now. Errors: ``Unresolved``; ``_NotYet``: not yet."""
         known = self._known.get((tenant, url.host))
         if found.done():
             if (error := found.exception()) is None:
@@ -141,7 +141,7 @@ class Endpoints:
             elif known is None:
                 raise error
         if known is None:
-            raise _Pending(f"the name {url.host} is not resolved within {waited_s:g} s")
+            raise _NotYet(f"the name {url.host} is not resolved within {waited_s:g} s")
         return _numeric(known[0], url.port)
 
     def _remember(self, key: tuple[str, str], addresses: Addresses) -> None:

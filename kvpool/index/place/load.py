@@ -59,7 +59,7 @@ class Load:
             )
 
 
-class Known(NamedTuple):
+class KnownLoad(NamedTuple):
     """The last load of a rank, ``age_s`` seconds ago. ``asleep``: its engine serves no requests now."""
 
     load: Load
@@ -110,14 +110,16 @@ class LoadBoard:
         with self._changing(worker_id, dp_rank) as rank:
             rank.pick(number, cost)
 
-    def get(self, worker_id: str, dp_rank: int) -> Known | None:
+    def get(self, worker_id: str, dp_rank: int) -> KnownLoad | None:
         """None: no load for ``KEEP_S`` seconds."""
         rank = self._ranks.get((worker_id, dp_rank))
         known = None if rank is None else rank.known(self.clock(), KEEP_S)
         if known is None:
             return None
         load, source, age_s, asleep = known
-        return Known(Load(worker_id.partition("/")[2], dp_rank, *load), LOAD_SOURCES[source], age_s, asleep)
+        return KnownLoad(
+            Load(worker_id.partition("/")[2], dp_rank, *load), LOAD_SOURCES[source], age_s, asleep
+        )
 
     def of(self, keys: Iterable[RankKey]) -> list[_native.RankLoad | None]:
         """None: no load ever came."""

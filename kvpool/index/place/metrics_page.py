@@ -51,7 +51,7 @@ class GateCounters(NamedTuple):
     prefill_s: float
 
 
-class Engine(NamedTuple):
+class EngineLoad(NamedTuple):
     """One engine. ``kv_usage``: 0 to 1. ``asleep``: no work until it wakes. ``gate``: None: no cost gate."""
 
     running: int = 0
@@ -61,7 +61,7 @@ class Engine(NamedTuple):
     gate: GateCounters | None = None
 
 
-def read_page(page: bytes) -> dict[int, Engine]:
+def read_page(page: bytes) -> dict[int, EngineLoad]:
     """The engines on ``page``, by number. Errors: ``BadPage``, with no engine."""
     values: dict[tuple[str, int], float] = {}
     for name, engine, value in _samples(page):
@@ -72,7 +72,7 @@ def read_page(page: bytes) -> dict[int, Engine]:
     if not engines:
         raise BadPage(f"there is no {RUNNING}")
     return {
-        engine: Engine(
+        engine: EngineLoad(
             running=_requests(values[RUNNING, engine]),
             waiting=_requests(values.get((WAITING, engine), 0.0)),
             kv_usage=min(values.get((USAGE, engine), 0.0), 1.0),

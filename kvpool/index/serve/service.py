@@ -11,7 +11,8 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, AsyncExitStack
 from typing import Any, TypeVar
 
 import grpc
@@ -19,7 +20,7 @@ import grpc.aio
 
 from kvpool.discovery.admission import PUSH_GONE, check_name
 from kvpool.discovery.worker import DEFAULT_TENANT
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, KVPoolError
 from kvpool.index.answer import IndexStatus
 from kvpool.index.client.tls import ServerTls
 from kvpool.index.fleet import Fleet
@@ -35,12 +36,11 @@ from kvpool.index.protocol.messages import (
 from kvpool.index.request_stats import RequestStats
 from kvpool.index.serve import worker_pages
 from kvpool.index.serve.auth import ALL_TENANTS, Permissions, Right, TokenAuth
-from kvpool.index.serve.calls import Calls, Method
+from kvpool.index.serve.calls import Calls, Method, NotTaken, NotWarm
 from kvpool.index.serve.grpc_server import REFLECTION, open_server, reflection_handlers
 from kvpool.index.serve.health import HEALTH, Health
 from kvpool.index.serve.listener import is_loopback
 from kvpool.index.serve.lookup_calls import LookupCalls
-from kvpool.index.serve.snapshot_streams import SnapshotStreams
 from kvpool.index.snapshot import Snapshot
 from kvpool.key.key import check_tenant
 from kvpool.tracing import Tracing
@@ -50,6 +50,8 @@ THREADS = 4
 TICK_S = 0.25  # delay after the end of a lease
 STOP_TIMEOUT_S = 5.0
 MAX_CONNECTION_AGE_S = 1800.0  # gRPC adds or takes off up to a tenth
+CHUNK_NBYTES = 1 << 20  # of a snapshot
+CHUNK_TIMEOUT_S = 30.0  # for a caller to take one chunk
 WARM_UP_S = 15.0  # longest time until health reports "serving"
 
 Value = TypeVar("Value")
@@ -101,8 +103,8 @@ class IndexServer:
         self._ticker: asyncio.Task[None] | None = None
         self.health = Health(is_warm, warm_up_s)
         self._threads = ThreadPoolExecutor(THREADS, "kvpool-index")
-        packed = None if take is None else lambda: fleet.packed(take)
-        self._snapshots = SnapshotStreams(packed, self.health, self.calls, self._threads)
+        self._take = take
+        self._taking = asyncio.Lock()
 
     async def start(self, listen: str | None) -> int:
         """``listen``: ``HOST:PORT``; port 0: any free one; None: nowhere. Returns the port; 0: none. Errors:
@@ -199,18 +201,14 @@ class IndexServer:
     def _methods(self) -> dict[str, Method]:
         return {
             **self._lookups.methods,
-            "Release": Method(
-                pb.ReleaseRequest, "read", lambda request: _tenant(request.tenant), self._release
-            ),
+            "Release": Method(pb.ReleaseRequest, "read", _tenant_of, self._release),
             "RegisterWorker": Method(
                 pb.RegisterWorkerRequest,
                 "publish",
-                lambda request: _tenant(request.worker.tenant),
+                lambda request: _tenant_of(request.worker),
                 self._register,
             ),
-            "RemoveWorker": Method(
-                pb.RemoveWorkerRequest, "admin", lambda request: _tenant(request.tenant), self._remove
-            ),
+            "RemoveWorker": Method(pb.RemoveWorkerRequest, "admin", _tenant_of, self._remove),
             "ListWorkers": Method(
                 pb.ListWorkersRequest, "read", lambda request: request.tenant or None, self._list
             ),
@@ -227,7 +225,7 @@ class IndexServer:
         }
         streams: tuple[tuple[str, Right, Any], ...] = (
             ("LookupStream", "read", self._lookups.serve),
-            ("Snapshot", "admin", self._snapshots.serve),
+            ("Snapshot", "admin", self._snapshot),
         )
         for name, right, stream in streams:
             handlers[name] = grpc.stream_stream_rpc_method_handler(self.calls.stream(name, right, stream))
@@ -235,7 +233,7 @@ class IndexServer:
         return handlers
 
     async def _release(self, request: Any, _: Permissions) -> Any:
-        tenant = check_tenant(_tenant(request.tenant))
+        tenant = check_tenant(_tenant_of(request))
         return pb.ReleaseResponse(released=self._router.release(tenant, request.reservation))
 
     async def _register(self, request: Any, _: Permissions) -> Any:
@@ -247,7 +245,7 @@ class IndexServer:
         return pb.RegisterWorkerResponse(replaced=added == "replaced")
 
     async def _remove(self, request: Any, _: Permissions) -> Any:
-        tenant = check_tenant(_tenant(request.tenant))
+        tenant = check_tenant(_tenant_of(request))
         worker_id = f"{tenant}/{check_name(request.name)}"
         removed = await self._in_thread(lambda: self._fleet.remove(worker_id))
         return pb.RemoveWorkerResponse(removed=removed)
@@ -273,13 +271,47 @@ class IndexServer:
             )  # fmt: skip
         return index
 
+    async def _snapshot(self, context: grpc.aio.ServicerContext) -> None:
+        """The index's state, in chunks, for another index at its start. One at a time."""
+        async with AsyncExitStack() as held:
+
+            async def take(_: Any, __: Permissions) -> list[bytes]:
+                if self._take is None or not self.health.serves:
+                    raise NotWarm("this index has nothing to give: it is not warm itself")
+                if self._taking.locked():
+                    raise KVPoolError("another snapshot is under way: ask later")
+                await held.enter_async_context(self._taking)
+                packed = self._fleet.packed(self._take)
+                packing = self._threads.submit(packed.__enter__)
+                # A caller may go while it is packed.
+                held.callback(packing.add_done_callback, lambda done: _end(packed, done))
+                return await asyncio.wrap_future(packing)
+
+            method = Method(pb.SnapshotRequest, "admin", lambda _: ALL_TENANTS, take)
+            request = await self.calls.receive("Snapshot", context)
+            caller = self.calls.caller(method.right, context)
+            memory = self.calls.memory(caller, context)
+            for part in await self.calls.answer(method, request, caller, memory):
+                for at in range(0, len(part), CHUNK_NBYTES):
+                    chunk = pb.SnapshotChunk(data=part[at : at + CHUNK_NBYTES]).SerializeToString()
+                    try:
+                        await asyncio.wait_for(context.write(chunk), CHUNK_TIMEOUT_S)
+                    except (TimeoutError, asyncio.TimeoutError):
+                        raise NotTaken("the caller did not take its snapshot") from None
+
     async def _in_thread(self, work: Callable[[], Value]) -> Value:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _end(packed: AbstractContextManager[Any], packing: Future[Any]) -> None:
+    if not packing.cancelled() and packing.exception() is None:
+        packed.__exit__(None, None, None)
 
 
 async def _publish_gone(_: Any, context: grpc.aio.ServicerContext) -> None:
     await context.abort(grpc.StatusCode.UNIMPLEMENTED, PUSH_GONE)
 
 
-def _tenant(name: str) -> str:
-    return name or DEFAULT_TENANT
+def _tenant_of(named: Any) -> str:
+    tenant: str = named.tenant or DEFAULT_TENANT
+    return tenant

@@ -4,14 +4,12 @@ Any caller gets the files, which have no data; data needs the token typed into t
 all but these files: workers' names come from tenants, who may be hostile.
 
 ``_thread`` makes answers, and owns ``_rows`` and ``_made_s``: a pass over 10,000 workers takes a quarter of a
-second, so one pass serves all requests within ``FRESH_S``. ``StatusHistory`` takes samples in a task of the
-event loop; other threads read copies under its ``_lock``.
+second, so one pass serves all requests within ``FRESH_S``. A task of the event loop takes samples, and owns them.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -35,7 +33,7 @@ from kvpool.index.place.router import Router
 from kvpool.index.place.tokenizer import Tokenizers
 from kvpool.index.prompt import Prompt
 from kvpool.index.protocol.messages import MAX_U32
-from kvpool.index.request_stats import Placed, RequestStats, Reuse
+from kvpool.index.request_stats import PlacedRequests, RequestStats, Reuse
 from kvpool.index.serve.auth import ALL_TENANTS, Permissions
 from kvpool.index.serve.listener import SERVER, HttpRequest, Refused, json_reply
 from kvpool.index.serve.lookup_calls import in_tokens
@@ -66,6 +64,15 @@ class _Question(msgspec.Struct, forbid_unknown_fields=True):
     token_ids: list[Annotated[int, msgspec.Meta(ge=0, le=MAX_U32)]] | None = None
 
 
+class Sample(NamedTuple):
+    """``at_s``: seconds since the start. ``reuse``, ``placed``: since then. ``pool_nbytes``: used; None: unknown."""
+
+    at_s: float
+    reuse: Reuse
+    placed: PlacedRequests
+    pool_nbytes: int | None
+
+
 class Status:
     """``pool``: None: absent. ``is_serving``: of health. ``start`` it in the event loop, then ``close``.
 
@@ -85,18 +92,24 @@ class Status:
     ) -> None:
         self._fleet, self._router, self._tokenizers = fleet, router, tokenizers
         self._stats, self._pool, self._is_serving = stats, pool, is_serving
-        self._history = StatusHistory(self._sample, every_s=every_s)
+        self._every_s = every_s
+        self._samples: deque[Sample] = deque(maxlen=SAMPLES)
+        self._taken = 0  # samples in all
+        self._started_s = time.monotonic()
+        self._sampling: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, "kvpool-status")
         self._instance = uuid4().hex
         self._rows: list[WorkerRow] = []
         self._made_s = 0.0
 
     def start(self) -> None:
-        self._history.start()
+        self._sampling = asyncio.create_task(self._sample())
 
     async def close(self) -> None:
         """Waits for running answers, a few seconds at most."""
-        await self._history.close()
+        if self._sampling is not None:
+            self._sampling.cancel()
+            await asyncio.gather(self._sampling, return_exceptions=True)
         await asyncio.to_thread(self._thread.shutdown)
 
     # ---- the calls
@@ -112,6 +125,7 @@ class Status:
         after = request.query.get("after", "").partition("/")
         with self._fleet.limits.calls(limits.PAGES, f"{request.host}:", caller.tenants):
             is_serving = await self._is_serving()
+            history = self._since(since)
 
             def answer() -> bytes:
                 seen = [row for row in self._looked() if caller.sees(row.status.worker.tenant)]
@@ -130,7 +144,8 @@ class Status:
                     "history": None,
                 }
                 if caller.sees(ALL_TENANTS):
-                    shown |= self._of_all(since)
+                    shown |= self._of_all()
+                    shown["history"] = history
                 return msgspec.json.encode(shown)
 
             return json_reply(await self._in_thread(answer), headers=HEADERS)
@@ -146,10 +161,25 @@ class Status:
             reply = await self._in_thread(lambda: msgspec.json.encode(self._holders(prompt)))
             return json_reply(reply, headers=HEADERS)
 
-    def _sample(self) -> tuple[Reuse, Placed, int | None]:
-        totals = self._stats.totals()
-        servers = [] if self._pool is None else self._pool.servers
-        return totals.reuse, totals.placed, _sum(one.used_nbytes for one in servers)
+    async def _sample(self) -> None:
+        while True:
+            totals = self._stats.totals()
+            servers = [] if self._pool is None else self._pool.servers
+            used_nbytes = _sum(one.used_nbytes for one in servers)
+            at_s = time.monotonic() - self._started_s
+            self._samples.append(Sample(at_s, totals.reuse, totals.placed, used_nbytes))
+            self._taken += 1
+            await asyncio.sleep(self._every_s)
+
+    def _since(self, number: int) -> dict[str, Any]:
+        """All kept samples from ``number`` on, and the number of the first."""
+        first = self._taken - len(self._samples)
+        begin = number if first <= number <= self._taken else first
+        samples = [
+            (round(one.at_s, 1), *one.reuse, *one.placed, one.pool_nbytes)
+            for one in list(self._samples)[begin - first :]
+        ]
+        return {"every_s": self._every_s, "first": begin, "samples": samples}
 
     # ---- in the thread
 
@@ -176,9 +206,8 @@ class Status:
             "models_left_out": len(models) - len(named),
         }
 
-    def _of_all(self, since: int) -> dict[str, Any]:
+    def _of_all(self) -> dict[str, Any]:
         totals, stats = self._fleet.totals(), self._stats.totals()
-        begin, samples = self._history.since(since)
         servers = [] if self._pool is None else self._pool.servers
         pool = {
             "servers": len(servers),
@@ -198,13 +227,6 @@ class Status:
             },
             "pool": None if self._pool is None else pool,
             "traffic": None if self._pool is None else _windows(self._pool.traffic),
-            "history": {
-                "every_s": self._history.every_s,
-                "first": begin,
-                "samples": [
-                    (round(one.at_s, 1), *one.reuse, *one.placed, one.pool_nbytes) for one in samples
-                ],
-            },
         }
 
     def _holders(self, prompt: Prompt) -> dict[str, Any]:
@@ -285,56 +307,6 @@ def _whole(query: Mapping[str, str], name: str, default: int, most: int) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 16 or not 0 <= int(text) <= most:
         raise ConfigError(f"{name} is a whole number up to {most}, not {text!r:.40}")
     return int(text)
-
-
-# ---- the last hour
-
-
-class Sample(NamedTuple):
-    """``at_s``: seconds since the start. ``reuse``, ``placed``: since then. ``pool_nbytes``: used; None: unknown."""
-
-    at_s: float
-    reuse: Reuse
-    placed: Placed
-    pool_nbytes: int | None
-
-
-class StatusHistory:
-    """``take``: a sample of now, without its time. ``start``, then ``close``."""
-
-    def __init__(
-        self, take: Callable[[], tuple[Reuse, Placed, int | None]], *, every_s: float = EVERY_S
-    ) -> None:
-        self.every_s = every_s
-        self._take = take
-        self._lock = threading.Lock()
-        self._samples: deque[Sample] = deque(maxlen=SAMPLES)
-        self._taken = 0  # samples in all
-        self._started_s = time.monotonic()
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._task = asyncio.create_task(self._run())
-
-    async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-
-    def since(self, number: int) -> tuple[int, list[Sample]]:
-        """The number of the first returned sample, and all kept samples from ``number`` on. Any thread."""
-        with self._lock:
-            first = self._taken - len(self._samples)
-            begin = number if first <= number <= self._taken else first
-            return begin, list(self._samples)[begin - first :]
-
-    async def _run(self) -> None:
-        while True:
-            sample = Sample(time.monotonic() - self._started_s, *self._take())
-            with self._lock:
-                self._samples.append(sample)
-                self._taken += 1
-            await asyncio.sleep(self.every_s)
 
 
 # ---- the files

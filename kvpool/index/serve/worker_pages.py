@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from kvpool.errors import ConfigError
 from kvpool.index.answer import IndexStatus, PublisherStatus, WorkerStatus
 from kvpool.index.fleet import Fleet
-from kvpool.index.place.load import KEEP_S, Known, LoadBoard
+from kvpool.index.place.load import KEEP_S, KnownLoad, LoadBoard
 from kvpool.index.protocol import messages
 from kvpool.index.serve.auth import Permissions
 from kvpool.v1 import index_pb2 as pb
@@ -74,7 +74,7 @@ class WorkerRow(NamedTuple):
     status: WorkerStatus
     health: Health
     problem: str
-    loads: tuple[Known, ...]
+    loads: tuple[KnownLoad, ...]
 
     @property
     def position(self) -> tuple[str, str]:
@@ -127,7 +127,7 @@ def _row(status: WorkerStatus, loads: LoadBoard) -> WorkerRow:
     return WorkerRow(status, health, problem, tuple(known for _, known in ranks if known is not None))
 
 
-def _health(rank: PublisherStatus, known: Known | None, has_feed: bool) -> Health:
+def _health(rank: PublisherStatus, known: KnownLoad | None, has_feed: bool) -> Health:
     if known is not None and known.asleep:
         return "asleep"
     if not has_feed:

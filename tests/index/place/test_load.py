@@ -8,7 +8,7 @@ import pytest
 
 from kvpool import ConfigError, Load
 from kvpool.index.place import load as load_module
-from kvpool.index.place.load import KEEP_S, Known, LoadBoard
+from kvpool.index.place.load import KEEP_S, KnownLoad, LoadBoard
 from tests.support.fleets import Clock
 
 
@@ -20,14 +20,14 @@ def test_the_later_of_two_sources_counts() -> None:
     clock.now_s += 1
     board.report("t/a", Load("a", running=2))
     clock.now_s += 2
-    assert board.get("t/a", 0) == Known(Load("a", running=2), "reported", 2.0, False)
+    assert board.get("t/a", 0) == KnownLoad(Load("a", running=2), "reported", 2.0, False)
     assert board.get("t/a", 1) is None
     assert board.get("u/a", 0) is None
     board.scrape("t/a", Load("a", running=3), asleep=True)
-    assert board.get("t/a", 0) == Known(Load("a", running=3), "scraped", 0.0, True)
+    assert board.get("t/a", 0) == KnownLoad(Load("a", running=3), "scraped", 0.0, True)
     clock.now_s += 1
     board.report("t/a", Load("a", running=4))
-    assert board.get("t/a", 0) == Known(Load("a", running=4), "reported", 0.0, True), (
+    assert board.get("t/a", 0) == KnownLoad(Load("a", running=4), "reported", 0.0, True), (
         "asleep is of the metrics"
     )
 
@@ -39,7 +39,7 @@ def test_what_is_old_is_not_known() -> None:
     clock.now_s += KEEP_S / 2
     board.report("t/a", Load("a", running=2))
     clock.now_s += KEEP_S / 2 + 1
-    assert board.get("t/a", 0) == Known(Load("a", running=2), "reported", KEEP_S / 2 + 1, False)
+    assert board.get("t/a", 0) == KnownLoad(Load("a", running=2), "reported", KEEP_S / 2 + 1, False)
     clock.now_s += KEEP_S / 2
     assert board.get("t/a", 0) is None
 
@@ -53,7 +53,7 @@ def test_it_keeps_so_many_and_old_ones_make_room(monkeypatch: pytest.MonkeyPatch
         board.scrape(f"t/{name}", Load(name), asleep=False)
     assert [board.get(f"t/{name}", 0) is not None for name in "abc"] == [True, True, False]
     board.report("t/a", Load("a", running=7))
-    assert board.get("t/a", 0) == Known(Load("a", running=7), "reported", 0.0, False), (
+    assert board.get("t/a", 0) == KnownLoad(Load("a", running=7), "reported", 0.0, False), (
         "those that are kept go on"
     )
     clock.now_s += KEEP_S + 1

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.index.place import metrics_page
-from kvpool.index.place.metrics_page import BadPage, Engine, read_page
+from kvpool.index.place.metrics_page import BadPage, EngineLoad, read_page
 from tests.support.metrics_pages import page
 
 
 def test_the_pages_of_vllm(vllm_server: dict[str, Any]) -> None:
     pages = {name: read_page(text.encode()) for name, text in vllm_server["pages"].items()}
-    assert pages["new"] == {0: Engine(), 1: Engine()}
-    busy = {0: Engine(3, 5, 0.25), 1: Engine(4, 6, 0.75)}
+    assert pages["new"] == {0: EngineLoad(), 1: EngineLoad()}
+    busy = {0: EngineLoad(3, 5, 0.25), 1: EngineLoad(4, 6, 0.75)}
     assert pages["busy"] == pages["awake"] == busy
     for level in (0, 1, 2):
         asleep = {number: engine._replace(asleep=True) for number, engine in busy.items()}
@@ -25,7 +25,7 @@ def test_the_pages_of_vllm(vllm_server: dict[str, Any]) -> None:
 
 
 def test_the_pages_of_the_tests_are_like_those_of_vllm(vllm_server: dict[str, Any]) -> None:
-    ours = page({0: Engine(3, 5, 0.25), 1: Engine(4, 6, 0.75)})
+    ours = page({0: EngineLoad(3, 5, 0.25), 1: EngineLoad(4, 6, 0.75)})
     theirs = vllm_server["pages"]["busy"].splitlines()
     lines = [line for line in ours.decode().splitlines() if not line.startswith("#")]
     assert len(lines) == 12
@@ -39,17 +39,17 @@ def test_the_pages_of_the_tests_are_like_those_of_vllm(vllm_server: dict[str, An
 
 def test_what_is_beside_it_is_not_read() -> None:
     noise = b'# HELP x y\nvllm:num_requests_running_other{engine="x"} nan\nvllm:e2e_bucket{le="1"} broken\n\xff\xfe\n'
-    assert read_page(noise + page({2: Engine(1)}) + noise) == {2: Engine(1)}
+    assert read_page(noise + page({2: EngineLoad(1)}) + noise) == {2: EngineLoad(1)}
 
 
 def test_a_name_of_a_model_may_hold_anything() -> None:
-    made = page({0: Engine(7)}, model='a"}\\ {b=",\n')
-    assert read_page(made) == {0: Engine(7)}
+    made = page({0: EngineLoad(7)}, model='a"}\\ {b=",\n')
+    assert read_page(made) == {0: EngineLoad(7)}
 
 
 def test_values_are_cut_to_what_they_can_be() -> None:
-    found = read_page(page({0: Engine(1 << 40, 3, 1.5)}))
-    assert found == {0: Engine((1 << 31) - 1, 3, 1.0)}
+    found = read_page(page({0: EngineLoad(1 << 40, 3, 1.5)}))
+    assert found == {0: EngineLoad((1 << 31) - 1, 3, 1.0)}
 
 
 RUNNING = metrics_page.RUNNING.encode()
@@ -71,10 +71,10 @@ RUNNING = metrics_page.RUNNING.encode()
         (RUNNING + b'{engine="0"} many\n', "cannot be parsed"),
         (RUNNING + b'{engine="0"\n', "cannot be parsed"),
         (RUNNING + b'{engine="0",model_name="\xff"} 1\n', "cannot be parsed"),
-        (page({0: Engine()}) * 2, "is there twice for engine 0"),
-        (page({0: Engine()}) + page({0: Engine()}, model="other"), "is there twice"),
-        (page({0: Engine()}).replace(RUNNING, b"x"), "there is no vllm:num_requests_running"),
-        (b"".join(page({number: Engine()}) for number in range(2800)), "more than 16384 lines"),
+        (page({0: EngineLoad()}) * 2, "is there twice for engine 0"),
+        (page({0: EngineLoad()}) + page({0: EngineLoad()}, model="other"), "is there twice"),
+        (page({0: EngineLoad()}).replace(RUNNING, b"x"), "there is no vllm:num_requests_running"),
+        (b"".join(page({number: EngineLoad()}) for number in range(2800)), "more than 16384 lines"),
     ],
 )
 def test_what_is_no_page(body: bytes, says: str) -> None:
@@ -85,11 +85,11 @@ def test_what_is_no_page(body: bytes, says: str) -> None:
 
 @given(st.data())
 def test_any_bytes_are_a_page_or_are_refused(data: Any) -> None:
-    made = bytearray(page({0: Engine(3, 5, 0.25), 7: Engine(1, asleep=True)}))
+    made = bytearray(page({0: EngineLoad(3, 5, 0.25), 7: EngineLoad(1, asleep=True)}))
     for _ in range(data.draw(st.integers(1, 6))):
         place = data.draw(st.integers(0, len(made)))
         made[place : place + data.draw(st.integers(0, 9))] = data.draw(st.binary(max_size=6))
-    engines: dict[int, Engine] = {}
+    engines: dict[int, EngineLoad] = {}
     with contextlib.suppress(BadPage):
         engines = read_page(bytes(made))
     for engine in engines.values():

@@ -8,7 +8,14 @@ import time
 import pytest
 
 from kvpool.index.place.load import LoadBoard
-from kvpool.index.place.metrics_page import HALF_LIFE_S, MIN_TOKENS, Engine, GateCounters, PoolCost, read_page
+from kvpool.index.place.metrics_page import (
+    HALF_LIFE_S,
+    MIN_TOKENS,
+    EngineLoad,
+    GateCounters,
+    PoolCost,
+    read_page,
+)
 from kvpool.index.place.router import POOL, Costs, Router
 from kvpool.index.place.scraper import Scraper
 from tests.support.fleets import Clock, a_fleet, a_worker, say
@@ -21,9 +28,12 @@ SLOW = FAST._replace(load_s=8.0)
 
 
 def test_a_page_tells_of_the_gate_of_each_engine() -> None:
-    assert read_page(page({0: Engine(gate=FAST), 1: Engine()})) == {0: Engine(gate=FAST), 1: Engine()}
-    partly = page({0: Engine(gate=FAST)}).replace(b"kvpool_gate_load_seconds_total", b"other")
-    assert read_page(partly) == {0: Engine()}
+    assert read_page(page({0: EngineLoad(gate=FAST), 1: EngineLoad()})) == {
+        0: EngineLoad(gate=FAST),
+        1: EngineLoad(),
+    }
+    partly = page({0: EngineLoad(gate=FAST)}).replace(b"kvpool_gate_load_seconds_total", b"other")
+    assert read_page(partly) == {0: EngineLoad()}
 
 
 @pytest.mark.parametrize("field", ["load_tokens", "prefill_tokens"])
@@ -86,8 +96,8 @@ def test_a_coefficient_that_was_set_is_that_of_all() -> None:
 
 def test_a_scraper_reads_it() -> None:
     with serving_page() as fast, serving_page() as slow:
-        fast.show({0: Engine(gate=FAST)})
-        slow.show({0: Engine(gate=SLOW)})
+        fast.show({0: EngineLoad(gate=FAST)})
+        slow.show({0: EngineLoad(gate=SLOW)})
         fleet = a_fleet()
         for place, (name, server) in enumerate((("fast", fast), ("slow", slow))):
             fleet.add(

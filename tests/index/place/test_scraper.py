@@ -19,7 +19,7 @@ from kvpool import Load
 from kvpool.index.fleet import Fleet
 from kvpool.index.place import scraper as scraper_module
 from kvpool.index.place.load import Known, LoadBoard
-from kvpool.index.place.metrics_page import Engine
+from kvpool.index.place.metrics_page import EngineLoad
 from kvpool.index.place.router import Router
 from kvpool.index.place.scraper import Scraper
 from tests.support.fleets import a_worker, say
@@ -75,7 +75,7 @@ def running(board: LoadBoard, name: str, rank: int = 0) -> int | None:
 
 
 def test_loads_of_all_ranks(fleet: Fleet) -> None:
-    engines = {0: Engine(3, 5, 0.25), 1: Engine(4, 6, 0.75, asleep=True)}
+    engines = {0: EngineLoad(3, 5, 0.25), 1: EngineLoad(4, 6, 0.75, asleep=True)}
     with serving_page(engines) as server:
         follow(fleet, "a", f"{server.address}/", ranks=2)
 
@@ -87,7 +87,7 @@ def test_loads_of_all_ranks(fleet: Fleet) -> None:
             known = board.get("default/a", 1)
             assert known is not None
             assert known.asleep
-            server.show({0: Engine(7), 1: Engine(8)})
+            server.show({0: EngineLoad(7), 1: EngineLoad(8)})
             await until(lambda: running(board, "a") == 7)
             assert server.asked[-1].startswith(b"GET /metrics HTTP/1.1\r\n")
 
@@ -98,7 +98,7 @@ def test_a_worker_that_does_not_answer_gets_no_first_pick_while_it_is_stale(flee
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         follow(fleet, "dead", f"http://127.0.0.1:{taken.getsockname()[1]}")
-        with serving_page({0: Engine(9)}) as server:
+        with serving_page({0: EngineLoad(9)}) as server:
             follow(fleet, "busy", server.address, port=6000)
 
             async def body(board: LoadBoard) -> None:
@@ -120,7 +120,7 @@ def test_one_that_comes_is_read_at_once(fleet: Fleet, monkeypatch: pytest.Monkey
     """What is placed there before its load is known is counted for too long."""
     monkeypatch.setattr(scraper_module.random, "random", lambda: 0.99)
     with serving_page() as server:
-        server.show({0: Engine(3)})
+        server.show({0: EngineLoad(3)})
         follow(fleet, "w", server.address)
 
         async def run() -> None:
@@ -136,7 +136,7 @@ def test_one_that_comes_is_read_at_once(fleet: Fleet, monkeypatch: pytest.Monkey
 
 
 def test_a_rank_that_is_a_server_of_its_own(fleet: Fleet) -> None:
-    with serving_page({0: Engine(3)}) as server:
+    with serving_page({0: EngineLoad(3)}) as server:
         (third,) = a_worker(ranks=4).publishers[3:]
         follow(fleet, "a", server.address, publishers=(third,))
 
@@ -177,7 +177,7 @@ def test_a_worker_that_goes_as_its_page_comes_is_left(fleet: Fleet, monkeypatch:
         came.append(url)
         for reader in scraper._readers.values():
             reader.cancel()
-        return page({0: Engine(7)})
+        return page({0: EngineLoad(7)})
 
     monkeypatch.setattr(Scraper, "_page", come)
 
@@ -219,7 +219,7 @@ def saying(raw: bytes) -> Callable[[socket.socket], None]:
     return lambda connection: connection.sendall(raw)
 
 
-GOOD = page({0: Engine(9)})
+GOOD = page({0: EngineLoad(9)})
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ GOOD = page({0: Engine(9)})
         (saying(answer(GOOD, "404 Not Found")), "HTTP status 404"),
         (saying(answer(GOOD, "302 Found\r\nlocation: /other")), "HTTP status 302"),
         (saying(answer(GOOD)[:-20]), ""),
-        (saying(answer(page({1: Engine(9), 2: Engine(9)}))), "has no line of engine 0"),
+        (saying(answer(page({1: EngineLoad(9), 2: EngineLoad(9)}))), "has no line of engine 0"),
     ],
     ids=[
         "never", "drip", "endless head", "huge", "closes", "another protocol", "404", "302", "cut short",
@@ -256,7 +256,7 @@ def test_one_that_misbehaves(
 
         async def body(board: LoadBoard) -> None:
             for number in range(1, 4):
-                good.show({0: Engine(number)})
+                good.show({0: EngineLoad(number)})
                 await until(lambda number=number: running(board, "good") == number)
             await until(lambda: len(bad.asked) >= 2 and bool(lines()))
             assert running(board, "bad") is None
@@ -264,7 +264,7 @@ def test_one_that_misbehaves(
             assert line.startswith("worker default/bad: its metrics cannot be read: ")
             assert says in line
             assert "\n" not in line
-            bad.show({0: Engine(5)})
+            bad.show({0: EngineLoad(5)})
             await until(lambda: running(board, "bad") == 5)
             assert lines()[1:] == ["worker default/bad: its metrics are read again"]
 
@@ -280,12 +280,12 @@ def test_slow_ones_hold_up_nobody(fleet: Fleet, monkeypatch: pytest.MonkeyPatch)
             servers.append(PageServer(never))
             follow(fleet, f"slow-{place}", servers[-1].address, port=7000 + 2 * place)
         servers.append(PageServer(never))
-        servers[-1].show({0: Engine(1)})
+        servers[-1].show({0: EngineLoad(1)})
         follow(fleet, "good", servers[-1].address, port=8000)
 
         async def body(board: LoadBoard) -> None:
             for number in range(1, 4):
-                servers[-1].show({0: Engine(number)})
+                servers[-1].show({0: EngineLoad(number)})
                 await until(lambda number=number: running(board, "good") == number)
 
         scraping(fleet, body)
@@ -299,7 +299,7 @@ def test_slow_ones_of_one_tenant_hide_no_load_of_another(
 ) -> None:
     """They kept all turns: a load was known for ten seconds, and read again later than that."""
     monkeypatch.setattr(scraper_module, "DEADLINE_S", 2 * WITHIN_S)  # none gives its turn back
-    with serving_page() as slow, serving_page({0: Engine(1)}) as good:
+    with serving_page() as slow, serving_page({0: EngineLoad(1)}) as good:
         slow.say = lambda connection: wait_for(slow.closing)
         for place in range(200):
             follow(fleet, f"slow-{place}", slow.address, port=7000 + 2 * place, tenant="slow")
@@ -308,7 +308,7 @@ def test_slow_ones_of_one_tenant_hide_no_load_of_another(
             await until(lambda: len(slow.asked) == scraper_module.MAX_OF_TENANT)
             follow(fleet, "good", good.address)
             for number in range(1, 4):
-                good.show({0: Engine(number)})
+                good.show({0: EngineLoad(number)})
                 await until(lambda number=number: running(board, "good") == number)
             assert len(slow.asked) == scraper_module.MAX_OF_TENANT
 
@@ -335,13 +335,13 @@ def test_a_page_is_parsed_outside_the_event_loop(fleet: Fleet, monkeypatch: pyte
     read_page = scraper_module.read_page
     in_time: list[bool] = []
 
-    def slowly(body: bytes) -> dict[int, Engine]:
+    def slowly(body: bytes) -> dict[int, EngineLoad]:
         parsing.set()
         in_time.append(go_on.wait(WITHIN_S / 4))
         return read_page(body)
 
     monkeypatch.setattr(scraper_module, "read_page", slowly)
-    with serving_page({0: Engine(3)}) as server:
+    with serving_page({0: EngineLoad(3)}) as server:
         follow(fleet, "a", server.address)
 
         async def body(board: LoadBoard) -> None:
@@ -354,7 +354,7 @@ def test_a_page_is_parsed_outside_the_event_loop(fleet: Fleet, monkeypatch: pyte
 
 
 def test_names_that_hang_hold_up_no_other_worker(fleet: Fleet, names: Names) -> None:
-    with serving_page({0: Engine(3)}) as server:
+    with serving_page({0: EngineLoad(3)}) as server:
         for number in range(40):
             follow(fleet, f"hang-{number}", f"http://hang-{number}.test:1", port=6000 + number)
         port = server.address.rpartition(":")[2]
@@ -364,7 +364,7 @@ def test_names_that_hang_hold_up_no_other_worker(fleet: Fleet, names: Names) -> 
         async def body(board: LoadBoard) -> None:
             for number in range(4, 7):
                 await until(lambda: board.get("other/good", 0) is not None)
-                server.show({0: Engine(number)})
+                server.show({0: EngineLoad(number)})
                 await until(lambda number=number: board.get("other/good", 0).load.running == number)
             assert b"host: good.test:%s\r\n" % port.encode() in server.asked[-1].lower()
 
@@ -388,12 +388,12 @@ def test_a_worker_that_sleeps_is_not_credited_until_it_says_what_it_holds(fleet:
         async def body(board: LoadBoard) -> None:
             await until(lambda: running(board, "a") == 0)
             assert credited(fleet) == (2, False)
-            server.show({0: Engine(asleep=True)})
+            server.show({0: EngineLoad(asleep=True)})
             await until(lambda: credited(fleet) == (0, True))
             (status,) = fleet.workers()
             assert status.publishers[0].problem == "asleep, or no event since it woke"
             assert fleet.totals().stale_ranks == 1
-            server.show({0: Engine(4)})
+            server.show({0: EngineLoad(4)})
             await until(lambda: running(board, "a") == 4)
             fleet.rank("default/a", 0).heard()
             assert credited(fleet) == (0, True), "awake, and its cache is empty"
@@ -412,7 +412,7 @@ def test_a_batch_while_a_page_is_on_its_way_is_believed(fleet: Fleet) -> None:
     def slowly(connection: socket.socket) -> None:
         arrived.set()
         assert go_on.wait(WITHIN_S)
-        connection.sendall(answer(page({0: Engine(asleep=True)})))
+        connection.sendall(answer(page({0: EngineLoad(asleep=True)})))
 
     with serving_page() as server:
         server.say = slowly
@@ -422,7 +422,7 @@ def test_a_batch_while_a_page_is_on_its_way_is_believed(fleet: Fleet) -> None:
         async def body(board: LoadBoard) -> None:
             await until(arrived.is_set)
             fleet.rank("default/a", 0).apply(1, batch({"type": "AllBlocksCleared"}, stored([1, 2])))
-            server.show({0: Engine(2)})
+            server.show({0: EngineLoad(2)})
             go_on.set()
             await until(lambda: running(board, "a") == 2)
             assert credited(fleet) == (2, False)

@@ -23,7 +23,7 @@ from kvpool.index.fleet import Fleet
 from kvpool.index.prompt import MAX_PROMPT_BLOCKS
 from kvpool.index.protocol.messages import SERVICE, encode_worker
 from kvpool.index.request_stats import RequestStats
-from kvpool.index.serve import snapshot_streams
+from kvpool.index.serve import service as service_module
 from kvpool.index.serve.service import IndexServer
 from kvpool.index.snapshot import Snapshot, pack, unpack
 from kvpool.v1 import index_pb2 as pb
@@ -227,7 +227,7 @@ def test_health_waits_until_it_is_warm_and_not_for_ever() -> None:
 
 
 def test_a_snapshot_comes_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot_streams, "CHUNK_NBYTES", 100)
+    monkeypatch.setattr(service_module, "CHUNK_NBYTES", 100)
     fleet = Fleet()
     fleet.add(a_worker("a", ranks=2), "flag")
     say(fleet, "default/a", 0, 4, batch(stored(range(200))))
@@ -275,7 +275,7 @@ def test_snapshots_are_refused_one_by_one(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_a_caller_that_takes_no_chunks_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot_streams, "CHUNK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(service_module, "CHUNK_TIMEOUT_S", 0.2)
     fleet = Fleet()
     fleet.add(a_worker("a"), "flag")
     say(fleet, "default/a", 0, 4, batch(stored(range(1 << 19))))  # 4 MiB, far beyond what fits on the way
