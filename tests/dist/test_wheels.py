@@ -23,11 +23,9 @@ from tests.dist.environments import (
     same_python,
     wheel_for,
 )
-from tests.support.fleets import serving
 from tests.support.credentials import Authority
-from tests.support.servers import Server
-from tests.support.servers import TlsServer
-from tests.support.servers import started
+from tests.support.fleets import serving
+from tests.support.servers import Server, TlsServer, started
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 CHECK = ROOT / "scripts" / "dist" / "check.py"

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import msgpack
 import pytest
-import zmq
 
 from demo.engine_process import EngineProcess, free_ports, kill_all_but_trackers
 from kvpool import BlockHasher, open_store
@@ -17,11 +13,21 @@ from kvpool.config import hash_seed
 from kvpool.discovery.worker import Publisher, Worker
 from kvpool.index.answer import Row
 from kvpool.index.fleet import Fleet
-from kvpool.index.follow.subscriber import END, Subscriber
+from kvpool.index.follow.subscriber import Subscriber
 from kvpool.key.hashing import seed_id
 from kvpool.key.key import parse_facts_key
 from tests.support.deadlines import eventually
-from tests.support.engines import BLOCK_TOKENS, PROMPTS, WITHIN_S, Index, options_of, passing, prompt, started
+from tests.support.engines import (
+    BLOCK_TOKENS,
+    PROMPTS,
+    WITHIN_S,
+    EngineSays,
+    Index,
+    options_of,
+    passing,
+    prompt,
+    started,
+)
 from tests.support.servers import running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
@@ -29,47 +35,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 LEASE_S = 6.0
 LONG_LEASE_S = 600.0
 HASHER = BlockHasher(BLOCK_TOKENS)
-
-
-class EngineSays:
-    """A subscriber of its own: every batch that the publisher keeps, in a dictionary of copies by tier."""
-
-    def __init__(self, replay_port: int) -> None:
-        self.sequence = -1
-        self.evicted = 0
-        self.copies: dict[str, Counter[int]] = {"GPU": Counter(), "STORAGE": Counter()}
-        with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-            dealer.linger = 0
-            dealer.connect(f"tcp://127.0.0.1:{replay_port}")
-            dealer.send_multipart([b"", (0).to_bytes(8, "big")])
-            while True:
-                assert dealer.poll(10_000), "the publisher answers"
-                *_, number, payload = dealer.recv_multipart()
-                if int.from_bytes(number, "big") == END:
-                    return
-                self.sequence += 1
-                assert int.from_bytes(number, "big") == self.sequence, "all batches since the start are kept"
-                for event in msgpack.unpackb(payload)[1]:
-                    self._add(event)
-
-    def _add(self, event: dict[str, Any]) -> None:
-        copies = self.copies[event["medium"]]
-        for one in event["block_hashes"]:
-            if event["type"] == "BlockRemoved":
-                self.evicted += event["medium"] == "GPU"
-                copies[one] -= 1
-            elif event["medium"] == "STORAGE":
-                copies[one] = 1
-            else:
-                copies[one] += 1
-
-    def leading(self, tokens: list[int], medium: str = "GPU") -> int:
-        count = 0
-        for block_hash in HASHER.hashes(tokens):
-            if self.copies[medium][int.from_bytes(block_hash[-8:], "big")] < 1:
-                break
-            count += 1
-        return count
 
 
 def assert_true(index: Index, model: str, worker: str, replay_port: int) -> EngineSays:

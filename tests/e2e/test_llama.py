@@ -9,14 +9,12 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import pytest
-import zmq
 
 from demo.engine_process import EngineProcess, free_ports
 from kvpool import BlockHasher
@@ -24,6 +22,7 @@ from tests.support.deadlines import eventually
 from tests.support.engines import (
     BLOCK_TOKENS,
     GENERATED_TOKENS,
+    EngineSays,
     call,
     corrupt,
     engine_options,
@@ -32,6 +31,7 @@ from tests.support.engines import (
     process_named,
     processes_below,
     prompt,
+    publishing,
     records,
     rests,
     started,
@@ -53,7 +53,7 @@ class Pair:
     pool: Path
     second: EngineProcess
     reference: dict[str, dict[str, Any]]
-    events: list[dict[str, Any]]
+    announced: Set[int]  # as in the pool, by the first one
 
     def ask(self, name: str) -> dict[str, Any]:
         tokens = PROMPTS.get(name) or LONG[name]
@@ -67,53 +67,19 @@ class Pair:
 def pair(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp("engines")
     pool = folder / "pool"
-    subscriber, reference = _Subscriber(), {}
-    events = subscriber.events
-    options = engine_options(
-        llama,
-        f"file://{pool}",
-        kv_events_config={"enable_kv_cache_events": True, "endpoint": f"tcp://*:{subscriber.port}"},
-    )
+    ports, reference = free_ports(2), {}
+    options = engine_options(llama, f"file://{pool}", kv_events_config=publishing(ports))
     with started("first", folder, options) as first:
-        assert eventually(lambda: bool(events) or first.generate(prompt(999, 200), 2) is None)
         for name, tokens in {**PROMPTS, **LONG}.items():
             first.generate(tokens, GENERATED_TOKENS)
             reference[name] = first.generate(tokens, GENERATED_TOKENS)
             assert reference[name]["cached_tokens"] > 0
             assert reference[name]["pool_tokens"] == 0
-    subscriber.stop()
+        announced = EngineSays(ports[1]).copies["STORAGE"].keys()
     # Two staging slots: a load takes many steps, so that a test can act while it is under way.
     options = engine_options(llama, f"file://{pool}", settings={"staging_nbytes": 1 << 20})
     with passing("second", folder, options) as second:
-        yield Pair(pool, second, reference, events)
-
-
-class _Subscriber:
-    """Collects the KV events that an engine publishes on a port of this host."""
-
-    def __init__(self) -> None:
-        self.events: list[dict[str, Any]] = []
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.SUB)
-        self._socket.setsockopt(zmq.SUBSCRIBE, b"")
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self.port = free_ports(1)[0]
-        self._socket.connect(f"tcp://127.0.0.1:{self.port}")
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="events")
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            if self._socket.poll(100):
-                _, _, payload = self._socket.recv_multipart()
-                self.events.extend(msgpack.unpackb(payload)[1])
-
-    def stop(self) -> None:
-        self._stop.set()
-        self._thread.join()
-        self._socket.close()
-        self._context.term()
+        yield Pair(pool, second, reference, announced)
 
 
 def _same(pair: Pair, name: str, answer: dict[str, Any]) -> bool:
@@ -280,13 +246,7 @@ def _held(process: int) -> tuple[int, int]:
 
 def test_events_say_what_is_in_the_pool(pair: Pair) -> None:
     """Every full block of a prompt is announced, under the hash that the client library computes."""
-    announced = {
-        block_hash
-        for event in pair.events
-        if event["type"] == "BlockStored" and event["medium"] == "STORAGE"
-        for block_hash in event["block_hashes"]
-    }
     hashes = BlockHasher(BLOCK_TOKENS).hashes64(PROMPTS["hit"])
     wanted = {int.from_bytes(hashes[at : at + 8], "little") for at in range(0, len(hashes), 8)}
     assert len(wanted) == len(PROMPTS["hit"]) // BLOCK_TOKENS
-    assert wanted <= announced
+    assert wanted <= pair.announced

@@ -1,6 +1,6 @@
 """Policies on one real engine: connectors of different settings, side by side under vLLM's MultiConnector.
 
-``reads`` (a consumer with the cost gate, through a proxy) and ``evicted`` (a producer that writes back) share a real
+``reads`` (a consumer) and ``evicted`` (a producer that writes back) share a real
 server; ``often`` (a producer of prompts that came twice) and ``written`` (a producer) have a directory each.
 """
 
@@ -25,7 +25,6 @@ from tests.support.engines import (
     prompt,
     records,
 )
-from tests.support.proxy import Proxy, proxied
 from tests.support.servers import Server, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
@@ -34,7 +33,7 @@ PROMPT_TOKENS = 1100
 PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK_TOKENS
 GENERATED = 60  # fills one more block
 KV_NBYTES = 24 << 20  # 48 blocks, five prompts
-NAMES = ["twice", "shy", "odd", "private", "unread", "back", "gate 1", "gate 2", "gate 3", "gate 4"]
+NAMES = ["twice", "shy", "odd", "private", "unread", "back"]
 PROMPTS = {name: prompt(700 + i, PROMPT_TOKENS) for i, name in enumerate(NAMES)}
 PARAMS: dict[str, Any] = {
     "shy": {"store": False},
@@ -42,14 +41,12 @@ PARAMS: dict[str, Any] = {
     "private": {"store": True, "priority": -1},
 }
 TTL_S = 3600
-DELAY_S = 0.04  # of each 64 KiB, of which a prompt has 64: a second and a half over two connections
 
 
 @dataclass
 class Policies:
     engine: EngineProcess
     server: Server
-    proxy: Proxy
     often: Path
     written: Path
     first: dict[str, dict[str, Any]]
@@ -62,9 +59,6 @@ class Policies:
     def evicted(self, name: str) -> list[bytes]:
         """The keys of a prompt's blocks that were written back."""
         return _on(self.server, PROMPTS[name])
-
-    def metrics(self) -> dict[str, float]:
-        return self.engine.ask({"do": "metrics"})
 
 
 def _ask(engine: EngineProcess, tokens: list[int], count: int, params: Any) -> dict[str, Any]:
@@ -88,15 +82,9 @@ def _child(name: str, pool: str, role: str, **settings: Any) -> dict[str, Any]:
 def policies(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Policies]:
     folder = tmp_path_factory.mktemp("policies")
     often, written = folder / "often", folder / "written"
-    with running("valkey-server", folder) as server, proxied(server.port) as proxy:
+    with running("valkey-server", folder) as server:
         children = [
-            _child(
-                "reads",
-                f"valkey://127.0.0.1:{proxy.port}",
-                "kv_consumer",
-                cost_gate=True,
-                lookup_timeout_s=5.0,
-            ),
+            _child("reads", server.url, "kv_consumer"),
             _child("evicted", f"{server.url}?ttl={TTL_S}s", "kv_producer", store_policy="write_back"),
             _child("often", f"file://{often}", "kv_producer", min_requests_to_store=2, store_decode=False),
             _child("written", f"file://{written}", "kv_producer"),
@@ -127,7 +115,7 @@ def policies(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             for seed in range(5):  # so that all of them are evicted
                 _ask(engine, prompt(800 + seed, PROMPT_TOKENS), 2, None)
             assert eventually(lambda: len(_on(server, PROMPTS[NAMES[-1]])) >= PROMPT_BLOCKS)
-            yield Policies(engine, server, proxy, often, written, first)
+            yield Policies(engine, server, often, written, first)
 
 
 def test_only_prompts_that_came_twice_are_stored_where_that_is_asked_for(policies: Policies) -> None:
@@ -167,29 +155,3 @@ def test_what_was_evicted_comes_back_and_lives_as_long_as_the_url_says(policies:
         assert (TTL_S - 600) * 1000 < policies.server.client.pttl(key) <= TTL_S * 1000
     answer = policies.ask("back")
     assert answer["pool_tokens"] == PROMPT_BLOCKS * BLOCK_TOKENS
-
-
-@pytest.mark.allow_leaks(
-    "the engine may dial again through the proxy of all these tests, which carries it on"
-)
-def test_a_pool_that_is_slower_than_computing_is_not_asked_any_more(policies: Policies) -> None:
-    """The last test: from then on the gate is closed."""
-    closed = "kvpool_gate_decisions_total/too_slow"
-    before = policies.metrics()
-    policies.proxy.delay_s = DELAY_S
-    loaded = []
-    assert closed not in before
-    for name in NAMES[-4:]:
-        assert len(policies.evicted(name)) >= PROMPT_BLOCKS
-        loaded.append(policies.ask(name)["pool_tokens"])
-        if policies.metrics().get(closed):
-            break
-    policies.proxy.delay_s = 0.0
-    measured = {
-        name: count - before.get(name, 0) for name, count in policies.metrics().items() if "gate" in name
-    }
-    assert loaded[-1] == 0, (loaded, measured)
-    assert loaded[0] == PROMPT_BLOCKS * BLOCK_TOKENS, "it was measured before it was judged"
-    pool = measured["kvpool_gate_load_tokens_total"] / measured["kvpool_gate_load_seconds_total"]
-    prefill = before["kvpool_gate_prefill_tokens_total"] / before["kvpool_gate_prefill_seconds_total"]
-    assert pool < prefill, (before, measured)

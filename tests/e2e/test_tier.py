@@ -12,12 +12,12 @@ import pytest
 from demo.engine_process import EngineProcess
 from kvpool import BlockHasher, metrics
 from tests.support.deadlines import eventually
-from tests.support.engines import BLOCK_TOKENS, GENERATED_TOKENS, ask, engine_options, prompt, started
+from tests.support.engines import BLOCK_TOKENS, GENERATED_TOKENS, engine_options, prompt, started
 from tests.support.servers import SERVERS, Server, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
-NAMES = ("hit", "flipped", "away", "salted")
+NAMES = ("hit", "flipped", "away")
 PROMPTS = {name: prompt(500 + seed, 1500 + 97 * seed) for seed, name in enumerate(NAMES)}
 
 
@@ -85,7 +85,7 @@ def pair(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair
         reference = {}
         with started("first", folder, options) as first:
             for name, tokens in PROMPTS.items():
-                reference[name] = ask(first, tokens, "mine" if name == "salted" else None)
+                reference[name] = first.generate(tokens, GENERATED_TOKENS)
             blocks = sum(len(tokens) // 128 for tokens in PROMPTS.values())
             assert eventually(
                 lambda: (
@@ -101,15 +101,6 @@ def test_another_engine_loads_what_one_has_stored(pair: Pair) -> None:
     answer = pair.ask("hit")
     assert answer["tokens"] == pair.reference["hit"]["tokens"]
     assert answer["cached_tokens"] == len(PROMPTS["hit"]) // 128 * 128
-
-
-def test_a_salt_keeps_prompts_apart(pair: Pair) -> None:
-    tokens = PROMPTS["salted"]
-    assert ask(pair.second, tokens)["cached_tokens"] == 0
-    assert ask(pair.second, tokens, "of another")["cached_tokens"] == 0
-    answer = ask(pair.second, tokens, "mine")
-    assert answer["cached_tokens"] == len(tokens) // 128 * 128
-    assert answer["tokens"] == pair.reference["salted"]["tokens"]
 
 
 def test_a_changed_record_is_a_miss_and_the_blocks_before_it_are_loaded(pair: Pair) -> None:

@@ -166,6 +166,7 @@ def test_the_files_that_an_engine_loads_are_taken(tmp_path: Path) -> None:
     assert single.files == 1
 
 
+AGAIN = "; fetch the checkpoint again"
 SHARD = "model-00001-of-00002.safetensors"
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
 
@@ -176,22 +177,13 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
     [
         (
             lambda folder: (shutil.rmtree(folder), folder.mkdir()),
-            "there are no weights in .*: no file ends in .safetensors",
+            "no weights in .*: no file ends in .safetensors",
         ),
         (shutil.rmtree, "there are no weights in .*: it is not there"),
         (lambda folder: os.mkfifo(folder / "extra.safetensors"), "is not a file of weights"),
-        (
-            lambda folder: os.truncate(folder / SHARD, 9_000),
-            "is shorter than its header says; fetch the checkpoint again",
-        ),
-        (
-            lambda folder: (folder / SHARD).write_text(POINTER),
-            "is not a whole safetensors file; fetch the checkpoint again",
-        ),
-        (
-            lambda folder: (folder / "config.json").write_text("{"),
-            "config.json is not JSON; fetch the checkpoint again",
-        ),
+        (lambda folder: os.truncate(folder / SHARD, 9_000), f"is shorter than its header says{AGAIN}"),
+        (lambda folder: (folder / SHARD).write_text(POINTER), f"is not a whole safetensors file{AGAIN}"),
+        (lambda folder: (folder / "config.json").write_text("{"), f"config.json is not JSON{AGAIN}"),
         (
             lambda folder: (folder / "extra.safetensors").symlink_to(folder / "gone"),
             "cannot be read .*; name a folder that this user can read",

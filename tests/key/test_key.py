@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -264,8 +265,6 @@ def test_layout_facts() -> None:
 
 
 def test_every_field_of_a_layout_is_a_fact() -> None:
-    from dataclasses import replace
-
     changed = [
         replace(FULL, block_tokens=16), replace(FULL, payload_nbytes=1), replace(FULL, attention="mla"),
         replace(FULL, shapes=((2, 32, 8, 32),) * 3), replace(FULL, strides=((1, 512, 64, 16384),) * 3),
@@ -290,8 +289,6 @@ def test_every_field_of_a_layout_is_a_fact() -> None:
     ],
 )
 def test_a_bad_layout(change: dict[str, Any], words: str) -> None:
-    from dataclasses import replace
-
     with pytest.raises(ConfigError, match=words):
         replace(FULL, **change)
     with pytest.raises(ConfigError):

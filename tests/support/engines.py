@@ -9,12 +9,15 @@ import random
 import signal
 import threading
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import numpy as np
+import zmq
 from safetensors.numpy import save_file
 
 from demo.engine_process import EngineProcess, connector_config, kill_all_but_trackers, small_engine
@@ -24,7 +27,7 @@ from kvpool._native import RECORD_HEADER_NBYTES, pack_header
 from kvpool.discovery.worker_watch import WorkerWatch
 from kvpool.index.answer import Row
 from kvpool.index.fleet import Fleet
-from kvpool.index.follow.subscriber import Subscriber
+from kvpool.index.follow.subscriber import END, Subscriber
 from kvpool.store.store import Store
 from tests.support.deadlines import eventually
 from tests.support.engine_forks import ONE_THREAD, ForkedEngine
@@ -211,6 +214,47 @@ PROMPTS = [prompt(700 + i, 1100 + 130 * i) for i in range(8)]
 WITHIN_S = 60.0
 
 
+class EngineSays:
+    """A subscriber of its own: every batch that the publisher keeps, in a dictionary of copies by tier."""
+
+    def __init__(self, replay_port: int) -> None:
+        self.sequence = -1
+        self.evicted = 0
+        self.copies: dict[str, Counter[int]] = {"GPU": Counter(), "STORAGE": Counter()}
+        with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+            dealer.linger = 0
+            dealer.connect(f"tcp://127.0.0.1:{replay_port}")
+            dealer.send_multipart([b"", (0).to_bytes(8, "big")])
+            while True:
+                assert dealer.poll(60_000), "the publisher answers"
+                *_, number, payload = dealer.recv_multipart()
+                if int.from_bytes(number, "big") == END:
+                    return
+                self.sequence += 1
+                assert int.from_bytes(number, "big") == self.sequence, "all batches since the start are kept"
+                for event in msgpack.unpackb(payload)[1]:
+                    self._add(event)
+
+    def _add(self, event: dict[str, Any]) -> None:
+        copies = self.copies[event["medium"]]
+        for one in event["block_hashes"]:
+            if event["type"] == "BlockRemoved":
+                self.evicted += event["medium"] == "GPU"
+                copies[one] -= 1
+            elif event["medium"] == "STORAGE":
+                copies[one] = 1
+            else:
+                copies[one] += 1
+
+    def leading(self, tokens: list[int], medium: str = "GPU") -> int:
+        count = 0
+        for block_hash in BlockHasher(BLOCK_TOKENS).hashes(tokens):
+            if self.copies[medium][int.from_bytes(block_hash[-8:], "big")] < 1:
+                break
+            count += 1
+        return count
+
+
 @dataclass
 class Index:
     """What ``kvpool index`` consists of, without the gRPC around it."""
@@ -248,16 +292,17 @@ class Index:
         return next(one.worker.incarnation for one in self.fleet.workers() if one.worker.name == worker)
 
 
+def publishing(ports: list[int]) -> dict[str, Any]:
+    """The events of an engine on the first port, and again on the second."""
+    endpoints = {"endpoint": f"tcp://*:{ports[0]}", "replay_endpoint": f"tcp://*:{ports[1]}"}
+    return {"enable_kv_cache_events": True, **endpoints}
+
+
 def options_of(model: Path, pool: str, ports: list[int], **settings: Any) -> dict[str, Any]:
-    events = {
-        "enable_kv_cache_events": True,
-        "endpoint": f"tcp://*:{ports[0]}",
-        "replay_endpoint": f"tcp://*:{ports[1]}",
-    }
     return engine_options(
         model,
         pool,
         settings={"advertise_host": "127.0.0.1", **settings},
-        kv_events_config=events,
+        kv_events_config=publishing(ports),
         kv_cache_memory_bytes=KV_CACHE_NBYTES,
     )

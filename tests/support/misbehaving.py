@@ -59,7 +59,7 @@ class Peer:
 class Misbehaving:
     """Listens on ``port`` of this machine; a thread for each connection.
 
-    ``_lock`` guards ``_hashes``, ``_harm``, ``_peers``, ``_threads``, ``_closing`` and ``_heard``.
+    ``_lock`` guards ``_hashes``, ``_harm``, ``_peers``, ``_threads`` and ``_closing``.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,6 @@ class Misbehaving:
         self._hashes: dict[bytes, dict[bytes, bytes]] = {}
         self._harm: tuple[Harm, bool] | None = None
         self._over = threading.Event()
-        self._heard: list[bytes] = []
         self._peers: set[Peer] = set()
         self._closing = False
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=256)
@@ -104,11 +103,6 @@ class Misbehaving:
         """Whether a good record of ``value`` is kept under ``key``."""
         with self._lock:
             return self._hashes.get(key.encode()) == fields(key, value)
-
-    def heard(self, word: bytes) -> int:
-        """How many commands of this name came."""
-        with self._lock:
-            return self._heard.count(word)
 
     def close(self) -> None:
         with self._lock:
@@ -154,7 +148,6 @@ class Misbehaving:
 
     def _hear(self, peer: Peer, words: Sequence[bytes]) -> tuple[Harm | None, bytes]:
         with self._lock:
-            self._heard.append(words[0])
             good = self._answer_within(peer, words)
             if self._harm is None or (words[0] in _GREETINGS and not self._harm[1]):
                 return None, good

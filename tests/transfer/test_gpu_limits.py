@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from kvpool.transfer.kv_cache import Block
 from kvpool.transfer.memory import Staging
 from tests.support.block_copies import Copies, content
 from tests.support.devices import ACCELERATED, DEVICE, RunningDevice, keep_busy, needs_cuda
-from tests.support.memory_store import MemoryStore
 from tests.support.mover import run
 from tests.support.scripted_store import key
 
@@ -27,12 +25,6 @@ pytestmark = pytest.mark.gpu
 BLOCKS = 100
 NUMBERS = 8 << 10 if ACCELERATED else 48  # elements of four bytes of a layer's block
 PER_RECORD = 3
-
-
-@pytest.fixture
-def store() -> Iterator[Store]:
-    with MemoryStore() as store:
-        yield store
 
 
 def caches(device: torch.device, seed: int) -> list[list[torch.Tensor]]:

@@ -122,6 +122,14 @@ def test_who_knows_vllms_events_reads_these() -> None:
     assert (held.medium, held.token_ids, held.lora_name) == ("GPU", [], None)
 
 
+def test_an_empty_cache_is_told_too() -> None:
+    block_pool = BlockPool(16, True, BLOCK, enable_kv_cache_events=True)
+    index = PrefixIndex()
+    index.apply("w", batch(stored([1, 2])))
+    index.apply("w", encoded(resync(block_pool).events()))
+    assert len(index) == 0
+
+
 def test_it_is_told_at_most_every_ten_seconds() -> None:
     now_s = 100.0
     one = CacheResync([Group(BLOCK)], clock=lambda: now_s)

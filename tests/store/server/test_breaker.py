@@ -6,9 +6,9 @@ comes or goes, and nobody says so), or both killed and cut off (dials get no ans
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 
@@ -18,7 +18,7 @@ from kvpool.store.store import Store
 from tests.support.conformance import key, keys, payload
 from tests.support.deadlines import ends_within, eventually
 from tests.support.networks import Distant, distant, missing
-from tests.support.servers import CLIENTS, Server, is_native, running, with_client
+from tests.support.servers import CLIENTS, is_native, running, with_client
 from tests.support.store_traffic import serves
 
 BACK_WITHIN_S = 1.0
@@ -26,53 +26,40 @@ DEADLINE_S = 0.5
 FAR_DEADLINE_S = 30.0  # what a batch would wait for, if it waited
 
 
-class Trouble(Protocol):
+@dataclass
+class Trouble:
     url: str
-
-    def begin(self) -> None: ...
-    def end(self) -> None: ...
-
-
-class Killed:
-    def __init__(self, server: Server) -> None:
-        self.url, self.begin, self.end = server.url, server.kill, server.start
+    begin: Callable[[], None]
+    end: Callable[[], None]
+    kills: bool = False  # the server loses its values
 
 
-class Stopped:
-    def __init__(self, server: Server) -> None:
-        self.url, self.begin, self.end = server.url, server.stop, server.go_on
-
-
-class CutOff:
-    def __init__(self, server: Distant) -> None:
-        self.url, self.begin, self.end = server.url, server.drop_packets, server.pass_packets
-
-
-class BlackHole:
+def black_hole(server: Distant) -> Trouble:
     """The connections end, and those who dial get no answer."""
 
-    def __init__(self, server: Distant) -> None:
-        self.url, self._server = server.url, server
+    def begin() -> None:
+        server.kill()
+        server.drop_packets()
 
-    def begin(self) -> None:
-        self._server.kill()
-        self._server.drop_packets()
+    def end() -> None:
+        server.pass_packets()
+        server.start()
 
-    def end(self) -> None:
-        self._server.pass_packets()
-        self._server.start()
+    return Trouble(server.url, begin, end, kills=True)
 
 
-@pytest.fixture(params=[Killed, Stopped, CutOff, BlackHole])
+@pytest.fixture(params=["killed", "stopped", "cut off", "black hole"])
 def trouble(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Trouble]:
-    if request.param in (Killed, Stopped):
-        with running("valkey-server", tmp_path) as server:
-            yield request.param(server)
+    if request.param in ("killed", "stopped"):
+        with running("valkey-server", tmp_path) as near:
+            killed = Trouble(near.url, near.kill, near.start, kills=True)
+            yield killed if request.param == "killed" else Trouble(near.url, near.stop, near.go_on)
     elif missing():
         pytest.skip(missing())
     else:
-        with distant("valkey-server", tmp_path) as server_far_away:
-            yield request.param(server_far_away)
+        with distant("valkey-server", tmp_path) as far:
+            cut_off = Trouble(far.url, far.drop_packets, far.pass_packets)
+            yield cut_off if request.param == "cut off" else black_hole(far)
 
 
 @pytest.fixture(params=CLIENTS)
@@ -100,7 +87,9 @@ def is_refused_at_once(store: Store) -> None:
         store.contains_many([key(1)], timeout_s=FAR_DEADLINE_S)
 
 
-def test_a_dead_server_costs_one_deadline_and_is_back_within_a_second(trouble: Trouble, store: Store) -> None:
+def test_a_dead_server_costs_one_deadline_and_is_back_within_a_second(
+    trouble: Trouble, store: Store, request: pytest.FixtureRequest
+) -> None:
     trouble.begin()
     with ends_within(DEADLINE_S), pytest.raises(StoreUnavailable):
         store.contains_many([key(1)], timeout_s=DEADLINE_S)
@@ -108,7 +97,7 @@ def test_a_dead_server_costs_one_deadline_and_is_back_within_a_second(trouble: T
     for _ in range(20):
         is_refused_at_once(store)
     # While it is dialled, and between; where dials fail at once, until the pauses are as long as they get.
-    dials = 27 if isinstance(trouble, Killed) and is_native(store) else 3
+    dials = 27 if request.node.callspec.params["trouble"] == "killed" and is_native(store) else 3
     while store.counters()["failed_dials"] < dials:
         is_refused_at_once(store)
     assert store.counters()["up_connections"] == 0
@@ -140,6 +129,6 @@ def test_what_is_under_way_ends_in_time_and_is_let_go(trouble: Trouble, store: S
     targets = [bytearray(1 << 20) for _ in values]
     found = store.get_many_into(keys(12), targets)
     # One that was killed comes back empty.
-    assert found == [not isinstance(trouble, (Killed, BlackHole))] * 12
+    assert found == [not trouble.kills] * 12
     assert all(target == value for target, value, hit in zip(targets, values, found, strict=True) if hit)
     assert store.counters()["damaged"] == 0

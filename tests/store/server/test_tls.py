@@ -28,7 +28,7 @@ from tests.support.credentials import Authority, Pair
 from tests.support.deadlines import ends_within, eventually
 from tests.support.proxy import Harm, Way, proxied
 from tests.support.servers import CLIENTS, ON_REDIS, ON_VALKEY, SERVERS, TlsServer, started, with_client
-from tests.support.store_traffic import Exchange, Traffic, serves
+from tests.support.store_traffic import Exchange, serves
 
 
 @pytest.fixture(scope="module")
@@ -285,20 +285,3 @@ def test_a_connection_that_ends_anywhere(server: TlsServer, way: Way, harm: Harm
             disturbed += Exchange(url, direct).run() != []
             assert proxy.harmed == harmed + 1, f"nothing was harmed at byte {position}"
         assert disturbed > len(positions) // 3
-
-
-def test_connections_that_are_cut_under_traffic(server: TlsServer) -> None:
-    chance = random.Random(3)
-    with (
-        proxied(server.tls_port) as proxy,
-        open_store(through(server, proxy.port, connections=2)) as store,
-        Traffic(store, timeout_s=5.0) as traffic,
-    ):
-        for number in range(30):
-            seen = traffic.hits
-            harm = chance.choice([Harm.CLOSE, Harm.RESET, Harm.FLIP])
-            proxy.arm(chance.choice(list(Way)), chance.randrange(1, 3 * MIB), harm)
-            assert eventually(lambda number=number: proxy.harmed == number + 1)
-            assert eventually(lambda seen=seen: traffic.hits > seen)
-        assert store.counters()["damaged"] == 0
-        assert eventually(lambda: serves(store))
