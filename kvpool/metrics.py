@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # Seconds of a wait for the pool: from a lookup in the same rack to a slow load of a long prompt.
 WAIT_SECONDS = (1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -357,6 +357,25 @@ def add_samples(into: Samples, samples: Mapping[str, float | list[float]]) -> No
         else:
             metric = BY_NAME.get(key.partition("/")[0])
             into[key] = min(had, sample) if metric is not None and metric.is_gauge else had + sample
+
+
+def export(samples: Mapping[str, Any], child: Callable[[Metric, str], Any]) -> None:
+    """Add ``samples`` to prometheus_client's metrics; ``child``: that of a metric and label.
+
+    Unknown metrics of a newer kvpool are ignored.
+    """
+    for key, sample in samples.items():
+        name, _, label = key.partition("/")
+        if (metric := BY_NAME.get(name)) is None:
+            continue
+        shown = child(metric, label)
+        if metric.is_counter:
+            shown.inc(sample)
+        elif metric.is_gauge:
+            shown.set(sample)
+        else:
+            for value in sample:
+                shown.observe(value)
 
 
 def _key(metric: Metric, label: str) -> str:

@@ -34,7 +34,7 @@ class NothingThere(KVPoolError):
 
 
 @dataclass
-class Part:
+class Share:
     """One namespace's part of the pool. ``model``: of its facts; empty: the pool has none."""
 
     tenant: str
@@ -49,7 +49,7 @@ class Plan:
     """Keys to delete: all under ``prefixes``."""
 
     prefixes: tuple[str, ...]
-    parts: list[Part]
+    parts: list[Share]
     announcements: int  # found without a scan of the pool
 
     @property
@@ -104,9 +104,9 @@ def run_purge(options: PurgeOptions) -> None:
         )
 
 
-def _survey(store: Store, within: str) -> tuple[list[Part], set[str]]:
+def _survey(store: Store, within: str) -> tuple[list[Share], set[str]]:
     """Contents of the prefix ``within``: namespaces, some with facts and no block; keys of announcements."""
-    found: dict[tuple[str, str], Part] = {}
+    found: dict[tuple[str, str], Share] = {}
     announced = set(store.announcements(within))
     with progress_bar() as progress:
         task = progress.add_task("looking", total=None)
@@ -114,7 +114,7 @@ def _survey(store: Store, within: str) -> tuple[list[Part], set[str]]:
             for key, nbytes in batch:
                 tenant, fingerprint, *_ = parse_key(key)
                 name = (tenant, fingerprint.hex())
-                part = found.setdefault(name, Part(*name))
+                part = found.setdefault(name, Share(*name))
                 part.blocks += 1
                 part.nbytes += nbytes
             progress.advance(task, len(batch))
@@ -122,11 +122,11 @@ def _survey(store: Store, within: str) -> tuple[list[Part], set[str]]:
         announced |= store.announcements(tenant_prefix(tenant)).keys()  # not every tenant is listed
         for model, namespaces in announced_namespaces(store, tenant).items():
             for namespace in namespaces:
-                found.setdefault((tenant, namespace.hex), Part(tenant, namespace.hex)).model = model
+                found.setdefault((tenant, namespace.hex), Share(tenant, namespace.hex)).model = model
     return [found[name] for name in sorted(found)], announced
 
 
-def _plan(within: str, parts: list[Part], announced: set[str], namespace: str | None) -> Plan:
+def _plan(within: str, parts: list[Share], announced: set[str], namespace: str | None) -> Plan:
     prefixes: tuple[str, ...] = (within,)
     if namespace is not None:
         parts = [part for part in parts if part.namespace.startswith(namespace)]
@@ -137,7 +137,7 @@ def _plan(within: str, parts: list[Part], announced: set[str], namespace: str | 
     return Plan(prefixes, parts, sum(key.startswith(prefixes) for key in announced))
 
 
-def _not_there(store: Store, tenant: str | None, namespace: str | None, parts: list[Part]) -> str:
+def _not_there(store: Store, tenant: str | None, namespace: str | None, parts: list[Share]) -> str:
     if namespace is not None and parts:
         there = _several([part.namespace[:8] for part in parts])
         return f'no namespace begins with "{namespace}"; there are {there}'

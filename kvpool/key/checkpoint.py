@@ -42,6 +42,16 @@ READ_NBYTES = 1 << 20
 THREADS = 8  # so that waits on a cold or distant disk overlap
 
 WEIGHTS_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
+_CHECKPOINT = (".safetensors", ".bin", ".pt")
+# By load format: the files that vLLM's and SGLang's loaders read, the first kind that exists in the folder.
+LOADED_SUFFIXES = {
+    **dict.fromkeys(("auto", "bitsandbytes"), _CHECKPOINT),
+    **dict.fromkeys(
+        ("safetensors", "fastsafetensors", "instanttensor", "mistral", "sharded_state"), (".safetensors",)
+    ),
+    "pt": (".pt",),
+    "gguf": (".gguf",),
+}
 # Files beside the weights that inference does not load (``filter_files_not_needed_for_inference`` of vLLM).
 _NOT_WEIGHTS = frozenset(("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"))
 _CONFIGS = ("config.json", "params.json", "adapter_config.json")

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import prometheus_client
 
-from kvpool.metrics import BY_NAME, Counters, Metric
+from kvpool import metrics
+from kvpool.metrics import Counters, Metric, Samples
 
 logger = logging.getLogger(__name__)
 
@@ -62,16 +62,8 @@ def _exported(metric: Metric) -> Any:
     return prometheus_client.Histogram(metric.name, metric.help, labels, buckets=metric.buckets)
 
 
-def show(samples: Mapping[str, float | list[float]], rank: int) -> None:
+def show(samples: Samples, rank: int) -> None:
     """Add ``samples``, as from ``Counters.take``, to the page under ``rank``."""
-    for key, sample in samples.items():
-        name, _, label = key.partition("/")
-        metric = BY_NAME[name]
-        shown = _exported(metric).labels(str(rank), *([label] if label else []))
-        if isinstance(sample, list):
-            for value in sample:
-                shown.observe(value)
-        elif metric.is_counter:
-            shown.inc(sample)
-        else:
-            shown.set(sample)
+    metrics.export(
+        samples, lambda metric, label: _exported(metric).labels(str(rank), *([label] if label else []))
+    )

@@ -23,7 +23,7 @@ from sglang.srt.runtime_context import get_context
 
 from kvpool.config import HiCacheConfig
 from kvpool.errors import ConfigError, EngineRefused
-from kvpool.key.checkpoint import WEIGHTS_SUFFIXES, checkpoint_digest, served_digest
+from kvpool.key.checkpoint import LOADED_SUFFIXES, WEIGHTS_SUFFIXES, checkpoint_digest, served_digest
 from kvpool.key.key import MAX_FACT_CHARS, Fact
 
 # Of the namespace ``model``: location and fetching of files. Everything else is a fact, including additions
@@ -51,21 +51,8 @@ _FACTS = (
     "spec.speculative_algorithm", "spec.speculative_draft_model_path", "spec.speculative_draft_model_revision",
 )  # fmt: skip
 _FILES = frozenset(("quantization_param_path", "decrypted_config_file"))  # identified by content
-_CHECKPOINT = (".safetensors", ".bin", ".pt")
-# Files that the loaders of these formats read from the folder; other formats read other sources.
-_SUFFIXES = {
-    "auto": _CHECKPOINT,
-    "layered": _CHECKPOINT,
-    "bitsandbytes": _CHECKPOINT,
-    "safetensors": (".safetensors",),
-    "fastsafetensors": (".safetensors",),
-    "instanttensor": (".safetensors",),
-    "mistral": (".safetensors",),
-    "sharded_state": (".safetensors",),
-    "pt": (".pt",),
-    "npcache": (".bin",),
-    "gguf": (".gguf",),
-}
+# Other formats read other sources.
+_SUFFIXES = LOADED_SUFFIXES | {"layered": LOADED_SUFFIXES["auto"], "npcache": (".bin",)}
 # Weights from outside of the folder.
 _OTHER_WEIGHTS = (
     "model.modelopt_checkpoint_restore_path", "model.quantize_and_serve", "model.rl_quant_profile",

@@ -8,13 +8,13 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from kvpool.store.batch import Batch, Lookup, LookupGroup
+from kvpool.store.batch import Batch, LookupBatch, LookupGroup
 from kvpool.store.store import DEFAULT_TIMEOUT_S, Store
 from kvpool.store.url import SERVER_SCHEMES, StoreURL, check_threads
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
-    "Lookup",
+    "LookupBatch",
     "LookupGroup",
     "Store",
     "StoreURL",

@@ -1,4 +1,4 @@
-"""A submitted batch, the lookup among them, its buffers, and the data path (``Engine``) that runs it.
+"""A submitted batch, the lookup among them, its buffers, and the data path (``DataPath``) that runs it.
 
 The caller's buffers are cast to flat bytes once, at the store's boundary: a client that trusts ``len`` of a
 float16 view writes half of it.
@@ -35,7 +35,7 @@ class Running(Protocol):
     def error(self) -> str | None: ...
 
 
-class Engine(Protocol):
+class DataPath(Protocol):
     """The data path of a store; see ``_native.IoExecutor``."""
 
     def submit(
@@ -141,7 +141,7 @@ class Batch:
         return f"<{type(self).__name__} {self._name}, {'done' if self.done() else 'under way'}>"
 
 
-class Lookup(Batch):
+class LookupBatch(Batch):
     """A submitted lookup. ``order``: the sent ``groups``' places in the caller's order."""
 
     def __init__(

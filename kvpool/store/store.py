@@ -20,9 +20,9 @@ from kvpool.key.key import KEY_PREFIX, Namespace, namespace_prefix
 from kvpool.metrics import Counters
 from kvpool.store.batch import (
     Batch,
+    DataPath,
     Destination,
-    Engine,
-    Lookup,
+    LookupBatch,
     LookupGroup,
     check_timeout,
     copy_back,
@@ -111,7 +111,7 @@ class Store(ABC):
     ``ConfigError`` before any I/O.
     """
 
-    def __init__(self, name: str, engine: Engine, documents: Documents) -> None:
+    def __init__(self, name: str, engine: DataPath, documents: Documents) -> None:
         self._name = name  # without secrets, for errors and repr
         self._engine, self._documents = engine, documents
         self._closed = False
@@ -196,7 +196,7 @@ class Store(ABC):
 
     def submit_lookup(
         self, namespace: Namespace, groups: Sequence[LookupGroup], *, timeout_s: float | None = None
-    ) -> Lookup:
+    ) -> LookupBatch:
         """Ask which leading records of a prompt are present, as ``touch_many``, while answers are useful.
 
         Any length: keys are spelled when sent, so this call is short. After a missing part, records that need
@@ -214,7 +214,7 @@ class Store(ABC):
         except (ValueError, TypeError, RuntimeError) as error:
             raise self._mapped(error) from error
         keys = sum(group.records * group.ranks for group in asked)
-        return Lookup(running, f"{self._name}: lookup of at most {keys} keys", timeout_s, asked, order)
+        return LookupBatch(running, f"{self._name}: lookup of at most {keys} keys", timeout_s, asked, order)
 
     # ------------------------------------------------------------------ leased documents
 

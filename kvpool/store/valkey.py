@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from kvpool import _native
 from kvpool.errors import ConfigError, StoreUnavailable
-from kvpool.store.batch import Engine
+from kvpool.store.batch import DataPath
 from kvpool.store.server.connection import KeptServer, client_of, library_version
 from kvpool.store.server.documents import SLOT, ServerDocuments
 from kvpool.store.server.notices import ServerNotices
@@ -98,14 +98,14 @@ class ValkeyStore(Store):
         return ServerNotices(self._primaries, self._name)
 
 
-def _open_engine(url: StoreURL, primaries: Primaries, name: str) -> tuple[Engine, TopologyWatch | None]:
+def _open_engine(url: StoreURL, primaries: Primaries, name: str) -> tuple[DataPath, TopologyWatch | None]:
     """An engine for ``url``, and the thread that keeps its topology. Blocking and errors: ``ValkeyStore``'s."""
     if url.client != "native":
         return _open_client(url, name), None
     return _open_many(url, primaries, name) if url.nodes else (_open_one(url, name), None)
 
 
-def _open_client(url: StoreURL, name: str) -> Engine:
+def _open_client(url: StoreURL, name: str) -> DataPath:
     from kvpool.store.clients.executor import ClientExecutor
     from kvpool.store.clients.link import LinkFault, LinkRefused
 

@@ -35,35 +35,6 @@ class Event(Protocol):
         ...
 
 
-class CopyStream(Protocol):
-    """A queue of copies, run in order through one piece of device memory."""
-
-    scratch_nbytes: int
-
-    def submit(self, copy: Copy, after: Sequence[Event]) -> Event:
-        """Run ``copy(scratch)`` (bytes) after ``after`` and earlier copies; returns the event of its end."""
-        ...
-
-
-class Device(Protocol):
-    """The device of a KV cache, and the engine's stream on it."""
-
-    pinned: bool  # asynchronous copies need pinned host memory
-    scratch_nbytes: int
-
-    def copy_stream(self, scratch_nbytes: int) -> CopyStream:
-        """A new stream of copies. Errors: ``ConfigError`` without memory for its scratch."""
-        ...
-
-    def mark(self) -> Event:
-        """Ready when the engine's stream has finished its work so far."""
-        ...
-
-    def follow(self, event: Any) -> None:
-        """Order the engine's further work after ``event``; does not wait."""
-        ...
-
-
 class Done:
     def query(self) -> bool:
         return True
@@ -72,34 +43,39 @@ class Done:
 DONE = Done()
 
 
-class Host:
-    """The CPU: no stream, no waiting."""
+class CopyStream:
+    """A queue of copies, run in order through one piece of device memory. Here of the CPU: at once."""
 
-    pinned = False
-    scratch_nbytes = HOST_SCRATCH_NBYTES
-
-    def copy_stream(self, scratch_nbytes: int) -> CopyStream:
-        return _HostCopyStream(scratch_nbytes)
-
-    def mark(self) -> Event:
-        return DONE
-
-    def follow(self, event: Any) -> None:
-        """Every copy is already complete."""
-
-
-class _HostCopyStream:
     def __init__(self, scratch_nbytes: int) -> None:
         self.scratch_nbytes = scratch_nbytes
         self._scratch = _scratch(scratch_nbytes, torch.device("cpu"))
 
     def submit(self, copy: Copy, after: Sequence[Event]) -> Event:
+        """Run ``copy(scratch)`` (bytes) after ``after`` and earlier copies; returns the event of its end."""
         assert all(event.query() for event in after)
         copy(self._scratch)
         return DONE
 
 
-class Accelerator:
+class Device:
+    """The device of a KV cache, and the engine's stream on it. Here the CPU: no stream, no waiting."""
+
+    pinned = False  # asynchronous copies need pinned host memory
+    scratch_nbytes = HOST_SCRATCH_NBYTES
+
+    def copy_stream(self, scratch_nbytes: int) -> CopyStream:
+        """A new stream of copies. Errors: ``ConfigError`` without memory for its scratch."""
+        return CopyStream(scratch_nbytes)
+
+    def mark(self) -> Event:
+        """Ready when the engine's stream has finished its work so far."""
+        return DONE
+
+    def follow(self, event: Any) -> None:
+        """Order the engine's further work after ``event``; does not wait."""
+
+
+class _Accelerator(Device):
     """The device of ``torch.accelerator``. Untested on real hardware so far."""
 
     pinned = True
@@ -118,7 +94,7 @@ class Accelerator:
         torch.accelerator.current_stream(self._device).wait_event(event)
 
 
-class _DeviceCopyStream:
+class _DeviceCopyStream(CopyStream):
     def __init__(self, device: torch.device, scratch_nbytes: int) -> None:
         self.scratch_nbytes = scratch_nbytes
         self._stream = torch.Stream(device)
@@ -147,4 +123,4 @@ def _scratch(nbytes: int, device: torch.device) -> torch.Tensor:
 
 def device_of(device: torch.device) -> Device:
     """The ``Device`` for a KV cache on ``device``."""
-    return Host() if device.type == "cpu" else Accelerator(device)
+    return Device() if device.type == "cpu" else _Accelerator(device)

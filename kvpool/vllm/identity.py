@@ -304,36 +304,28 @@ def facts_of_epoch(facts: Mapping[str, Fact], epoch: str) -> dict[str, Fact]:
     return {**facts, EPOCH_FACT: epoch} if epoch else dict(facts)
 
 
-def facts_of_engine(ranks: Sequence[Mapping[str, Fact]], pipeline_parallel: int) -> dict[str, Fact] | None:
+def facts_of_engine(ranks: Sequence[Mapping[str, Fact]], pipeline_parallel: int) -> dict[str, Fact]:
     """The facts of a namespace for all ``ranks`` of an engine, given in order, stage by stage.
 
     A fact equal in all stages keeps its name; others become ``stage0.NAME``, ``stage1.NAME``, and so on, so
-    that engines share when each of their stages matches. None: ranks of one stage differ.
+    that engines share when each of their stages matches. Errors: ``EngineRefused``: ranks of one stage differ.
     """
-    firsts = ranks[:: len(ranks) // pipeline_parallel]
+    of_stage = len(ranks) // pipeline_parallel
     for rank, facts in enumerate(ranks):
-        if differing_facts(facts, firsts[rank * pipeline_parallel // len(ranks)]):
-            return None
+        first = rank // of_stage * of_stage
+        for name, here, there in differing_facts(ranks[first], facts):
+            values = [json.dumps(value) if value is not None else "absent" for value in (here, there)]
+            raise EngineRefused(
+                f"its ranks differ: {name} is {values[0]} on rank {first} and {values[1]} on rank {rank}; "
+                "give all ranks the same model and settings"
+            )
+    firsts = ranks[::of_stage]
     own = {name for facts in firsts for name, _, _ in differing_facts(firsts[0], facts)}
     return {
         f"stage{stage}.{name}" if name in own else name: value
         for stage, facts in enumerate(firsts)
         for name, value in facts.items()
     }
-
-
-def why_ranks_differ(ranks: Sequence[Mapping[str, Fact]], pipeline_parallel: int) -> str:
-    """The differing fact of two ranks of one stage, in words, when ``facts_of_engine`` returns None."""
-    of_stage = len(ranks) // pipeline_parallel
-    for rank, facts in enumerate(ranks):
-        first = rank // of_stage * of_stage
-        for name, here, there in differing_facts(ranks[first], facts):
-            values = [json.dumps(value) if value is not None else "absent" for value in (here, there)]
-            return (
-                f"its ranks differ: {name} is {values[0]} on rank {first} and {values[1]} on rank {rank}; "
-                "give all ranks the same model and settings"
-            )
-    return "its ranks agree"
 
 
 _CAUSES = {
@@ -373,13 +365,13 @@ class EngineNamespace:
         if self.current is not None or len(self._rank_facts) < self._ranks:
             return ""
         ranks = [self._rank_facts[rank] for rank in range(self._ranks)]
-        of_engine = facts_of_engine(ranks, self._pipeline_parallel)
-        if of_engine is None:
-            return why_ranks_differ(ranks, self._pipeline_parallel)
-        self._facts = of_engine
-        self.current = Namespace(self._tenant, facts_of_epoch(of_engine, self._epoch))
+        try:
+            self._facts = facts_of_engine(ranks, self._pipeline_parallel)
+        except EngineRefused as error:
+            return str(error)
+        self.current = Namespace(self._tenant, facts_of_epoch(self._facts, self._epoch))
         if self._pipeline_parallel > 1:
-            self._facts_to_send = of_engine  # a rank knows only its own stage's
+            self._facts_to_send = self._facts  # a rank knows only its own stage's
         return ""
 
     def reset(self, *, in_use: bool) -> None:

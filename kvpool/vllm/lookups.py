@@ -20,7 +20,7 @@ from kvpool import _native, metrics
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.key.key import MAX_HASH_NBYTES, MAX_INDEX, MIN_HASH_NBYTES, Namespace
 from kvpool.metrics import Counters
-from kvpool.store import Batch, Lookup, LookupGroup, Store
+from kvpool.store import Batch, LookupBatch, LookupGroup, Store
 from kvpool.transfer.mover import STORE_TIMEOUT_S
 from kvpool.vllm import internals
 from kvpool.vllm.plan import Group
@@ -41,7 +41,7 @@ class RequestLookup:
     records after the first miss were skipped and count as missing. ``failure``: why it failed; else "".
     """
 
-    def __init__(self, lookup: Lookup, started_s: float, timeout_s: float) -> None:
+    def __init__(self, lookup: LookupBatch, started_s: float, timeout_s: float) -> None:
         self._lookup, self._started_s = lookup, started_s
         self._gives_up_s = started_s + timeout_s + LOOKUP_GRACE_S
         self.present: list[bytes] | None = None

@@ -8,6 +8,7 @@ Threads: of ``Outcomes``, the engine's scheduler thread only.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -63,9 +64,9 @@ class PoolPromMetrics(KVConnectorPromMetrics):
             first = metric.values or (("",) if metric.is_counter and not metric.label else ())
             for engine in self.per_engine_labelvalues:
                 for value in first:
-                    self._of_engine(metric.name, engine, value)
+                    self._of_engine(engine, metric, value)
 
-    def _registered(self, metric: metrics.Metric) -> Any:
+    def _registered(self, metric: Metric) -> Any:
         labels = [*self._labelnames, *([metric.label] if metric.label else [])]
         about: dict[str, Any] = {"name": metric.name, "documentation": metric.help, "labelnames": labels}
         kind: Any = self._counter_cls
@@ -75,24 +76,13 @@ class PoolPromMetrics(KVConnectorPromMetrics):
             kind, about["buckets"] = self._histogram_cls, list(metric.buckets)
         return kind(**about)
 
-    def _of_engine(self, name: str, engine: int, label: str) -> Any:
+    def _of_engine(self, engine: int, metric: Metric, label: str) -> Any:
         labels: Sequence[object] = [*self.per_engine_labelvalues[engine], *([label] if label else [])]
-        return self._shown[name].labels(*labels)
+        return self._shown[metric.name].labels(*labels)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add one interval's samples of one engine; unknown metrics of a newer kvpool are ignored."""
-        for key, sample in transfer_stats_data.items():
-            name, _, label = key.partition("/")
-            if (metric := metrics.BY_NAME.get(name)) is None:
-                continue
-            shown = self._of_engine(name, engine_idx, label)
-            if metric.is_counter:
-                shown.inc(sample)
-            elif metric.is_gauge:
-                shown.set(sample)
-            else:
-                for value in sample:
-                    shown.observe(value)
+        """Add one interval's samples of one engine."""
+        metrics.export(transfer_stats_data, functools.partial(self._of_engine, engine_idx))
 
 
 def tier_definitions() -> dict[str, OffloadingMetricMetadata]:

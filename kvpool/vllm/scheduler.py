@@ -152,7 +152,7 @@ class SchedulerHalf:
         now = time.monotonic()
         state.result = "no_answer"
         if self._namespace.current is None or not state.checked:
-            if self._may_wait(state, now):
+            if state.waiting_since is None or now - state.waiting_since < self._config.lookup_timeout_s:
                 return self._wait(state, now)
             self._outcomes.waited(state, now, answered=False)
             return NO_OFFER
@@ -275,12 +275,11 @@ class SchedulerHalf:
         self,
         request: Request,
         state: RequestState,
-        computed_tokens: int,
+        computed: int,
         output: SchedulerOutput,
         step: PoolMetadata,
     ) -> None:
-        priority, in_pool = state.params.priority, state.pool_hash
-        self._store_planner.plan(step, output, request, priority, computed_tokens, in_pool)
+        self._store_planner.plan(step, output, request, state.params.priority, computed, state.pool_hash)
 
     @guarded(0)
     def _time_step(self, gate: CostGate, output: SchedulerOutput) -> int:
@@ -306,12 +305,13 @@ class SchedulerHalf:
                 state.load_s = max(state.load_s, load_s)
         for request_id in finished | failed:
             if (state := self._requests.get(request_id)) is not None:
+                ok = request_id not in failed
                 if state.loading:
-                    self._outcomes.loaded(state, state.load_tokens, ok=request_id not in failed)
-                if self._gate is not None and state.loading:
-                    self._gate.loaded(0 if request_id in failed else state.load_tokens, state.load_s)
+                    self._outcomes.loaded(state, state.load_tokens, ok=ok)
+                    if self._gate is not None:
+                        self._gate.loaded(state.load_tokens if ok else 0, state.load_s)
                 state.loading = False
-                state.refused |= request_id in failed
+                state.refused |= not ok
         if report is None:
             return
         self._resync_asked |= report.asked
@@ -366,9 +366,6 @@ class SchedulerHalf:
     def _max_tokens(self, request: Request) -> int:
         """The longest usable prefix: at least one token is left to compute."""
         return int((request.num_tokens - 1) // self._align_tokens * self._align_tokens)
-
-    def _may_wait(self, state: RequestState, now: float) -> bool:
-        return state.waiting_since is None or now - state.waiting_since < self._config.lookup_timeout_s
 
     @staticmethod
     def _wait(state: RequestState, now: float) -> tuple[int | None, bool]:

@@ -49,7 +49,7 @@ class Wanted(NamedTuple):
 
 
 @dataclass
-class _Pending:
+class _Sent:
     wanted: Wanted
     ranks: int  # that have not reported its result
     unstaged: int  # ranks that may still read its blocks
@@ -65,21 +65,16 @@ class StoreQueue:
     """
 
     def __init__(
-        self,
-        held: HeldBlocks,
-        groups: Sequence[Group],
-        *,
-        ranks: int,
-        write_through: bool,
-        counters: Counters,
+        self, groups: Sequence[Group], *, ranks: int, write_through: bool, counters: Counters
     ) -> None:
-        self._held, self._ranks, self._holds, self._counters = held, ranks, write_through, counters
+        self.held = HeldBlocks()
+        self._ranks, self._holds, self._counters = ranks, write_through, counters
         # By group: whether a record needs its predecessors. Write-back evicts a prompt from its end instead.
         self.in_order = [write_through and group.window is None for group in groups]
         # By hash and group; a record is in at most one of these.
         self._waiting: OrderedDict[tuple[bytes, int], Wanted] = OrderedDict()  # each after its parent
         self._given_up: OrderedDict[tuple[bytes, int], None] = OrderedDict()  # oldest first
-        self._pending: dict[int, _Pending] = {}  # by tag
+        self._pending: dict[int, _Sent] = {}  # by tag
         self._under_way: dict[tuple[bytes, int], int] = {}  # tags of it
         self._room = MAX_RECORDS  # records that the workers can take at a time
         self._pause_s, self._paused_until = PAUSE_S, 0.0
@@ -122,7 +117,7 @@ class StoreQueue:
                 self._give_up(wanted, "behind_gap")
             elif wanted.parent in self._waiting:
                 self._waiting[key] = wanted  # after it
-            elif internals.block_contents(self._held.pool, wanted.block.block_ids) == wanted.contents:
+            elif internals.block_contents(self.held.pool, wanted.block.block_ids) == wanted.contents:
                 self._send(step, wanted)
             else:
                 self._give_up(wanted, "evicted")
@@ -205,9 +200,9 @@ class StoreQueue:
         self._waiting.pop(wanted.key, None)
         self._given_up.pop(wanted.key, None)
         if self._holds:
-            self._held.hold(wanted.block.block_ids)
+            self.held.hold(wanted.block.block_ids)
         tag, self._next_tag = self._next_tag, self._next_tag + 1
-        self._pending[tag] = _Pending(wanted, self._ranks, self._ranks if self._holds else 0)
+        self._pending[tag] = _Sent(wanted, self._ranks, self._ranks if self._holds else 0)
         self._under_way[wanted.key] = self._under_way.get(wanted.key, 0) + 1
         step.stores.append(wanted.block)
         step.tags.append(tag)
@@ -220,9 +215,9 @@ class StoreQueue:
                 pending.unstaged -= staged[tag]
                 if pending.unstaged == 0:
                     free += pending.wanted.block.block_ids
-        self._held.release(free)
+        self.held.release(free)
 
-    def _end(self, tag: int, pending: _Pending) -> None:
+    def _end(self, tag: int, pending: _Sent) -> None:
         del self._pending[tag]
         if pending.left:
             return

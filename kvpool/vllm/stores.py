@@ -35,7 +35,7 @@ from kvpool.vllm.plan import (
     first_missing,
     records_to_store,
 )
-from kvpool.vllm.store_queue import HeldBlocks, StoreQueue, Wanted
+from kvpool.vllm.store_queue import StoreQueue, Wanted
 
 MAX_LATE = 256  # most pending lookups; the oldest is dropped
 STEPS_AHEAD = 2  # full steps whose evictions write-back anticipates
@@ -88,11 +88,9 @@ class StorePlanner:
     ) -> None:
         self._config, self._groups = config, list(groups)
         self._hash_block_tokens, self._events_wanted, self._counters = hash_block_tokens, events, counters
-        self._held = HeldBlocks()
         write_through = config.store_policy == "write_through"
-        self._queue = StoreQueue(
-            self._held, self._groups, ranks=ranks, write_through=write_through, counters=counters
-        )
+        self._queue = StoreQueue(self._groups, ranks=ranks, write_through=write_through, counters=counters)
+        self._held = self._queue.held
         self._progress: dict[str, _Progress] = {}
         self._late_answers: deque[_LateAnswer] = deque()
         self._requests = RequestCounter() if config.min_requests_to_store > 1 else None

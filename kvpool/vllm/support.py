@@ -6,7 +6,7 @@ Supported: vLLM 0.30 to 0.33. Versions are distinguished by feature, never by ve
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -42,134 +42,112 @@ _DRAFTS_OF_TOKENS = ("ngram", "ngram_gpu", "suffix")
 
 def refuse_unsupported(config: VllmConfig) -> None:
     """Check the configuration. Errors: ``EngineRefused``, one sentence with the setting to change."""
-    transfer = config.kv_transfer_config
+    for sentence in _refusals(config):
+        raise EngineRefused(sentence)
+
+
+def _refusals(config: VllmConfig) -> Iterator[str]:
+    """Why this configuration is unsupported, each with the setting to change; empty: it is supported."""
+    transfer, caching, parallel = config.kv_transfer_config, config.cache_config, config.parallel_config
     assert transfer is not None
     if transfer.kv_load_failure_policy != "recompute":
-        raise EngineRefused(
+        yield (
             f'kv_load_failure_policy is "{transfer.kv_load_failure_policy}": a lost block would fail the request; '
             'add "kv_load_failure_policy":"recompute" to --kv-transfer-config'
         )
-    if not config.cache_config.enable_prefix_caching:
-        raise EngineRefused(
-            "prefix caching is off, so blocks have no hashes to share; remove --no-enable-prefix-caching"
+    if not caching.enable_prefix_caching:
+        yield "prefix caching is off, so blocks have no hashes to share; remove --no-enable-prefix-caching"
+    if caching.prefix_caching_hash_algo not in ("sha256_cbor", "xxhash_cbor"):
+        yield (
+            f'prefix caching hashes with "{caching.prefix_caching_hash_algo}", which hashes a pickle, so equal prompts '
+            "may hash differently and workers would not share; add --prefix-caching-hash-algo sha256_cbor"
         )
-    _refuse_hashing(config.cache_config.prefix_caching_hash_algo)
-    if current_platform.device_type != "cpu":
-        _refuse_device(current_platform.device_type, config.model_config.enable_sleep_mode)
-    parallel = config.parallel_config
+    if caching.prefix_caching_hash_algo == "xxhash_cbor" and hash_seed() is None:
+        yield (
+            "xxhash_cbor draws a random seed in each process, so workers would never share; set PYTHONHASHSEED "
+            "to the same number in every worker, or use --prefix-caching-hash-algo sha256_cbor"
+        )
+    if (kind := current_platform.device_type) != "cpu":
+        # Copies beside the engine need ``torch.accelerator``'s streams and events.
+        driven = torch.accelerator.current_accelerator()
+        if driven is None or driven.type != kind:
+            yield (
+                f"the KV cache is on a device ({kind}) that torch.accelerator does not drive here, so blocks cannot be "
+                "copied beside the engine; remove --kv-transfer-config"
+            )
+        if config.model_config.enable_sleep_mode:
+            yield (
+                "sleep mode takes the KV cache away while blocks may still be copied, which is not supported yet on an "
+                "accelerator; remove --enable-sleep-mode"
+            )
     for name, size in (
         ("--decode-context-parallel-size", parallel.decode_context_parallel_size),
         ("--prefill-context-parallel-size", getattr(parallel, "prefill_context_parallel_size", 1)),
     ):
         if size != 1:
-            raise EngineRefused(f"{name} {size} is not supported yet; set it to 1")
+            yield f"{name} {size} is not supported yet; set it to 1"
     if getattr(config, "weight_transfer_config", None) is not None:
-        raise EngineRefused(
+        yield (
             "--weight-transfer-config lets a trainer change the weights while requests run, so blocks of old and new "
             "weights would be taken for each other; remove it, or remove --kv-transfer-config"
         )
-    if config.speculative_config is not None:
-        _refuse_speculation(str(config.speculative_config.method))
+    # Drafts need no support: a block is stored once its tokens are accepted (``plan.records_to_store``).
+    drafts = config.speculative_config
+    if drafts is not None and str(drafts.method) not in _DRAFTS_OF_TOKENS:
+        yield (
+            f'speculative decoding by "{drafts.method}" is not supported yet: its layers may keep in a block what '
+            "depends on tokens behind it, which are not in the block's hash; supported are "
+            f"{', '.join(_DRAFTS_OF_TOKENS)}; change or remove --speculative-config"
+        )
     if ahead := getattr(config, "num_hash_lookahead_tokens", 0):
-        raise EngineRefused(
+        yield (
             f"a block's hash covers {ahead} tokens behind the block, which other workers do not hash; "
             'add "disable_lookahead_block_hashes": true to --speculative-config'
         )
     if config.model_config.is_encoder_decoder:
-        raise EngineRefused("encoder-decoder models are not supported; remove --kv-transfer-config")
-    _refuse_later_tokens(config)
-    _refuse_moving_rope(config.model_config)
-    _refuse_kv_dtype(config)
+        yield "encoder-decoder models are not supported; remove --kv-transfer-config"
+    # A block's hash covers only its own and earlier tokens.
+    if getattr(config, "diffusion_config", None) is not None:
+        yield (
+            "diffusion models compute the K and V of a token with those behind it, which are not in the block's hash; "
+            "remove --kv-transfer-config"
+        )
+    if getattr(getattr(config, "attention_config", None), "use_non_causal", False):
+        yield (
+            "attention_config.use_non_causal: the K and V of a token depend on those behind it, which are not in the "
+            "block's hash; remove it, or --kv-transfer-config"
+        )
+    if kinds := _moving_ropes(config.model_config):
+        yield (
+            f"the model runs on Transformers' implementation, whose rope of type {min(kinds)} follows the longest "
+            "request of a batch, so equal prompts have different keys; use --model-impl vllm where there is one, or "
+            "remove --kv-transfer-config"
+        )
+    if str(caching.cache_dtype) not in PLAIN_KV_DTYPES + FP8_KV_DTYPES:
+        supported = ", ".join(PLAIN_KV_DTYPES + FP8_KV_DTYPES)
+        yield f"--kv-cache-dtype {caching.cache_dtype} is not supported yet; supported are {supported}"
+    # Before 0.32: each engine derives its scales from its first tokens.
+    if getattr(caching, "calculate_kv_scales", False):
+        yield (
+            "--calculate-kv-scales gives each engine scales of its own, so its blocks mean other numbers elsewhere; "
+            "remove it, and use a checkpoint with KV scales or none"
+        )
     if config.lora_config is not None and not internals.hash_tags():
-        raise EngineRefused(
+        yield (
             "this version of vLLM hashes an adapter's name and not its path, so adapters of one name would be taken "
             "for each other by other workers; use vLLM 0.31 or newer, or remove --enable-lora"
         )
 
 
-def _refuse_speculation(method: str) -> None:
-    """Drafts need no support: a block is stored once its tokens are accepted (``plan.records_to_store``)."""
-    if method not in _DRAFTS_OF_TOKENS:
-        raise EngineRefused(
-            f'speculative decoding by "{method}" is not supported yet: its layers may keep in a block what depends on '
-            f"tokens behind it, which are not in the block's hash; supported are {', '.join(_DRAFTS_OF_TOKENS)}; "
-            "change or remove --speculative-config"
-        )
-
-
-def _refuse_later_tokens(config: VllmConfig) -> None:
-    """A block's hash covers only its own and earlier tokens."""
-    if getattr(config, "diffusion_config", None) is not None:
-        raise EngineRefused(
-            "diffusion models compute the K and V of a token with those behind it, which are not in the block's hash; "
-            "remove --kv-transfer-config"
-        )
-    if getattr(getattr(config, "attention_config", None), "use_non_causal", False):
-        raise EngineRefused(
-            "attention_config.use_non_causal: the K and V of a token depend on those behind it, which are not in the "
-            "block's hash; remove it, or --kv-transfer-config"
-        )
-
-
-def _refuse_moving_rope(model: ModelConfig) -> None:
-    """Transformers' rotary embeddings of these kinds follow the longest request of each batch."""
+def _moving_ropes(model: ModelConfig) -> set[str]:
+    """Kinds of Transformers' rotary embeddings that follow the longest request of each batch."""
     if not internals.model_class(model).__module__.startswith("vllm.model_executor.models.transformers"):
-        return
-    if kinds := {"dynamic", "longrope"} & _rope_types(model.hf_text_config):
-        raise EngineRefused(
-            f"the model runs on Transformers' implementation, whose rope of type {min(kinds)} follows the longest "
-            "request of a batch, so equal prompts have different keys; use --model-impl vllm where there is one, or "
-            "remove --kv-transfer-config"
-        )
-
-
-def _rope_types(hf_config: Any) -> set[str]:
-    found = getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {}
+        return set()
+    config: Any = model.hf_text_config
+    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     of_layers = [one for one in found.values() if isinstance(one, Mapping)]
-    return {str(one.get("rope_type", one.get("type", "default"))) for one in (of_layers or [found])}
-
-
-def _refuse_kv_dtype(config: VllmConfig) -> None:
-    kind = str(config.cache_config.cache_dtype)
-    if kind not in PLAIN_KV_DTYPES + FP8_KV_DTYPES:
-        raise EngineRefused(
-            f"--kv-cache-dtype {kind} is not supported yet; supported are "
-            + ", ".join(PLAIN_KV_DTYPES + FP8_KV_DTYPES)
-        )
-    # Before 0.32: each engine derives its scales from its first tokens.
-    if getattr(config.cache_config, "calculate_kv_scales", False):
-        raise EngineRefused(
-            "--calculate-kv-scales gives each engine scales of its own, so its blocks mean other numbers elsewhere; "
-            "remove it, and use a checkpoint with KV scales or none"
-        )
-
-
-def _refuse_device(kind: str, sleeps: bool) -> None:
-    """Copies beside the engine need ``torch.accelerator``'s streams and events."""
-    driven = torch.accelerator.current_accelerator()
-    if driven is None or driven.type != kind:
-        raise EngineRefused(
-            f"the KV cache is on a device ({kind}) that torch.accelerator does not drive here, so blocks cannot be "
-            "copied beside the engine; remove --kv-transfer-config"
-        )
-    if sleeps:
-        raise EngineRefused(
-            "sleep mode takes the KV cache away while blocks may still be copied, which is not supported yet on an "
-            "accelerator; remove --enable-sleep-mode"
-        )
-
-
-def _refuse_hashing(algorithm: str) -> None:
-    if algorithm not in ("sha256_cbor", "xxhash_cbor"):
-        raise EngineRefused(
-            f'prefix caching hashes with "{algorithm}", which hashes a pickle, so equal prompts may hash '
-            "differently and workers would not share; add --prefix-caching-hash-algo sha256_cbor"
-        )
-    if algorithm == "xxhash_cbor" and hash_seed() is None:
-        raise EngineRefused(
-            "xxhash_cbor draws a random seed in each process, so workers would never share; set PYTHONHASHSEED "
-            "to the same number in every worker, or use --prefix-caching-hash-algo sha256_cbor"
-        )
+    kinds = {str(one.get("rope_type", one.get("type", "default"))) for one in (of_layers or [found])}
+    return {"dynamic", "longrope"} & kinds
 
 
 def groups_of(config: KVCacheConfig, blocks_per_record: int = 1, tensor_parallel: int = 1) -> list[Group]:

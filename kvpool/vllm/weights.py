@@ -36,7 +36,7 @@ from vllm.logger import init_logger
 
 from kvpool.config import PoolConfig
 from kvpool.errors import ConfigError, EngineRefused
-from kvpool.key.checkpoint import CheckpointDigest, checkpoint_digest
+from kvpool.key.checkpoint import LOADED_SUFFIXES, CheckpointDigest, checkpoint_digest
 from kvpool.key.key import Fact
 from kvpool.text import counted
 from kvpool.vllm import internals
@@ -44,32 +44,14 @@ from kvpool.vllm import internals
 logger = init_logger("vllm.kvpool")
 
 
-# vLLM's loaders read only the first of these that exists in the folder.
-_CHECKPOINT = (".safetensors", ".bin", ".pt")
-_SUFFIXES = {
-    "auto": _CHECKPOINT,
-    "hf": _CHECKPOINT,
-    "bitsandbytes": _CHECKPOINT,
-    "safetensors": (".safetensors",),
-    "fastsafetensors": (".safetensors",),
-    "instanttensor": (".safetensors",),
-    "mistral": (".safetensors",),
-    "runai_streamer": (".safetensors",),
-    "sharded_state": (".safetensors",),
-    "pt": (".pt",),
-    "gguf": (".gguf",),
+_SUFFIXES = LOADED_SUFFIXES | {
+    "hf": LOADED_SUFFIXES["auto"],
+    "runai_streamer": LOADED_SUFFIXES["safetensors"],
 }
 # Settings of ``model_loader_extra_config`` that change how files are read, not which.
-_HARMLESS = frozenset(
-    (
-        "enable_multithread_load",
-        "num_threads",
-        "enable_weights_track",
-        "concurrency",
-        "memory_limit",
-        "distributed",
-    )
-)
+_HARMLESS = frozenset((
+    "enable_multithread_load", "num_threads", "enable_weights_track", "concurrency", "memory_limit", "distributed",
+))  # fmt: skip
 # A model class with one of these attributes loads from more places than the top of its folder.
 _ELSEWHERE = frozenset(("secondary_weights", "allow_patterns_overrides"))
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -230,7 +212,7 @@ class AdapterCheck:
 
 
 @dataclass
-class _Known:
+class _Files:
     seen: object = None  # sizes and times of the files
     digest: str = ""
     changed: bool = False
@@ -247,7 +229,7 @@ class Adapters:
         timeout_s: float = DIGEST_TIMEOUT_S,
     ) -> None:
         self._settings, self._clock, self._timeout_s = settings, clock, timeout_s
-        self._known: dict[tuple[str, str], _Known] = {}
+        self._known: dict[tuple[str, str], _Files] = {}
         self._lock = threading.Lock()
         self._waiting: deque[AdapterCheck] = deque()
         self._reading = False
@@ -296,7 +278,7 @@ class Adapters:
         key = (check.name, check.path)
         if key not in self._known and len(self._known) >= MAX_ADAPTERS:
             return None, "too_many"
-        known = self._known.setdefault(key, _Known())
+        known = self._known.setdefault(key, _Files())
         if known.changed:
             return None, "changed"
         if known.failed_at is not None and self._clock() < known.failed_at + RETRY_S:
@@ -310,10 +292,12 @@ class Adapters:
                 if _seen(path) != seen:
                     raise ConfigError(f"{path} was written while it was read")
         except (ConfigError, OSError) as error:
-            self._say(
-                known,
-                f"adapter {check.name} goes without the pool, for its files cannot be looked at: {error}",
-            )
+            if known.failed_at is None:
+                logger.warning(
+                    "kvpool: adapter %s goes without the pool, for its files cannot be looked at: %s",
+                    check.name,
+                    error,
+                )
             known.failed_at = self._clock()
             return None, "unreadable"
         if known.digest and digest != known.digest:
@@ -330,11 +314,6 @@ class Adapters:
 
     def _tag(self, digest: str, check: AdapterCheck) -> bytes:
         return hashlib.sha256(json.dumps([digest, self._settings, check.form]).encode()).digest()[:TAG_NBYTES]
-
-    @staticmethod
-    def _say(known: _Known, sentence: str) -> None:
-        if known.failed_at is None:
-            logger.warning("kvpool: %s", sentence)
 
 
 def pool_hash(block_hash: bytes, tag: bytes) -> bytes:

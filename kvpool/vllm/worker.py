@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from vllm.logger import init_logger
@@ -35,6 +36,15 @@ logger = init_logger("vllm.kvpool")
 
 IDLE_WAIT_S = 0.002  # wait of an empty step for a load in flight, instead of spinning
 DRAIN_S = 5.0  # wait of a shutdown for stores in flight
+
+
+@dataclass
+class _Load:
+    """In flight."""
+
+    records: list[tuple[bytes, int]]  # (hash, group) of each
+    started: float
+    outdated: bool = False  # of an earlier epoch
 
 
 class WorkerHalf:
@@ -66,16 +76,12 @@ class WorkerHalf:
         self._awaits_epoch = False  # its weights are not those of the last epoch
         self._weights_mark: Callable[[], object] = lambda: None
         self._seen_mark: object = None  # by the last step
-        self._outdated: set[str] = set()  # loads in flight of an earlier epoch
         self._announcer: EngineAnnouncer | None = None  # of the first rank
         self._report = PoolWorkerMetadata()
         self._submitted: PoolMetadata | None = None
-        self._promised: dict[
-            str, list[tuple[bytes, int]]
-        ] = {}  # loads in flight: (hash, group) of each record
+        self._loads: dict[str, _Load] = {}  # in flight, by request
         self._failed: set[str] = set()  # loads that ended without a transfer
         self._storing: dict[int, bool] = {}  # tags in flight: whether they are staged
-        self._started: dict[str, float] = {}  # loads in flight: their start
         self._polled_at = 0.0
         self._faulty = False  # an exception of a transfer was logged
         self.counters = Counters()
@@ -150,8 +156,8 @@ class WorkerHalf:
         self._namespace = None
         if self._announcer is not None:
             self._announcer.leave()
-        for request_id in self._promised:
-            self._outdated.add(request_id)
+        for request_id, load in self._loads.items():
+            load.outdated = True
             if self._mover is not None:
                 self._mover.cancel(request_id)
 
@@ -199,9 +205,9 @@ class WorkerHalf:
                 continue
             if not (blocks := self._blocks_to_load(plan.blocks)):
                 continue
-            self._promised[plan.request_id] = [(ref.block_hash, ref.group) for ref in plan.blocks]
+            records = [(ref.block_hash, ref.group) for ref in plan.blocks]
+            self._loads[plan.request_id] = _Load(records, time.monotonic())
             self._failed.discard(plan.request_id)
-            self._started[plan.request_id] = time.monotonic()
             self._load(plan, blocks)
         for request_id in step.cancelled:
             if self._mover is not None:
@@ -264,21 +270,18 @@ class WorkerHalf:
         return mover.poll(wait_s)
 
     def _note_loads(self, finished: Finished, seen_at: float, ended: set[str], failed: set[str]) -> None:
-        for load in finished.loads:
-            job = str(load.job)
+        for moved in finished.loads:
+            job = str(moved.job)
             ended.add(job)
-            if (started := self._started.pop(job, None)) is not None:
+            load = self._loads.pop(job, None)
+            if load is not None:
                 # A lower bound: it may have ended early in a long step.
-                self._report.load_s[job] = max(0.0, seen_at - started)
-            records = self._promised.pop(job, [])
-            if not load.ok or job in self._outdated:
+                self._report.load_s[job] = max(0.0, seen_at - load.started)
+            if not moved.ok or (load is not None and load.outdated):
                 failed.add(job)
-                self._log_fault(load)
-            if job in self._outdated:
-                self._outdated.discard(job)
-                continue
-            if records:
-                self._report.missing.update(records[place] for place in load.missing)
+                self._log_fault(moved)
+            if load is not None and not load.outdated:
+                self._report.missing.update(load.records[place] for place in moved.missing)
 
     def _note_stores(self, finished: Finished) -> None:
         self._count(self._report.staged, finished.staged)
@@ -353,10 +356,8 @@ class WorkerHalf:
     def switch_off(self, reason: str) -> None:
         """Disable the pool, and report ``reason`` to the scheduler."""
         self._report.broken[self._rank] = reason
-        self._failed |= self._promised.keys()
-        self._promised.clear()
-        self._outdated.clear()
-        self._started.clear()
+        self._failed |= self._loads.keys()
+        self._loads.clear()
         mover, self._mover = self._mover, None
         if mover is not None:
             try:

@@ -934,7 +934,7 @@ class ScriptedEngine:
             assert not rank.loading, "loads were never reported"
             worker = rank.connector._worker
             assert worker is not None
-            assert not worker._promised
+            assert not worker._loads
             assert not worker._failed
             assert worker._mover is None or not worker._mover.busy
             assert not worker.slots_in_use

@@ -30,7 +30,6 @@ from kvpool.vllm.identity import (
     facts_of_engine,
     layout_of,
     rope_fact,
-    why_ranks_differ,
 )
 from kvpool.vllm.plan import Group
 from tests.support.specs import FULL, LATENT, WEIGHTS, WINDOW, attention_layers, cache_of, differing, facts_of
@@ -314,24 +313,45 @@ def test_where_stages_differ_each_has_facts_of_its_own() -> None:
     }
 
 
-def test_ranks_of_one_stage_must_agree() -> None:
-    assert facts_of_engine([FIRST, SECOND], 1) is None
-    assert facts_of_engine([FIRST, FIRST, SECOND, FIRST], 2) is None
-    assert facts_of_engine([FIRST, SECOND, FIRST, SECOND], 2) is None, "they come stage by stage"
+@pytest.mark.parametrize(
+    ("ranks", "stages"),
+    [
+        ([FIRST, SECOND], 1),
+        ([FIRST, FIRST, SECOND, FIRST], 2),
+        ([FIRST, SECOND, FIRST, SECOND], 2),  # they come stage by stage
+    ],
+)
+def test_ranks_of_one_stage_must_agree(ranks: list[dict[str, Fact]], stages: int) -> None:
+    with pytest.raises(EngineRefused, match="its ranks differ"):
+        facts_of_engine(ranks, stages)
 
 
-def test_the_fact_in_which_ranks_of_a_stage_differ_is_named() -> None:
+OTHER = {**SECOND, "weights": "0123", "group0.layers": 4}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stages", "says"),
+    [
+        (
+            [FIRST, FIRST, SECOND, OTHER],
+            2,
+            "group0.layers is 3 on rank 2 and 4 on rank 3; give all ranks the same model",
+        ),
+        (
+            [{**FIRST, "weights": "4567"}, {**FIRST, "weights": "0123"}],
+            1,
+            'weights is "4567" on rank 0 and "0123" on rank 1;',
+        ),
+        ([FIRST, OTHER], 1, "fp8_layers is absent on rank 0 and "),
+    ],
+)
+def test_the_fact_in_which_ranks_of_a_stage_differ_is_named(
+    ranks: list[dict[str, Fact]], stages: int, says: str
+) -> None:
     """Another checkpoint on another node, as often as another layout."""
-    other = {**SECOND, "weights": "0123", "group0.layers": 4}
-    assert why_ranks_differ([FIRST, FIRST, SECOND, other], 2) == (
-        "its ranks differ: group0.layers is 3 on rank 2 and 4 on rank 3; give all ranks the same model and settings"
-    )
-    assert why_ranks_differ([{**FIRST, "weights": "4567"}, {**FIRST, "weights": "0123"}], 1).startswith(
-        'its ranks differ: weights is "4567" on rank 0 and "0123" on rank 1;'
-    )
-    assert why_ranks_differ([FIRST, other], 1).startswith(
-        "its ranks differ: fp8_layers is absent on rank 0 and "
-    )
+    with pytest.raises(EngineRefused) as refused:
+        facts_of_engine(ranks, stages)
+    assert str(refused.value).startswith(f"its ranks differ: {says}")
 
 
 @given(one=st.lists(FACTS, min_size=2, max_size=2), other=st.lists(FACTS, min_size=2, max_size=2))

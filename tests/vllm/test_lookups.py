@@ -9,14 +9,14 @@ import pytest
 
 from kvpool import _native
 from kvpool.errors import ConfigError, StoreUnavailable
-from kvpool.store import Lookup
+from kvpool.store import LookupBatch
 from kvpool.vllm.lookups import FRESH_S, LOOKUP_GRACE_S, RequestLookup, groups_to_ask
 from kvpool.vllm.plan import Group
 
 pytestmark = [pytest.mark.vllm]
 
 
-class Scripted(Lookup):
+class Scripted(LookupBatch):
     """Ends when the test says so, with an answer or a fault."""
 
     def __init__(self) -> None:

@@ -290,7 +290,7 @@ def test_a_load_is_reported_with_the_time_that_it_is_known_to_have_taken(
     assert finish(worker, 1) == ({"b"}, {"b"})
     report = report_of(worker)
     assert set(report.load_s) == {"b"}, "failed ones cost time as well"
-    assert not worker._started
+    assert not worker._loads
 
 
 def test_a_plan_without_blocks_is_reported_as_failed(worker: WorkerHalf) -> None:

@@ -73,7 +73,7 @@ class QueuedBatch:
         self,
         queue: BatchQueue,
         operation: int,
-        keys: Sequence[str],
+        keys: Sequence[str] | LookupKeys,
         views: Sequence[memoryview] | None,
         timeout_s: float,
     ) -> None:
@@ -148,7 +148,7 @@ class BatchQueue:
             if batch.weight > MAX_QUEUED_KEYS - waiting:
                 raise RuntimeError(f"queue full: {waiting} keys are waiting, at most {MAX_QUEUED_KEYS} may")
             self._counters["queued"] += batch.weight
-            if batch.keys:
+            if len(batch.keys):
                 self._queue.append(batch)
                 if self._breaker.why:
                     self._refuse_queued()

@@ -82,11 +82,7 @@ class ClientExecutor:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _submit(
-        self,
-        op: int,
-        keys: Sequence[str],
-        buffers: Sequence[memoryview] | None,
-        timeout_s: float,
+        self, op: int, keys: Sequence[str] | LookupKeys, buffers: Sequence[Any] | None, timeout_s: float
     ) -> QueuedBatch:
         if os.getpid() != self._pid:
             raise RuntimeError("opened before fork(): open one in this process")

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import overload
 
 from kvpool import _native
 from kvpool.store.batch import END_OF_ALL, LookupGroup
 
 
-class LookupKeys(Sequence[str]):
+class LookupKeys:
     """A lookup's keys, spelled on access: group by group, record by record, rank by rank.
 
     The Python twin of ``_native/store/lookup.h``. ``prefix``: of every key. The queue's lock guards it.
@@ -27,19 +26,8 @@ class LookupKeys(Sequence[str]):
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        if isinstance(index, slice):
-            return [self[one] for one in range(*index.indices(len(self)))]
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        group, _, record, rank = self._place(index)
-        start = record * group.hash_nbytes
-        block_hash = group.hashes[start : start + group.hash_nbytes].hex()
-        return f"{self._prefix}{block_hash}:{group.group}:{rank}"
+    def __getitem__(self, part: slice) -> list[str]:
+        return [self._key(*self._place(index)) for index in range(*part.indices(len(self)))]
 
     def next_wanted(self, index: int) -> int:
         """First key from ``index`` on that is still worth asking; the number of keys: none is."""
@@ -74,6 +62,10 @@ class LookupKeys(Sequence[str]):
             whole.append(both.to_bytes(group.records, "little"))
             start = end
         return b"".join(whole)
+
+    def _key(self, group: LookupGroup, _: int, record: int, rank: int) -> str:
+        block_hash = group.hashes[record * group.hash_nbytes : (record + 1) * group.hash_nbytes]
+        return f"{self._prefix}{block_hash.hex()}:{group.group}:{rank}"
 
     def _place(self, index: int) -> tuple[LookupGroup, int, int, int]:
         """(group, end of its keys, record, rank)."""
