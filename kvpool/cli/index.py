@@ -216,7 +216,7 @@ async def _serve(
         if settings.metrics is not None:
             shown = f", metrics on port {await exporter.serve(settings.metrics)}"
         if settings.http is not None:
-            status = Status(fleet, router, tokenizers, stats, pool, server.is_serving)
+            status = Status(fleet, router, tokenizers, stats, pool, server.health.is_serving)
             parts.push_async_callback(status.close)
             status.start()
             http_server = HttpServer(

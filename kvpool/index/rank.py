@@ -47,30 +47,9 @@ class Rank(_native.RankState):
     """
 
     __slots__ = (
-        "asked",
-        "awaiting_first_batch",
-        "batch_digest",
-        "batches",
-        "clock",
-        "emptied_at",
-        "gaps",
-        "gone",
-        "holder",
-        "incomplete_reason",
-        "incomplete_since_s",
-        "index",
-        "joining",
-        "lock",
-        "malformed",
-        "marked",
-        "no_hasher",
-        "pool",
-        "problem",
-        "publisher",
-        "replays",
-        "resets",
-        "unmatchable",
-        "worker",
+        "asked", "awaiting_first_batch", "batch_digest", "batches", "clock", "emptied_at", "gaps", "gone", "holder",
+        "incomplete_reason", "incomplete_since_s", "index", "joining", "lock", "malformed", "marked", "no_hasher",
+        "pool", "problem", "publisher", "replays", "resets", "unmatchable", "worker",
     )  # fmt: skip
 
     def __init__(

@@ -73,7 +73,7 @@ class Resolver:
         and lasts as long as the system's resolver: wait with a deadline. Errors, in the future: ``Unresolved``.
         """
         if _is_numeric(host):
-            return _done((host,))
+            return _ended((host,))
         with self._lock:
             key = (owner, host, (owner, host.lower(), port) in self._trusted)
             name = self._names.get(key)
@@ -82,7 +82,7 @@ class Resolver:
                 return name.answer
             if name is None:
                 if not self._make_room():
-                    return _failed(f"the name {host} is not looked up: {MAX_NAMES} others are")
+                    return _ended(Unresolved(f"the name {host} is not looked up: {MAX_NAMES} others are"))
                 name = self._names[key] = _Name(host, owner, key[2], Future())
             name.answer, name.under_way = _pending(), True
             self._names.move_to_end(key)
@@ -159,13 +159,10 @@ def _pending() -> Future[Addresses]:
     return future
 
 
-def _done(addresses: Addresses) -> Future[Addresses]:
+def _ended(answer: Addresses | Unresolved) -> Future[Addresses]:
     future = _pending()
-    future.set_result(addresses)
-    return future
-
-
-def _failed(problem: str) -> Future[Addresses]:
-    future = _pending()
-    future.set_exception(Unresolved(problem))
+    if isinstance(answer, Unresolved):
+        future.set_exception(answer)
+    else:
+        future.set_result(answer)
     return future

@@ -105,7 +105,7 @@ class Sequence:
                 self._outdated = True
         elif self._last is not None:
             self._last = None
-            self._reset("its connection was lost, and it has no replay endpoint to ask what was missed")
+            self._rank.reset("its connection was lost, and it has no replay endpoint to ask what was missed")
 
     def check(self) -> None:
         """Request any batches after the last applied."""
@@ -125,7 +125,7 @@ class Sequence:
                 self._verified = True
             elif sequence > self._last:
                 # The publisher keeps the newest consecutive batches: it has dropped the last applied.
-                self._reset("more batches were missed than its publisher keeps")
+                self._rank.reset("more batches were missed than its publisher keeps")
                 self._apply(sequence, payload)
                 self._verified = True
             else:
@@ -188,7 +188,7 @@ class Sequence:
             self._ask(_State.CLOSING)
             self._wait(sequence, payload)
         else:
-            self._reset(f"{missing}, and it has no replay endpoint")
+            self._rank.reset(f"{missing}, and it has no replay endpoint")
             self._apply(sequence, payload)
 
     def _started_anew(self) -> None:
@@ -196,7 +196,7 @@ class Sequence:
         self._last = None
         self._forget_digests()
         self._drop_waiting()
-        self._reset("its publisher was started anew", anew=True)
+        self._rank.reset("its publisher was started anew", anew=True)
         if self._can_replay:
             self._ask(_State.JOINING)
 
@@ -208,7 +208,7 @@ class Sequence:
         if self._rounds > MAX_ROUNDS:
             self._rounds = 0
             self._last = None
-            self._reset(f"{MAX_ROUNDS} replays in a row were not whole")
+            self._rank.reset(f"{MAX_ROUNDS} replays in a row were not whole")
         state = _State.CLOSING if self._last is not None else _State.JOINING
         self._ask(state)
 
@@ -243,7 +243,7 @@ class Sequence:
         try:
             self._rank.apply(sequence, payload)
         except MalformedEvents as error:
-            self._reset(f"batch {sequence}: {error}")
+            self._rank.reset(f"batch {sequence}: {error}")
 
     def _is_known(self, sequence: int, payload: bytes) -> bool:
         """Whether this very batch was applied before."""
@@ -270,6 +270,3 @@ class Sequence:
         chunks = -(-len(self._digests) // CHUNK)
         self._limits.give(max(0, chunks - 1) * CHUNK * 8, self._owner)
         self._digests, self._first = array("Q"), 0
-
-    def _reset(self, problem: str, *, anew: bool = False) -> None:
-        self._rank.reset(problem, anew=anew)

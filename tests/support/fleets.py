@@ -115,7 +115,7 @@ class Served:
         server = IndexServer(self.fleet, self._stats, **self._options)
         status = Status(
             self.fleet, self._options["router"], self._options["tokenizers"], self._stats,
-            self._options.get("pool"), server.is_serving, every_s=self._every_s,
+            self._options.get("pool"), server.health.is_serving, every_s=self._every_s,
         )  # fmt: skip
         http = HttpServer(
             server,

@@ -86,10 +86,7 @@ def route_call(
 
 def release_call(reservation: str, tenant: str) -> Call[bool]:
     """Returns whether it was held."""
-    try:
-        request = pb.ReleaseRequest(tenant=tenant, reservation=reservation)
-    except (TypeError, ValueError) as error:
-        raise unsendable(error) from error
+    request = _request(pb.ReleaseRequest, tenant=tenant, reservation=reservation)
     return Call("Release", request, lambda reply: bool(reply.released))
 
 
@@ -105,19 +102,24 @@ def register_call(worker: Worker, lease_s: float | None) -> Call[bool]:
 
 def remove_call(name: str, tenant: str) -> Call[bool]:
     """Returns whether it was known."""
-    try:
-        request = pb.RemoveWorkerRequest(tenant=tenant, name=name)
-    except (TypeError, ValueError) as error:
-        raise unsendable(error) from error
+    request = _request(pb.RemoveWorkerRequest, tenant=tenant, name=name)
     return Call("RemoveWorker", request, lambda reply: bool(reply.removed))
 
 
 def status_call(tenant: str | None, model: str | None, page_token: str = "") -> Call[tuple[FleetStatus, str]]:
     """Returns a page, and the token of the next. An earlier index has one page of all."""
+    request = _request(
+        pb.ListWorkersRequest,
+        tenant=tenant or "",
+        model=model or "",
+        page_size=PAGE_SIZE,
+        page_token=page_token,
+    )
+    return Call("ListWorkers", request, lambda reply: (decode_status(reply), reply.next_page_token))
+
+
+def _request(kind: Any, **fields: Any) -> Any:
     try:
-        request = pb.ListWorkersRequest(
-            tenant=tenant or "", model=model or "", page_size=PAGE_SIZE, page_token=page_token
-        )
+        return kind(**fields)
     except (TypeError, ValueError) as error:
         raise unsendable(error) from error
-    return Call("ListWorkers", request, lambda reply: (decode_status(reply), reply.next_page_token))

@@ -27,15 +27,12 @@ class OfAnotherTenant(Lost):
 
 
 class Dialler:
-    """Makes a ``Line`` for each publisher. ``limits``: for received bytes. ``resolver``: for names."""
+    """Shared by all ``Line``s. ``limits``: for received bytes. ``resolver``: for names."""
 
     def __init__(self, limits: Limits, resolver: Resolver) -> None:
         self.limits, self.resolver = limits, resolver
         # Tenants followed there, with their lines.
         self.tenants: defaultdict[Place, Counter[str]] = defaultdict(Counter)
-
-    def line(self, tenant: str) -> Line:
-        return Line(self, tenant)
 
 
 class Line:

@@ -59,9 +59,6 @@ class _Followed:
     interrupted: bool = False  # the requested publisher may be gone
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def mark_stale(self, problem: str) -> None:
-        self.rank.mark(stale=True, problem=problem)
-
 
 class Subscriber:
     """A ``Feed``: has a ``Sequence`` for each rank, from one thread of its own.
@@ -134,7 +131,7 @@ class Subscriber:
                 rank.mark(stale=True, problem="it publishes no KV events")
                 continue
             sequence = Sequence(rank, can_replay=bool(publisher.replay), limits=self._limits)
-            link = _Followed(rank, publisher, sequence, self._dialler.line(worker.tenant))
+            link = _Followed(rank, publisher, sequence, Line(self._dialler, worker.tenant))
             links.append(link)
             # Batches published before the subscription are in the replay, or are a gap.
             self._start(link, self._read_events(link))
@@ -195,7 +192,7 @@ class Subscriber:
     @staticmethod
     def _lost(link: _Followed, problem: str) -> None:
         if not link.publisher.replay:  # with replay, replays tell whether it is followed
-            link.mark_stale(problem)
+            link.rank.mark(stale=True, problem=problem)
 
     async def _read_batches(self, link: _Followed, connection: Connection) -> None:
         ends_s = time.monotonic() + TURN_S

@@ -150,20 +150,19 @@ class Renderer:
         if self._without.get((request.tenant, request.model, request.path), 0.0) > now_s:
             raise NoTokens(f"the workers of {request.model} have no {request.path}/render")
         without = {endpoint for endpoint, until_s in self._away.items() if now_s < until_s}
+        is_second = False
         try:
-            worker = await choose(without)
-            try:
-                return await self._ask(request, body, headers, worker)
-            except (aiohttp.ClientConnectionError, _Unanswered) as error:
-                if isinstance(error, _NOT_REACHED):
-                    self._set_aside(worker.endpoint)
-            without.add(worker.endpoint)
-            worker = await choose(without)
-            try:
-                return await self._ask(request, body, headers, worker)
-            except _NOT_REACHED:
-                self._set_aside(worker.endpoint)
-                raise
+            while True:
+                worker = await choose(without)
+                try:
+                    return await self._ask(request, body, headers, worker)
+                except (aiohttp.ClientConnectionError, _Unanswered) as error:
+                    if isinstance(error, _NOT_REACHED):
+                        self._set_aside(worker.endpoint)
+                    if is_second:
+                        raise
+                is_second = True
+                without.add(worker.endpoint)
         except (aiohttp.ClientError, TimeoutError, asyncio.TimeoutError, msgspec.MsgspecError) as error:
             raise NoTokens(
                 f"no worker answers with its tokens: {str(error) or type(error).__name__}"

@@ -144,9 +144,7 @@ class Scraper:
                 costs[rank].update(engine.gate, time.monotonic())
                 if (cost := costs[rank].value) is not None:
                     self._loads.measure(worker_id, rank, cost)
-            if (
-                engine.asleep and one is not None and batches is not None
-            ):  # it waits for a batch of the rank that is being applied
+            if engine.asleep and one is not None:  # it waits for a batch of the rank that is being applied
                 await asyncio.get_running_loop().run_in_executor(self._parser, one.empty, batches)
 
     async def _page(self, address: str, tenant: str) -> bytes:

@@ -125,7 +125,7 @@ class Health:
         self._ends = True
         await self._say(dict.fromkeys(self._statuses, health_pb2.HealthCheckResponse.NOT_SERVING))
 
-    async def is_serving(self) -> bool:
+    def is_serving(self) -> bool:
         """Whether it reports "serving" for the index; not after ``end``."""
         return self._statuses.get(SERVICE) == health_pb2.HealthCheckResponse.SERVING
 

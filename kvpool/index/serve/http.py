@@ -173,7 +173,7 @@ class HttpServer:
             raise refusal
 
     async def _health(self, _: HttpRequest, __: Permissions) -> web.Response:
-        if not await self._index.is_serving():
+        if not self._index.health.is_serving():
             raise Refused(503, "UNAVAILABLE", "this index does not answer for now")
         return json_reply(msgspec.json.encode({"status": "ok"}))
 

@@ -126,7 +126,7 @@ class Proxy:
 
     async def _respond(self, request: web.BaseRequest, span: Span) -> web.StreamResponse:
         if request.path == HEALTH and request.method in ("GET", "HEAD"):
-            if await self._health.is_serving():
+            if self._health.is_serving():
                 return web.json_response({"status": "ok"}, headers=SERVER)
             return _refused(Refusal(503, "this router does not serve for now"))
         self._stats.begin()

@@ -165,9 +165,6 @@ class IndexServer:
         self._threads.shutdown()
         self._lookups.close()
 
-    async def is_serving(self) -> bool:
-        return await self.health.is_serving()
-
     def _warn(self, listen: str) -> None:
         """Log dangers from others on the network."""
         if is_loopback(listen):

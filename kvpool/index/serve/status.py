@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.resources import files
@@ -86,7 +86,7 @@ class Status:
         tokenizers: Tokenizers,
         stats: RequestStats,
         pool: PoolFollower | None,
-        is_serving: Callable[[], Awaitable[bool]],
+        is_serving: Callable[[], bool],
         *,
         every_s: float = EVERY_S,
     ) -> None:
@@ -124,7 +124,7 @@ class Status:
         find = request.query.get("find", "")[:MAX_FIND_CHARS].casefold()
         after = request.query.get("after", "").partition("/")
         with self._fleet.limits.calls(limits.PAGES, f"{request.host}:", caller.tenants):
-            is_serving = await self._is_serving()
+            is_serving = self._is_serving()
             history = self._since(since)
 
             def answer() -> bytes:

@@ -18,7 +18,7 @@ import pytest
 from kvpool import Load
 from kvpool.index.fleet import Fleet
 from kvpool.index.place import scraper as scraper_module
-from kvpool.index.place.load import Known, LoadBoard
+from kvpool.index.place.load import KnownLoad, LoadBoard
 from kvpool.index.place.metrics_page import EngineLoad
 from kvpool.index.place.router import Router
 from kvpool.index.place.scraper import Scraper
@@ -83,7 +83,7 @@ def test_loads_of_all_ranks(fleet: Fleet) -> None:
             await until(lambda: running(board, "a", 1) == 4)
             known = board.get("default/a", 0)
             assert known is not None
-            assert known._replace(age_s=0) == Known(Load("a", 0, 3, 5, None, 0.25), "scraped", 0, False)
+            assert known._replace(age_s=0) == KnownLoad(Load("a", 0, 3, 5, None, 0.25), "scraped", 0, False)
             known = board.get("default/a", 1)
             assert known is not None
             assert known.asleep
