@@ -17,7 +17,7 @@ def extra(pool: str, **more: Any) -> dict[str, Any]:
     """What ``--hicache-storage-backend-extra-config`` holds."""
     return {
         "backend_name": "kvpool", "module_path": "kvpool.sglang", "class_name": "KVPoolHiCache", "interface_v1": 1,
-        "pool": pool, "model_id": "tiny", **more,
+        "pool": pool, "model_id": "tiny", "lookup_timeout_s": 60.0, **more,
     }  # fmt: skip
 
 

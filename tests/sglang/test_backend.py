@@ -230,7 +230,7 @@ class _ReluctantStore:
 
 def test_a_call_returns_only_when_nothing_touches_host_memory_any_more(tmp_path: Path, serve: Serve) -> None:
     """SGLang gives the pages of a failed load to the next request at once."""
-    server = serve(f"file://{tmp_path}/pool", page_tokens=64, heads=16, layers=16)
+    server = serve(f"file://{tmp_path}/pool", page_tokens=64, heads=16, layers=16, lookup_timeout_s=BUDGET_S)
     keys, slots = hashes(12, page_tokens=64), server.slots(12)
     server.backend._mover._store = store = _ReluctantStore(server.backend._store, keys[0])
     # The first part is a miss, or kept; the others are under way when the call ends.

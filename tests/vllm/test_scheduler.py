@@ -137,8 +137,8 @@ def test_a_preempted_request_is_looked_up_afresh(store: Store) -> None:
 
 
 def test_a_store_that_never_answers_costs_the_budget_and_no_more(stalling: ScriptedStore) -> None:
-    scheduler, asked = half(stalling), request("a")
-    with ends_within(BUDGET_S + LOOKUP_GRACE_S):  # the budget, and the grace for a batch that is stopping
+    scheduler, asked = half(stalling, lookup_timeout_s=0.2), request("a")
+    with ends_within(0.2 + LOOKUP_GRACE_S):  # the budget, and the grace for a batch that is stopping
         scheduler.seen(asked)
         assert answer(scheduler, asked) == 0
     assert all(batch.cancelled for batch in stalling.under_way)
@@ -147,7 +147,7 @@ def test_a_store_that_never_answers_costs_the_budget_and_no_more(stalling: Scrip
 
 
 def test_workers_that_never_report_cost_the_budget_and_no_more(store: Store) -> None:
-    scheduler, asked = half(store, heard=False), request("a")
+    scheduler, asked = half(store, heard=False, lookup_timeout_s=0.2), request("a")
     assert scheduler.matched_tokens(asked, 0) == (None, False)
     assert answer(scheduler, asked) == 0
 

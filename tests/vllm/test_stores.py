@@ -17,7 +17,7 @@ from kvpool.vllm.plan import Group, PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.scheduler import SchedulerHalf
 from kvpool.vllm.stores import RequestCounter
 from tests.support.deadlines import eventually
-from tests.support.scheduler import BLOCK_TOKENS, answer, half, output, put, request
+from tests.support.scheduler import BLOCK_TOKENS, BUDGET_S, answer, half, output, put, request
 
 pytestmark = [pytest.mark.vllm]
 
@@ -81,7 +81,7 @@ def late_answer(engine: Engine, asked: Request) -> Callable[[], None]:
     engine.scheduler.seen(asked)
     lookup = engine.scheduler._requests[asked.request_id].lookup
     assert lookup is not None
-    lookup._gives_up_s += 60
+    lookup._gives_up_s += BUDGET_S
     done = lookup._lookup.done
     lookup._lookup.done = lambda: False  # type: ignore[method-assign]
 
@@ -120,7 +120,7 @@ def test_a_lookup_without_an_answer_says_nothing_of_what_is_held(store: Store) -
     assert lookup is not None
     lookup._lookup.done = lambda: False  # type: ignore[method-assign]
     engine.begins(asked, 6)
-    lookup._gives_up_s -= 60
+    lookup._gives_up_s -= 2 * BUDGET_S
     assert engine.idle().stores == []
     assert not engine.scheduler.wants_steps()
     assert engine.scheduler.counters.take()[f"{metrics.LOOKUP_FAILURES.name}/timeout"] == 1

@@ -59,7 +59,9 @@ def made(config: dict[str, Any], described: Spec | None = None, items: Any = np.
 
 
 def entry(pool: str, **more: Any) -> dict[str, Any]:
-    return {"type": "KVPoolTier", "module_path": "kvpool.vllm", "pool": pool, "model_id": "tiny", **more}
+    patient = {"lookup_timeout_s": 60.0, "max_load_s": 60.0}
+    kind = {"type": "KVPoolTier", "module_path": "kvpool.vllm"}
+    return {**kind, "pool": pool, "model_id": "tiny", **patient, **more}
 
 
 Opened = Callable[..., Driven]

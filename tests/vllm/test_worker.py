@@ -188,7 +188,7 @@ def test_blocks_go_and_come_back_under_this_ranks_keys(
         namespace = Namespace("default", FACTS)
         assert store.contains_many(namespace.keys([hashed(1), hashed(2)], 0, RANK)) == [True, True]
         assert store.contains_many(namespace.keys([hashed(1)], 0, 0)) == [False]
-    step = PoolMetadata(loads=[LoadPlan("a", refs((1, 8), (2, 9)), 1.0)])
+    step = PoolMetadata(loads=[LoadPlan("a", refs((1, 8), (2, 9)), 60.0)])
     worker.start_loads(step)
     worker.start_loads(step)  # polled again: not loaded again
     assert finish(worker, 1) == ({"a"}, set())
@@ -221,10 +221,10 @@ def test_what_is_the_same_on_every_rank_is_stored_by_the_first_and_loaded_by_all
         first.start_stores(PoolMetadata(stores=list(step), tags=[10, 11, 12]))
         stored(first, 10, 11, 12)
         assert store.contains_many(keys) == [True, True, True, False, True, False]
-    second.start_loads(PoolMetadata(loads=[LoadPlan("a", [BlockRef(hashed(3), 0, (9,))], 1.0)]))
+    second.start_loads(PoolMetadata(loads=[LoadPlan("a", [BlockRef(hashed(3), 0, (9,))], 60.0)]))
     assert finish(second, 1) == ({"a"}, set())
     assert torch.equal(other[9, :2], cache[4, :2])
-    second.start_loads(PoolMetadata(loads=[LoadPlan("b", [BlockRef(hashed(7), 0, (9,))], 1.0)]))
+    second.start_loads(PoolMetadata(loads=[LoadPlan("b", [BlockRef(hashed(7), 0, (9,))], 60.0)]))
     assert finish(second, 1) == ({"b"}, {"b"})
     report = report_of(second)
     assert report.missing == {(hashed(7), 0)}
@@ -237,7 +237,7 @@ def test_a_stage_moves_nothing_before_it_has_the_facts_of_all(cache: torch.Tenso
     worker = started(url, cache, described, pipeline_parallel=2)
     report = report_of(worker)
     assert report.facts == {0: FACTS}
-    early = PoolMetadata(loads=[LoadPlan("a", refs((7, 5)), 1.0)], stores=refs((1, 3)), tags=[10])
+    early = PoolMetadata(loads=[LoadPlan("a", refs((7, 5)), 60.0)], stores=refs((1, 3)), tags=[10])
     worker.start_loads(early)
     worker.start_stores(early)
     assert finish(worker, 1) == ({"a"}, {"a"})
@@ -271,7 +271,7 @@ def test_a_load_is_reported_with_the_time_that_it_is_known_to_have_taken(
     worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
     stored(worker, 10)
     ended = worker._mover.poll  # type: ignore[union-attr]
-    worker.start_loads(PoolMetadata(loads=[LoadPlan("a", refs((1, 8)), 1.0)], timed=7))
+    worker.start_loads(PoolMetadata(loads=[LoadPlan("a", refs((1, 8)), 60.0)], timed=7))
     monkeypatch.setattr(worker._mover, "poll", lambda wait_s: Finished([], [], []))
     for _ in range(3):
         clock[0] += 1
@@ -286,7 +286,7 @@ def test_a_load_is_reported_with_the_time_that_it_is_known_to_have_taken(
     assert report.load_s == {"a": pytest.approx(3.0)}
     assert report.timed == 7
     monkeypatch.setattr(worker._mover, "poll", ended)
-    worker.start_loads(PoolMetadata(loads=[LoadPlan("b", refs((7, 8)), 1.0)]))
+    worker.start_loads(PoolMetadata(loads=[LoadPlan("b", refs((7, 8)), 60.0)]))
     assert finish(worker, 1) == ({"b"}, {"b"})
     report = report_of(worker)
     assert set(report.load_s) == {"b"}, "failed ones cost time as well"
@@ -294,7 +294,7 @@ def test_a_load_is_reported_with_the_time_that_it_is_known_to_have_taken(
 
 
 def test_a_plan_without_blocks_is_reported_as_failed(worker: WorkerHalf) -> None:
-    worker.start_loads(PoolMetadata(loads=[LoadPlan("a", [], 1.0)]))
+    worker.start_loads(PoolMetadata(loads=[LoadPlan("a", [], 60.0)]))
     assert finish(worker, 1) == ({"a"}, {"a"})
 
 
@@ -313,7 +313,7 @@ def test_a_pool_that_cannot_be_opened_is_reported_and_its_loads_fail(
     report = report_of(worker)
     assert report.facts == {}
     assert "not a file" in report.broken[RANK]
-    worker.start_loads(PoolMetadata(loads=[LoadPlan("a", refs((1, 8)), 1.0)]))
+    worker.start_loads(PoolMetadata(loads=[LoadPlan("a", refs((1, 8)), 60.0)]))
     worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
     assert finish(worker, 1) == ({"a"}, {"a"})
     report = report_of(worker)
@@ -332,7 +332,7 @@ def test_a_record_that_has_no_key_costs_its_load_and_its_step_of_stores_and_not_
     worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
     stored(worker, 10)
     worker.start_loads(
-        PoolMetadata(loads=[LoadPlan("bad", nameless, 1.0), LoadPlan("good", refs((1, 8)), 1.0)])
+        PoolMetadata(loads=[LoadPlan("bad", nameless, 60.0), LoadPlan("good", refs((1, 8)), 60.0)])
     )
     assert finish(worker, 2) == ({"bad", "good"}, {"bad"})
     assert torch.equal(cache[8], cache[3])
@@ -347,11 +347,11 @@ def test_a_fault_of_ours_fails_the_loads_under_way_and_switches_the_pool_off(
     stored(worker, 10)
 
     monkeypatch.setattr("kvpool.transfer.copier.BlockCopier.scatter", planted)
-    worker.start_loads(PoolMetadata(loads=[LoadPlan("a", refs((1, 8)), 1.0)]))
+    worker.start_loads(PoolMetadata(loads=[LoadPlan("a", refs((1, 8)), 60.0)]))
     assert finish(worker, 1) == ({"a"}, {"a"})
     report = report_of(worker)
     assert "planted" in report.broken[RANK]
-    worker.start_loads(PoolMetadata(loads=[LoadPlan("b", refs((1, 8)), 1.0)]))
+    worker.start_loads(PoolMetadata(loads=[LoadPlan("b", refs((1, 8)), 60.0)]))
     assert finish(worker, 1) == ({"b"}, {"b"})
 
 
@@ -431,7 +431,7 @@ def test_in_another_epoch_a_worker_moves_what_is_of_it_alone_and_says_so(
         for epoch in ("one", "two"):
             after.append(Namespace("default", {**FACTS, EPOCH_FACT: epoch}))
             step = PoolMetadata(
-                epoch=epoch, loads=[LoadPlan(epoch, refs((1, 5)), 1.0)], stores=refs((2, 3)), tags=[2]
+                epoch=epoch, loads=[LoadPlan(epoch, refs((1, 5)), 60.0)], stores=refs((2, 3)), tags=[2]
             )
             worker.start_loads(step)
             worker.start_stores(step)
