@@ -224,7 +224,7 @@ kubernetes-secrets: $(VENV)/.stamp-core
 	@$(BIN)/python scripts/compose-env --kubernetes
 
 # What was found stays in .cache/fuzz and is where the next run goes on.
-FUZZED := record events resp_io_thread lookup_request json_numbers
+FUZZED := record events resp_io_thread lookup_request token_list
 fuzz: fuzz-build
 	printf '%s\n' $(FUZZED) | xargs -P 2 -I NAME bash -c 'mkdir -p .cache/fuzz/found/NAME && \
 	  .cache/fuzz/fuzz_NAME -max_total_time=$(FUZZ_S) -timeout=60 -rss_limit_mb=3000 -verbosity=0 -print_final_stats=1 \

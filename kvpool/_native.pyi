@@ -1,6 +1,6 @@
 """Types of the C++ core (``kvpool/_native/*.cpp``)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from typing_extensions import Buffer
@@ -25,14 +25,14 @@ PRESENT: int  # put absent: the value was there, or another put of its key that 
 RECORD_HEADER_NBYTES: int
 
 # token_ids: ints from 0 to 2**64 - 1, or a contiguous buffer of 16, 32 or 64 bit integers in native byte order
-# (bytes are refused: cast them). extras: block index to its extra keys as CBOR, never empty; an index behind the
+# (bytes are refused: cast them). extras: block index to its extra keys as CBOR; an index behind the
 # last full block is ignored. Tokens behind the last full block are not hashed. ValueError for anything else.
 def hash_chain(
     algorithm: str,
     parent: bytes,
     token_ids: Sequence[int] | Buffer,
     block_tokens: int,
-    extras: Mapping[int, bytes],
+    extras: dict[int, bytes],
 ) -> list[bytes]: ...
 
 # The last 8 bytes of each hash, read big-endian, as packed little-endian u64: what KV events carry.
@@ -41,7 +41,7 @@ def hash_chain64(
     parent: bytes,
     token_ids: Sequence[int] | Buffer,
     block_tokens: int,
-    extras: Mapping[int, bytes],
+    extras: dict[int, bytes],
 ) -> bytes: ...
 def digest(algorithm: str, data: Buffer) -> bytes: ...
 
@@ -138,23 +138,15 @@ class RespError(RuntimeError):
 class TlsError(RuntimeError):
     """A file for TLS cannot be used: its path and why, nothing of its contents."""
 
-# A Redis or Valkey server: give host and port, or unix_path; empty text for what is not used. Connects once and
-# checks, for at most 2 s an address, then keeps `connections` of its own. `tls`: paths of PEM files: authorities
-# (empty: the system's), a client's certificate and its key (both or none); None: in plain. OSError when the server
-# cannot be reached, RespError when it refuses, TlsError before either.
-def open_resp_executor(
-    host: str,
-    port: int,
-    unix_path: str,
-    user: str,
-    password: str,
-    database: int,
-    ttl_s: float,
-    connections: int,
-    tls: tuple[str, str, str] | None,
-    client: str,
-    version: str,
-) -> IoExecutor: ...
+# user, password, database, ttl_s, connections, tls, client, version: of any server; empty text for what is not used.
+# `tls`: paths of PEM files: authorities (empty: the system's), a client's certificate and its key (both or none); None:
+# in plain.
+ServerSettings = tuple[str, str, int, float, int, tuple[str, str, str] | None, str, str]
+
+# A Redis or Valkey server: give host and port, or unix_path. Connects once and checks, for at most 2 s an address,
+# then keeps `connections` of its own. OSError when the server cannot be reached, RespError when it refuses, TlsError
+# before either.
+def open_resp_executor(host: str, port: int, unix_path: str, settings: ServerSettings) -> IoExecutor: ...
 
 class Topology:
     """Which node serves which of the 16,384 hash slots (kvpool/_native/store/topology.h). Any thread."""
@@ -170,16 +162,7 @@ class Topology:
     def closed(self) -> bool: ...
 
 # Several servers: none is asked before the first install(). The topology is closed with the executor.
-def open_routed_resp_executor(
-    user: str,
-    password: str,
-    database: int,
-    ttl_s: float,
-    connections: int,
-    tls: tuple[str, str, str] | None,
-    client: str,
-    version: str,
-) -> tuple[IoExecutor, Topology]: ...
+def open_routed_resp_executor(settings: ServerSettings) -> tuple[IoExecutor, Topology]: ...
 
 class TooMuchWork(RuntimeError):
     """Raised by Table.match and what calls it: a prompt that others would wait for too long."""
@@ -233,10 +216,10 @@ class Table:
     def clear(self, worker: str, dp_rank: int | None, tiers: int) -> bool: ...
 
     # One segment of the table; cursor 0 begins, and 0 comes back at the end.
-    def doubt(self, worker: str, cursor: int) -> int: ...
+    def mark(self, worker: str, cursor: int) -> int: ...
 
-    # (blocks that it held, doubts that are left).
-    def expel(self, worker: str) -> tuple[int, int]: ...
+    # (blocks removed from the worker, marks that are left).
+    def sweep(self, worker: str) -> tuple[int, int]: ...
 
     # Holdings of a worker that left to make room, since they were last cleared.
     def evicted(self, worker: str) -> int: ...
@@ -246,7 +229,7 @@ class Table:
     def content(self, worker: str) -> tuple[int, int] | None: ...
     def image(self) -> TableImage: ...
     # Blocks of all its ranks and groups in the device, host, disk and pool tier; zeros for one that is not known.
-    def held_by(self, worker: str) -> tuple[int, int, int, int]: ...
+    def held_by(self, worker: str) -> list[int]: ...
     def stats(self) -> dict[str, Any]: ...
 
 class RankState:
@@ -349,9 +332,8 @@ class Ranking:
     # A row, and the other fields of a Pick in their order; trust and source as numbers.
     def picks(self) -> list[tuple[Any, ...]]: ...
 
-# The numbers of a list in JSON, 8 bytes each; negative ones as two's complement. ValueError: what ``text`` is not.
-# OverflowError: a number is out of range.
-def json_numbers(text: Buffer, most: int, highest: int, is_signed: bool) -> bytes: ...
+# The token ids of a list in JSON, packed native u32. ValueError: what ``text`` is not.
+def read_token_list(text: Buffer, most: int) -> bytes: ...
 
 # (model, tenant, workers, whether the prompt is token ids, its first byte, the byte behind its last) of a packed
 # LookupRequest; None: protobuf has to judge it (kvpool/_native/index/lookup_request.h).

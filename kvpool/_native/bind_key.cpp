@@ -1,38 +1,130 @@
 // Python bindings of key/: block hashes, checksums, records.
 
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string_view.h>
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <string>
 #include <string_view>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "bindings.h"
-#include "fast_sequence.h"
 #include "key/checksum.h"
 #include "key/hashing.h"
 #include "key/record.h"
-#include "tokens.h"
 
 namespace kvpool {
 namespace {
 
+constexpr const char* kTokenRange = "token ids must be from 0 to 2**64 - 1";
+
+std::uint64_t read_int(PyObject* object) {
+  int overflow = 0;
+  const long value = PyLong_AsLongAndOverflow(object, &overflow);
+  if (overflow == 0 && value >= 0) return static_cast<std::uint64_t>(value);
+  if (overflow > 0) {
+    const std::uint64_t wide = PyLong_AsUnsignedLongLong(object);
+    if (!PyErr_Occurred()) return wide;
+    PyErr_Clear();
+  }
+  throw std::invalid_argument(kTokenRange);
+}
+
+std::vector<std::uint64_t> read_sequence(const FastSequence& items) {
+  std::vector<std::uint64_t> token_ids(static_cast<std::size_t>(items.size()));
+  for (Py_ssize_t i = 0; i < items.size(); ++i) {
+    PyObject* item = items[i];
+    if (item == nullptr) {  // __index__ of a foreign integer may run anything
+      PyErr_Clear();
+      throw std::invalid_argument("the list of token ids was changed while it was read");
+    }
+    std::uint64_t& token_id = token_ids[static_cast<std::size_t>(i)];
+    if (PyLong_CheckExact(item)) {
+      token_id = read_int(item);
+      continue;
+    }
+    // numpy's scalars and the like, but not bool, which CBOR writes differently.
+    if (PyBool_Check(item)) throw nb::type_error("token ids must be integers, not bool");
+    const nb::object held = nb::borrow(item);
+    const nb::object index = nb::steal(PyNumber_Index(item));
+    if (!index.is_valid()) throw nb::python_error();
+    token_id = read_int(index.ptr());
+  }
+  return token_ids;
+}
+
+template <typename Int>
+std::vector<std::uint64_t> read_integers(std::span<const std::byte> bytes) {
+  std::vector<std::uint64_t> token_ids(bytes.size() / sizeof(Int));
+  for (std::size_t i = 0; i < token_ids.size(); ++i) {
+    Int value;
+    std::memcpy(&value, bytes.data() + i * sizeof value, sizeof value);
+    if constexpr (std::is_signed_v<Int>) {
+      if (value < 0) throw std::invalid_argument(kTokenRange);
+    }
+    token_ids[i] = static_cast<std::uint64_t>(value);
+  }
+  return token_ids;
+}
+
+std::vector<std::uint64_t> read_buffer(const Bytes& bytes) {
+  const Py_buffer& view = bytes.view();
+  if (view.ndim != 1) throw std::invalid_argument("token ids must have one dimension");
+  const std::string shown = view.format == nullptr ? "B" : view.format;
+  std::string_view format = shown;
+  if (format.starts_with('@') || format.starts_with('=') || format.starts_with('<')) format.remove_prefix(1);
+  const bool is_signed = format.size() == 1 && std::strchr("hilqn", format[0]) != nullptr;
+  const bool is_unsigned = format.size() == 1 && std::strchr("HILQN", format[0]) != nullptr;
+  const auto data = bytes.get();
+  if (is_signed || is_unsigned) {
+    switch (view.itemsize) {
+      case 2:
+        return is_signed ? read_integers<std::int16_t>(data) : read_integers<std::uint16_t>(data);
+      case 4:
+        return is_signed ? read_integers<std::int32_t>(data) : read_integers<std::uint32_t>(data);
+      case 8:
+        return is_signed ? read_integers<std::int64_t>(data) : read_integers<std::uint64_t>(data);
+      default:
+        break;
+    }
+  }
+  throw std::invalid_argument(
+      "token ids must be integers of 16, 32 or 64 bits in native byte order, not format '" + shown +
+      "'; cast packed bytes first: memoryview(data).cast('I')");
+}
+
+// A sequence of ints, or a contiguous one-dimensional buffer of 16, 32 or 64 bit integers in native byte order.
+std::vector<std::uint64_t> read_tokens(nb::handle object) {
+  if (!PyList_CheckExact(object.ptr()) && !PyTuple_CheckExact(object.ptr()) &&
+      PyObject_CheckBuffer(object.ptr())) {
+    return read_buffer(Bytes(object, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT));
+  }
+  return read_sequence({object, "token ids must be a sequence of integers or a buffer of them"});
+}
+
+// `extras`: block index to its extra keys as CBOR.
 std::vector<std::byte> chain(HashAlgorithm algorithm, const nb::bytes& parent, nb::handle token_ids,
-                             Py_ssize_t block_tokens, nb::handle extras) {
+                             Py_ssize_t block_tokens, const nb::dict& extras) {
   if (block_tokens < 1) throw std::invalid_argument("block_tokens must be at least 1");
-  std::vector<std::uint64_t> tokens;
-  if (!read_tokens(token_ids.ptr(), tokens)) throw nb::python_error();
-  PyExtras by_block;
-  if (!by_block.read(extras.ptr())) throw nb::python_error();
+  const std::vector<std::uint64_t> tokens = read_tokens(token_ids);
+  const nb::list items = extras.items();  // keeps the bytes alive
+  Extras by_block;
+  for (const nb::handle item : items) {
+    const auto [block, extra] = nb::cast<std::pair<std::uint64_t, nb::bytes>>(item);
+    by_block.emplace_back(block, as_text(extra));
+  }
+  std::ranges::sort(by_block);
   return without_gil([&] {
-    return hash_chain(algorithm, as_text(parent), tokens, static_cast<std::size_t>(block_tokens),
-                      by_block.extras());
+    return hash_chain(algorithm, as_text(parent), tokens, static_cast<std::size_t>(block_tokens), by_block);
   });
 }
 
 nb::list py_hash_chain(std::string_view algorithm_name, const nb::bytes& parent, nb::handle token_ids,
-                       Py_ssize_t block_tokens, nb::handle extras) {
+                       Py_ssize_t block_tokens, const nb::dict& extras) {
   const HashAlgorithm algorithm = parse_algorithm(algorithm_name);
   const std::vector<std::byte> digests = chain(algorithm, parent, token_ids, block_tokens, extras);
   const std::size_t nbytes = digest_nbytes(algorithm);
@@ -40,19 +132,17 @@ nb::list py_hash_chain(std::string_view algorithm_name, const nb::bytes& parent,
   nb::list hashes = nb::steal<nb::list>(PyList_New(static_cast<Py_ssize_t>(blocks)));
   if (!hashes.is_valid()) throw nb::python_error();
   for (std::size_t i = 0; i < blocks; ++i) {
-    PyObject* hash = PyBytes_FromStringAndSize(reinterpret_cast<const char*>(digests.data() + i * nbytes),
-                                               static_cast<Py_ssize_t>(nbytes));
-    if (hash == nullptr) throw nb::python_error();
-    if (PyList_SetItem(hashes.ptr(), static_cast<Py_ssize_t>(i), hash) != 0) throw nb::python_error();
+    nb::bytes hash(digests.data() + i * nbytes, nbytes);
+    if (PyList_SetItem(hashes.ptr(), static_cast<Py_ssize_t>(i), hash.release().ptr()) != 0)
+      throw nb::python_error();
   }
   return hashes;
 }
 
 nb::bytes py_hash_chain64(std::string_view algorithm_name, const nb::bytes& parent, nb::handle token_ids,
-                          Py_ssize_t block_tokens, nb::handle extras) {
+                          Py_ssize_t block_tokens, const nb::dict& extras) {
   const HashAlgorithm algorithm = parse_algorithm(algorithm_name);
-  const auto words = low_words(algorithm, chain(algorithm, parent, token_ids, block_tokens, extras));
-  return nb::bytes(words.data(), words.size() * sizeof(std::uint64_t));
+  return to_bytes(low_words(algorithm, chain(algorithm, parent, token_ids, block_tokens, extras)));
 }
 
 // Hashes lie wherever the allocator put them: a join waits for memory twice for each, the prefetch hides most of it.
@@ -60,9 +150,7 @@ nb::bytes py_pack_hashes(nb::handle hashes) {
   constexpr Py_ssize_t kAhead = 16;
   constexpr std::size_t kBytesHeader =
       32;  // of a bytes object, before its bytes: only a guess of what to prefetch
-  const nb::object items = nb::steal(PySequence_Fast(hashes.ptr(), "hashes are a sequence of bytes"));
-  if (!items.is_valid()) throw nb::python_error();
-  const FastSequence all(items.ptr());
+  const FastSequence all(hashes, "hashes are a sequence of bytes");
   const Py_ssize_t count = all.size();
   if (count == 0) return nb::bytes("", 0);
   if (!PyBytes_Check(all[0])) throw std::invalid_argument("hashes are bytes");
@@ -97,8 +185,7 @@ nb::bytes py_pack_hashes(nb::handle hashes) {
 nb::bytes py_digest(std::string_view algorithm_name, nb::handle data) {
   const HashAlgorithm algorithm = parse_algorithm(algorithm_name);
   const Bytes bytes(data);
-  const std::string result = without_gil([&] { return digest(algorithm, bytes.get()); });
-  return nb::bytes(result.data(), result.size());
+  return to_bytes(without_gil([&] { return digest(algorithm, bytes.get()); }));
 }
 
 std::uint64_t py_checksum(nb::handle data) {
@@ -126,8 +213,7 @@ nb::object py_verify_record(std::string_view key_text, nb::handle header, nb::ha
   const Damage damage =
       without_gil([&] { return verify_record(key, header_bytes.get(), payload_bytes.get()); });
   if (damage == Damage::kNone) return nb::none();
-  const std::string_view name = damage_name(damage);
-  return nb::str(name.data(), name.size());
+  return to_str(damage_name(damage));
 }
 
 }  // namespace

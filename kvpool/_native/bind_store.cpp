@@ -2,6 +2,7 @@
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/tuple.h>
@@ -10,6 +11,8 @@
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
+#include <initializer_list>
+#include <iterator>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -17,11 +20,10 @@
 #include <string>
 #include <string_view>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "bindings.h"
-#include "buffers.h"
-#include "fast_sequence.h"
 #include "store/file.h"
 #include "store/io_executor.h"
 #include "store/lookup.h"
@@ -43,10 +45,37 @@ Clock::duration to_duration(double timeout_s, bool may_be_zero) {
   return std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s));
 }
 
+using Buffers = std::vector<Bytes>;
+
+// Buffers of batches whose Python object is gone before their threads are done with them. Needs the GIL.
+class Orphans {
+ public:
+  ~Orphans() {
+    reap();
+    // Threads may touch them for ever after.
+    if (!orphans_.empty()) new std::vector<Orphan>(std::move(orphans_));
+  }
+  void adopt(std::shared_ptr<Batch> batch, Buffers buffers) {
+    orphans_.emplace_back(std::move(batch), std::move(buffers));
+  }
+  // Releases what is done; called on every way into the executor. Exporters may run Python code then, so the
+  // buffers are moved out first.
+  void reap() {
+    const auto done = std::partition(orphans_.begin(), orphans_.end(),
+                                     [](const Orphan& orphan) { return !orphan.first->done(); });
+    const std::vector<Orphan> reaped(std::make_move_iterator(done), std::make_move_iterator(orphans_.end()));
+    orphans_.erase(done, orphans_.end());
+  }
+
+ private:
+  using Orphan = std::pair<std::shared_ptr<Batch>, Buffers>;
+  std::vector<Orphan> orphans_;
+};
+
 // The Python side of a batch. Its members are touched under the GIL only.
 class PyBatch {
  public:
-  PyBatch(std::shared_ptr<Batch> batch, PyBuffers buffers, std::shared_ptr<Orphans> orphans)
+  PyBatch(std::shared_ptr<Batch> batch, Buffers buffers, std::shared_ptr<Orphans> orphans)
       : batch_(std::move(batch)), buffers_(std::move(buffers)), orphans_(std::move(orphans)) {}
   PyBatch(PyBatch&&) = default;
   PyBatch& operator=(PyBatch&&) = delete;
@@ -59,7 +88,7 @@ class PyBatch {
   bool done() {
     orphans_->reap();
     const bool is_done = batch_->done();
-    if (is_done) buffers_.release();
+    if (is_done) const Buffers released = std::exchange(buffers_, {});  // exporters may run Python code
     return is_done;
   }
 
@@ -82,8 +111,7 @@ class PyBatch {
 
   nb::bytes results() {
     require_done();
-    const auto results = batch_->results();
-    return nb::bytes(results.data(), results.size());
+    return to_bytes(batch_->results());
   }
 
   nb::object error() {
@@ -101,15 +129,13 @@ class PyBatch {
   }
 
   std::shared_ptr<Batch> batch_;
-  PyBuffers buffers_;
+  Buffers buffers_;
   std::shared_ptr<Orphans> orphans_;
 };
 
 std::vector<Key> read_keys(nb::handle keys) {
   if (PyUnicode_Check(keys.ptr())) throw nb::type_error("keys must be a sequence of str, not one str");
-  nb::object sequence = nb::steal(PySequence_Fast(keys.ptr(), "keys must be a sequence of str"));
-  if (!sequence.is_valid()) throw nb::python_error();
-  const FastSequence items(sequence.ptr());
+  const FastSequence items(keys, "keys must be a sequence of str");
   std::vector<Key> parsed;
   parsed.reserve(static_cast<std::size_t>(items.size()));
   for (Py_ssize_t i = 0; i < items.size(); ++i) {
@@ -151,26 +177,21 @@ class PyIoExecutor {
       throw std::invalid_argument(moves_bytes(op) ? "PUT, GET and PUT_ABSENT need buffers"
                                                   : "CONTAINS, DELETE and TOUCH take no buffers");
     }
-    PyBuffers held;
+    Buffers held;
     std::vector<Batch::Buffer> spans;
     if (moves_bytes(op)) {
-      nb::object sequence =
-          nb::steal(PySequence_Fast(buffers.ptr(), "buffers must be a sequence of buffers"));
-      if (!sequence.is_valid()) throw nb::python_error();
+      const FastSequence sequence(buffers, "buffers must be a sequence of buffers");
       // A tuple of our own: an exporter may run Python code that changes the list.
-      nb::object fixed = nb::steal(PySequence_Tuple(sequence.ptr()));
-      if (!fixed.is_valid()) throw nb::python_error();
-      const auto count = static_cast<std::size_t>(PyTuple_Size(fixed.ptr()));
-      if (count != parsed.size()) {
-        throw std::invalid_argument(std::to_string(parsed.size()) + " keys, but " + std::to_string(count) +
-                                    " buffers");
+      const nb::tuple fixed(sequence.get());
+      if (fixed.size() != parsed.size()) {
+        throw std::invalid_argument(std::to_string(parsed.size()) + " keys, but " +
+                                    std::to_string(fixed.size()) + " buffers");
       }
-      spans.reserve(count);
-      for (std::size_t i = 0; i < count; ++i) {
-        if (!held.add(PyTuple_GetItem(fixed.ptr(), static_cast<Py_ssize_t>(i)), op == Op::kGet)) {
-          throw nb::python_error();
-        }
-        spans.push_back(held[i]);
+      for (const nb::handle buffer : fixed) {
+        held.emplace_back(buffer, op == Op::kGet ? PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE : PyBUF_C_CONTIGUOUS);
+        spans.push_back(held.back().get());
+        if (spans.back().empty())
+          throw std::invalid_argument("a buffer is empty: a record has at least one byte");
       }
     }
     std::shared_ptr<Batch> batch = executor_->submit(op, std::move(parsed), std::move(spans), timeout);
@@ -181,12 +202,12 @@ class PyIoExecutor {
     orphans_->reap();
     const Clock::duration timeout = to_duration(timeout_s, false);
     std::vector<LookupGroup> read;
-    PyBuffers held;
+    Buffers held;
     for (const nb::handle one : groups) {
       const auto [hashes, hash_nbytes, group, ranks, record_tokens, sliding_window] =
           nb::cast<std::tuple<nb::bytes, std::size_t, std::uint16_t, std::uint32_t, std::uint64_t, bool>>(
               one);
-      if (hashes.size() != 0 && !held.add(hashes.ptr(), false)) throw nb::python_error();
+      held.emplace_back(hashes);
       read.push_back({as_text(hashes), hash_nbytes, group, ranks, record_tokens, sliding_window});
     }
     std::shared_ptr<Batch> batch = executor_->submit(std::make_unique<Lookup>(prefix, read), timeout);
@@ -197,7 +218,7 @@ class PyIoExecutor {
     orphans_->reap();
     const Counters counters = without_gil([this] { return executor_->counters(); });
     nb::dict result;
-    for (const auto& [name, value] : counters) result[nb::str(name.data(), name.size())] = value;
+    for (const auto& [name, value] : counters) result[to_str(name)] = value;
     return result;
   }
 
@@ -213,16 +234,17 @@ class PyIoExecutor {
   std::shared_ptr<Orphans> orphans_;
 };
 
-// Calls open(); the system's errors become OSError with the path that they are about.
+// Calls open() without the GIL; the system's errors become OSError, of files with their path.
 template <typename Open>
-auto with_os_errors(const std::string& root, Open open) {
-  if (root.empty() || root.find('\0') != std::string::npos)
-    throw std::invalid_argument("root must be a path");
+auto with_os_errors(Open open) {
   try {
     return without_gil(open);
   } catch (const std::filesystem::filesystem_error& error) {
     errno = error.code().value();
     PyErr_SetFromErrnoWithFilename(PyExc_OSError, error.path1().c_str());
+  } catch (const Unreachable& error) {
+    const nb::object raised = nb::borrow(PyExc_OSError)(error.error_number(), error.what());
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
   } catch (const std::system_error& error) {
     errno = error.code().value();
     PyErr_SetFromErrno(PyExc_OSError);
@@ -230,11 +252,20 @@ auto with_os_errors(const std::string& root, Open open) {
   throw nb::python_error();
 }
 
+void refuse_zeros(std::initializer_list<std::string_view> texts) {
+  for (const std::string_view text : texts) {
+    if (text.find('\0') != std::string_view::npos)
+      throw std::invalid_argument("no path and no setting may hold a zero byte");
+  }
+}
+
 PyIoExecutor make_file_executor(const std::string& root, std::uint64_t capacity_nbytes, unsigned threads,
                                 FileBackend::Open how) {
+  refuse_zeros({root});
+  if (root.empty()) throw std::invalid_argument("root must be a path");
   if (capacity_nbytes == 0) throw std::invalid_argument("capacity_nbytes must be at least 1");
   if (threads < 1 || threads > kMaxThreads) throw std::invalid_argument("threads must be from 1 to 256");
-  return PyIoExecutor(with_os_errors(root, [&] {
+  return PyIoExecutor(with_os_errors([&] {
     return std::make_unique<IoExecutor>(std::make_unique<FileBackend>(root, capacity_nbytes, how), threads);
   }));
 }
@@ -249,26 +280,18 @@ PyIoExecutor find_file_executor(const std::string& root) {
 }
 
 void make_file_pool(const std::string& root) {
-  with_os_errors(root, [&] { return make_pool(root).inode; });
+  with_os_errors([&] { return make_pool(root).inode; });
 }
 
 using PyTlsFiles = std::tuple<std::string, std::string, std::string>;
 
-TlsFiles to_tls_files(const PyTlsFiles& files) {
-  const auto& [ca, cert, key] = files;
-  if (cert.empty() != key.empty()) throw std::invalid_argument("cert and key go together");
-  for (const std::string* path : {&ca, &cert, &key}) {
-    if (path->find('\0') != std::string::npos) throw std::invalid_argument("no path may hold a zero byte");
-  }
-  return {ca, cert, key};
-}
+// user, password, database, ttl_s, connections, tls, client, version: of any server.
+using PySettings = std::tuple<std::string, std::string, int, double, unsigned, std::optional<PyTlsFiles>,
+                              std::string, std::string>;
 
-RespSettings resp_settings(const std::string& user, const std::string& password, int database, double ttl_s,
-                           unsigned connections, const std::optional<PyTlsFiles>& tls,
-                           const std::string& client, const std::string& version) {
-  for (const std::string* text : {&user, &password, &client, &version}) {
-    if (text->find('\0') != std::string::npos) throw std::invalid_argument("no setting may hold a zero byte");
-  }
+RespSettings to_settings(const PySettings& given) {
+  const auto& [user, password, database, ttl_s, connections, tls, client, version] = given;
+  refuse_zeros({user, password, client, version});
   if (password.empty() && !user.empty()) throw std::invalid_argument("a user needs a password");
   if (database < 0) throw std::invalid_argument("database must be at least 0");
   if (!(ttl_s >= 0.001 && ttl_s <= kMaxTtl_s)) throw std::invalid_argument("ttl_s must be 0.001 to 10 years");
@@ -281,72 +304,35 @@ RespSettings resp_settings(const std::string& user, const std::string& password,
   settings.client = client;
   settings.version = version;
   settings.ttl = std::chrono::milliseconds(static_cast<std::int64_t>(ttl_s * 1e3));
-  if (tls) settings.tls = without_gil([&] { return std::make_shared<TlsContext>(to_tls_files(*tls)); });
+  if (tls) {
+    const auto& [ca, cert, key] = *tls;
+    refuse_zeros({ca, cert, key});
+    if (cert.empty() != key.empty()) throw std::invalid_argument("cert and key go together");
+    settings.tls = without_gil([&] { return std::make_shared<TlsContext>(TlsFiles{ca, cert, key}); });
+  }
   return settings;
 }
 
 PyIoExecutor open_resp_executor(const std::string& host, int port, const std::string& unix_path,
-                                const std::string& user, const std::string& password, int database,
-                                double ttl_s, unsigned connections, const std::optional<PyTlsFiles>& tls,
-                                const std::string& client, const std::string& version) {
-  RespSettings settings = resp_settings(user, password, database, ttl_s, connections, tls, client, version);
+                                const PySettings& of_any) {
+  RespSettings settings = to_settings(of_any);
+  refuse_zeros({host, unix_path});
   if (unix_path.empty() == host.empty()) throw std::invalid_argument("give a host or a unix_path");
-  for (const std::string* text : {&host, &unix_path}) {
-    if (text->find('\0') != std::string::npos) throw std::invalid_argument("no setting may hold a zero byte");
-  }
   if (!host.empty() && (port < 1 || port > 65535))
     throw std::invalid_argument("port must be from 1 to 65535");
   settings.endpoint = {host, static_cast<std::uint16_t>(port), unix_path};
-  try {
-    return PyIoExecutor(without_gil([&] {
-      return std::make_unique<IoExecutor>(std::make_unique<RespBackend>(std::move(settings)), connections);
-    }));
-  } catch (const Unreachable& error) {
-    nb::object raised = nb::borrow(PyExc_OSError)(error.error_number(), error.what());
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
-  } catch (const std::system_error& error) {
-    errno = error.code().value();
-    PyErr_SetFromErrno(PyExc_OSError);
-  }
-  throw nb::python_error();
+  return PyIoExecutor(with_os_errors([&] {
+    return std::make_unique<IoExecutor>(std::make_unique<RespBackend>(std::move(settings)),
+                                        std::get<unsigned>(of_any));
+  }));
 }
 
-class PyTopology {
- public:
-  explicit PyTopology(std::shared_ptr<Topology> topology) : topology_(std::move(topology)) {}
-
-  void install(
-      const std::vector<std::tuple<std::string, unsigned, std::vector<std::pair<unsigned, unsigned>>>>&
-          nodes) {
-    std::vector<NodeSlots> slots;
-    for (const auto& [host, port, ranges] : nodes) slots.push_back({host, port, ranges});
-    without_gil([&] { topology_->install(slots); });
-  }
-  bool wait_until_stale(double timeout_s) {
-    const Clock::time_point until = Clock::now() + to_duration(timeout_s, true);
-    return without_gil([&] { return topology_->wait_until_stale(until); });
-  }
-  void close() { topology_->close(); }
-  bool closed() const { return topology_->closed(); }
-
- private:
-  std::shared_ptr<Topology> topology_;
-};
-
-nb::tuple open_routed_resp_executor(const std::string& user, const std::string& password, int database,
-                                    double ttl_s, unsigned connections, const std::optional<PyTlsFiles>& tls,
-                                    const std::string& client, const std::string& version) {
-  auto topology = std::make_shared<Topology>(
-      resp_settings(user, password, database, ttl_s, connections, tls, client, version));
-  try {
-    PyIoExecutor executor(without_gil(
-        [&] { return std::make_unique<IoExecutor>(std::make_unique<RespBackend>(topology), connections); }));
-    return nb::make_tuple(std::move(executor), PyTopology(topology));
-  } catch (const std::system_error& error) {
-    errno = error.code().value();
-    PyErr_SetFromErrno(PyExc_OSError);
-  }
-  throw nb::python_error();
+nb::tuple open_routed_resp_executor(const PySettings& of_any) {
+  auto topology = std::make_shared<Topology>(to_settings(of_any));
+  PyIoExecutor executor(with_os_errors([&] {
+    return std::make_unique<IoExecutor>(std::make_unique<RespBackend>(topology), std::get<unsigned>(of_any));
+  }));
+  return nb::make_tuple(std::move(executor), std::move(topology));
 }
 
 }  // namespace
@@ -386,15 +372,27 @@ void bind_store(nb::module_& m) {
   nb::exception<RefusedDirectory>(m, "RefusedDirectory");
   nb::exception<RespError>(m, "RespError");
   nb::exception<TlsError>(m, "TlsError");
-  m.def("open_resp_executor", &open_resp_executor, "host"_a, "port"_a, "unix_path"_a, "user"_a, "password"_a,
-        "database"_a, "ttl_s"_a, "connections"_a, "tls"_a.none(), "client"_a, "version"_a);
-  nb::class_<PyTopology>(m, "Topology")
-      .def("install", &PyTopology::install, "nodes"_a)
-      .def("wait_until_stale", &PyTopology::wait_until_stale, "timeout_s"_a)
-      .def("close", &PyTopology::close)
-      .def("closed", &PyTopology::closed);
-  m.def("open_routed_resp_executor", &open_routed_resp_executor, "user"_a, "password"_a, "database"_a,
-        "ttl_s"_a, "connections"_a, "tls"_a.none(), "client"_a, "version"_a);
+  m.def("open_resp_executor", &open_resp_executor, "host"_a, "port"_a, "unix_path"_a, "settings"_a);
+  using Slots = std::vector<std::pair<unsigned, unsigned>>;
+  nb::class_<Topology>(m, "Topology")
+      .def(
+          "install",
+          [](Topology& topology, const std::vector<std::tuple<std::string, unsigned, Slots>>& nodes) {
+            std::vector<NodeSlots> slots;
+            for (const auto& node : nodes) slots.push_back(std::make_from_tuple<NodeSlots>(node));
+            without_gil([&] { topology.install(slots); });
+          },
+          "nodes"_a)
+      .def(
+          "wait_until_stale",
+          [](Topology& topology, double timeout_s) {
+            const Clock::time_point until = Clock::now() + to_duration(timeout_s, true);
+            return without_gil([&] { return topology.wait_until_stale(until); });
+          },
+          "timeout_s"_a)
+      .def("close", &Topology::close)
+      .def("closed", &Topology::closed);
+  m.def("open_routed_resp_executor", &open_routed_resp_executor, "settings"_a);
 }
 
 }  // namespace kvpool

@@ -1,4 +1,4 @@
-// What the binding files share.
+// What the binding files share. All of it needs the GIL, unless it says otherwise.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -6,30 +6,60 @@
 #include <cstddef>
 #include <span>
 #include <string_view>
+#include <utility>
 
 namespace kvpool {
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
-// The bytes of one object, for the length of a call.
+// The bytes of an object, held as long as this lives.
 class Bytes {
  public:
-  explicit Bytes(nb::handle object) {
-    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_C_CONTIGUOUS) != 0) throw nb::python_error();
+  explicit Bytes(nb::handle object, int flags = PyBUF_C_CONTIGUOUS) {
+    if (PyObject_GetBuffer(object.ptr(), &view_, flags) != 0) throw nb::python_error();
   }
-  Bytes(const Bytes&) = delete;
-  Bytes& operator=(const Bytes&) = delete;
+  Bytes(Bytes&& other) noexcept : view_(std::exchange(other.view_, Py_buffer{})) {}
+  Bytes& operator=(Bytes&&) = delete;
   ~Bytes() { PyBuffer_Release(&view_); }
-  std::span<const std::byte> get() const {
-    return {static_cast<const std::byte*>(view_.buf), static_cast<std::size_t>(view_.len)};
+  // To be written only with PyBUF_WRITABLE.
+  std::span<std::byte> get() const {
+    return {static_cast<std::byte*>(view_.buf), static_cast<std::size_t>(view_.len)};
   }
+  const Py_buffer& view() const { return view_; }
 
  private:
   Py_buffer view_;
 };
 
+// A list, a tuple, or another sequence copied into a list; read with calls that the stable ABI has.
+class FastSequence {
+ public:
+  // `expected`: the error of anything else.
+  FastSequence(nb::handle any, const char* expected)
+      : sequence_(nb::steal(PySequence_Fast(any.ptr(), expected))) {
+    if (!sequence_.is_valid()) throw nb::python_error();
+    const bool is_list = PyList_Check(sequence_.ptr());
+    get_ = is_list ? &PyList_GetItem : &PyTuple_GetItem;
+    size_ = is_list ? PyList_Size(sequence_.ptr()) : PyTuple_Size(sequence_.ptr());
+  }
+
+  nb::handle get() const { return sequence_; }
+  // When this was made: a list may have changed since.
+  Py_ssize_t size() const { return size_; }
+  // Borrowed. Null, with IndexError set: the list has become shorter.
+  PyObject* operator[](Py_ssize_t i) const { return get_(sequence_.ptr(), i); }
+
+ private:
+  nb::object sequence_;
+  PyObject* (*get_)(PyObject*, Py_ssize_t);
+  Py_ssize_t size_;
+};
+
 inline std::string_view as_text(const nb::bytes& data) { return {data.c_str(), data.size()}; }
+inline nb::str to_str(std::string_view text) { return nb::str(text.data(), text.size()); }
+// Of a std::string, or a vector of numbers.
+nb::bytes to_bytes(const auto& items) { return nb::bytes(items.data(), items.size() * sizeof *items.data()); }
 
 template <typename Body>
 auto without_gil(Body body) {
@@ -37,7 +67,6 @@ auto without_gil(Body body) {
   return body();
 }
 
-void bind_answer(nb::module_& m);
 void bind_index(nb::module_& m);
 void bind_key(nb::module_& m);
 void bind_store(nb::module_& m);

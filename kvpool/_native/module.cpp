@@ -9,5 +9,4 @@ NB_MODULE(_native, m) {
   kvpool::bind_key(m);
   kvpool::bind_store(m);
   kvpool::bind_index(m);
-  kvpool::bind_answer(m);
 }

@@ -212,10 +212,10 @@ class PrefixIndex:
         try:
             made.native = _native.table_of(packed, max_blocks, reuse_reports, block_tokens or 0, memory)
             made.workers()
+        except UnicodeDecodeError as error:
+            raise SnapshotRefused("no image of a prefix index: its names are no text") from error
         except (ValueError, TypeError, BufferError) as error:
             raise SnapshotRefused(f"no image of a prefix index: {error}") from error
-        except RuntimeError as error:
-            raise SnapshotRefused("no image of a prefix index: its names are no text") from error
         return made
 
     def apply(self, worker: str, payload: Buffer, *, dp_rank: int = 0, pool: str | None = None) -> Applied:
@@ -278,12 +278,12 @@ class PrefixIndex:
         Each call covers about 2,000 blocks of the table. Errors: ``ConfigError``.
         """
         with refusals():
-            return self.native.doubt(worker, cursor)
+            return self.native.mark(worker, cursor)
 
     def sweep(self, worker: str) -> tuple[int, int]:
         """Remove about 2,000 marked blocks: (blocks removed from ``worker``, marks left). Errors: ``ConfigError``."""
         with refusals():
-            return self.native.expel(worker)
+            return self.native.sweep(worker)
 
     def evicted(self, worker: str) -> int:
         """Holdings of a worker that were evicted since its last clear.

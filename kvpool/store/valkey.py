@@ -129,7 +129,7 @@ def _open_client(url: StoreURL, name: str) -> DataPath:
 
 def _open_many(url: StoreURL, primaries: Primaries, name: str) -> tuple[_native.IoExecutor, TopologyWatch]:
     try:
-        engine, topology = _native.open_routed_resp_executor(*_of_any_server(url))
+        engine, topology = _native.open_routed_resp_executor(_of_any_server(url))
     except _native.TlsError as error:
         raise ConfigError(f"{name}: {error}") from error
     try:
@@ -141,7 +141,7 @@ def _open_many(url: StoreURL, primaries: Primaries, name: str) -> tuple[_native.
 
 def _open_one(url: StoreURL, name: str) -> _native.IoExecutor:
     try:
-        return _native.open_resp_executor(url.host, url.port, url.path, *_of_any_server(url))
+        return _native.open_resp_executor(url.host, url.port, url.path, _of_any_server(url))
     except _native.TlsError as error:
         raise ConfigError(f"{name}: {error}") from error
     except _native.RespError as error:
@@ -155,10 +155,8 @@ def _open_one(url: StoreURL, name: str) -> _native.IoExecutor:
         raise StoreUnavailable(f"{name}: cannot connect: {words}; {advice(words)}") from error
 
 
-def _of_any_server(
-    url: StoreURL,
-) -> tuple[str, str, int, float, int, tuple[str, str, str] | None, str, str]:
-    """The native executor's settings for any server, in the order of ``_native``."""
+def _of_any_server(url: StoreURL) -> _native.ServerSettings:
+    """The native executor's settings for any server."""
     files = url.tls.files() if url.tls is not None else None
     return (
         url.user, url.password, url.database, url.ttl_s, url.threads, files, client_of(url), library_version()

@@ -196,12 +196,12 @@ def test_an_image_of_more_than_there_is_room_for_is_taken_in_part() -> None:
     assert (len(few), memory.used_nbytes) == (100, few.memory_nbytes), "each has its first MiB"
 
 
-def test_what_is_forgotten_is_not_expelled() -> None:
+def test_what_is_forgotten_is_not_swept() -> None:
     memory = MemoryBudget(1 << 30)
     index = PrefixIndex(max_blocks=4, memory=memory)
     index.apply("p", batch(stored([1, 2, 3, 4], medium="STORAGE")))
     assert index.mark("p") == 0
-    assert memory.used_nbytes == index.memory_nbytes, "doubts are memory, too"
+    assert memory.used_nbytes == index.memory_nbytes, "marks are memory, too"
     index.apply("w", batch(stored([5, 6])))
     assert (index.evicted("p"), index.held_by("p")["pool"]) == (2, 2)
     index.apply("p", batch(stored([1, 2, 3, 4], medium="STORAGE")))  # all is there

@@ -312,7 +312,7 @@ def test_what_is_not_listed_goes_and_nothing_else() -> None:
 
 
 @given(*(st.sets(st.integers(0, 30)) for _ in range(5)), st.booleans())
-def test_any_event_ends_a_doubt(
+def test_any_event_ends_a_mark(
     before: set[int], told: set[int], gone: set[int], again: set[int], listed: set[int], cleared_: bool
 ) -> None:
     """``told``, ``gone`` and ``again`` are stored, removed and stored while a round goes on."""

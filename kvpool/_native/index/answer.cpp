@@ -118,18 +118,7 @@ std::string Rows::pack(const Answer& answer) const {
   if (count == 0) return out;
   out.reserve(packed_rows_.size() + count * 30);  // enough, except for sequences of four and more bytes
   out = packed_rows_;
-  const auto column = [&](unsigned field, const auto& numbers) {
-    append_column(out, field, count, [&](std::size_t i) { return numbers[i]; });
-  };
-  append_column(out, lookup_response::kPromptBlocks, count,
-                [&](std::size_t) { return answer.prompt_blocks; });
-  column(lookup_response::kDeviceBlocks, answer.device);
-  column(lookup_response::kLocalBlocks, answer.local);
-  column(lookup_response::kPoolBlocks, answer.pool);
-  column(lookup_response::kSequence, answer.sequences);
-  column(lookup_response::kStalenessMs, answer.staleness_ms);
-  column(lookup_response::kStale, answer.stale);
-  column(lookup_response::kLoadableBlocks, answer.loadable);
+  append_columns(out, count, [&](std::size_t i) { return std::pair(&answer, i); });
   return out;
 }
 

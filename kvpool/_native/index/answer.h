@@ -15,8 +15,10 @@
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
+#include "index/packing.h"
 #include "index/table.h"
 
 namespace kvpool {
@@ -56,6 +58,26 @@ struct Answer {
   std::vector<std::uint8_t> stale;
   std::vector<std::size_t> moved;  // rows to read again
 };
+
+// Appends the columns of a LookupResponse that a prompt changes: at(i) is row i's answer, and its place there.
+template <typename At>
+void append_columns(std::string& out, std::size_t rows, At at) {
+  const auto column = [&](lookup_response::Field field, auto numbers) {
+    packing::append_column(out, field, rows, [&](std::size_t i) {
+      const auto [answer, row] = at(i);
+      return std::uint64_t{(answer->*numbers)[row]};
+    });
+  };
+  using enum lookup_response::Field;
+  packing::append_column(out, kPromptBlocks, rows, [&](std::size_t i) { return at(i).first->prompt_blocks; });
+  column(kDeviceBlocks, &Answer::device);
+  column(kLocalBlocks, &Answer::local);
+  column(kPoolBlocks, &Answer::pool);
+  column(kSequence, &Answer::sequences);
+  column(kStalenessMs, &Answer::staleness_ms);
+  column(kStale, &Answer::stale);
+  column(kLoadableBlocks, &Answer::loadable);
+}
 
 // The ranks of an answer, in its order. Immutable.
 class Rows {

@@ -46,14 +46,12 @@ struct EventBatch {
   std::uint64_t lookahead_events = 0;
 };
 
-class MalformedEvents : public std::runtime_error {
- public:
+struct MalformedEvents : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
 // A batch clears and stores more often than any engine does.
-class ClearedTooOften : public MalformedEvents {
- public:
+struct ClearedTooOften : MalformedEvents {
   using MalformedEvents::MalformedEvents;
 };
 

@@ -53,11 +53,6 @@ class FlatMap {
   // Prefetches the first cache line of find(key).
   Place prefetch(std::uint64_t key) const;
 
-  // Erases the entries of one segment, at `cursor`, whose value is_dead(); moves the cursor to the next
-  // segment. From 0 back to 0 it meets every entry that stays in the map.
-  template <typename IsDead>
-  void sweep_segment(std::uint64_t& cursor, IsDead is_dead);
-
   // Erases the next cold or is_dead(value) entry of the segment of `key`, after leaves(key, value). False: empty.
   template <typename IsDead, typename Leaves>
   bool evict(std::uint64_t key, IsDead is_dead, Leaves leaves);
@@ -66,8 +61,9 @@ class FlatMap {
   template <typename Visit>
   void for_each(Visit visit) const;
 
-  // Calls visit(key, value) for the entries of one segment; moves the cursor as sweep_segment(). visit may
-  // erase its entry, and change nothing else.
+  // Calls visit(key, value) for the entries of one segment, at `cursor`; moves the cursor to the next segment.
+  // From 0 back to 0 it meets every entry that stays in the map. visit may erase its entry, and change nothing
+  // else.
   template <typename Visit>
   void visit_segment(std::uint64_t& cursor, Visit visit) const;
 
@@ -198,13 +194,6 @@ inline FlatMap::Place FlatMap::prefetch(std::uint64_t key) const {
   const Place place = locate(key);
   __builtin_prefetch(&place.buckets[place.bucket]);
   return place;
-}
-
-template <typename IsDead>
-void FlatMap::sweep_segment(std::uint64_t& cursor, IsDead is_dead) {
-  visit_segment(cursor, [&](std::uint64_t key, std::uint32_t value) {
-    if (is_dead(value)) erase(key);
-  });
 }
 
 template <typename Visit>

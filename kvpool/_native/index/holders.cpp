@@ -19,9 +19,7 @@ HolderSets::HolderSets(std::uint64_t seed) : seed_(seed), by_digest_(seed), memo
 
 Tiers HolderSets::tiers(SetId set, HolderId holder) const {
   const auto holdings = at(set).holdings();
-  const auto found =
-      std::lower_bound(holdings.begin(), holdings.end(), holder,
-                       [](Holding holding, HolderId wanted) { return holding.holder() < wanted; });
+  const auto found = std::ranges::lower_bound(holdings, holder, {}, &Holding::holder);
   return found != holdings.end() && found->holder() == holder ? found->tiers() : Tiers{0};
 }
 
@@ -29,10 +27,7 @@ SetId HolderSets::with(SetId set, HolderId holder, Tier tier) { return changed(s
 SetId HolderSets::without(SetId set, HolderId holder, Tier tier) { return changed(set, holder, tier, false); }
 
 std::uint64_t HolderSets::digest_of(Holding holding) const {
-  std::uint64_t mixed = seed_ + holding.holder() * std::uint64_t{kAllTiers + 1} + holding.tiers();
-  mixed = (mixed ^ (mixed >> 30)) * 0xbf58476d1ce4e5b9ULL;  // splitmix64
-  mixed = (mixed ^ (mixed >> 27)) * 0x94d049bb133111ebULL;
-  return mixed ^ (mixed >> 31);
+  return mix(seed_ + holding.holder() * std::uint64_t{kAllTiers + 1} + holding.tiers());
 }
 
 SetId HolderSets::changed(SetId set, HolderId holder, Tier tier, bool add) {
@@ -45,9 +40,7 @@ SetId HolderSets::changed(SetId set, HolderId holder, Tier tier, bool add) {
   }
 
   const auto before = at(set).holdings();
-  const auto found =
-      std::lower_bound(before.begin(), before.end(), holder,
-                       [](Holding holding, HolderId wanted) { return holding.holder() < wanted; });
+  const auto found = std::ranges::lower_bound(before, holder, {}, &Holding::holder);
   const bool present = found != before.end() && found->holder() == holder;
   const unsigned old_tiers = present ? found->tiers() : 0U;
   const unsigned new_tiers = add ? old_tiers | tiers_of(tier) : old_tiers & ~unsigned{tiers_of(tier)};

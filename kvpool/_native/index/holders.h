@@ -16,6 +16,16 @@
 
 namespace kvpool {
 
+// The finalizer of splitmix64. Part of the digests' definition: replicas compare sums.
+inline std::uint64_t mix(std::uint64_t value) {
+  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9ULL;
+  value = (value ^ (value >> 27)) * 0x94d049bb133111ebULL;
+  return value ^ (value >> 31);
+}
+// Of a block, and of a further copy of it: their sums are equal in tables with equal blocks.
+inline std::uint64_t digest_of(std::uint64_t hash) { return mix(hash + 0x9e3779b97f4a7c15ULL); }
+inline std::uint64_t digest_of_copy(std::uint64_t hash) { return mix(hash + 0xd1b54a32d192ed03ULL); }
+
 enum class Tier : std::uint8_t { kDevice, kHost, kDisk, kPool };
 inline constexpr unsigned kTierCount = 4;
 

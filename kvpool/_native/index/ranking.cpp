@@ -179,26 +179,15 @@ std::string Ranking::pack_rows() const {
   std::string out;
   if (picks_.empty()) return out;
   out.reserve(picks_.size() * 80);
-  const auto column = [&](lookup_response::Field field, auto number) {
-    append_column(out, field, picks_.size(), [&](std::size_t i) {
-      const Pick& pick = picks_[i];
-      return static_cast<std::uint64_t>(number(row_of(pick), *part_of(pick).answer, pick.row));
-    });
-  };
-  using Row = Rows::Row;
   using enum lookup_response::Field;
+  const std::size_t count = picks_.size();
   for (const Pick& pick : picks_) append_text(out, kWorker, row_of(pick).worker);
-  column(kDpRank, [](const Row& row, const Answer&, std::size_t) { return row.dp_rank; });
+  append_column(out, kDpRank, count, [&](std::size_t i) { return row_of(picks_[i]).dp_rank; });
   for (const Pick& pick : picks_) append_text(out, kAddress, row_of(pick).address);
-  column(kBlockTokens, [](const Row& row, const Answer&, std::size_t) { return row.block_tokens; });
-  column(kPromptBlocks, [](const Row&, const Answer& one, std::size_t) { return one.prompt_blocks; });
-  column(kDeviceBlocks, [](const Row&, const Answer& one, std::size_t i) { return one.device[i]; });
-  column(kLocalBlocks, [](const Row&, const Answer& one, std::size_t i) { return one.local[i]; });
-  column(kPoolBlocks, [](const Row&, const Answer& one, std::size_t i) { return one.pool[i]; });
-  column(kSequence, [](const Row&, const Answer& one, std::size_t i) { return one.sequences[i]; });
-  column(kStalenessMs, [](const Row&, const Answer& one, std::size_t i) { return one.staleness_ms[i]; });
-  column(kStale, [](const Row&, const Answer& one, std::size_t i) { return one.stale[i]; });
-  column(kLoadableBlocks, [](const Row&, const Answer& one, std::size_t i) { return one.loadable[i]; });
+  append_column(out, kBlockTokens, count, [&](std::size_t i) { return row_of(picks_[i]).block_tokens; });
+  append_columns(out, count, [&](std::size_t i) {
+    return std::pair(part_of(picks_[i]).answer, std::size_t{picks_[i].row});
+  });
   return out;
 }
 

@@ -5,6 +5,15 @@
 #include <string>
 
 namespace kvpool {
+namespace {
+
+std::uint64_t hash_at(const std::byte* hashes, std::uint64_t place) {
+  std::uint64_t hash;
+  std::memcpy(&hash, hashes + place * sizeof hash, sizeof hash);
+  return hash;
+}
+
+}  // namespace
 
 void keep_common(Spans& spans, const Spans& others) {
   Spans common;
@@ -40,16 +49,12 @@ void add_held(Spans& spans, std::uint64_t begin, std::uint64_t end, std::uint32_
 
 void check_circles(std::span<const std::byte> hashes) {
   const std::size_t count = hashes.size() / sizeof(std::uint64_t);
-  const auto hash_at = [&](std::size_t block) {
-    std::uint64_t hash;
-    std::memcpy(&hash, hashes.data() + block * sizeof hash, sizeof hash);
-    return hash;
-  };
   for (std::size_t anchor = 0; anchor < count; anchor = 2 * anchor + 1) {
-    const std::uint64_t first = hash_at(anchor);
+    const std::uint64_t first = hash_at(hashes.data(), anchor);
     const std::size_t end = std::min(count, 2 * anchor + 2);
     bool found = false;  // without branches, so that several are compared at once
-    for (std::size_t block = anchor + 1; block < end; ++block) found |= hash_at(block) == first;
+    for (std::size_t block = anchor + 1; block < end; ++block)
+      found |= hash_at(hashes.data(), block) == first;
     if (found) {
       throw std::invalid_argument("a prompt's block hashes are all different: that of block " +
                                   std::to_string(anchor) + " comes again");
@@ -63,7 +68,7 @@ SetRuns::SetRuns(const FlatMap& blocks, std::span<const std::byte> hashes, std::
       stride_(stride),
       count_(hashes.size() / sizeof(std::uint64_t) / stride) {
   for (std::uint64_t i = 0; i < std::min<std::uint64_t>(count_, kAhead); ++i) {
-    places_[i] = blocks_->prefetch(hash_at(i));
+    places_[i] = blocks_->prefetch(hash_at(hashes_.data(), (i + 1) * stride_ - 1));
   }
 }
 
@@ -81,12 +86,6 @@ std::size_t SetRuns::index_of(std::uint64_t block) {
   return static_cast<std::size_t>(behind - runs_.begin()) - 1;
 }
 
-std::uint64_t SetRuns::hash_at(std::uint64_t block) const {
-  std::uint64_t hash;
-  std::memcpy(&hash, hashes_.data() + ((block + 1) * stride_ - 1) * sizeof hash, sizeof hash);
-  return hash;
-}
-
 // False: all blocks were read, and no run follows.
 bool SetRuns::read_next() {
   constexpr SetId kNoSet = ~SetId{0};
@@ -95,15 +94,13 @@ bool SetRuns::read_next() {
   const std::uint64_t count = count_;
   // `places` aliases nothing: the map's fields stay in registers.
   FlatMap::Place* __restrict const places = places_.data();
-  const auto hash_at = [hashes = hashes_.data(), stride = stride_](std::uint64_t block) {
-    std::uint64_t hash;
-    std::memcpy(&hash, hashes + ((block + 1) * stride - 1) * sizeof hash, sizeof hash);
-    return hash;
+  const auto last_of = [hashes = hashes_.data(), stride = stride_](std::uint64_t block) {
+    return hash_at(hashes, (block + 1) * stride - 1);
   };
   for (std::uint64_t block = read_; block < count; ++block) {
     FlatMap::Place& place = places[block % kAhead];
-    const std::uint32_t* found = blocks.touch(place, hash_at(block));
-    if (block + kAhead < count) place = blocks.prefetch(hash_at(block + kAhead));
+    const std::uint32_t* found = blocks.touch(place, last_of(block));
+    if (block + kAhead < count) place = blocks.prefetch(last_of(block + kAhead));
     const SetId set = found == nullptr ? kNobody : *found;
     if (set == last) continue;
     runs_.push_back({set, block});

@@ -41,8 +41,7 @@ void add_held(Spans& spans, std::uint64_t begin, std::uint64_t end, std::uint32_
 void check_circles(std::span<const std::byte> hashes);
 
 // A match would take longer than others should wait for it.
-class TooMuchWork : public std::runtime_error {
- public:
+struct TooMuchWork : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
@@ -75,7 +74,6 @@ class SetRuns {
  private:
   static constexpr std::size_t kAhead = 16;
 
-  std::uint64_t hash_at(std::uint64_t block) const;
   bool read_next();
 
   const FlatMap* blocks_;

@@ -6,8 +6,6 @@
 #include <stdexcept>
 #include <thread>
 
-#include "index/digests.h"
-
 namespace kvpool {
 namespace {
 
@@ -96,9 +94,9 @@ Applied Table::apply(std::string_view worker, std::uint32_t default_rank, const 
     }
   }
   if (drops > kMaxDrops) refuse(publisher, applied);
-  sweep(1 + batch.hashes.size() / kHashesPerSweep);
+  free_places(1 + batch.hashes.size() / kHashesPerSweep);
   account();
-  total_ += applied;
+  add_to_total(applied);
   ++batches_;
   return applied;
 }
@@ -107,14 +105,14 @@ Applied Table::apply(std::string_view worker, std::uint32_t default_rank, const 
 void Table::refuse(std::uint32_t worker, const Applied& applied) {
   drop(holders_of(workers_[worker].ranks), kAllTiers);
   account();
-  total_ += applied;
+  add_to_total(applied);
   throw ClearedTooOften("it stores and clears in turns, more than " + std::to_string(kMaxDrops) + " times");
 }
 
 void Table::store(HolderId holder, const EventBatch& batch, const Event& event, Applied& applied) {
   std::size_t begin = event.begin;
   const std::size_t end = event.begin + event.count;
-  Doubts* const doubts = event.tier == Tier::kPool ? holders_[holder].doubts.get() : nullptr;
+  Marks* const marks = event.tier == Tier::kPool ? holders_[holder].marks.get() : nullptr;
   const bool may_report = event.tier == Tier::kDevice && reuse_reports_ && event.root;
   const bool counts_copies = event.tier == Tier::kDevice && !may_report;
   if (may_report && (holders_[holder].partial || holders_[holder].stride != 1)) {
@@ -128,7 +126,7 @@ void Table::store(HolderId holder, const EventBatch& batch, const Event& event, 
   for (std::size_t i = begin; i < end; ++i) {
     const std::uint64_t hash = batch.hashes[i];
     load_ahead(batch, i);
-    if (doubts != nullptr) doubts->blocks.erase(hash);
+    if (marks != nullptr) marks->blocks.erase(hash);
     if (i % kHashesPerSweep == 0) account();
     const bool may_grow = share_.may_grow();
     const bool full = held_ >= max_blocks_;
@@ -148,16 +146,8 @@ void Table::store(HolderId holder, const EventBatch& batch, const Event& event, 
         ++applied.repeated;
         continue;
       }
-      std::unique_ptr<FlatMap>& more = holders_[holder].more_copies;
-      if (!more) {
-        more = std::make_unique<FlatMap>(random_seed());
-        holders_nbytes_ += more->nbytes();
-      }
-      const std::size_t nbytes_before = more->nbytes();
-      // Without room the copy is not counted: less is credited than could be.
-      const auto [copies, is_new] = more->insert(hash, 0, may_grow);
-      holders_nbytes_ += more->nbytes() - nbytes_before;
-      if (copies != nullptr && *copies != ~std::uint32_t{0}) {
+      if (std::uint32_t* const copies = add_copies(holder, hash, 0).first;
+          copies != nullptr && *copies != ~std::uint32_t{0}) {
         ++*copies;
         holders_[holder].digests[static_cast<std::size_t>(Tier::kDevice)] += digest_of_copy(hash);
       }
@@ -204,6 +194,18 @@ void Table::remove(HolderId holder, const EventBatch& batch, const Event& event,
   }
 }
 
+std::pair<std::uint32_t*, bool> Table::add_copies(HolderId holder, std::uint64_t hash, std::uint32_t more) {
+  std::unique_ptr<FlatMap>& copies = holders_[holder].more_copies;
+  if (!copies) {
+    copies = std::make_unique<FlatMap>(random_seed());
+    holders_nbytes_ += copies->nbytes();
+  }
+  const std::size_t nbytes_before = copies->nbytes();
+  const auto added = copies->insert(hash, more, share_.may_grow());
+  holders_nbytes_ += copies->nbytes() - nbytes_before;
+  return added;
+}
+
 void Table::load_ahead(const EventBatch& batch, std::size_t at) const {
   if (at + kAhead < batch.hashes.size()) blocks_.prefetch(batch.hashes[at + kAhead]);
 }
@@ -219,12 +221,12 @@ void Table::leave(HolderId holder, Tier tier, std::uint64_t hash) {
 }
 
 // Frees the places of blocks without holders, a few at a time.
-void Table::sweep(std::size_t segments) {
+void Table::free_places(std::size_t segments) {
   for (std::size_t i = 0; i < segments && blocks_.size() > held_; ++i) {
-    blocks_.sweep_segment(sweep_cursor_, [this](SetId set) {
-      if (!sets_[set].empty()) return false;
+    blocks_.visit_segment(sweep_cursor_, [this](std::uint64_t hash, SetId set) {
+      if (!sets_[set].empty()) return;
       sets_.move(set, kNobody);
-      return true;
+      blocks_.erase(hash);
     });
   }
 }
@@ -259,6 +261,54 @@ void Table::forget(std::uint64_t hash, SetId set, Applied& applied) {
     ++applied.evicted;
   }
   sets_.move(set, kNobody);
+}
+
+std::uint64_t Table::mark(std::string_view worker, std::uint64_t cursor) {
+  const auto held = write();
+  const std::vector<HolderId> holders = holders_of(worker);
+  if (holders.empty()) return 0;
+  if (cursor == 0) {
+    for (const HolderId holder : holders) {
+      let_go(holders_[holder], tiers_of(Tier::kPool));
+      holders_[holder].marks = std::make_unique<Marks>();
+      holders_nbytes_ += holders_[holder].marks->blocks.nbytes();
+    }
+  }
+  blocks_.visit_segment(cursor, [&](std::uint64_t hash, SetId set) {
+    for (const HolderId holder : holders) {
+      // A holder without marks joined, or was cleared, since the round began: its blocks are newer.
+      if (!holders_[holder].marks || (sets_.tiers(set, holder) & tiers_of(Tier::kPool)) == 0) continue;
+      // Even above the memory limit: an unmarked block would be credited for good.
+      FlatMap& marked = holders_[holder].marks->blocks;
+      const std::size_t nbytes_before = marked.nbytes();
+      marked.insert(hash, 0);
+      holders_nbytes_ += marked.nbytes() - nbytes_before;
+    }
+  });
+  account();
+  return cursor;
+}
+
+std::pair<std::size_t, std::size_t> Table::sweep(std::string_view worker) {
+  const auto held = write();
+  Applied applied;
+  std::size_t left = 0;
+  EventBatch marked;
+  for (const HolderId holder : holders_of(worker)) {
+    Marks* const marks = holders_[holder].marks.get();
+    if (marks == nullptr) continue;
+    marked.hashes.clear();
+    marks->blocks.visit_segment(marks->cursor,
+                                [&](std::uint64_t hash, std::uint32_t) { marked.hashes.push_back(hash); });
+    const std::size_t count = marked.hashes.size();
+    remove(holder, marked, {Event::Kind::kRemoved, Tier::kPool, Reach::kUnsaid, false, 0, 0, count}, applied);
+    for (const std::uint64_t hash : marked.hashes) marks->blocks.erase(hash);
+    left += marks->blocks.size();
+    if (marks->blocks.size() == 0) let_go(holders_[holder], tiers_of(Tier::kPool));
+  }
+  account();
+  total_.removed += applied.removed;
+  return {applied.removed, left};
 }
 
 std::size_t Table::nbytes() const {

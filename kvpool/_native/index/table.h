@@ -11,8 +11,8 @@
 // groups (sliding windows, states, larger blocks) is scored by the lengths that all groups share (spans.h).
 // Of such a group, a stored event from a root is credited only as far as a report would be true.
 //
-// Mark and sweep against a listing of the pool (docs/decisions/0029-mark-and-sweep-the-pool.md): doubt() marks every
-// credited block, apply() the listed blocks as stored events, expel() sweeps the marked ones. Stored events unmark.
+// Mark and sweep against a listing of the pool (docs/decisions/0029-mark-and-sweep-the-pool.md): mark() marks every
+// credited block, apply() the listed blocks as stored events, sweep() removes the marked ones. Stored events unmark.
 //
 // A full table (max_blocks, or its MemoryBudget) evicts cold blocks, neither stored nor requested for a while
 // (docs/decisions/0025-split-segments-evict-by-clock.md). Counts are then below the engine's, never above.
@@ -58,9 +58,12 @@ struct Applied {
   std::uint64_t skipped_events = 0;    // of an unknown type or medium
   std::uint64_t evicted = 0;           // cold blocks, of any worker, that made room
   std::uint64_t lookahead_events = 0;  // with hashes that no prompt has (EventBatch)
-
-  Applied& operator+=(const Applied& other);
 };
+
+inline constexpr std::array kAppliedFields = {
+    &Applied::stored,         &Applied::copied,         &Applied::repeated, &Applied::removed,
+    &Applied::uncopied,       &Applied::unknown,        &Applied::refused,  &Applied::doubted,
+    &Applied::cleared_events, &Applied::skipped_events, &Applied::evicted,  &Applied::lookahead_events};
 
 // Leading blocks of a prompt: each tier alone, then unions of tiers, in which each block may be in another tier.
 enum class Column : std::uint8_t { kDevice, kHost, kDisk, kPool, kLocal, kAny, kMemory };
@@ -131,9 +134,9 @@ class Table {
 
   // Marks the worker's pool blocks in one segment of the table: begin with cursor 0; returns the next cursor,
   // 0 after the last. Marks of an earlier round end when a round begins.
-  std::uint64_t doubt(std::string_view worker, std::uint64_t cursor);
-  // Sweeps some marked blocks of the worker's part of the pool: (held ones, marks left).
-  std::pair<std::size_t, std::size_t> expel(std::string_view worker);
+  std::uint64_t mark(std::string_view worker, std::uint64_t cursor);
+  // Removes some marked blocks of the worker's part of the pool: (held ones, marks left).
+  std::pair<std::size_t, std::size_t> sweep(std::string_view worker);
 
   // Holdings of this worker that were evicted since its last clear; 0: none, or unknown.
   std::uint64_t evicted(std::string_view worker) const;
@@ -158,10 +161,9 @@ class Table {
   // One segment is swept per so many hashes of a batch, and one more per batch.
   static constexpr std::size_t kHashesPerSweep = 1024;
 
-  struct Doubts {
-    explicit Doubts(std::uint64_t seed) : blocks(seed) {}
-    FlatMap blocks;
-    std::uint64_t cursor = 0;  // of expel()
+  struct Marks {
+    FlatMap blocks{random_seed()};
+    std::uint64_t cursor = 0;  // of sweep()
   };
   // One KV-cache group of one rank: its needs and sums.
   struct GroupHolder {
@@ -174,11 +176,10 @@ class Table {
     std::uint32_t stride = 1;  // hashed blocks in a block of the group
     std::uint64_t evicted = 0;
     TierBlocks blocks{};
-    std::array<std::uint64_t, kTierCount>
-        digests{};  // sums over blocks and copies: a change costs one addition
-    std::unique_ptr<FlatMap>
-        more_copies;                 // on the device, beyond the first: number by block; null: none so far
-    std::unique_ptr<Doubts> doubts;  // about its pool blocks; null: no round is under way
+    TierBlocks digests{};  // sums over blocks and copies: a change costs one addition
+    // On the device, beyond the first: number by block; null: none so far.
+    std::unique_ptr<FlatMap> more_copies;
+    std::unique_ptr<Marks> marks;  // of its pool blocks; null: no round is under way
   };
   struct Rank {
     std::uint32_t worker = 0;
@@ -209,25 +210,29 @@ class Table {
   void remove(HolderId holder, const EventBatch& batch, const Event& event, Applied& applied);
   // At the batch's hash `at`, prefetches for a later one.
   void load_ahead(const EventBatch& batch, std::size_t at) const;
+  // The number of a block's copies beyond the first, `more` if it is new, and whether it is. Null: no room, so
+  // less is credited than could be.
+  std::pair<std::uint32_t*, bool> add_copies(HolderId holder, std::uint64_t hash, std::uint32_t more);
   void enter(HolderId holder, Tier tier, std::uint64_t hash);
   void leave(HolderId holder, Tier tier, std::uint64_t hash);
   // Whether any were held: then it walked over all sets.
   bool drop(std::span<const HolderId> holders, Tiers tiers);
   std::vector<HolderId> holders_of(std::span<const std::uint32_t> ranks) const;
   [[noreturn]] void refuse(std::uint32_t worker, const Applied& applied);
-  void sweep(std::size_t segments);
+  void free_places(std::size_t segments);
   void let_go(GroupHolder& holder, Tiers tiers);
   bool make_room(std::uint64_t hash, Applied& applied);
   void forget(std::uint64_t hash, SetId set, Applied& applied);
   std::size_t nbytes() const;
   void account();
+  void add_to_total(const Applied& applied);
 
   // Adds the rows of uniform, or hybrid, ranks. wanted: by worker; null: all.
   void match_uniform(Walk& walk, const std::vector<bool>* wanted, Matches& matches) const;
   void match_hybrid(Walk& walk, const std::vector<bool>* wanted, Matches& matches) const;
-  void find_held(const GroupHolder& holder, HolderId id, Walk& walk, std::uint64_t bound,
-                 std::array<Spans, kColumnCount>& held) const;
-  // table_reach.cpp
+  template <typename Visit>
+  void walk_holder(HolderId id, std::size_t run, std::uint64_t bound, Walk& walk, Visit visit) const;
+  void find_held(HolderId id, Walk& walk, std::uint64_t bound, std::array<Spans, kColumnCount>& held) const;
   void add_loadable(Walk& walk, const PoolOf& pool_of, Matches& matches) const;
   std::uint64_t reach(const Rank& pool, std::uint64_t local, Walk& walk) const;
   Spans held_in_pool(HolderId id, std::uint64_t local, std::uint64_t bound, Walk& walk) const;
@@ -250,7 +255,7 @@ class Table {
   std::size_t hybrid_ranks_ = 0;  // those not uniform
   std::size_t held_ = 0;          // blocks with a holder; the others wait for the sweep
   std::uint64_t sweep_cursor_ = 0;
-  std::size_t holders_nbytes_ = 0;  // of all more_copies and doubts
+  std::size_t holders_nbytes_ = 0;  // of all more_copies and marks
   BudgetShare share_;
   Applied total_;
   std::uint64_t batches_ = 0;

@@ -5,7 +5,8 @@
 #include <bit>
 #include <cstring>
 
-#include "index/events.h"
+#include "index/packing.h"
+#include "index/table.h"
 #include "key/checksum.h"
 
 namespace kvpool {
@@ -35,23 +36,9 @@ std::uint64_t checksum_of(Header header, std::span<const std::byte> body) {
   return checksum.digest();
 }
 
-class Writer {
- public:
-  explicit Writer(std::size_t expected) { bytes_.reserve(expected); }
-
-  void number(std::uint64_t value) {
-    for (; value > 0x7F; value >>= 7) bytes_.push_back(static_cast<std::byte>((value & 0x7F) | 0x80));
-    bytes_.push_back(static_cast<std::byte>(value));
-  }
-  void raw(const void* data, std::size_t nbytes) {
-    const auto* begin = static_cast<const std::byte*>(data);
-    bytes_.insert(bytes_.end(), begin, begin + nbytes);
-  }
-  std::vector<std::byte>& bytes() { return bytes_; }
-
- private:
-  std::vector<std::byte> bytes_;
-};
+void append_raw(std::string& out, const void* data, std::size_t nbytes) {
+  out.append(static_cast<const char*>(data), nbytes);
+}
 
 class Reader {
  public:
@@ -115,20 +102,21 @@ void read_sets(Reader& reader, TableImage& image) {
 
 }  // namespace
 
-std::vector<std::byte> pack_image(const TableImage& image) {
-  Writer writer(sizeof(Header) + image.hashes.size() * (sizeof(std::uint64_t) + 1));
-  writer.bytes().resize(sizeof(Header));
+std::string pack_image(const TableImage& image) {
+  std::string packed(sizeof(Header), '\0');
+  packed.reserve(sizeof(Header) + image.hashes.size() * (sizeof(std::uint64_t) + 1));
+  const auto number = [&](std::uint64_t value) { packing::append_varint(packed, value); };
 
-  writer.number(image.holders.size());
+  number(image.holders.size());
   for (const TableImage::GroupHolder& holder : image.holders) {
-    writer.number(holder.worker.size());
-    writer.raw(holder.worker.data(), holder.worker.size());
-    writer.number(holder.dp_rank);
-    writer.number(holder.group);
-    writer.number(holder.partial ? 1 : 0);
-    writer.number(holder.last);
-    writer.number(holder.stride);
-    writer.number(holder.evicted);
+    number(holder.worker.size());
+    append_raw(packed, holder.worker.data(), holder.worker.size());
+    number(holder.dp_rank);
+    number(holder.group);
+    number(holder.partial ? 1 : 0);
+    number(holder.last);
+    number(holder.stride);
+    number(holder.evicted);
   }
 
   // The hashes by set: where those of each set begin, then each to its place.
@@ -139,28 +127,27 @@ std::vector<std::byte> pack_image(const TableImage& image) {
   std::vector<std::size_t> at(begins.begin(), begins.end() - 1);
   for (std::size_t i = 0; i < image.hashes.size(); ++i) by_set[at[image.set_of[i]]++] = image.hashes[i];
 
-  writer.number(image.set_ends.size());
+  number(image.set_ends.size());
   for (std::size_t set = 0; set < image.set_ends.size(); ++set) {
-    writer.number(image.set(set).size());
+    number(image.set(set).size());
     HolderId before = 0;
     for (const Holding holding : image.set(set)) {
-      writer.number(std::uint64_t{holding.holder() - before} << kTierBits | holding.tiers());
+      number(std::uint64_t{holding.holder() - before} << kTierBits | holding.tiers());
       before = holding.holder();
     }
     const std::size_t blocks = begins[set + 1] - begins[set];
-    writer.number(blocks);
-    writer.raw(by_set.data() + begins[set], blocks * sizeof(std::uint64_t));
+    number(blocks);
+    append_raw(packed, by_set.data() + begins[set], blocks * sizeof(std::uint64_t));
   }
 
-  writer.number(image.copies.size());
+  number(image.copies.size());
   for (const TableImage::Copies& copies : image.copies) {
-    writer.number(copies.holder);
-    writer.number(copies.more);
-    writer.raw(&copies.hash, sizeof copies.hash);
+    number(copies.holder);
+    number(copies.more);
+    append_raw(packed, &copies.hash, sizeof copies.hash);
   }
 
-  std::vector<std::byte> packed = std::move(writer.bytes());
-  const auto body = std::span<const std::byte>(packed).subspan(sizeof(Header));
+  const auto body = std::as_bytes(std::span(packed)).subspan(sizeof(Header));
   Header header{kMagic, kVersion, 0, body.size(), 0};
   header.checksum = checksum_of(header, body);
   std::memcpy(packed.data(), &header, sizeof header);
@@ -213,6 +200,100 @@ TableImage unpack_image(std::span<const std::byte> packed) {
     image.copies.push_back(one);
   }
   if (!reader.at_end()) throw DamagedImage("something follows it");
+  return image;
+}
+
+Table::Table(std::size_t max_blocks, bool reuse_reports, std::uint32_t block_tokens,
+             std::shared_ptr<MemoryBudget> budget, const TableImage& image)
+    : Table(max_blocks, reuse_reports, block_tokens, std::move(budget)) {
+  // No other thread has this table yet: no lock. Holders are numbered from 0, so an index in the image is a HolderId.
+  for (std::size_t i = 0; i < image.holders.size(); ++i) {
+    const TableImage::GroupHolder& holder = image.holders[i];
+    const auto place = holder_of(worker_of(holder.worker), holder.dp_rank, holder.group);
+    if (place != static_cast<HolderId>(i))
+      throw DamagedImage("a holder stands there twice, or there are too many");
+    holders_[*place].partial = holder.partial;
+    holders_[*place].last = holder.last;
+    holders_[*place].stride = holder.stride;
+    holders_[*place].evicted = holder.evicted;
+    learn_uniform(holders_[*place].rank);
+  }
+  std::vector<SetId> sets(image.set_ends.size());
+  for (std::size_t i = 0; i < sets.size(); ++i) {
+    sets[i] = sets_.of(image.set(i));
+    sets_.move(kNobody, sets[i]);  // until all blocks are in: a refused block must not free a set
+  }
+  for (std::size_t i = 0; i < image.hashes.size(); ++i) {
+    if (i % kHashesPerSweep == 0) account();
+    if (i + kAhead < image.hashes.size()) blocks_.prefetch(image.hashes[i + kAhead]);
+    const std::uint64_t hash = image.hashes[i];
+    const SetId set = sets[image.set_of[i]];
+    const auto [place, is_new] = blocks_.size() < max_blocks_ ? blocks_.insert(hash, set, share_.may_grow())
+                                                              : std::pair(blocks_.find(hash), false);
+    if (place == nullptr) {
+      // The image has no coldness, so any block may be refused.
+      ++total_.refused;
+      for (const Holding holding : sets_[set]) ++holders_[holding.holder()].evicted;
+      continue;
+    }
+    if (!is_new) throw DamagedImage("a block stands there twice");
+    sets_.move(kNobody, set);
+    ++held_;
+    for (const Holding holding : sets_[set]) {
+      for (unsigned tiers = holding.tiers(); tiers != 0; tiers &= tiers - 1) {
+        enter(holding.holder(), static_cast<Tier>(std::countr_zero(tiers)), hash);
+      }
+    }
+  }
+  for (const SetId set : sets) sets_.move(set, kNobody);
+  for (const TableImage::Copies& copies : image.copies) {
+    const std::uint32_t* set = blocks_.find(copies.hash);
+    if (set == nullptr) continue;  // refused
+    if ((sets_.tiers(*set, copies.holder) & tiers_of(Tier::kDevice)) == 0) {
+      throw DamagedImage("copies of a block that their holder does not have");
+    }
+    account();
+    const auto [place, is_new] = add_copies(copies.holder, copies.hash, copies.more);
+    if (place == nullptr) continue;
+    if (!is_new) throw DamagedImage("copies stand there twice");
+    holders_[copies.holder].digests[static_cast<std::size_t>(Tier::kDevice)] +=
+        copies.more * digest_of_copy(copies.hash);
+  }
+  account();
+}
+
+TableImage Table::image() const {
+  constexpr std::uint32_t kNowhere = ~std::uint32_t{0};
+  TableImage image;
+  const auto held = read();
+  std::vector<HolderId> places(holders_.size(), kNowhere);
+  for (HolderId holder = 0; holder < holders_.size(); ++holder) {
+    if (!holders_[holder].in_use) continue;
+    const Rank& rank = ranks_[holders_[holder].rank];
+    const auto place = static_cast<HolderId>(image.holders.size());
+    places[holder] = place;
+    image.holders.push_back({*workers_[rank.worker].name, rank.dp_rank, holders_[holder].group,
+                             holders_[holder].partial, holders_[holder].last, holders_[holder].stride,
+                             holders_[holder].evicted});
+    if (!holders_[holder].more_copies) continue;
+    holders_[holder].more_copies->for_each(
+        [&](std::uint64_t hash, std::uint32_t more) { image.copies.push_back({place, more, hash}); });
+  }
+  image.hashes.reserve(held_);
+  image.set_of.reserve(held_);
+  std::vector<std::uint32_t> set_places(sets_.limit(), kNowhere);
+  blocks_.for_each([&](std::uint64_t hash, SetId set) {
+    const auto holdings = sets_[set];
+    if (holdings.empty()) return;  // it waits for the sweep
+    if (set_places[set] == kNowhere) {
+      set_places[set] = static_cast<std::uint32_t>(image.set_ends.size());
+      for (const Holding holding : holdings)
+        image.holdings.emplace_back(places[holding.holder()], holding.tiers());
+      image.set_ends.push_back(image.holdings.size());
+    }
+    image.hashes.push_back(hash);
+    image.set_of.push_back(set_places[set]);
+  });
   return image;
 }
 

@@ -55,11 +55,11 @@ struct TableImage {
 };
 
 // The bytes are of another version, damaged, or malformed.
-class DamagedImage : public std::runtime_error {
+struct DamagedImage : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-std::vector<std::byte> pack_image(const TableImage& image);
+std::string pack_image(const TableImage& image);
 
 // For untrusted bytes: ends with a valid image or DamagedImage, and takes memory in proportion to their number.
 TableImage unpack_image(std::span<const std::byte> packed);

@@ -170,7 +170,7 @@ void Table::match_hybrid(Walk& walk, const std::vector<bool>* wanted, Matches& m
         if ((holder.last != 0) != window || bound == 0) continue;
         unit = std::lcm(unit, std::uint64_t{holder.stride});
         if (unit > count) unit = count + 1;  // no length is a multiple
-        find_held(holder, id, walk, bound, held);
+        find_held(id, walk, bound, held);
         bound = 0;
         for (std::size_t column = 0; column < kColumnCount; ++column) {
           keep_common(usable[column], held[column]);
@@ -187,20 +187,30 @@ void Table::match_hybrid(Walk& walk, const std::vector<bool>* wanted, Matches& m
   }
 }
 
+// Calls visit(block, tiers) for the holder's tiers in each run of its blocks, from number `run` on, up to `bound`
+// hashed blocks at least, and with no tiers at the end. False from visit() ends it.
+template <typename Visit>
+void Table::walk_holder(HolderId id, std::size_t run, std::uint64_t bound, Walk& walk, Visit visit) const {
+  const std::uint64_t stride = holders_[id].stride;
+  SetRuns& runs = walk.runs(holders_[id].stride);
+  for (;; ++run) {
+    const SetRuns::Run* const next = runs.at(run);
+    const std::uint64_t begin = next == nullptr ? runs.count() : next->begin;
+    const bool on = next != nullptr && begin * stride < bound;
+    if (on) walk.spend(kLooksOfSearch);
+    if (!visit(begin, on ? sets_.tiers(next->set, id) : Tiers{0}) || !on) return;
+  }
+}
+
 // A holder's blocks of a prompt, by column, of its first `bound` hashed blocks at least.
-void Table::find_held(const GroupHolder& holder, HolderId id, Walk& walk, std::uint64_t bound,
+void Table::find_held(HolderId id, Walk& walk, std::uint64_t bound,
                       std::array<Spans, kColumnCount>& held) const {
+  const GroupHolder& holder = holders_[id];
   for (Spans& spans : held) spans.clear();
   std::array<std::uint64_t, kColumnCount> since{};
   Columns running = 0, from_root = kColumnsOf[kAllTiers];
-  SetRuns& runs = walk.runs(holder.stride);
-  // A holder that needs the whole prefix ends at its first hole.
-  for (std::size_t i = 0; holder.last != 0 || from_root != 0; ++i) {
-    const SetRuns::Run* const run = runs.at(i);
-    const std::uint64_t begin = run == nullptr ? runs.count() : run->begin;
-    const bool on = run != nullptr && begin * holder.stride < bound;
-    if (on) walk.spend(kLooksOfSearch);
-    const Columns now = on ? kColumnsOf[sets_.tiers(run->set, id)] : Columns{0};
+  walk_holder(id, 0, bound, walk, [&](std::uint64_t begin, Tiers tiers) {
+    const Columns now = kColumnsOf[tiers];
     // Most changes of the set concern other holders.
     for (std::size_t column = 0; column < kColumnCount && now != running; ++column) {
       const bool was = (running >> column & 1U) != 0, is = (now >> column & 1U) != 0;
@@ -209,8 +219,93 @@ void Table::find_held(const GroupHolder& holder, HolderId id, Walk& walk, std::u
     }
     running = now;
     from_root = static_cast<Columns>(from_root & now);
-    if (!on) return;
+    // A holder that needs the whole prefix ends at its first hole.
+    return holder.last != 0 || from_root != 0;
+  });
+}
+
+// How far local blocks reach, and the pool's part from there on, as in kvpool's connector (kvpool/vllm/plan.py,
+// longest_hit): the engine goes on from its own hit, so the pool matters from there; a whole-prefix group needs
+// every later block in the pool, a sliding window its last ones.
+void Table::add_loadable(Walk& walk, const PoolOf& pool_of, Matches& matches) const {
+  struct Asked {
+    std::uint32_t pool;   // a rank
+    std::uint32_t local;  // blocks
+    std::size_t row;
+  };
+  std::vector<Asked> asked;
+  matches.loadable = matches.columns[static_cast<std::size_t>(Column::kLocal)];
+  std::string_view last_name;
+  constexpr std::uint32_t kNone = ~std::uint32_t{0};
+  std::uint32_t pool = kNone;
+  for (std::size_t row = 0; row < matches.loadable.size(); ++row) {
+    const std::uint32_t local = matches.loadable[row];
+    if (local == 0 || local == walk.count()) continue;
+    const std::string_view name = pool_of(*matches.workers[row]);
+    if (name.empty()) continue;
+    if (name != last_name) {
+      last_name = name;
+      pool = kNone;
+      const auto known = worker_by_name_.find(name);
+      if (known != worker_by_name_.end() && !workers_[known->second].ranks.empty()) {
+        pool = workers_[known->second].ranks.front();  // it has one
+      }
+    }
+    if (pool != kNone && !ranks_[pool].holders.empty()) asked.push_back({pool, local, row});
   }
+  std::ranges::sort(asked, [](const Asked& a, const Asked& b) {
+    return a.pool != b.pool ? a.pool < b.pool : a.local < b.local;
+  });
+  const Asked* last = nullptr;
+  std::uint64_t reached = 0;
+  for (const Asked& one : asked) {
+    // Within the run of the one before: without windows it ends at the same block.
+    const bool is_within = last != nullptr && last->pool == one.pool &&
+                           (last->local == one.local || (ranks_[one.pool].uniform && one.local <= reached));
+    if (!is_within) reached = reach(ranks_[one.pool], one.local, walk);
+    matches.loadable[one.row] = static_cast<std::uint32_t>(reached);
+    last = &one;
+  }
+}
+
+std::uint64_t Table::reach(const Rank& pool, std::uint64_t local, Walk& walk) const {
+  Spans usable = {{local + 1, walk.count()}};
+  std::uint64_t unit = 1;
+  // Groups with the whole prefix come first: others are not read behind their end.
+  for (const bool window : {false, true}) {
+    for (const HolderId id : pool.holders) {
+      const GroupHolder& holder = holders_[id];
+      if ((holder.last != 0) != window) continue;
+      unit = std::lcm(unit, std::uint64_t{holder.stride});
+      if (unit > walk.count()) return local;
+      keep_common(usable, held_in_pool(id, local, usable.back().last, walk));
+      if (usable.empty()) return local;
+    }
+  }
+  return std::max(local, longest(usable, unit));
+}
+
+// Lengths from which a group with the first `local` blocks could go on with the pool's, up to `bound` at least.
+Spans Table::held_in_pool(HolderId id, std::uint64_t local, std::uint64_t bound, Walk& walk) const {
+  const GroupHolder& holder = holders_[id];
+  SetRuns& runs = walk.runs(holder.stride);
+  // The local blocks may end within a group's block: then all of it is needed.
+  const std::uint64_t from = local / holder.stride;
+  Spans spans;
+  if (from >= runs.count()) return spans;
+  std::uint64_t since = 0;
+  bool was = false;
+  walk_holder(id, runs.index_of(from), bound, walk, [&](std::uint64_t begin, Tiers tiers) {
+    const bool is = (tiers & tiers_of(Tier::kPool)) != 0;
+    if (is && !was) since = begin;
+    if (was && !is) {
+      const std::uint64_t first = since <= from ? from + 1 : since + holder.last;
+      if (first <= begin) spans.push_back({first * holder.stride, begin * holder.stride});
+    }
+    was = is;
+    return is || holder.last != 0;
+  });
+  return spans;
 }
 
 }  // namespace kvpool

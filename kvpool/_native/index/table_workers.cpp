@@ -1,4 +1,4 @@
-// Workers, ranks and groups of a table. See table.h.
+// Workers, ranks and groups of a table, and their totals. See table.h.
 #include <algorithm>
 #include <stdexcept>
 
@@ -17,6 +17,10 @@ std::uint32_t take_place(std::vector<Thing>& things, std::vector<std::uint32_t>&
   things.emplace_back();
   free.reserve(things.capacity());  // so that giving back never allocates
   return static_cast<std::uint32_t>(things.size() - 1);
+}
+
+void add(const TierBlocks& blocks, TierBlocks& sum) {
+  for (std::size_t tier = 0; tier < kTierCount; ++tier) sum[tier] += blocks[tier];
 }
 
 }  // namespace
@@ -158,9 +162,9 @@ void Table::let_go(GroupHolder& holder, Tiers tiers) {
     holders_nbytes_ -= holder.more_copies->nbytes();
     holder.more_copies.reset();
   }
-  if (holder.doubts && (tiers & tiers_of(Tier::kPool)) != 0) {
-    holders_nbytes_ -= holder.doubts->blocks.nbytes();
-    holder.doubts.reset();
+  if (holder.marks && (tiers & tiers_of(Tier::kPool)) != 0) {
+    holders_nbytes_ -= holder.marks->blocks.nbytes();
+    holder.marks.reset();
   }
 }
 
@@ -199,6 +203,69 @@ bool Table::remove_worker(std::string_view worker) {
   worker_by_name_.erase(known);
   account();
   return true;
+}
+
+std::uint64_t Table::evicted(std::string_view worker) const {
+  const auto held = read();
+  std::uint64_t evicted = 0;
+  for (const HolderId holder : holders_of(worker)) evicted += holders_[holder].evicted;
+  return evicted;
+}
+
+std::vector<std::string> Table::workers() const {
+  const auto held = read();
+  std::vector<std::string> names;
+  names.reserve(worker_by_name_.size());
+  for (const auto& [name, worker] : worker_by_name_) names.push_back(name);
+  return names;
+}
+
+TierBlocks Table::held_by(std::string_view worker) const {
+  const auto held = read();
+  TierBlocks blocks{};
+  for (const HolderId holder : holders_of(worker)) add(holders_[holder].blocks, blocks);
+  return blocks;
+}
+
+std::optional<Content> Table::content(std::string_view worker) const {
+  const auto held = read();
+  if (!worker_by_name_.contains(worker)) return std::nullopt;
+  Content content;
+  for (const HolderId id : holders_of(worker)) {
+    const GroupHolder& holder = holders_[id];
+    for (unsigned tier = 0; tier < kTierCount; ++tier) {
+      if (holder.blocks[tier] == 0) continue;
+      const std::uint64_t where =
+          (std::uint64_t{ranks_[holder.rank].dp_rank} << 16 | holder.group) << 2 | tier;
+      content.digest += mix(holder.digests[tier] ^ mix(where + 1));
+      content.blocks += holder.blocks[tier];
+    }
+  }
+  return content;
+}
+
+TableStats Table::stats() const {
+  const auto held = read();
+  TableStats stats;
+  stats.applied = total_;
+  stats.batches = batches_;
+  stats.blocks = held_;
+  stats.holder_sets = sets_.size();
+  stats.workers = worker_by_name_.size();
+  stats.unswept = blocks_.size() - held_;
+  stats.nbytes = nbytes();
+  for (const GroupHolder& holder : holders_) {
+    if (holder.in_use) {
+      ++stats.holders;
+      add(holder.blocks, stats.tier_blocks);
+    }
+    if (holder.more_copies) stats.copies += holder.more_copies->size();
+  }
+  return stats;
+}
+
+void Table::add_to_total(const Applied& applied) {
+  for (const auto field : kAppliedFields) total_.*field += applied.*field;
 }
 
 }  // namespace kvpool

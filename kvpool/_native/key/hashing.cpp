@@ -20,16 +20,14 @@ static_assert(std::endian::native == std::endian::little, "wire formats are writ
 
 constexpr std::size_t kMaxDigestNbytes = 32;
 
-struct FreeMd {
+struct Free {
   void operator()(EVP_MD* md) const { EVP_MD_free(md); }
-};
-struct FreeMdCtx {
   void operator()(EVP_MD_CTX* context) const { EVP_MD_CTX_free(context); }
 };
 
 // Fetched once: a fetch per block doubles the time of the chain.
 const EVP_MD* sha256() {
-  static const std::unique_ptr<EVP_MD, FreeMd> md(EVP_MD_fetch(nullptr, "SHA256", nullptr));
+  static const std::unique_ptr<EVP_MD, Free> md(EVP_MD_fetch(nullptr, "SHA256", nullptr));
   if (!md) throw std::runtime_error("OpenSSL has no SHA256");
   return md.get();
 }
@@ -60,7 +58,7 @@ class Hasher {
  private:
   HashAlgorithm algorithm_;
   const EVP_MD* md_ = nullptr;
-  std::unique_ptr<EVP_MD_CTX, FreeMdCtx> context_;
+  std::unique_ptr<EVP_MD_CTX, Free> context_;
 };
 
 // CBOR major types (RFC 8949, section 3.1), shifted into place.

@@ -58,30 +58,17 @@ int parse_u16(std::string_view text) {
 
 }  // namespace
 
-std::string_view Key::tenant() const {
-  return std::string_view(text).substr(kPrefix.size(), tenant_end - kPrefix.size());
-}
-std::string_view Key::name_space() const {
-  return std::string_view(text).substr(tenant_end + 1, namespace_end - tenant_end - 1);
-}
-std::string_view Key::hash() const {
-  return std::string_view(text).substr(namespace_end + 1, hash_end - namespace_end - 1);
-}
-std::string_view Key::suffix() const { return std::string_view(text).substr(hash_end + 1); }
-
 Key parse_key(std::string_view text) {
   if (!text.starts_with(kPrefix)) refuse(text, "it must start with 'kvpool:'");
   std::array<std::string_view, 5> parts;
-  std::array<std::size_t, 5> ends;
   std::size_t begin = kPrefix.size();
   for (std::size_t i = 0; i < parts.size(); ++i) {
     const std::size_t colon = text.find(':', begin);
     if ((colon == std::string_view::npos) != (i + 1 == parts.size())) {
       refuse(text, "expected kvpool:tenant:namespace:hash:group:rank");
     }
-    ends[i] = std::min(colon, text.size());
-    parts[i] = text.substr(begin, ends[i] - begin);
-    begin = ends[i] + 1;
+    parts[i] = text.substr(begin, colon - begin);
+    begin = colon + 1;
   }
   const auto& [tenant, name_space, hash, group, rank] = parts;
   if (tenant.empty() || tenant.size() > kMaxTenantNbytes ||
@@ -101,9 +88,7 @@ Key parse_key(std::string_view text) {
 
   Key key;
   key.text = text;
-  key.tenant_end = static_cast<std::uint32_t>(ends[0]);
-  key.namespace_end = static_cast<std::uint32_t>(ends[1]);
-  key.hash_end = static_cast<std::uint32_t>(ends[2]);
+  key.hash_end = static_cast<std::uint32_t>(hash.data() + hash.size() - text.data());
   key.group = static_cast<std::uint16_t>(group_value);
   key.rank = static_cast<std::uint16_t>(rank_value);
   decode_hex(name_space, key.fingerprint);

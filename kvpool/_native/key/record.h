@@ -21,18 +21,11 @@ inline constexpr std::size_t kChunkNbytes = 256 * 1024;
 // kvpool:{tenant}:{namespace}:{hash}:{group}:{rank}, without the braces.
 struct Key {
   std::string text;
-  std::uint32_t tenant_end = 0;  // offsets into text of the ':' after each part
-  std::uint32_t namespace_end = 0;
-  std::uint32_t hash_end = 0;
+  std::uint32_t hash_end = 0;  // offset into text of the ':' after the hash
   std::uint16_t group = 0;
   std::uint16_t rank = 0;
   std::array<std::uint8_t, 16> fingerprint{};  // of the namespace
   std::array<std::uint8_t, 20> hash_prefix{};  // zero padded for a shorter hash
-
-  std::string_view tenant() const;
-  std::string_view name_space() const;
-  std::string_view hash() const;
-  std::string_view suffix() const;  // "group:rank"
 };
 
 // Throws std::invalid_argument with a one-line message.

@@ -1,8 +1,15 @@
-// A file descriptor that closes itself.
+// Descriptors of files and directories that close themselves, and the system's words for what fails.
 #pragma once
 
+#include <dirent.h>
+#include <fcntl.h>
 #include <unistd.h>
 
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <system_error>
 #include <utility>
 
 namespace kvpool {
@@ -35,5 +42,34 @@ class Descriptor {
  private:
   int fd_ = -1;
 };
+
+inline std::string words_of(int error_number) { return std::generic_category().message(error_number); }
+
+[[noreturn]] inline void fail(const char* what, const std::string& path, int error_number) {
+  throw std::filesystem::filesystem_error(what, path, std::error_code(error_number, std::generic_category()));
+}
+
+struct CloseFolder {
+  void operator()(DIR* folder) const { closedir(folder); }
+};
+// A directory opened for reading.
+using Folder = std::unique_ptr<DIR, CloseFolder>;
+
+// Null, with errno, for a link or an unreadable directory.
+inline Folder open_folder(int at, const char* path) {
+  Descriptor file(openat(at, path, O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW));
+  if (!file) return nullptr;
+  Folder folder(fdopendir(file.get()));
+  if (folder) file.release();
+  return folder;
+}
+
+template <typename Visit>
+void for_each_entry(const Folder& folder, Visit visit) {
+  while (const dirent* entry = readdir(folder.get())) {
+    const std::string_view name = entry->d_name;
+    if (name != "." && name != "..") visit(entry->d_name);
+  }
+}
 
 }  // namespace kvpool

@@ -15,8 +15,8 @@
 #include <utility>
 #include <vector>
 
-#include "store/folder.h"
-#include "store/record_file.h"
+#include "store/descriptor.h"
+#include "store/pool_directory.h"
 
 namespace kvpool {
 namespace {

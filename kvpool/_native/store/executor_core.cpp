@@ -14,20 +14,7 @@ constexpr Clock::duration kPauseAfterException = std::chrono::milliseconds(10);
 }  // namespace
 
 // Lookups are cheap, and requests wait for them; requests wait for loads, but never for stores.
-std::size_t queue_of(Op op) {
-  switch (op) {
-    case Op::kContains:
-    case Op::kTouch:
-    case Op::kDelete:
-      return 0;
-    case Op::kGet:
-      return 1;
-    case Op::kPut:
-    case Op::kPutAbsent:
-      return 2;
-  }
-  return 2;
-}
+std::size_t queue_of(Op op) { return is_put(op) ? 2 : op == Op::kGet ? 1 : 0; }
 
 void Core::count_given_up(const Batch& batch, std::size_t items, Status status) {
   counts[static_cast<std::size_t>(batch.op_)][static_cast<std::size_t>(status)].fetch_add(
@@ -35,10 +22,10 @@ void Core::count_given_up(const Batch& batch, std::size_t items, Status status) 
 }
 
 void Core::count(const Batch& batch, std::size_t index, Status status) {
-  const auto op = static_cast<std::size_t>(batch.op_);
-  counts[op][static_cast<std::size_t>(status)].fetch_add(1, std::memory_order_relaxed);
+  count_given_up(batch, 1, status);
   if (status == Status::kOk && !batch.buffers_.empty()) {
-    ok_nbytes[op].fetch_add(batch.buffers_[index].size(), std::memory_order_relaxed);
+    ok_nbytes[static_cast<std::size_t>(batch.op_)].fetch_add(batch.buffers_[index].size(),
+                                                             std::memory_order_relaxed);
   }
 }
 

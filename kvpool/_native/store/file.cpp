@@ -1,11 +1,34 @@
-// The file backend: the shared state of its I/O threads, and its counters.
+// The file backend: loads, lookups, deletions, and the shared directory. Puts: file_put.cpp.
 #include "store/file.h"
 
-#include <filesystem>
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <sys/uio.h>
+#include <unistd.h>
 
-#include "store/file_io_thread.h"
+#include <algorithm>
+#include <ctime>
+#include <filesystem>
+#include <utility>
+
+#include "store/descriptor.h"
+#include "store/evict.h"
 
 namespace kvpool {
+namespace {
+
+using namespace std::chrono_literals;
+
+constexpr auto kOpenPatience = 10s;       // for another process's pass, at open
+constexpr auto kGiveBackPatience = 50ms;  // for the lock, to subtract the bytes of a failed put or a deletion
+constexpr auto kOpenCounting = 100ms;     // at open; puts count the rest of a larger store
+constexpr auto kOpenEvicting = 1s;        // at open, above capacity; puts continue it
+
+bool is_record(const struct stat& info) {
+  return S_ISREG(info.st_mode) && info.st_size > static_cast<off_t>(kRecordHeaderNbytes);
+}
+
+}  // namespace
 
 FileBackend::FileBackend(const std::string& root, std::uint64_t capacity_nbytes, Open how)
     : root_(std::filesystem::absolute(root).lexically_normal()), capacity_nbytes_(capacity_nbytes) {
@@ -19,17 +42,236 @@ std::unique_ptr<IoThread> FileBackend::make_io_thread(unsigned index) {
 }
 
 void FileBackend::append_counters(Counters& counters) const {
-  std::uint64_t damaged = 0;
-  for (std::size_t i = 1; i < kDamageCount; ++i) damaged += damaged_[i].load(std::memory_order_relaxed);
-  counters.emplace_back("damaged", damaged);
-  for (std::size_t i = 1; i < kDamageCount; ++i) {
-    counters.emplace_back("damaged_" + std::string(damage_name(static_cast<Damage>(i))),
-                          damaged_[i].load(std::memory_order_relaxed));
-  }
+  damaged_.append(counters);
   counters.emplace_back("evicted", evicted_.load(std::memory_order_relaxed));
   counters.emplace_back("evicted_nbytes", evicted_nbytes_.load(std::memory_order_relaxed));
   counters.emplace_back("eviction_passes", passes_.load(std::memory_order_relaxed));
   counters.emplace_back("stored_nbytes", Usage::used_nbytes(root_ + "/usage"));
+}
+
+// The kernel's time stamps move by timer ticks (4 ms): too coarse to order records.
+void FileIoThread::mark_used(int fd) {
+  timespec now;
+  clock_gettime(CLOCK_REALTIME, &now);
+  const timespec times[2] = {now, now};
+  // Another user's file accepts only the kernel's time, and only from its writers.
+  if (futimens(fd, times) != 0 && errno == EPERM) futimens(fd, nullptr);
+}
+
+void FileIoThread::mark_used(const std::string& path) {
+  timespec now;
+  clock_gettime(CLOCK_REALTIME, &now);
+  const timespec times[2] = {now, now};
+  if (utimensat(AT_FDCWD, path.c_str(), times, AT_SYMLINK_NOFOLLOW) != 0 && errno == EPERM)
+    utimensat(AT_FDCWD, path.c_str(), nullptr, AT_SYMLINK_NOFOLLOW);
+}
+
+void FileIoThread::run(Source& source) {
+  while (std::optional<Item> item = source.next()) {
+    Outcome outcome{Status::kFault};
+    try {
+      outcome = execute(*item);
+    } catch (const std::filesystem::filesystem_error& error) {  // the lock: not supported, no memory for it
+      outcome.error = error.what();
+    } catch (const RefusedDirectory& error) {  // another directory took its place
+      outcome.error = error.what();
+    }
+    item->finish(outcome.status, std::move(outcome.error));
+  }
+}
+
+// At open: dead writers' files may remain, and the capacity may have shrunk.
+void FileIoThread::settle() {
+  if (const int error = refresh(); error != 0) fail("cannot use", backend_.root_ + "/usage", error);
+  const auto until = Clock::now() + kOpenPatience;
+  const auto held = usage_->lock(Usage::Hold::kExclusive, [&] { return Clock::now() >= until; });
+  if (!held) return;
+  // Counts from before a reboot may not match the disk.
+  if (usage_->read().boot != boot_id()) usage_->write({});
+  count(backend_.root_, *usage_, Clock::now() + kOpenCounting);
+  const auto enough = Clock::now() + kOpenEvicting;
+  evict(0, backend_.capacity_nbytes_, [&] { return Clock::now() >= enough; });
+}
+
+FileIoThread::Outcome FileIoThread::execute(const Item& item) {
+  if (const auto stopped = item.stopped()) return {*stopped};
+  const std::string path = record_path(backend_.root_, item.key());
+  switch (item.op()) {
+    case Op::kPut:
+      return put(item, path);
+    case Op::kPutAbsent:
+      return put_absent(item, path);
+    case Op::kGet:
+      return get(item, path);
+    case Op::kContains:
+      return contains(path);
+    case Op::kTouch:
+      return touch(path);
+    case Op::kDelete:
+      return remove_record(path, bucket_of(item.key()));
+  }
+  return {Status::kFault, "unknown operation"};
+}
+
+FileIoThread::Outcome FileIoThread::get(const Item& item, const std::string& path) {
+  const Descriptor file(open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK));
+  if (!file) {
+    const int error = errno;
+    if (error == ENOENT) return {Status::kMiss};
+    if (error == ELOOP || error == ENXIO) return damaged(item, path, Damage::kLength);  // a link; a socket
+    return unreadable(item, path, error);
+  }
+  struct stat info;
+  if (fstat(file.get(), &info) != 0) return fault("get", path, errno);
+  const std::span<std::byte> payload = item.buffer();
+  if (!S_ISREG(info.st_mode)) return damaged(item, path, Damage::kLength);
+  if (static_cast<std::uint64_t>(info.st_size) < kRecordHeaderNbytes)
+    return damaged(item, path, Damage::kTruncated);
+
+  RecordHeader header;
+  std::size_t got = 0;  // payload bytes read
+  {
+    const std::span<std::byte> first = payload.first(std::min(payload.size(), kChunkNbytes));
+    const iovec parts[2] = {{&header, sizeof header}, {first.data(), first.size()}};
+    const ssize_t n = retry([&] { return preadv(file.get(), parts, 2, 0); });
+    if (n < 0) return unreadable(item, path, errno);
+    if (static_cast<std::size_t>(n) < sizeof header) return damaged(item, path, Damage::kTruncated);
+    got = static_cast<std::size_t>(n) - sizeof header;
+  }
+  if (const Damage damage = check_header(header, item.key(), payload.size()); damage != Damage::kNone) {
+    return damaged(item, path, damage);
+  }
+  if (static_cast<std::uint64_t>(info.st_size) != kRecordHeaderNbytes + payload.size()) {
+    return damaged(item, path, Damage::kLength);
+  }
+  RecordChecksum checksum(header);
+  checksum.update(payload.first(got));
+  while (got < payload.size()) {
+    if (const auto stopped = item.stopped()) return {*stopped};
+    const std::span<std::byte> chunk = payload.subspan(got, std::min(payload.size() - got, kChunkNbytes));
+    const ssize_t n = retry([&] {
+      return pread(file.get(), chunk.data(), chunk.size(), static_cast<off_t>(kRecordHeaderNbytes + got));
+    });
+    if (n < 0) return unreadable(item, path, errno);
+    if (n == 0) return damaged(item, path, Damage::kLength);
+    checksum.update(chunk.first(static_cast<std::size_t>(n)));
+    got += static_cast<std::size_t>(n);
+  }
+  if (checksum.digest() != header.checksum) return damaged(item, path, Damage::kChecksum);
+  mark_used(file.get());
+  return {Status::kOk};
+}
+
+// Counts and removes an invalid record. A good one renamed into its place meanwhile is also lost: a further
+// miss, never a wrong byte.
+FileIoThread::Outcome FileIoThread::damaged(const Item& item, const std::string& path, Damage damage) {
+  remove(path, bucket_of(item.key()));
+  return counted(damage);
+}
+
+// Removes a present but unreadable record: it would fail every load of its prefix and never be replaced. If
+// even that fails, the file system is at fault, not the record.
+FileIoThread::Outcome FileIoThread::unreadable(const Item& item, const std::string& path, int error) {
+  if ((error == EACCES || error == EIO) && remove(path, bucket_of(item.key())) == 0)
+    return counted(Damage::kTruncated);
+  return fault("get", path, error);
+}
+
+FileIoThread::Outcome FileIoThread::counted(Damage damage) {
+  backend_.damaged_.add(damage);
+  return {Status::kMiss};
+}
+
+FileIoThread::Outcome FileIoThread::contains(const std::string& path) const {
+  struct stat info;
+  if (lstat(path.c_str(), &info) != 0) {
+    return errno == ENOENT ? Outcome{Status::kMiss} : fault("contains", path, errno);
+  }
+  return {is_record(info) ? Status::kOk : Status::kMiss};
+}
+
+FileIoThread::Outcome FileIoThread::touch(const std::string& path) const {
+  const Outcome found = contains(path);
+  if (found.status == Status::kOk) mark_used(path);
+  return found;
+}
+
+FileIoThread::Outcome FileIoThread::remove_record(const std::string& path, unsigned bucket) {
+  if (const int error = remove(path, bucket); error != 0) {
+    return error == ENOENT ? Outcome{Status::kMiss} : fault("delete", path, error);
+  }
+  return {Status::kOk};
+}
+
+// Removes anything at a record's path, except a non-empty directory. Returns 0 or an errno.
+int FileIoThread::remove(const std::string& path, unsigned bucket) {
+  struct stat info;
+  if (lstat(path.c_str(), &info) != 0) return errno;
+  if (S_ISDIR(info.st_mode)) return rmdir(path.c_str()) == 0 ? 0 : errno;
+  return remove(path, bucket, S_ISREG(info.st_mode) ? static_cast<std::uint64_t>(info.st_size) : 0);
+}
+
+// Unlinks a file and subtracts its bytes. If an eviction holds the lock, the bytes stay counted until the
+// next count: too high is safe, too low is not.
+int FileIoThread::remove(const std::string& path, unsigned counted_in, std::uint64_t nbytes) {
+  find_usage();
+  const auto until = Clock::now() + kGiveBackPatience;
+  const auto held = usage_ ? usage_->lock(Usage::Hold::kShared, [&] { return Clock::now() >= until; })
+                           : std::optional<Usage::Lock>();
+  if (unlink(path.c_str()) != 0) return errno;
+  if (held) give_back(counted_in, nbytes);
+  return 0;
+}
+
+// Under the lock.
+void FileIoThread::give_back(unsigned counted_in, std::uint64_t nbytes) {
+  usage_->change({{counted_in, -static_cast<std::int64_t>(nbytes)}});
+}
+
+// Under the exclusive lock.
+void FileIoThread::evict(std::uint64_t n, std::uint64_t capacity_nbytes, const GiveUp& give_up) {
+  const Evicted evicted = make_room(backend_.root_, *usage_, n, capacity_nbytes, give_up);
+  if (evicted.records == 0) return;
+  backend_.passes_.fetch_add(1, std::memory_order_relaxed);
+  backend_.evicted_.fetch_add(evicted.records, std::memory_order_relaxed);
+  backend_.evicted_nbytes_.fetch_add(evicted.nbytes, std::memory_order_relaxed);
+}
+
+// Opens the counts; if they or the directory were removed (and perhaps recreated by another process), starts
+// anew. Throws RefusedDirectory.
+int FileIoThread::refresh() {
+  if (usage_ && usage_->current()) return 0;
+  try {
+    pool_ = make_pool(backend_.root_, pool_);
+    usage_.emplace(backend_.root_ + "/usage", pool_.file_mode);
+  } catch (const std::filesystem::filesystem_error& error) {
+    return error.code().value();
+  }
+  return 0;
+}
+
+// For removals: creates nothing.
+void FileIoThread::find_usage() {
+  if (usage_) return;
+  try {
+    usage_.emplace(backend_.root_ + "/usage", std::nullopt);
+  } catch (const std::filesystem::filesystem_error&) {  // absent or read-only: removals stay uncounted
+  }
+}
+
+// Returns ENOENT (try again) or the obstacle's errno.
+int FileIoThread::make_again(const std::string& path) const {
+  const int error = make_folder(pool_, path);
+  return error == 0 ? ENOENT : error;
+}
+
+std::string FileIoThread::temporary_path() {
+  return backend_.root_ + "/tmp/" + std::to_string(getpid()) + "." + std::to_string(index_) + "." +
+         std::to_string(++sequence_) + "." + std::to_string(random_());
+}
+
+FileIoThread::Outcome FileIoThread::fault(const char* what, const std::string& path, int error) {
+  return {Status::kFault, std::string(what) + " " + path + ": " + words_of(error)};
 }
 
 }  // namespace kvpool

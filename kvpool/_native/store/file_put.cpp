@@ -1,4 +1,4 @@
-// Puts of the file backend: reservation, temporary file, bytes, rename. See file_io_thread.h.
+// Puts of the file backend: reservation, temporary file, bytes, rename. See file.h.
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/stat.h>
@@ -9,8 +9,7 @@
 
 #include "store/descriptor.h"
 #include "store/evict.h"
-#include "store/file_io_thread.h"
-#include "store/record_file.h"
+#include "store/file.h"
 
 namespace kvpool {
 namespace {

@@ -35,6 +35,16 @@ class BlockSignals {
 
 }  // namespace
 
+void DamageCounts::append(Counters& counters) const {
+  const std::size_t sum = counters.size();
+  counters.emplace_back("damaged", 0);
+  for (std::size_t i = 1; i < kDamageCount; ++i) {
+    counters.emplace_back("damaged_" + std::string(damage_name(static_cast<Damage>(i))),
+                          counts_[i].load(std::memory_order_relaxed));
+    counters[sum].second += counters.back().second;
+  }
+}
+
 Batch::Batch(Op op, std::vector<Key> keys, std::vector<Buffer> buffers, Clock::time_point deadline)
     : op_(op),
       keys_(std::move(keys)),

@@ -4,14 +4,11 @@
 // counts). The I/O thread pulls Items from its Source, may have several in flight, and finishes each.
 //
 // Ownership:
-// - Core::mutex guards the queues, the deadlines, waiting puts, and of each Batch `next_`, `waiting_`,
-// `error_` and
-//   its place in a queue. Nothing blocks under it.
-// - Results of a batch: the thread that took an item writes its byte once (its I/O thread; stop(), for
-// untaken items;
-//   or finish() of the awaited put); callers read after done(). A lookup has a result per record, its parts'
-// worst,
-//   written atomically.
+// - Core::mutex guards the queues, the deadlines, waiting puts, and of each Batch `next_`, `waiting_`, `error_`
+//   and its place in a queue. Nothing blocks under it.
+// - Results of a batch: the thread that took an item writes its byte once (its I/O thread; stop(), for untaken
+//   items; or finish() of the awaited put); callers read after done(). A lookup has a result per record, its
+//   parts' worst, written atomically.
 // - Buffers belong to the batch until done(): then no I/O thread touches them any more.
 //
 // A put waits for another put of its key in flight and takes its result: a key names content. If that put is
@@ -169,6 +166,18 @@ class IoThread {
 };
 
 using Counters = std::vector<std::pair<std::string, std::uint64_t>>;
+
+// Damaged records of a backend, by damage. Any thread.
+class DamageCounts {
+ public:
+  void add(Damage damage) {
+    counts_[static_cast<std::size_t>(damage)].fetch_add(1, std::memory_order_relaxed);
+  }
+  void append(Counters& counters) const;
+
+ private:
+  std::array<std::atomic<std::uint64_t>, kDamageCount> counts_{};
+};
 
 class Backend {
  public:

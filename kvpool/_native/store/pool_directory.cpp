@@ -1,4 +1,4 @@
-// Checks a directory, makes it a pool, and finds it again.
+// Checks a directory, makes it a pool, and finds it and its records again.
 #include "store/pool_directory.h"
 
 #include <dirent.h>
@@ -9,12 +9,10 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <filesystem>
-#include <string_view>
-#include <system_error>
+#include <charconv>
 
 #include "store/descriptor.h"
-#include "store/folder.h"
+#include "store/usage.h"
 
 namespace kvpool {
 namespace {
@@ -28,16 +26,16 @@ constexpr std::string_view kMarker =
 constexpr std::size_t kMaxMarkerNbytes = 4096;
 constexpr std::array<const char*, 3> kFolders = {"tmp", "blocks", "announcements"};
 constexpr const char* kUsage = "usage";
+constexpr std::size_t kBucketDigits = 3;
+static_assert(kBuckets == 1U << (4 * kBucketDigits));
+constexpr std::string_view kPrefix = "kvpool:";  // of every key; its parts contain no '.' or '/'
 constexpr mode_t kOwnersFolder = 0700;
 constexpr mode_t kOwnersFile = 0600;
 constexpr mode_t kGroupsFile = 0660;
 
 enum class Marker { kNone, kUnfinished, kWhole };
 
-[[noreturn]] void fail(const std::string& path, int error) {
-  throw std::filesystem::filesystem_error("cannot use", path,
-                                          std::error_code(error, std::generic_category()));
-}
+constexpr const char* kCannot = "cannot use";
 
 // Returns 0 or an errno.
 int make_parents(const std::string& path) {
@@ -56,18 +54,18 @@ Descriptor open_root(const std::string& root) {
 Descriptor open_or_make_root(const std::string& root) {
   const std::size_t slash = root.rfind('/');
   if (slash != std::string::npos && slash != 0) {
-    if (const int error = make_parents(root.substr(0, slash)); error != 0) fail(root, error);
+    if (const int error = make_parents(root.substr(0, slash)); error != 0) fail(kCannot, root, error);
   }
-  if (mkdir(root.c_str(), kOwnersFolder) != 0 && errno != EEXIST) fail(root, errno);
+  if (mkdir(root.c_str(), kOwnersFolder) != 0 && errno != EEXIST) fail(kCannot, root, errno);
   Descriptor directory = open_root(root);
-  if (!directory) fail(root, errno);
+  if (!directory) fail(kCannot, root, errno);
   return directory;
 }
 
 // The owner and every writer can plant valid records and links to anywhere.
 PoolDirectory judge(const std::string& root, int fd) {
   struct stat info;
-  if (fstat(fd, &info) != 0) fail(root, errno);
+  if (fstat(fd, &info) != 0) fail(kCannot, root, errno);
   const uid_t user = geteuid();
   if (info.st_uid != user && info.st_uid != 0) {
     throw RefusedDirectory(
@@ -88,14 +86,14 @@ Marker read_marker(const std::string& root, int fd) {
   const Descriptor file(openat(fd, kMarkerName, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
   if (!file && errno == ENOENT) return Marker::kNone;
   const std::string path = root + "/" + kMarkerName;
-  if (!file && errno != ELOOP && errno != ENXIO) fail(path, errno);
+  if (!file && errno != ELOOP && errno != ENXIO) fail(kCannot, path, errno);
   struct stat info{};
-  if (file && fstat(file.get(), &info) != 0) fail(path, errno);
+  if (file && fstat(file.get(), &info) != 0) fail(kCannot, path, errno);
   std::string text(kMaxMarkerNbytes, '\0');
   ssize_t got = 0;
   if (S_ISREG(info.st_mode) && info.st_size <= static_cast<off_t>(kMaxMarkerNbytes)) {
     got = pread(file.get(), text.data(), text.size(), 0);
-    if (got < 0) fail(path, errno);
+    if (got < 0) fail(kCannot, path, errno);
     text.resize(static_cast<std::size_t>(got));
     if (text.starts_with(kFirstLine)) return Marker::kWhole;
     if (kFirstLine.starts_with(text)) return Marker::kUnfinished;
@@ -114,7 +112,7 @@ Marker read_marker(const std::string& root, int fd) {
 // A foreign entry of a future pool's directory; empty if none.
 std::string stranger(const std::string& root, int fd, bool was_ours) {
   const Folder folder = open_folder(fd, ".");
-  if (!folder) fail(root, errno);
+  if (!folder) fail(kCannot, root, errno);
   std::string found;
   for_each_entry(folder, [&](const char* entry) {
     const std::string_view name = entry;
@@ -129,9 +127,9 @@ void write_marker(const std::string& root, int fd, const PoolDirectory& pool) {
   const std::string path = root + "/" + kMarkerName;
   const Descriptor file(
       openat(fd, kMarkerName, O_WRONLY | O_CREAT | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, pool.file_mode));
-  if (!file) fail(path, errno);
+  if (!file) fail(kCannot, path, errno);
   const ssize_t written = pwrite(file.get(), kMarker.data(), kMarker.size(), 0);
-  if (written != static_cast<ssize_t>(kMarker.size())) fail(path, written < 0 ? errno : ENOSPC);
+  if (written != static_cast<ssize_t>(kMarker.size())) fail(kCannot, path, written < 0 ? errno : ENOSPC);
   if (pool.file_mode == kGroupsFile) fchmod(file.get(), kGroupsFile);
 }
 
@@ -140,7 +138,7 @@ void check_parts(const std::string& root, int fd) {
   struct stat info;
   for (const char* name : kFolders) {
     if (fstatat(fd, name, &info, AT_SYMLINK_NOFOLLOW) != 0) {
-      if (errno != ENOENT) fail(root + "/" + name, errno);
+      if (errno != ENOENT) fail(kCannot, root + "/" + name, errno);
     } else if (!S_ISDIR(info.st_mode)) {
       throw RefusedDirectory("its " + std::string(name) +
                              " is no directory: delete that, or name another directory");
@@ -181,7 +179,7 @@ PoolDirectory make_pool(const std::string& root, const PoolDirectory& known) {
     const std::string path = root + "/" + name;
     int error = make_folder(pool, path);
     if (error == 0 && access(path.c_str(), R_OK | W_OK | X_OK) != 0) error = errno;
-    if (error != 0) fail(path, error);
+    if (error != 0) fail(kCannot, path, error);
   }
   return pool;
 }
@@ -192,7 +190,7 @@ PoolDirectory find_pool(const std::string& root) {
     throw RefusedDirectory(
         "there is no such directory: correct the path, or start a worker with it, which makes the pool");
   }
-  if (!directory) fail(root, errno);
+  if (!directory) fail(kCannot, root, errno);
   const PoolDirectory pool = judge(root, directory.get());
   if (const Marker marker = read_marker(root, directory.get()); marker != Marker::kWhole) {
     const std::string found = stranger(root, directory.get(), false);
@@ -207,6 +205,40 @@ int make_folder(const PoolDirectory& pool, const std::string& path) {
   if (mkdir(path.c_str(), pool.directory_mode & 0777) != 0) return errno == EEXIST ? 0 : errno;
   if (pool.directory_mode != kOwnersFolder) chmod(path.c_str(), pool.directory_mode);
   return 0;
+}
+
+unsigned bucket_of(const Key& key) {
+  unsigned bucket = 0;
+  const char* const end = key.text.data() + key.hash_end;
+  std::from_chars(end - kBucketDigits, end, bucket, 16);
+  return bucket;
+}
+
+std::string bucket_path(const std::string& root, unsigned bucket) {
+  constexpr std::string_view kDigits = "0123456789abcdef";
+  std::string path = root + "/blocks/";
+  for (unsigned shift = 4 * kBucketDigits; shift != 0; shift -= 4)
+    path += kDigits[bucket >> (shift - 4) & 0xf];
+  return path;
+}
+
+std::string record_path(const std::string& root, const Key& key) {
+  std::string name = key.text.substr(kPrefix.size());
+  std::replace(name.begin(), name.end(), ':', '.');
+  return bucket_path(root, bucket_of(key)) + "/" + name;
+}
+
+bool is_record_name(unsigned bucket, std::string_view name) {
+  std::string text(kPrefix);
+  for (const char c : name) {
+    if (c == ':') return false;
+    text += c == '.' ? ':' : c;
+  }
+  try {
+    return bucket_of(parse_key(text)) == bucket;
+  } catch (const std::invalid_argument&) {
+    return false;
+  }
 }
 
 }  // namespace kvpool

@@ -1,15 +1,21 @@
-// The directory of a file pool: whose it is, and the marker by which it is known.
+// The directory of a file pool: whose it is, the marker by which it is known, and where records lie in it.
 //
 //   root/kvpool-pool     the marker: a line "kvpool pool, format N", and one for a person who finds it
 //
 // Nothing is written, and nothing deleted, in a directory that lacks it: an empty directory is given one, any
 // other is refused. The format is that of the whole layout below root (file.h).
+//
+// A record lies in blocks/{bucket}/{tenant}.{namespace}.{hash}.{group}.{rank}. The bucket is the last three
+// digits of the hash, so every bucket is a fair sample of the store.
 #pragma once
 
 #include <sys/types.h>
 
 #include <stdexcept>
 #include <string>
+#include <string_view>
+
+#include "key/record.h"
 
 namespace kvpool {
 
@@ -22,8 +28,7 @@ struct PoolDirectory {
 };
 
 // Why a directory is refused, and what to do, in one line without its name.
-class RefusedDirectory : public std::runtime_error {
- public:
+struct RefusedDirectory : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
@@ -37,5 +42,11 @@ PoolDirectory find_pool(const std::string& root);
 
 // mkdir with the pool's mode, whatever the umask. Returns 0 or an errno; 0 if present.
 int make_folder(const PoolDirectory& pool, const std::string& path);
+
+unsigned bucket_of(const Key& key);
+std::string bucket_path(const std::string& root, unsigned bucket);
+std::string record_path(const std::string& root, const Key& key);
+// Whether a record of this bucket may have this name.
+bool is_record_name(unsigned bucket, std::string_view name);
 
 }  // namespace kvpool

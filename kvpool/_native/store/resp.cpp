@@ -230,13 +230,7 @@ std::unique_ptr<IoThread> RespBackend::make_io_thread(unsigned index) {
 
 void RespBackend::append_counters(Counters& counters) const {
   const auto read = [](const auto& count) { return count.load(std::memory_order_relaxed); };
-  std::uint64_t damaged = 0;
-  for (std::size_t i = 1; i < kDamageCount; ++i) damaged += read(counts_.damaged[i]);
-  counters.emplace_back("damaged", damaged);
-  for (std::size_t i = 1; i < kDamageCount; ++i) {
-    counters.emplace_back("damaged_" + std::string(damage_name(static_cast<Damage>(i))),
-                          read(counts_.damaged[i]));
-  }
+  counts_.damaged.append(counters);
   counters.emplace_back("evicted", 0);  // the server evicts without a report
   counters.emplace_back("connections", read(counts_.connections));
   counters.emplace_back("disconnections", read(counts_.disconnections));

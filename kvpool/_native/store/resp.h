@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "store/io_executor.h"
-#include "store/resp_counts.h"
 #include "store/resp_dial.h"
 #include "store/topology.h"
 

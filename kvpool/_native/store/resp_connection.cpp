@@ -105,18 +105,11 @@ void RespConnection::on_poll(short events) {
 }
 
 void RespConnection::again(std::unique_ptr<Request> request) {
-  auto fresh = std::make_unique<Request>();
-  fresh->kind = request->kind;
-  if (request->item) fresh->item.emplace(std::move(*request->item));
+  auto fresh = request->item ? std::make_unique<Request>(request->kind, std::move(*request->item),
+                                                         request->asking, request->hops)
+                             : std::make_unique<Request>(request->kind, std::move(request->key_text),
+                                                         settings_.ttl, request->asking);
   fresh->deadline = request->deadline;
-  fresh->head = std::move(request->head);
-  fresh->body = request->body;
-  fresh->end_made = request->kind != Kind::kPut;
-  fresh->answerable[0] = request->answerable[0];
-  fresh->into = request->into;
-  fresh->into_tail = request->into_tail;
-  fresh->asking = request->asking;
-  fresh->hops = request->hops;
   requests_.push_back(std::move(fresh));
 }
 
@@ -167,30 +160,24 @@ std::deque<Item> RespConnection::take_waiting() {
   return std::exchange(waiting_, {});
 }
 
-void RespConnection::begin(Item&& taken) {
-  auto request = std::make_unique<Request>();
-  switch (taken.op()) {
+RespRequest::Kind RespConnection::kind_of(Op op) const {
+  switch (op) {
     case Op::kPut:
-      request->kind = Kind::kPut;
-      break;
+      return Kind::kPut;
     case Op::kGet:
-      request->kind = Kind::kGet;
-      break;
-    case Op::kContains:
-      request->kind = Kind::kContains;
-      break;
+      return Kind::kGet;
     case Op::kDelete:
-      request->kind = Kind::kDelete;
-      break;
-    case Op::kTouch:
-    case Op::kPutAbsent:
-      request->kind = touches_ ? Kind::kTouch : Kind::kContains;
-      break;
+      return Kind::kDelete;
+    case Op::kContains:
+      return Kind::kContains;
+    default:
+      return touches_ ? Kind::kTouch : Kind::kContains;
   }
-  request->deadline = taken.deadline();
-  request->item.emplace(std::move(taken));
-  request->compose();
-  add(std::move(request));
+}
+
+void RespConnection::begin(Item&& taken) {
+  const Kind kind = kind_of(taken.op());
+  add(std::make_unique<Request>(kind, std::move(taken)));
 }
 
 void RespConnection::push_redirected(std::unique_ptr<Request> request) {

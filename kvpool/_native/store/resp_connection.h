@@ -17,8 +17,8 @@
 // Requests beyond the send window wait beside it, up to a bound, so that a slow or silent server does not
 // hold up the others of its I/O thread.
 //
-// Parts: resp_connection.cpp (requests), resp_reconnect.cpp, resp_sending.cpp, resp_replies.cpp and
-// resp_records.cpp (received records).
+// Parts: resp_connection.cpp (requests), resp_reconnect.cpp, resp_replies.cpp and resp_records.cpp (records, sent
+// and received).
 //
 // Belongs to one I/O thread, the only caller. Nothing blocks, except the resolver (see find_addresses).
 #pragma once
@@ -38,12 +38,10 @@
 #include <vector>
 
 #include "store/io_executor.h"
-#include "store/resp_counts.h"
 #include "store/resp_dial.h"
 #include "store/resp_node.h"
 #include "store/resp_parser.h"
 #include "store/resp_request.h"
-#include "store/resp_uses.h"
 #include "store/stream.h"
 #include "store/topology.h"
 
@@ -133,6 +131,7 @@ class RespConnection {
   void again(std::unique_ptr<Request> request);
   static void end_item(Request& request, Status status, std::string words);
 
+  Request::Kind kind_of(Op op) const;
   void begin(Item&& taken);
   void begin_waiting();
   void add(std::unique_ptr<Request> request);

@@ -7,15 +7,12 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
-#include <system_error>
 
 namespace kvpool {
 namespace {
 
 constexpr std::size_t kShownChars = 200;
 constexpr const char* kSurplus = "the server sent more than it was asked for";
-
-std::string words_of(int error_number) { return std::generic_category().message(error_number); }
 
 }  // namespace
 

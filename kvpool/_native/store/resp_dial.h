@@ -35,8 +35,7 @@ struct RespSettings {
 };
 
 // The server refused; what() has its words.
-class RespError : public std::runtime_error {
- public:
+struct RespError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 

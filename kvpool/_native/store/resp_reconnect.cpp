@@ -171,11 +171,10 @@ void RespConnection::lose(Cause cause, std::string_view why) {
   if (cause == Cause::kSilence) ++attempts_;
   if (attempts_ == 0) {
     next_dial_ = Clock::now();
-    ++attempts_;
   } else {
     back_off();
-    ++attempts_;
   }
+  ++attempts_;
 }
 
 }  // namespace kvpool

@@ -159,6 +159,7 @@ std::string RespConnection::on_token(Request& request, const RespToken& token) {
     case Kind::kDelete:
     case Kind::kTouch:
     case Kind::kCleanup:
+    case Kind::kRenew:
       if (token.kind != RespKind::kInteger || token.value < 0 || token.value > 1) return kUnexpected;
       if (request.asks_before_put()) {
         if (token.value == 1) {
@@ -172,10 +173,6 @@ std::string RespConnection::on_token(Request& request, const RespToken& token) {
       return {};
     case Kind::kAge:
       return on_age(request, token);
-    case Kind::kRenew:
-      if (token.kind != RespKind::kInteger || token.value < 0 || token.value > 1) return kUnexpected;
-      end_front(Status::kMiss, {});
-      return {};
   }
   return kUnexpected;
 }
@@ -229,14 +226,8 @@ bool RespConnection::note_refusal(Request& request, std::string_view word, std::
 // The front's item sends the same server another command.
 void RespConnection::go_on(Request& answered, Kind kind) {
   if (!answered.item) return end_front(Status::kMiss, {});
-  auto request = std::make_unique<Request>();
-  request->kind = kind;
-  request->deadline = answered.deadline;
-  request->asking = answered.asking;
-  request->hops = answered.hops;
-  request->item.emplace(std::move(*answered.item));
+  auto request = std::make_unique<Request>(kind, std::move(*answered.item), answered.asking, answered.hops);
   answered.item.reset();
-  request->compose();
   end_front(Status::kMiss, {});
   add(std::move(request));
 }
@@ -246,9 +237,9 @@ std::string RespConnection::on_age(Request& request, const RespToken& token) {
   if (token.kind != RespKind::kInteger || token.value < -2) return kUnexpected;
   const std::int64_t ttl_ms = settings_.ttl.count();
   const bool is_old = token.value != -2 && token.value <= ttl_ms - ttl_ms / 4;
-  auto renewal = is_old ? Request::about(Kind::kRenew, std::move(request.key_text), settings_.ttl) : nullptr;
+  std::string key = std::move(request.key_text);
   end_front(Status::kMiss, {});
-  if (renewal) add(std::move(renewal));
+  if (is_old) add(std::make_unique<Request>(Kind::kRenew, std::move(key), settings_.ttl));
   return {};
 }
 
@@ -316,7 +307,7 @@ std::unique_ptr<RespRequest> RespConnection::look_at(const Request& used) {
   if (used.item->op() == Op::kContains || used.item->op() == Op::kDelete) return nullptr;
   if (!renews_ || !uses_.is_due(key, settings_.ttl, Clock::now())) return nullptr;
   if (used.kind == Kind::kPut) return nullptr;  // its time to live just began
-  return Request::about(Kind::kAge, key, settings_.ttl);
+  return std::make_unique<Request>(Kind::kAge, key, settings_.ttl);
 }
 
 // "MOVED 3999 10.0.0.1:6381", or ASK: an empty host is the same server; IPv6 hosts occur. False: nonsense, or
@@ -351,13 +342,8 @@ void RespConnection::redirect_front() {
   // A migrating slot stays with its server until it has arrived.
   if (!front->moved_asking) topology_.mark_stale();
   if (!front->item) return;  // the caller has given up
-  auto fresh = std::make_unique<Request>();
-  fresh->kind = front->kind;
-  fresh->deadline = front->deadline;
-  fresh->item.emplace(std::move(*front->item));
-  fresh->asking = front->moved_asking;
-  fresh->hops = front->hops + 1;
-  fresh->compose();
+  auto fresh =
+      std::make_unique<Request>(front->kind, std::move(*front->item), front->moved_asking, front->hops + 1);
   redirected_.push_back({std::move(fresh), std::move(front->moved_host), front->moved_port});
 }
 

@@ -2,6 +2,7 @@
 #include "store/resp_request.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "store/resp_dial.h"
 
@@ -16,23 +17,30 @@ constexpr std::size_t kSendWindowsAhead = 4;
 
 }  // namespace
 
-// The command for the item, from the start.
-void RespRequest::compose() {
+RespRequest::RespRequest(Kind kind_, Item&& item_, bool asking_, unsigned hops_)
+    : kind(kind_),
+      item(std::move(item_)),
+      deadline(kind_ == Kind::kCleanup ? Clock::now() + kRespPatience : item->deadline()),
+      head(asking_ ? kAsking : std::string_view()),
+      end_made(kind_ != Kind::kPut),
+      key_text(kind_ == Kind::kCleanup ? item->key().text : std::string()),
+      hops(hops_),
+      asking(asking_) {
   const std::string& key = item->key().text;
-  head = asking ? kAsking : std::string_view();
   const bool moves_bytes = kind == Kind::kPut || kind == Kind::kGet;
-  const std::size_t tail = std::min(moves_bytes ? item->buffer().size() : 0, kRespTailNbytes);
+  const auto buffer = moves_bytes ? item->buffer() : std::span<std::byte>();
+  const std::size_t tail = std::min(buffer.size(), kRespTailNbytes);
   switch (kind) {
     case Kind::kPut:
-      body = item->buffer().first(item->buffer().size() - tail);
+      body = buffer.first(buffer.size() - tail);
       append_command(head, {"MULTI"});
       answerable[0] = head.size();
       head += "*6\r\n$4\r\nHSET\r\n$" + std::to_string(key.size()) + "\r\n" + key + "\r\n$1\r\nb\r\n$" +
               std::to_string(body.size()) + "\r\n";
       break;
     case Kind::kGet:
-      into = item->buffer().first(item->buffer().size() - tail);
-      into_tail = item->buffer().last(tail);
+      into = buffer.first(buffer.size() - tail);
+      into_tail = buffer.last(tail);
       append_command(head, {"HMGET", key, "h", "b"});
       break;
     case Kind::kContains:
@@ -41,29 +49,24 @@ void RespRequest::compose() {
     case Kind::kTouch:
       append_command(head, {"TOUCH", key});
       break;
-    case Kind::kDelete:
-    case Kind::kCleanup:
+    default:
       append_command(head, {"UNLINK", key});
       break;
-    case Kind::kAge:
-    case Kind::kRenew:
-      break;  // see about()
   }
-  end_made = kind != Kind::kPut;
 }
 
-std::unique_ptr<RespRequest> RespRequest::about(Kind kind, std::string key, std::chrono::milliseconds ttl) {
-  auto request = std::make_unique<RespRequest>();
-  request->kind = kind;
-  request->key_text = std::move(key);
-  request->deadline = Clock::now() + kRespPatience;
-  if (kind == Kind::kAge) {
-    append_command(request->head, {"PTTL", request->key_text});
+RespRequest::RespRequest(Kind kind_, std::string key, std::chrono::milliseconds ttl, bool asking_)
+    : kind(kind_),
+      deadline(Clock::now() + kRespPatience),
+      head(asking_ ? kAsking : std::string_view()),
+      end_made(true),
+      key_text(std::move(key)),
+      asking(asking_) {
+  if (kind == Kind::kRenew) {
+    append_command(head, {"PEXPIRE", key_text, std::to_string(ttl.count())});
   } else {
-    append_command(request->head, {"PEXPIRE", request->key_text, std::to_string(ttl.count())});
+    append_command(head, {kind == Kind::kAge ? "PTTL" : "UNLINK", key_text});
   }
-  request->end_made = true;
-  return request;
 }
 
 void RespRequest::make_end(const std::optional<std::string>& last, std::string_view key,

@@ -4,7 +4,6 @@
 #include <array>
 #include <chrono>
 #include <cstdint>
-#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -25,15 +24,20 @@ inline constexpr auto kRespPatience = std::chrono::seconds(5);
 inline constexpr std::string_view kAsking = "*1\r\n$6\r\nASKING\r\n";
 
 struct RespRequest {
-  // Without an item: kCleanup deletes a damaged record, kAge reads a time to live, kRenew restarts it.
+  // kCleanup deletes a damaged record; without an item, kAge reads a time to live, kRenew restarts it.
   enum class Kind : std::uint8_t { kPut, kGet, kContains, kDelete, kTouch, kCleanup, kAge, kRenew };
   // The replies to a put: to each of its commands, then EXEC's two results.
   enum class PutReply : std::uint8_t { kMulti, kHset, kPexpire, kExec, kHsetDone, kPexpireDone };
   enum class Stage : std::uint8_t { kStart, kHeader, kBody };
   enum class Sink : std::uint8_t { kNowhere, kHeader, kBody };
 
+  // Composes the item's command.
+  RespRequest(Kind kind, Item&& item, bool asking = false, unsigned hops = 0);
+  // Without an item: kCleanup, kAge or kRenew.
+  RespRequest(Kind kind, std::string key, std::chrono::milliseconds ttl, bool asking = false);
+
   Kind kind;
-  std::optional<Item> item;  // none once given up, and for a cleanup
+  std::optional<Item> item;  // none once given up
   Clock::time_point deadline;
   // Once given up: the longest silence before the connection is lost, and its end however much moves.
   Clock::duration patience = kRespPatience;
@@ -65,7 +69,7 @@ struct RespRequest {
   std::array<std::size_t, 4> answerable = {SIZE_MAX, SIZE_MAX, SIZE_MAX, SIZE_MAX};
   Status outcome = Status::kOk;
   std::string words;
-  std::string key_text;  // kAge, kRenew, and a given up put
+  std::string key_text;  // without an item: kCleanup, kAge, kRenew, and a given up put
 
   // The redirect's target: set by one of the replies, followed after the last.
   std::string moved_host;
@@ -75,9 +79,6 @@ struct RespRequest {
   bool asking = false;  // it begins with an ASKING, which has its own reply
   bool asked = false;   // that reply has come
 
-  void compose();
-  // A request without an item, of kind kAge or kRenew.
-  static std::unique_ptr<RespRequest> about(Kind kind, std::string key, std::chrono::milliseconds ttl);
   // The rest of a put: the last field, the time to live, and the end of the transaction. `last`: that field's
   // value; none: the put is given up midway and leaves nothing.
   void make_end(const std::optional<std::string>& h, std::string_view key_text,

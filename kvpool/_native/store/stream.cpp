@@ -15,7 +15,6 @@
 #include <cstring>
 #include <new>
 #include <optional>
-#include <system_error>
 #include <vector>
 
 namespace kvpool {
@@ -28,8 +27,6 @@ constexpr std::size_t kOwnRecordNbytes = 4096;
 constexpr std::size_t kMaxOwedNbytes = 256 << 10;
 
 constexpr const char* kClosedWords = "the server closed the connection";
-
-std::string words_of(int error_number) { return std::generic_category().message(error_number); }
 
 bool would_block(int error_number) {
   return error_number == EAGAIN || error_number == EWOULDBLOCK || error_number == EINTR;

@@ -11,7 +11,6 @@
 #include <cerrno>
 #include <cstdlib>
 #include <new>
-#include <system_error>
 
 #include "store/descriptor.h"
 
@@ -23,8 +22,7 @@ constexpr std::size_t kReadAheadNbytes = 256 << 10;
 
 void check_readable(const char* what, const std::string& path) {
   const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
-  if (!file)
-    throw TlsError(path + ": " + what + " cannot be read: " + std::generic_category().message(errno));
+  if (!file) throw TlsError(path + ": " + what + " cannot be read: " + words_of(errno));
 }
 
 [[noreturn]] void refuse(const char* what, const std::string& path) {

@@ -18,8 +18,7 @@ struct TlsFiles {
 };
 
 // An unusable file: what() names it and the reason in one line, without its contents.
-class TlsError : public std::runtime_error {
- public:
+struct TlsError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 

@@ -79,8 +79,7 @@ bool is_host(std::string_view host) {
   return !host.empty() && host.size() <= 253 && std::all_of(host.begin(), host.end(), allowed);
 }
 
-Topology::Topology(RespSettings settings)
-    : settings_(std::move(settings)), fixed_(false), map_(std::make_shared<SlotMap>()) {
+Topology::Topology(RespSettings settings) : settings_(std::move(settings)), fixed_(false) {
   auto map = std::make_shared<SlotMap>();
   map->owners.assign(kSlots, SlotMap::kNobody);
   map_ = std::move(map);
@@ -101,17 +100,13 @@ void Topology::install(const std::vector<NodeSlots>& nodes) {
   auto map = std::make_shared<SlotMap>();
   map->owners.assign(kSlots, SlotMap::kNobody);
   const std::lock_guard lock(mutex_);
-  std::erase_if(nodes_, [](const auto& entry) { return entry.second.expired(); });
   for (std::size_t i = 0; i < nodes.size(); ++i) {
-    RespSettings settings = settings_;
-    settings.endpoint = endpoint_of(nodes[i].host, nodes[i].port);
-    const std::string name = settings.endpoint.name();
-    std::shared_ptr<RespNode> node = remembered(name);
-    if (node) {
-      if (!addresses[i].empty()) node->set_addresses(std::move(addresses[i]));
-    } else {
-      node = std::make_shared<RespNode>(std::move(settings), std::move(addresses[i]), false);
-      nodes_[name] = node;
+    const Endpoint endpoint = endpoint_of(nodes[i].host, nodes[i].port);
+    std::shared_ptr<RespNode> node = remembered(endpoint);
+    if (!node) {
+      node = added(endpoint, std::move(addresses[i]));
+    } else if (!addresses[i].empty()) {
+      node->set_addresses(std::move(addresses[i]));
     }
     map->nodes.push_back(std::move(node));
     for (const auto& [first, last] : nodes[i].ranges) {
@@ -127,23 +122,26 @@ std::shared_ptr<const SlotMap> Topology::map() const {
   return map_;
 }
 
-std::shared_ptr<RespNode> Topology::remembered(const std::string& name) {
-  const auto found = nodes_.find(name);
+// Under the lock, as added().
+std::shared_ptr<RespNode> Topology::remembered(const Endpoint& endpoint) const {
+  const auto found = nodes_.find(endpoint.name());
   return found == nodes_.end() ? nullptr : found->second.lock();
 }
 
-std::shared_ptr<RespNode> Topology::named(const std::string& host, unsigned port) {
-  RespSettings settings = settings_;
-  settings.endpoint = endpoint_of(host, port);
-  const std::string name = settings.endpoint.name();
-  const std::lock_guard lock(mutex_);
-  if (auto node = remembered(name)) return node;
-  if (!is_number(host)) return nullptr;
+std::shared_ptr<RespNode> Topology::added(const Endpoint& endpoint, std::vector<SocketAddress> addresses) {
   std::erase_if(nodes_, [](const auto& entry) { return entry.second.expired(); });
-  auto addresses = addresses_of(settings.endpoint);
+  RespSettings settings = settings_;
+  settings.endpoint = endpoint;
   auto node = std::make_shared<RespNode>(std::move(settings), std::move(addresses), false);
-  nodes_[name] = node;
+  nodes_[endpoint.name()] = node;
   return node;
+}
+
+std::shared_ptr<RespNode> Topology::named(const std::string& host, unsigned port) {
+  const Endpoint endpoint = endpoint_of(host, port);
+  const std::lock_guard lock(mutex_);
+  if (auto node = remembered(endpoint)) return node;
+  return is_number(host) ? added(endpoint, addresses_of(endpoint)) : nullptr;
 }
 
 void Topology::mark_stale() {

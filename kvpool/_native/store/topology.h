@@ -73,7 +73,8 @@ class Topology {
   bool closed() const;
 
  private:
-  std::shared_ptr<RespNode> remembered(const std::string& name);
+  std::shared_ptr<RespNode> remembered(const Endpoint& endpoint) const;
+  std::shared_ptr<RespNode> added(const Endpoint& endpoint, std::vector<SocketAddress> addresses);
 
   const RespSettings settings_;
   const bool fixed_;

@@ -10,9 +10,7 @@
 #include <bit>
 #include <cerrno>
 #include <cstddef>
-#include <filesystem>
 #include <limits>
-#include <system_error>
 #include <thread>
 
 namespace kvpool {
@@ -26,10 +24,6 @@ static_assert(std::endian::native == std::endian::little, "the file is written a
 constexpr auto kCountsPatience = 1s;  // peers hold their lock for a microsecond, unless stopped meanwhile
 constexpr int kSpins = 100;
 constexpr std::uint64_t kMaxCount = (std::uint64_t{1} << 48) - 1;
-
-[[noreturn]] void fail(const char* what, const std::string& path, int error) {
-  throw std::filesystem::filesystem_error(what, path, std::error_code(error, std::generic_category()));
-}
 
 // Never 0, so that zeros are invalid.
 std::uint64_t check_of(unsigned index, std::uint64_t nbytes) {
@@ -57,6 +51,15 @@ UsagePage read_page(int fd) {
   UsagePage page;  // missing parts of the file stay zero: unknown
   [[maybe_unused]] const ssize_t ignored = pread(fd, static_cast<void*>(&page), sizeof page, 0);
   return page;
+}
+
+// F_WRLCK or F_UNLCK: of the counts' first byte.
+bool set_lock(int fd, short type) {
+  struct flock range{};
+  range.l_type = type;
+  range.l_whence = SEEK_SET;
+  range.l_len = 1;
+  return fcntl(fd, F_OFD_SETLK, &range) == 0;
 }
 
 }  // namespace
@@ -117,13 +120,9 @@ bool Usage::current() const {
 }
 
 bool Usage::lock_counts() const {
-  struct flock range{};
-  range.l_type = F_WRLCK;
-  range.l_whence = SEEK_SET;
-  range.l_len = 1;
   const auto until = SteadyClock::now() + kCountsPatience;
   for (int spins = 0;; ++spins) {
-    if (fcntl(file_.get(), F_OFD_SETLK, &range) == 0) return true;
+    if (set_lock(file_.get(), F_WRLCK)) return true;
     if (errno != EAGAIN && errno != EACCES && errno != EINTR) return false;
     if (spins < kSpins) {
       sched_yield();
@@ -135,13 +134,7 @@ bool Usage::lock_counts() const {
   }
 }
 
-void Usage::unlock_counts() const {
-  struct flock range{};
-  range.l_type = F_UNLCK;
-  range.l_whence = SEEK_SET;
-  range.l_len = 1;
-  fcntl(file_.get(), F_OFD_SETLK, &range);
-}
+void Usage::unlock_counts() const { set_lock(file_.get(), F_UNLCK); }
 
 void Usage::store(unsigned index, std::uint64_t word) const {
   [[maybe_unused]] const ssize_t ignored =  // a failed write leaves a count unknown or too high

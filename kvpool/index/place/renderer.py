@@ -37,7 +37,6 @@ HANDSHAKE_S = 1.0  # the same with TLS: vLLM shakes hands between the steps of i
 KEEP_ALIVE_S = 4.0  # less than the 5 s after which vLLM closes an idle connection
 MAX_RENDERED_NBYTES = 32 << 20
 INLINE_NBYTES = 64 << 10  # of a reply, above which a thread decodes it: 10,000 tokens, in 1 ms
-MAX_TOKEN = (1 << 32) - 1
 MAX_KEPT_NBYTES = 64 << 20  # of remembered tokens
 ENTRY_NBYTES = 1024  # of memory beside them
 MAX_UNDER_WAY = 64
@@ -234,9 +233,8 @@ def _prompt(request: InferenceRequest, packed: bytearray) -> Prompt:
         one = rendered[0]
     tokens = array("I")
     try:
-        wide = _native.json_numbers(one.token_ids, MAX_PROMPT_TOKENS, MAX_TOKEN, False)
-        tokens.frombytes(memoryview(wide).cast("I")[::2].tobytes())  # the lower half of each
-    except (OverflowError, ValueError) as error:
+        tokens.frombytes(_native.read_token_list(one.token_ids, MAX_PROMPT_TOKENS))
+    except ValueError as error:
         raise NoTokens(f"a worker answers with a list that holds no tokens: {error}") from error
     salt = one.cache_salt or request.cache_salt
     return Prompt(

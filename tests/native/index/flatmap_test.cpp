@@ -109,9 +109,9 @@ TEST(flatmap_sweep_meets_every_entry_once) {
   std::uint64_t cursor = 0;
   std::size_t met = 0;
   do {
-    map.sweep_segment(cursor, [&](std::uint32_t value) {
+    map.visit_segment(cursor, [&](std::uint64_t key, std::uint32_t value) {
       ++met;
-      return value % 3 == 0;
+      if (value % 3 == 0) map.erase(key);
     });
   } while (cursor != 0);
   CHECK(met == 50'000);

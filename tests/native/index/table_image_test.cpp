@@ -28,7 +28,12 @@ Table restored(const Packed& packed, std::size_t max_blocks = kMany) {
   return {max_blocks, true, 0, nullptr, unpack_image(packed)};
 }
 
-Packed packed(const Table& table) { return pack_image(table.image()); }
+Packed packed(const TableImage& image) {
+  const std::string bytes = pack_image(image);
+  const auto span = std::as_bytes(std::span(bytes));
+  return {span.begin(), span.end()};
+}
+Packed packed(const Table& table) { return packed(table.image()); }
 
 // (worker, rank) -> all columns
 using Answer = std::map<std::pair<std::string, std::uint32_t>, std::vector<std::uint32_t>>;
@@ -207,7 +212,7 @@ TEST(image_names_what_makes_no_sense) {
     image.set_of = {0, 0};
     image.copies = {{0, 2, 5}};
     change(image);
-    return is_refused(pack_image(image));
+    return is_refused(packed(image));
   };
   CHECK(!refused([](TableImage&) {}));
   CHECK(refused([](TableImage& image) { image.holders[1] = image.holders[0]; }));

@@ -357,7 +357,7 @@ TEST(table_does_what_a_plain_model_does) {
   }
 }
 
-// Everything in doubt, some of it told again meanwhile, the rest expelled; while others come and go.
+// Everything marked, some of it stored again meanwhile, the rest swept; while others come and go.
 TEST(table_settles_what_is_in_the_pool) {
   Table table(kMany, true);
   const Hashes all = range(0, 30000);
@@ -367,7 +367,7 @@ TEST(table_settles_what_is_in_the_pool) {
   std::size_t steps = 0;
   std::uint64_t cursor = 0;
   do {
-    cursor = table.doubt("pool", cursor);
+    cursor = table.mark("pool", cursor);
     store(table, "pool", range(40000 + 100 * steps, 40100 + 100 * steps), Tier::kPool);  // the map grows
     ++steps;
   } while (cursor != 0);
@@ -378,28 +378,28 @@ TEST(table_settles_what_is_in_the_pool) {
   store(table, "pool", range(40000, 40000 + 100 * steps), Tier::kPool);
   std::size_t went = 0, left = 1;
   while (left != 0) {
-    const auto [more, doubts] = table.expel("pool");
+    const auto [more, marks] = table.sweep("pool");
     went += more;
-    left = doubts;
+    left = marks;
   }
   CHECK(went == 19000);
   CHECK(blocks_of(table, "pool", all, Column::kPool) == 9000);
   CHECK(blocks_of(table, "pool", all, Column::kHost) == 30000);
   CHECK(blocks_of(table, "other", all, Column::kPool) == 30000);
   CHECK(blocks_of(table, "pool", range(40000, 40000 + 100 * steps), Column::kPool) == 100 * steps);
-  CHECK((table.expel("pool") == std::pair<std::size_t, std::size_t>{0, 0}));
-  CHECK(table.doubt("nobody", 0) == 0);
+  CHECK((table.sweep("pool") == std::pair<std::size_t, std::size_t>{0, 0}));
+  CHECK(table.mark("nobody", 0) == 0);
 
   // A round that never ends, of a worker that goes.
-  CHECK(table.doubt("other", 0) != 0);
+  CHECK(table.mark("other", 0) != 0);
   CHECK(table.clear("other", std::nullopt, tiers_of(Tier::kPool)));
   store(table, "other", range(0, 10), Tier::kPool);
-  for (cursor = 1; cursor != 0;) cursor = table.doubt("other", cursor);
-  CHECK(table.expel("other").first == 0);
+  for (cursor = 1; cursor != 0;) cursor = table.mark("other", cursor);
+  CHECK(table.sweep("other").first == 0);
   CHECK(blocks_of(table, "other", all, Column::kPool) == 10);
-  CHECK(table.doubt("other", 0) != 0);
+  CHECK(table.mark("other", 0) != 0);
   CHECK(table.remove_worker("other"));
-  CHECK((table.expel("other") == std::pair<std::size_t, std::size_t>{0, 0}));
+  CHECK((table.sweep("other") == std::pair<std::size_t, std::size_t>{0, 0}));
 }
 
 // Ranks and a pool with holes, of which the second group may need only its last blocks.

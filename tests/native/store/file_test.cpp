@@ -21,7 +21,7 @@
 #include "store/descriptor.h"
 #include "store/evict.h"
 #include "store/io_executor.h"
-#include "store/record_file.h"
+#include "store/pool_directory.h"
 #include "store/usage.h"
 
 namespace kvpool {
