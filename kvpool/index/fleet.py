@@ -234,10 +234,10 @@ class Fleet:
             incomplete_ranks=sum(bool(rank.incomplete_reason) for rank in ranks),
             blocks=sum(counter["blocks"] for counter in counters),
             memory_nbytes=sum(counter["memory_nbytes"] for counter in counters),
-            batches=departed["batches"] + sum(rank.batches for rank in ranks),
-            gaps=departed["gaps"] + sum(rank.gaps for rank in ranks),
-            replays=departed["replays"] + sum(rank.replays for rank in ranks),
-            resets=departed["resets"] + sum(rank.resets for rank in ranks),
+            **{
+                name: departed[name] + sum(getattr(rank, name) for rank in ranks)
+                for name in ("batches", "gaps", "replays", "resets")
+            },
             malformed_batches=departed["malformed"] + sum(rank.malformed for rank in ranks),
             refused_blocks=departed["refused"] + sum(counter["refused"] for counter in counters),
             evicted_blocks=departed["evicted"] + sum(counter["evicted"] for counter in counters),

@@ -81,20 +81,12 @@ class Answer(NamedTuple):
 
     def lookup(self) -> Lookup:
         ranks = self.members.ranks
-        prompt_blocks, device, local, pool, sequences, staleness_ms, stale, loadable = self.rows.columns()
         return Lookup(
             tuple(rank.worker.name for rank in ranks),
             tuple(rank.publisher.dp_rank for rank in ranks),
             tuple(rank.worker.address for rank in ranks),
             tuple(rank.worker.block_tokens for rank in ranks),
-            prompt_blocks,
-            device,
-            local,
-            pool,
-            sequences,
-            staleness_ms,
-            stale,
-            loadable,
+            *self.rows.columns(),  # from ``prompt_blocks`` on
         )
 
 

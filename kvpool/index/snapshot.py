@@ -36,6 +36,10 @@ _HEADER = struct.Struct(
     "Q"  # XXH3-64 of the header, with 0 here, and the head
 )
 assert _HEADER.size == 32
+# Of a worker, in their order in the head.
+_TEXTS = (
+    "tenant", "name", "model", "hash_algorithm", "hash_seed_id", "address", "incarnation", "namespace",
+)  # fmt: skip
 
 
 class RankState(NamedTuple):
@@ -133,14 +137,7 @@ def unpack(packed: Buffer) -> Snapshot:
 def _pack_worker(state: WorkerState) -> list[Any]:
     worker = state.worker
     return [
-        worker.tenant,
-        worker.name,
-        worker.model,
-        worker.hash_algorithm,
-        worker.hash_seed_id,
-        worker.address,
-        worker.incarnation,
-        worker.namespace,
+        *(getattr(worker, name) for name in _TEXTS),
         worker.block_tokens,
         state.source,
         state.lease_left_s,
@@ -180,19 +177,11 @@ def _read(head: Any, images: memoryview) -> Snapshot:
 
 def _read_worker(fields: Sequence[Any]) -> WorkerState:
     *texts, block_tokens, source, lease_left_s, ranks = fields
-    tenant, name, model, algorithm, seed_id, address, incarnation, namespace = map(_text, texts)
     states = tuple(map(_read_rank, ranks))
     worker = Worker(
-        name=name,
-        model=model,
+        **dict(zip(_TEXTS, map(_text, texts), strict=True)),
         block_tokens=block_tokens,
-        hash_seed_id=seed_id,
         publishers=tuple(state.publisher for state in states),
-        tenant=tenant,
-        hash_algorithm=algorithm,
-        address=address,
-        incarnation=incarnation,
-        namespace=namespace,
     )
     if not isinstance(lease_left_s, float | None):
         raise TypeError("a lease is no number of seconds")

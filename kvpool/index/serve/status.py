@@ -52,6 +52,12 @@ MAX_PROMPT_NBYTES = 1 << 20  # of JSON: 200,000 tokens; decoded with the interpr
 MAX_FIND_CHARS = 128
 HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
 
+_OF_ROW = (
+    "worker", "dp_rank", "block_tokens", "prompt_blocks", "device_blocks", "local_blocks", "pool_blocks",
+    "loadable_blocks", "stale",
+)  # fmt: skip
+_OF_PICK = ("trust", "asleep", "unreachable", "cost", "queue_cost")
+
 Value = TypeVar("Value")
 
 
@@ -266,24 +272,8 @@ def _by_held(pick: Pick) -> tuple[int, int, str, int]:
 
 
 def _holder(pick: Pick, *, is_first: bool) -> dict[str, Any]:
-    row = pick.row
-    return {
-        "worker": row.worker,
-        "dp_rank": row.dp_rank,
-        "block_tokens": row.block_tokens,
-        "prompt_blocks": row.prompt_blocks,
-        "device_blocks": row.device_blocks,
-        "local_blocks": row.local_blocks,
-        "pool_blocks": row.pool_blocks,
-        "loadable_blocks": row.loadable_blocks,
-        "stale": row.stale,
-        "trust": pick.trust,
-        "asleep": pick.asleep,
-        "unreachable": pick.unreachable,
-        "cost": pick.cost,
-        "queue_cost": pick.queue_cost,
-        "first": is_first,
-    }
+    of_row = {name: getattr(pick.row, name) for name in _OF_ROW}
+    return of_row | {name: getattr(pick, name) for name in _OF_PICK} | {"first": is_first}
 
 
 def _decode(request: HttpRequest) -> _Question:

@@ -91,17 +91,12 @@ class WorkerRow(NamedTuple):
     def as_json(self) -> dict[str, Any]:
         worker, ranks = self.status.worker, self.status.publishers
         return {
-            "name": worker.name,
-            "tenant": worker.tenant,
-            "model": worker.model,
-            "address": worker.address,
+            **{name: getattr(worker, name) for name in ("name", "tenant", "model", "address")},
             "source": self.status.source,
             "health": self.health,
             "problem": self.problem,
             "ranks": len(ranks),
-            "device_blocks": self.blocks("device"),
-            "host_blocks": self.blocks("host"),
-            "disk_blocks": self.blocks("disk"),
+            **{f"{tier}_blocks": self.blocks(tier) for tier in ("device", "host", "disk")},
             "evicted_blocks": sum(rank.evicted_blocks for rank in ranks),
             "gaps": sum(rank.gaps for rank in ranks),
             "resets": sum(rank.resets for rank in ranks),
