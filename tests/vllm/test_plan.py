@@ -18,11 +18,12 @@ from kvpool.vllm.plan import (
 )
 
 BLOCKS = st.sampled_from([16, 32, 64])
+# (groups, what the pool has, local tokens, most tokens, where hits may end)
+Situation = tuple[list[Group], list[list[bool]], int, int, int]
 
 
 @st.composite
-def situations(draw: st.DrawFn) -> tuple[list[Group], list[list[bool]], int, int, int]:
-    """(groups, what the pool has, local tokens, most tokens, where hits may end)."""
+def situations(draw: st.DrawFn) -> Situation:
     per_record = draw(st.sampled_from([1, 1, 2, 3, 4]))
     groups = [
         Group(draw(BLOCKS), draw(st.none() | st.integers(1, 300)), per_record)
@@ -45,9 +46,7 @@ def _sees(group: Group, token: int, hit_tokens: int) -> bool:
 
 
 @given(situations())
-def test_longest_hit_is_what_attention_needs(
-    situation: tuple[list[Group], list[list[bool]], int, int, int],
-) -> None:
+def test_longest_hit_is_what_attention_needs(situation: Situation) -> None:
     groups, present, local_tokens, max_tokens, align_tokens = situation
 
     def usable(hit_tokens: int) -> bool:
@@ -73,9 +72,7 @@ def test_longest_hit_is_what_attention_needs(
 
 
 @given(situations())
-def test_every_token_that_is_seen_is_local_or_loaded(
-    situation: tuple[list[Group], list[list[bool]], int, int, int],
-) -> None:
+def test_every_token_that_is_seen_is_local_or_loaded(situation: Situation) -> None:
     groups, _, local_tokens, max_tokens, _ = situation
     for group in groups:
         loaded = records_to_load(group, local_tokens, max_tokens)
@@ -89,9 +86,7 @@ def test_every_token_that_is_seen_is_local_or_loaded(
 
 
 @given(situations())
-def test_of_a_record_only_what_the_engine_lacks_is_written(
-    situation: tuple[list[Group], list[list[bool]], int, int, int],
-) -> None:
+def test_of_a_record_only_what_the_engine_lacks_is_written(situation: Situation) -> None:
     groups, _, local_tokens, max_tokens, _ = situation
     for group in groups:
         # As vLLM's block table: null blocks where no later token sees anything.
