@@ -114,6 +114,12 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """What tests that are coroutines run on."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
 def grpc_started() -> None:
     """gRPC keeps a thread and descriptors for the whole process: before anything is counted."""
     from kvpool import IndexUnavailable

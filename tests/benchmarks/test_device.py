@@ -42,20 +42,6 @@ def test_it_measures_copies_an_engine_and_calls_and_says_what_it_ran_on() -> Non
     assert (report["calls"]["synchronizing"] is None) == on_cpu
 
 
-def test_it_prints_tables_of_100_columns(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    run_device(**SMALL_RUN, as_json=False)
-    printed = capsys.readouterr().out
-    assert max(map(len, printed.splitlines())) <= 100
-    assert all(cache.model in printed and cache.layout in printed for cache in CACHES)
-    assert "…" not in printed, "nothing is cut off"
-    assert "83.4 both ways" in printed
-    on_cpu = "No accelerator here" in printed
-    assert ("needs an accelerator" in printed) == on_cpu
-
-
 def test_it_prints_what_an_accelerator_adds(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,7 +15,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from array import array
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from kvpool.key.hashing import seed_id
 from tests.support.announced_workers import announced
 from tests.support.command_line import kvpool, refused
 from tests.support.credentials import DOCUMENTED, Authority, url_of
-from tests.support.deadlines import eventually
+from tests.support.deadlines import ends_within, eventually
 from tests.support.feeds import misbehaving
 from tests.support.fleets import a_worker, say, serving
 from tests.support.http_client import figures, get, post
@@ -278,10 +277,9 @@ def test_an_index_ends_in_time_with_clients_and_no_publisher() -> None:
         with running("--worker", worker) as index:
             host, port = index.target.split(":")
             with socket.create_connection((host, int(port)), timeout=60):
-                started_s = time.monotonic()
-                code, lines = index.stop()
+                with ends_within(20):
+                    code, lines = index.stop()
                 assert code == 0
-                assert time.monotonic() - started_s < 20
                 assert lines[0] == 'INFO worker default/w joins: model "m", 1 rank, by flag'
                 # On a busy machine it runs for as long as a handshake may take.
                 assert all(" is stale: no answer from tcp://127.0.0.1:" in line for line in lines[1:])
@@ -423,8 +421,6 @@ WORKER = "w=tcp://h:5557,model=m,block=16"
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--listen", "50051"], "write HOST:PORT"),
-        (["--listen", "192.0.2.1:0"], "cannot listen on 192.0.2.1:0"),
         (["--max-blocks", "0"], "--max-blocks"),
         (["--pool-keys-per-s", "0"], "--pool-keys-per-s"),
         (["--worker", "w"], '--worker "w": write NAME=tcp://HOST:PORT,model=MODEL,block=TOKENS'),
@@ -436,29 +432,18 @@ WORKER = "w=tcp://h:5557,model=m,block=16"
         (["--worker", WORKER + ",block=32"], "block is given twice"),
         (["--worker", WORKER + ",tenant="], "tenant has no value"),
         (["--worker", WORKER + ",ranks=x"], "ranks is a whole number, not 'x'"),
-        (["--worker", WORKER + ",ranks=1025"], "1025 publishers"),
         (["--worker", "w=tcp://h:65535,model=m,block=16,ranks=2"], "write tcp://HOST:PORT, not 'tcp://h:65536'"),
         (["--worker", "w=ipc:///tmp/x,model=m,block=16,ranks=2"], "only tcp://HOST:PORT goes up by rank"),
-        (["--worker", "w=tcp://*:5557,model=m,block=16"], "is where the worker listens"),
-        (["--worker", WORKER + ",hash=sha256"], "--prefix-caching-hash-algo sha256_cbor"),
         (["--worker", WORKER + ",hash=md5"], "unknown hash algorithm"),
-        (["--worker", "w=tcp://h:1,model=m,block=0"], "block_tokens"),
         (["--worker", WORKER, "--worker", WORKER], "two workers of one tenant have the same name"),
-        (["--metrics", "x"], "write HOST:PORT"),
-        (["--http", "x"], "write HOST:PORT"),
-        (["--pool", "fiel:///x"], 'did you mean "file"?'),
-        (["--max-memory", "many"], "not a size"),
         (["--max-memory", "0"], "a memory budget is 1 to"),
         (["--tokens", "HERE/x"], "--tokens=HERE/x: No such file"),
         (["--tls-cert", "HERE/x"], "--tls-cert and --tls-key go together"),
         (["--tls-client-ca", "HERE/x"], "--tls-client-ca needs --tls-cert and --tls-key"),
-        (["--tls-cert", "HERE/x", "--tls-key", "HERE/x"], "--tls-cert HERE/x: No such file"),
         (["--pool", "memory://"], "write file:///dev/shm/kvpool"),
         (["--pool", "valkey://127.0.0.1:1", "--tenant", "a:b"], "tenant"),
         (["--snapshot", "HERE/x/y"], "--snapshot HERE/x/y: name a file in a folder that is there"),
-        (["--snapshot", "/proc"], "name a file"),
         (["--snapshot-every", "0"], "--snapshot-every"),
-        (["--bootstrap", "x"], "write HOST:PORT"),
         (["--bootstrap", "h:0"], "port 0 is for listening"),
         (["--tokenizer=m"], '--tokenizer "m": write MODEL=FOLDER, once for each model'),
         (["--tokenizer=m="], '--tokenizer "m=": write MODEL=FOLDER, once for each model'),
@@ -496,7 +481,6 @@ def test_wrong_use_of_index(arguments: list[str], says: str, tmp_path: Path) -> 
         (["--hashes", "-"], "18446744073709551616", "is no block hash"),
         (["--hashes", "-", "--cache-salt", "s"], "1", "in the hashes already"),
         (["--token-ids", "-", "--lora-name", "s"], "1", "--lora-name and --lora-path go together"),
-        (["--token-ids", "-", "--index", "x"], "1", "write HOST:PORT"),
         (["--token-ids", "-", "--timeout", "0"], "1", "--timeout"),
         (["--token-ids", "-", "--tenant", "a/b", "--index", "127.0.0.1:1"], "1", "no index answers on 127.0.0.1:1"),
     ],

@@ -26,7 +26,6 @@ from tests.support.wire import batch, packed64, removed, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 
-WITHIN_S = 60.0
 PROMPT = list(range(1, 201))
 
 
@@ -61,18 +60,18 @@ def test_killed_and_warm_again_then_damaged_and_cold(tmp_path: Path) -> None:
         keeping = ["--worker", publisher.flag(), "--snapshot", str(path), "--snapshot-every"]
         publish(publisher, range(10))
         with running(*keeping, "0.1") as index, IndexClient(index.target, 60) as client:
-            assert eventually(lambda: row(client) == (10, 9, False), within_s=WITHIN_S)
+            assert eventually(lambda: row(client) == (10, 9, False))
             written = path.stat().st_ino if path.exists() else 0
-            assert eventually(lambda: path.exists() and path.stat().st_ino != written, within_s=WITHIN_S)
+            assert eventually(lambda: path.exists() and path.stat().st_ino != written)
             written = path.stat().st_ino  # of this one it is sure that all was known
-            assert eventually(lambda: path.stat().st_ino != written, within_s=WITHIN_S)
+            assert eventually(lambda: path.stat().st_ino != written)
             index.stop(signal.SIGKILL)
         publisher.forget(9)  # from now on only the snapshot knows of the first nine
         with running(*keeping, "86400") as index, IndexClient(index.target, 60) as client:
-            assert eventually(lambda: row(client) == (10, 9, False), within_s=WITHIN_S)
+            assert eventually(lambda: row(client) == (10, 9, False))
             publish(publisher, range(10, 12))
-            assert eventually(lambda: row(client) == (12, 11, False), within_s=WITHIN_S)
-            assert eventually(lambda: health(index.target) == "SERVING", within_s=WITHIN_S)
+            assert eventually(lambda: row(client) == (12, 11, False))
+            assert eventually(lambda: health(index.target) == "SERVING")
             publisher.forget(1)
             code, lines = index.stop()
         assert code == 0
@@ -82,7 +81,7 @@ def test_killed_and_warm_again_then_damaged_and_cold(tmp_path: Path) -> None:
         packed[-1] ^= 1
         path.write_bytes(packed)
         with running(*keeping, "86400") as index, IndexClient(index.target, 60) as client:
-            assert eventually(lambda: row(client) == (0, 11, False), within_s=WITHIN_S)
+            assert eventually(lambda: row(client) == (0, 11, False))
             _, lines = index.stop()
         assert lines[0] == (
             "WARNING no snapshot is taken over: no image of a prefix index: its checksum is wrong"
@@ -96,7 +95,7 @@ def test_health_waits_for_the_publishers_and_a_peer_gives_what_it_knows() -> Non
         publisher.mute = True
         slow = ["--worker", publisher.flag(), "--warm-up", "600"]
         with running(*slow) as index, IndexClient(index.target, 60) as client:
-            assert eventually(lambda: len(publisher.asked) > 0, within_s=WITHIN_S)
+            assert eventually(lambda: len(publisher.asked) > 0)
             assert health(index.target) == "NOT_SERVING"
             assert row(client) == (0, 0, True)
             with pytest.raises(IndexUnavailable, match="it is not warm itself"):
@@ -108,19 +107,19 @@ def test_health_waits_for_the_publishers_and_a_peer_gives_what_it_knows() -> Non
             assert "it is not warm itself" in lines[0]
 
             publisher.mute = False
-            assert eventually(lambda: health(index.target) == "SERVING", within_s=WITHIN_S)
+            assert eventually(lambda: health(index.target) == "SERVING")
             assert row(client) == (10, 9, False)
             publisher.forget(9)
             with (
                 running("--worker", publisher.flag(), "--bootstrap", index.target) as other,
                 IndexClient(other.target, 60) as its_client,
             ):
-                assert eventually(lambda: row(its_client) == (10, 9, False), within_s=WITHIN_S)
+                assert eventually(lambda: row(its_client) == (10, 9, False))
                 assert [one["level"] for one in of_replicas(index.target, other.target)] == ["ok"]
 
                 client.remove("w")  # and nobody tells the first nine again
                 client.register(its_client.workers()[0].worker)
-                assert eventually(lambda: row(client) == (0, 9, False), within_s=WITHIN_S)
+                assert eventually(lambda: row(client) == (0, 9, False))
                 (only,) = of_replicas(index.target, other.target)
                 assert f"{index.target} knows of 1 blocks and {other.target} of 10" in only["says"]
 
@@ -135,7 +134,7 @@ def test_a_replica_that_is_full_is_not_compared() -> None:
             targets = [whole.target, full.target]
             for target in targets:
                 with IndexClient(target, 60) as client:
-                    assert eventually(lambda client=client: row(client)[1:] == (9, False), within_s=WITHIN_S)
+                    assert eventually(lambda client=client: row(client)[1:] == (9, False))
             about = {one["level"]: one["says"] for one in of_replicas(*targets)}
             assert about.keys() == {"warn", "ok"}
             assert about["warn"].startswith("not compared are 1 rank:")
@@ -164,7 +163,7 @@ def test_what_the_pool_held_comes_back_while_it_is_the_same_one(tmp_path: Path) 
                 IndexClient(index.target, 60) as client,
             ):
                 assert eventually(lambda: held_blocks(client, [1, 2, 3]) == [(device, pool, False)])
-                assert eventually(lambda: health(index.target) == "SERVING", within_s=WITHIN_S)
+                assert eventually(lambda: health(index.target) == "SERVING")
                 return index.stop()[1]
 
         with announced(store, worker, 3.0):
@@ -226,7 +225,7 @@ def test_one_replica_after_the_other_is_replaced_while_a_client_asks(tmp_path: P
                 "--worker", publisher.flag(), "--listen", targets[place], "--snapshot", str(path), *more
             )
             replicas[place] = index
-            assert eventually(lambda: health(index.target) == "SERVING", within_s=WITHIN_S)
+            assert eventually(lambda: health(index.target) == "SERVING")
             return index
 
         def has_all(target: str) -> bool:
@@ -239,11 +238,11 @@ def test_one_replica_after_the_other_is_replaced_while_a_client_asks(tmp_path: P
                     except IndexUnavailable:  # gRPC waits up to a second before it dials again
                         return False
 
-                return eventually(is_right, within_s=WITHIN_S)
+                return eventually(is_right)
 
         def is_answered() -> bool:
             before = answers
-            return eventually(lambda: answers > before, within_s=WITHIN_S)
+            return eventually(lambda: answers > before)
 
         replicas: dict[int, Index] = {}
         asking = threading.Thread(target=ask_on)

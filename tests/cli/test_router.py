@@ -19,7 +19,7 @@ import pytest
 from kvpool import BlockHasher, IndexClient
 from tests.support.command_line import kvpool, refused
 from tests.support.credentials import Authority
-from tests.support.deadlines import eventually
+from tests.support.deadlines import eventually, raises
 from tests.support.feeds import Misbehaving, misbehaving
 from tests.support.http_client import TEXT, figures, get, post
 from tests.support.index_process import RouterProcess, running
@@ -87,15 +87,7 @@ def test_what_is_under_way_ends_before_the_router() -> None:
         asked = caller.submit(post, router.url, {**ASKED, "stream": True})
         assert eventually(lambda: sum(len(worker.bodies) for worker in workers.values()) == 1)
         router.process.send_signal(signal.SIGTERM)
-
-        def is_closed() -> bool:
-            try:
-                get(f"{router.url}/health")
-            except OSError:
-                return True
-            return False
-
-        assert eventually(is_closed), "no more are taken"
+        assert eventually(lambda: raises(OSError, lambda: get(f"{router.url}/health"))), "no more are taken"
         assert router.process.poll() is None
         for worker in workers.values():
             worker.hold_parts.set()

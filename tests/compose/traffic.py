@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import statistics
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -127,9 +126,3 @@ def hit_ratio(answers: Iterable[Answer]) -> float:
     """Share of the prompts' tokens that were not computed."""
     good = [answer for answer in answers if not answer.error]
     return sum(answer.cached_tokens for answer in good) / max(1, sum(answer.prompt_tokens for answer in good))
-
-
-def latencies_s(answers: Iterable[Answer]) -> tuple[float, float]:
-    """Median and longest; 0: there was no answer."""
-    times = [answer.ended_s - answer.began_s for answer in answers if not answer.error]
-    return (statistics.median(times), max(times)) if times else (0.0, 0.0)

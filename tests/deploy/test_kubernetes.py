@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -255,13 +254,9 @@ def test_secrets_are_named_and_never_written(name: str) -> None:
             assert "@" not in json.dumps(each["data"])
 
 
-def test_every_secret_of_the_secure_overlay_is_made(tmp_path: Path) -> None:
-    folder = tmp_path / "secrets"
-    python = ROOT / ".venv/bin/python"
-    subprocess.run([python, ROOT / "scripts/compose-env", "--kubernetes", folder], check=True, timeout=60,
-                   capture_output=True)  # fmt: skip
-    made = {each["metadata"]["name"]: set(each["data"]) for each in build(folder)}
-    assert {each["metadata"]["namespace"] for each in build(folder)} == {"kvpool"}
+def test_every_secret_of_the_secure_overlay_is_made(secrets: Path) -> None:
+    made = {each["metadata"]["name"]: set(each["data"]) for each in build(secrets)}
+    assert {each["metadata"]["namespace"] for each in build(secrets)} == {"kvpool"}
     asked: dict[str, set[str]] = {}
 
     def walk(each: Any) -> None:
@@ -289,8 +284,8 @@ def test_every_secret_of_the_secure_overlay_is_made(tmp_path: Path) -> None:
         "worker": made["kvpool-ca"],
         "valkey-cluster": made["kvpool-ca"],
     }
-    texts = {"front": (folder / "envoy.yaml").read_text()}
-    url = (folder / "url").read_text()
+    texts = {"front": (secrets / "envoy.yaml").read_text()}
+    url = (secrets / "url").read_text()
     for workload in workloads(overlay("secure")):
         name = workload["metadata"]["name"]
         text = json.dumps(workload) + texts.get(name, "") + (url if name in ("index", "worker") else "")

@@ -14,7 +14,6 @@ from kvpool import Namespace, open_store
 from kvpool.discovery import worker_watch
 from kvpool.discovery.facts import announce_facts, announced_namespaces
 from kvpool.discovery.worker_record import pack_worker
-from kvpool.discovery.worker_watch import WorkerWatch
 from kvpool.errors import AnnouncementsRefused
 from kvpool.store.server import documents
 from kvpool.store.store import MAX_DOCUMENT_NBYTES
@@ -93,8 +92,9 @@ def test_reading_what_a_tenant_spoiled_takes_bounded_memory(server: Server, way:
 import resource
 from kvpool import open_store
 from kvpool.errors import AnnouncementsRefused
-from kvpool.store.server import documents
+from kvpool.store.server import connection, documents
 documents.READ_S = 120.0  # a busy machine takes more than 8 s for 32 MiB
+connection.KeptServer.STEP_S = 60.0
 with open_store("{server.url}") as store:
     store.announcements("kvpool:u:")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -193,26 +193,19 @@ def test_a_rank_is_asked_though_another_tenant_refuses(
     server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(worker_watch, "REQUEST_EVERY_S", 0.1)
-    told, asked = Watched(), []
+    told = Watched()
     with open_store(server.url) as store:
         for tenant in "tu":
             key, record = pack_worker(worker("a", tenant=tenant), 600)
             store.announce(key, record, lease_s=600)
-        incomplete = {("t/a", 3), ("u/a", 3)}
-        watch = WorkerWatch(
-            store, on_worker=told.on_worker, on_gone=told.on_gone, incomplete=lambda: incomplete,
-            on_requested=lambda worker_id, _: asked.append(worker_id), tenants=["t", "u"], interval_s=0.05,
-        )  # fmt: skip
-        try:
-            assert eventually(lambda: set(asked) == {"t/a", "u/a"})
+        with watching(store, told, ["t", "u"], incomplete={("t/a", 3), ("u/a", 3)}):
+            assert eventually(lambda: set(told.asked) == {("t/a", 3), ("u/a", 3)})
             server.client.delete("kvpool:t::announced")
             server.client.set("kvpool:t::announced", "not a sorted set")
             assert eventually(lambda: any("worker t/a cannot be asked" in text for text in caplog.messages))
-            asked.clear()
-            assert eventually(lambda: asked.count("u/a") > 2)
-            assert "t/a" not in asked
-        finally:
-            watch.close()
+            told.asked.clear()
+            assert eventually(lambda: told.asked.count(("u/a", 3)) > 2)
+            assert ("t/a", 3) not in told.asked
 
 
 def test_workers_of_a_user_that_is_confined_to_its_tenant_are_found_by_name(

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import pytest
@@ -116,56 +115,33 @@ def test_records_that_cannot_be_read_are_counted_and_passed_over(
 def test_what_is_told_may_raise(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     told = Watched()
     told.raising = error
-    with (
-        MemoryStore() as store,
-        watching(store, told, ["default"]) as watch,
-        announced(store, worker("a")),
-    ):
+    with MemoryStore() as store, watching(store, told, ["default"]) as watch, announced(store, worker("a")):
         assert eventually(lambda: any("worker default/a" in text for text in caplog.messages))
         assert rounds(watch, 2)
         told.raising = None
         assert eventually(lambda: told.sees("a"))
 
 
-@contextmanager
-def asking(store: Store, told: Watched, incomplete: set[tuple[str, int]]) -> Iterator[list[tuple[str, int]]]:
-    """A watch that asks these; yields whom it has asked, again and again."""
-    asked: list[tuple[str, int]] = []
-    watch = WorkerWatch(
-        store,
-        on_worker=told.on_worker,
-        on_gone=told.on_gone,
-        on_pool_lost=told.on_pool_lost,
-        incomplete=lambda: set(incomplete),
-        on_requested=lambda worker_id, dp_rank: asked.append((worker_id, dp_rank)),
-        tenants=["default"],
-        interval_s=0.05,
-    )
-    try:
-        yield asked
-    finally:
-        watch.close()
-
-
 def test_a_rank_is_asked_until_all_it_holds_is_known(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_watch, "REQUEST_EVERY_S", 0.2)
     monkeypatch.setattr(worker_watch, "REQUEST_LEASE_S", 0.6)
-    told, incomplete = Watched(), {("default/a", 3), ("default/stock", 0)}
+    told, too, incomplete = Watched(), Watched(), {("default/a", 3), ("default/stock", 0)}
+    of_both: Any = {"tenants": ["default"], "incomplete": incomplete}
     announcers = [Announcer(store, worker(name), lease_s=LEASE_S) for name in "ab"]
     try:
         # Several indexes, which leave one request.
-        with asking(store, told, incomplete) as asked, asking(store, Watched(), incomplete) as too:
+        with watching(store, told, **of_both), watching(store, too, **of_both):
             assert eventually(lambda: announcers[0].requested)
-            assert eventually(lambda: len(asked) > 2 and len(too) > 2), "renewed"
-            assert set(asked) == {("default/a", 3)}, "stock vLLM has nobody who would hear it"
+            assert eventually(lambda: len(told.asked) > 2 and len(too.asked) > 2), "renewed"
+            assert set(told.asked) == {("default/a", 3)}, "stock vLLM has nobody who would hear it"
             requests = [key for key in store.announcements(workers_prefix("default")) if is_request_key(key)]
             assert requests == ["kvpool:default:worker:3:a?"]
             assert not announcers[1].requested
             incomplete.clear()
             assert eventually(lambda: not announcers[0].requested), "it knows all, and asks no more"
-            count = len(asked)
+            count = len(told.asked)
             assert told.sees("a", "b")
-        assert len(asked) == count
+        assert len(told.asked) == count
     finally:
         for announcer in announcers:
             announcer.close()
@@ -195,9 +171,9 @@ def test_few_are_asked_in_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
         for dp_rank in range(5):
             key, record = pack_worker(worker("a", dp_rank=dp_rank), 60)
             store.announce(key, record, lease_s=60)
-        with asking(store, told, {("default/a", dp_rank) for dp_rank in range(5)}) as asked:
-            assert eventually(lambda: len(asked) >= 10)
-        assert {dp_rank for _, dp_rank in asked[:6]} == set(range(5)), "each in its turn"
+        with watching(store, told, ["default"], incomplete={("default/a", dp_rank) for dp_rank in range(5)}):
+            assert eventually(lambda: len(told.asked) >= 10)
+        assert {dp_rank for _, dp_rank in told.asked[:6]} == set(range(5)), "each in its turn"
 
 
 def test_who_may_not_write_says_so_once_and_watches_on(
@@ -206,11 +182,11 @@ def test_who_may_not_write_says_so_once_and_watches_on(
     server.client.execute_command("ACL", "SETUSER", "u", "on", ">p", "~kvpool:default:*", "+@all", "-set")
     told = Watched()
     with open_store(server.url) as own, open_store(server.url.replace("://", "://u:p@")) as store:
-        with announced(own, worker("a")), asking(store, told, {("default/a", 3)}) as asked:
+        with announced(own, worker("a")), watching(store, told, ["default"], incomplete={("default/a", 3)}):
             assert eventually(lambda: any("asked for all it holds" in text for text in caplog.messages))
             tells = told.tells
             assert eventually(lambda: told.tells > tells + 4)
-        assert asked == []
+        assert told.asked == []
     assert sum("asked for all it holds" in text for text in caplog.messages) == 1
 
 

@@ -23,7 +23,7 @@ from kvpool.index.fleet import Fleet
 from kvpool.index.table import PrefixIndex
 from kvpool.key.hashing import seed_id
 from tests.support.deadlines import eventually
-from tests.support.fleets import Clock, a_worker, say
+from tests.support.fleets import Clock, a_worker, joined, say
 from tests.support.wire import batch, cleared, packed64, removed, stored
 
 NAMESPACE, OTHER_NAMESPACE = "a" * 32, "b" * 32
@@ -73,27 +73,10 @@ def test_a_rank_is_what_its_publisher_is_registered_as() -> None:
     assert ask(fleet, [1, 2]) == {("w", 0): (0, 0, 0)}
 
 
-def test_an_endpoint_that_is_followed_for_one_tenant_is_not_for_another() -> None:
-    """Else a tenant that names another one's endpoint is told what that one's prompts are."""
-    fleet = Fleet()
-    publishers = a_worker("mine").publishers
-    fleet.add(a_worker("mine", tenant="t", publishers=publishers), "pool", 60)
-    spy = a_worker("spy", tenant="u", publishers=publishers)
-    for _ in range(2):
-        with pytest.raises(ConfigError, match=r"worker spy: .*:5557 is followed for another tenant"):
-            fleet.add(spy, "call")
-        assert [status.worker.id for status in fleet.workers()] == ["t/mine"]
-        fleet.add(a_worker("too", tenant="t", publishers=publishers), "call")  # two names of one worker
-        fleet.remove("t/too")
-    fleet.remove("t/mine")
-    fleet.add(spy, "call")
-    fleet.add(a_worker("silent", tenant="t", publishers=(Publisher(0, ""),)), "call")
-    fleet.add(a_worker("silent", tenant="u", publishers=(Publisher(0, ""),)), "call")
-
-
 @pytest.mark.parametrize(
     ("events", "replay"),
     [
+        ("tcp://10.0.0.5:5557", ""),
         ("tcp://10.0.0.5:05557", ""),
         ("tcp://[::ffff:10.0.0.5]:5557", ""),
         ("tcp://WORKER.test:6000", ""),
@@ -103,9 +86,8 @@ def test_an_endpoint_that_is_followed_for_one_tenant_is_not_for_another() -> Non
         ("tcp://10.0.0.9:5557", "tcp://10.0.0.5:5557"),
     ],
 )
-def test_another_spelling_and_a_replay_of_an_endpoint_are_followed_for_no_other_tenant(
-    events: str, replay: str
-) -> None:
+def test_an_endpoint_is_followed_for_no_other_tenant_however_it_is_spelled(events: str, replay: str) -> None:
+    """Else a tenant that names another one's endpoint is told what that one's prompts are."""
     fleet = Fleet()
     mine = (
         Publisher(0, "tcp://10.0.0.5:5557", "tcp://10.0.0.5:5558"),
@@ -118,6 +100,8 @@ def test_another_spelling_and_a_replay_of_an_endpoint_are_followed_for_no_other_
     fleet.remove("t/too")
     fleet.remove("t/mine")
     fleet.add(a_worker("spy", tenant="u", publishers=(Publisher(0, events, replay),)), "call")
+    for tenant in "tu":
+        fleet.add(a_worker("silent", tenant=tenant, publishers=(Publisher(0, ""),)), "call")
 
 
 def test_the_same_name_in_two_tenants_is_two_workers() -> None:
@@ -394,8 +378,7 @@ def test_a_rank_that_was_heard_late_is_incomplete_until_it_tells_all(
 
 def test_what_was_lost_is_lost_until_all_is_told() -> None:
     fleet = Fleet()
-    fleet.add(a_worker(), "flag")
-    fleet.rank("default/w", 0).heard()
+    joined(fleet, a_worker())
     assert _incomplete(fleet) == ("", []), "it has told nothing, and nothing was missed"
     say(fleet, "default/w", 0, 0, batch(stored([1])))
     assert _incomplete(fleet) == ("", [])
@@ -412,8 +395,7 @@ def test_what_was_lost_is_lost_until_all_is_told() -> None:
 
 def test_a_restart_is_complete_when_it_is_told_from_the_start() -> None:
     fleet = Fleet()
-    fleet.add(a_worker(), "flag")
-    say(fleet, "default/w", 0, 4, batch(stored([1])))
+    joined(fleet, a_worker(), stored([1]), sequence=4)
     assert fleet.incomplete() == [("default/w", 0)]
     fleet.rank("default/w", 0).reset("its publisher was started anew", anew=True)
     assert fleet.incomplete() == []
@@ -470,8 +452,7 @@ def test_a_renewal_moves_the_address() -> None:
 
 def test_what_an_operator_named_stands() -> None:
     fleet = Fleet()
-    fleet.add(a_worker(), "flag")
-    say(fleet, "default/w", 0, 5, batch(stored([1])))
+    joined(fleet, a_worker(), stored([1]), sequence=5)
     assert fleet.add(a_worker(port=7000), "pool") == "kept"
     assert not fleet.remove("default/w", "pool")
     assert ask(fleet, [1]) == {("w", 0): (1, 1, 0)}
@@ -556,8 +537,7 @@ def test_the_list_of_workers_waits_for_no_batch(monkeypatch: pytest.MonkeyPatch)
 
 def test_totals_outlive_workers() -> None:
     fleet = Fleet(max_blocks=1)
-    fleet.add(a_worker(ranks=2), "flag")
-    say(fleet, "default/w", 0, 1, batch(stored([1, 2])))
+    joined(fleet, a_worker(ranks=2), stored([1, 2]), sequence=1)
     fleet.rank("default/w", 0).gap(closed=False)
     fleet.rank("default/w", 0).reset("x")
     before = fleet.totals()

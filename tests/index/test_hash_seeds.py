@@ -11,8 +11,8 @@ from kvpool.index.fleet import Fleet
 from kvpool.index.rank import ONE_SEED, UNHASHED
 from kvpool.index.workers import SOURCES, Source
 from kvpool.key.hashing import seed_id
-from tests.support.fleets import a_worker, say, serving
-from tests.support.wire import batch, packed64, stored
+from tests.support.fleets import a_worker, joined, serving
+from tests.support.wire import packed64, stored
 
 OTHER = (
     f"{UNHASHED}, for such workers hash with another seed than the index: "
@@ -24,8 +24,7 @@ OTHER = (
 def fleet() -> Fleet:
     made = Fleet()
     for name, seed in (("good", None), ("other", "7")):
-        made.add(a_worker(name, hash_seed_id=seed_id(seed)), "flag")
-        say(made, f"default/{name}", 0, 0, batch(stored([1, 2])))
+        joined(made, a_worker(name, hash_seed_id=seed_id(seed)), stored([1, 2]))
     return made
 
 
@@ -60,8 +59,7 @@ def test_the_log_names_it_whoever_named_it(source: Source, caplog: pytest.LogCap
 
 def test_an_algorithm_that_needs_a_seed_where_there_is_none() -> None:
     fleet = Fleet()
-    fleet.add(a_worker(hash_algorithm="xxhash_cbor"), "flag")
-    say(fleet, "default/w", 0, 0, batch(stored([1])))
+    joined(fleet, a_worker(hash_algorithm="xxhash_cbor"), stored([1]))
     (status,) = fleet.workers()
     says = f"{UNHASHED}, for such workers hash with xxhash_cbor, which needs a seed: {ONE_SEED}"
     assert status.publishers[0].problem == says

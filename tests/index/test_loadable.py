@@ -17,7 +17,7 @@ from kvpool import _native
 from kvpool.index import PrefixIndex
 from kvpool.index.fleet import Fleet
 from kvpool.vllm.plan import Group, longest_hit
-from tests.support.fleets import Clock, a_worker, say
+from tests.support.fleets import Clock, a_worker, joined, say
 from tests.support.oracle import Model
 from tests.support.wire import batch, packed64, removed, stored
 
@@ -35,19 +35,16 @@ def row_of(fleet: Fleet, worker: str = "w", prompt: Sequence[int] = PROMPT) -> t
 
 def a_fleet(*events: dict[str, object], namespace: str = NAMESPACE) -> Fleet:
     fleet = Fleet(clock=Clock())
-    fleet.add(a_worker("w", namespace=namespace), "flag")
-    say(fleet, "default/w", 0, 0, batch(*events))
+    joined(fleet, a_worker("w", namespace=namespace), *events)
     return fleet
 
 
 def test_a_worker_reaches_into_its_own_namespace_only() -> None:
     fleet = a_fleet(stored(PROMPT[:3]), stored(PROMPT[3:], medium="STORAGE"))
     for name, namespace in (("other", "b" * 32), ("none", "")):
-        fleet.add(a_worker(name, namespace=namespace, port=6000), "flag")
-        say(fleet, f"default/{name}", 0, 0, batch(stored(PROMPT[:4])))
+        joined(fleet, a_worker(name, namespace=namespace, port=6000), stored(PROMPT[:4]))
         assert row_of(fleet, name) == (4, 0, 4)
-    fleet.add(a_worker("late", namespace=NAMESPACE, port=7000), "flag")
-    say(fleet, "default/late", 0, 0, batch(stored(PROMPT[:4])))
+    joined(fleet, a_worker("late", namespace=NAMESPACE, port=7000), stored(PROMPT[:4]))
     assert row_of(fleet, "late") == (4, 0, 10)
     say(fleet, "default/late", 0, 1, batch(removed(PROMPT[7:8], medium="STORAGE")))
     assert row_of(fleet, "w") == (3, 0, 7), "a miss that any worker tells ends it for all"

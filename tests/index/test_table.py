@@ -17,17 +17,7 @@ from kvpool import ConfigError, MalformedEvents, PrefixIndex
 from kvpool.index import Match
 from kvpool.index.table import TIERS, Applied
 from tests.support.oracle import Model
-from tests.support.wire import (
-    GOLDEN,
-    HASHES,
-    Hash,
-    batch,
-    cleared,
-    packed64,
-    removed,
-    steps,
-    stored,
-)
+from tests.support.wire import GOLDEN, HASHES, Hash, batch, cleared, packed64, removed, steps, stored
 
 
 def test_workers_that_share_a_pool_tell_one_holder() -> None:

@@ -12,7 +12,7 @@ from kvpool.errors import MalformedEvents
 from kvpool.index import partition as module
 from kvpool.index.fleet import Fleet
 from kvpool.index.table import ClearedTooOften, NotAtOnce
-from tests.support.fleets import a_worker, say
+from tests.support.fleets import a_worker, joined, say
 from tests.support.wire import batch, cleared, packed64, stored
 
 BLOCKS = list(range(1, 4097))
@@ -61,8 +61,7 @@ def test_a_batch_that_stores_and_clears_in_turns_costs_its_own_rank_what_it_hold
     """Each clear is a walk over the table: a million of them held the lock for minutes."""
     fleet = Fleet()
     for name in ("w", "other"):
-        fleet.add(a_worker(name, port=5000 + 200 * len(name)), "flag")
-        say(fleet, f"default/{name}", 0, 0, batch(stored(BLOCKS)))
+        joined(fleet, a_worker(name, port=5000 + 200 * len(name)), stored(BLOCKS))
     say(fleet, "default/w", 0, 1, in_turns(16, cleared()))
     say(fleet, "default/w", 0, 2, batch(cleared(), stored(BLOCKS), *[cleared()] * 1000, stored(BLOCKS)))
     assert fleet.lookup("m", hashes64=packed64(BLOCKS)).device_blocks == (4096, 4096), "it was idle meanwhile"
@@ -120,8 +119,7 @@ def test_an_answer_at_once_waits_for_no_rank_to_which_a_batch_is_applied(
 
 def test_an_answer_at_once_waits_for_no_table_that_takes_a_batch() -> None:
     fleet = Fleet()
-    fleet.add(a_worker(), "flag")
-    say(fleet, "default/w", 0, 0, batch(stored(BLOCKS)))
+    joined(fleet, a_worker(), stored(BLOCKS))
     (partition,) = fleet._models["default", "m"]
     large = batch(stored(list(range(1 << 32, (1 << 32) + (1 << 20)))))
     applied = threading.Event()

@@ -53,6 +53,7 @@ class Watched:
         self.gone: list[str] = []
         self.starts: list[str] = []
         self.lost_of: list[str | None] = []  # tenants; None: all
+        self.asked: list[tuple[str, int]] = []  # for all they hold
         self.tells = 0
         self.raising: Exception | None = None
 
@@ -82,11 +83,13 @@ class Watched:
 
 @contextmanager
 def watching(
-    store: Store, told: Watched, tenants: list[str] | None = None, life: str = ""
+    store: Store, told: Watched, tenants: list[str] | None = None, life: str = "", incomplete: Any = ()
 ) -> Iterator[WorkerWatch]:
+    """``incomplete``: ranks that are asked for all they hold, again and again."""
     watch = WorkerWatch(
         store, on_worker=told.on_worker, on_gone=told.on_gone, on_pool_lost=told.on_pool_lost, tenants=tenants,
-        interval_s=0.05, life=life,
+        interval_s=0.05, life=life, incomplete=lambda: set(incomplete),
+        on_requested=lambda worker_id, dp_rank: told.asked.append((worker_id, dp_rank)),
     )  # fmt: skip
     try:
         yield watch

@@ -23,6 +23,15 @@ def eventually(condition: Callable[[], bool], *, within_s: float = 60.0) -> bool
     return True
 
 
+def raises(error: type[Exception], call: Callable[[], object]) -> bool:
+    """Whether the call fails so."""
+    try:
+        call()
+    except error:
+        return True
+    return False
+
+
 # No proxy of the environment's is in between.
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 

@@ -236,7 +236,7 @@ class AmongOthers(Heard):
 
 
 def followed(heard: Heard, numbers: list[int]) -> bool:
-    return eventually(lambda: heard.numbers == numbers and not heard.stale, within_s=WITHIN_S)
+    return eventually(lambda: heard.numbers == numbers and not heard.stale)
 
 
 @dataclass(eq=False)

@@ -27,6 +27,7 @@ from kvpool.index.serve.proxy import Proxy
 from kvpool.index.serve.service import IndexServer
 from kvpool.index.serve.status import Status
 from kvpool.key.hashing import seed_id
+from tests.support.wire import batch
 
 
 class Clock:
@@ -58,6 +59,15 @@ def say(fleet: Fleet, worker_id: str, dp_rank: int, sequence: int, payload: byte
     if (rank := fleet.rank(worker_id, dp_rank)) is not None:
         rank.apply(sequence, payload)
         rank.heard()
+
+
+def joined(fleet: Fleet, worker: Worker, *events: dict[str, Any], sequence: int = 0) -> None:
+    """A worker whose first rank has told these events in one batch; of none: it is heard."""
+    fleet.add(worker, "flag")
+    if events:
+        say(fleet, worker.id, worker.publishers[0].dp_rank, sequence, batch(*events))
+    else:
+        fleet.rank(worker.id, worker.publishers[0].dp_rank).heard()
 
 
 class Served:
@@ -180,25 +190,13 @@ class Served:
 
 
 @contextmanager
-def serving(
-    fleet: Fleet | None = None,
-    *,
-    feed: Any = None,
-    stats: RequestStats | None = None,
-    http: bool = False,
-    place: dict[str, Any] | None = None,
-    proxy: dict[str, Any] | None = None,
-    target: str = "",
-    **options: Any,
-) -> Iterator[Served]:
-    """An index, on a free port unless one is given, until the end of the block; ``options``: of ``IndexServer``.
+def serving(fleet: Fleet | None = None, **options: Any) -> Iterator[Served]:
+    """An index, on a free port unless one is given, until the end of the block; ``options``: of ``Served``.
 
     ``place``: options of a ``Placer``, for an endpoint picker beside it; None: there is none. ``proxy``: those of a
     ``Proxy``, which is then there in the place of the picker.
     """
-    served = Served(
-        fleet or Fleet(), feed, stats=stats, http=http, place=place, proxy=proxy, target=target, **options
-    )
+    served = Served(fleet or Fleet(), **options)
     try:
         served.start()
         yield served

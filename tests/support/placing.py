@@ -52,6 +52,21 @@ class Placing:
 
 
 @asynccontextmanager
+async def placer_of(
+    fleet: Fleet, tokenizers: Tokenizers | None = None, *, timeout_s: float = 60.0, tls: Any = None
+) -> AsyncIterator[tuple[Placer, Router]]:
+    """``tls``: of the workers that make tokens."""
+    router, renderer, tokenizers = Router(fleet), Renderer(tls=tls), tokenizers or Tokenizers()
+    placer = Placer(fleet, router, tokenizers, renderer, Endpoints(fleet, Resolver()), timeout_s=timeout_s)
+    try:
+        yield placer, router
+    finally:
+        await renderer.close()
+        placer.close()
+        tokenizers.close()
+
+
+@asynccontextmanager
 async def placing(timeout_s: float = 20.0, models: str = "mm") -> AsyncIterator[Placing]:
     """Worker b holds LONG. ``models``: of the workers a and b."""
     fleet = Fleet()
@@ -59,17 +74,13 @@ async def placing(timeout_s: float = 20.0, models: str = "mm") -> AsyncIterator[
         address = f"http://127.0.0.1:{7000 + place}"
         fleet.add(a_worker(name, port=5000 + 2 * place, address=address, model=model), "flag")
     say(fleet, "default/b", 0, 0, batch(stored(BlockHasher(16).hashes(list(LONG.encode())))))
-    router, tokenizer = Router(fleet), ByteTokenizer()
+    tokenizer = ByteTokenizer()
     tokenizers = Tokenizers(dict.fromkeys(models, tokenizer))  # type: ignore[arg-type]
-    renderer = Renderer()
-    placer = Placer(fleet, router, tokenizers, renderer, Endpoints(fleet, Resolver()), timeout_s=timeout_s)
-    try:
-        yield Placing(placer, router, tokenizer)
-    finally:
-        tokenizer.goes_on.set()
-        await renderer.close()
-        placer.close()
-        tokenizers.close()
+    async with placer_of(fleet, tokenizers, timeout_s=timeout_s) as (placer, router):
+        try:
+            yield Placing(placer, router, tokenizer)
+        finally:
+            tokenizer.goes_on.set()
 
 
 COSTS = Costs(local=0.25, pool=0.5, waiting=1000, running=100, usage=200, speed=100)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent import futures
+from contextlib import asynccontextmanager
 from typing import Any
 
 import grpc
@@ -20,8 +21,8 @@ from kvpool.index.fleet import Fleet
 from kvpool.index.protocol.messages import MAX_REQUESTS, SERVICE
 from kvpool.index.serve import service
 from kvpool.v1 import index_pb2 as pb
-from tests.support.fleets import a_worker, say, serving
-from tests.support.wire import batch, packed64, stored
+from tests.support.fleets import a_worker, joined, serving
+from tests.support.wire import packed64, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 
@@ -30,17 +31,16 @@ WAIT_S = 60
 
 def a_fleet() -> Fleet:
     fleet = Fleet()
-    fleet.add(a_worker("a"), "flag")
-    say(fleet, "default/a", 0, 4, batch(stored(list(range(1, 65)))))
+    joined(fleet, a_worker("a"), stored(list(range(1, 65))), sequence=4)
     return fleet
 
 
-def streaming(target: str, use: Callable[[LookupStream], Awaitable[None]]) -> None:
-    async def run() -> None:
-        async with AsyncIndexClient(target, timeout_s=WAIT_S) as client, client.stream() as stream:
-            await use(stream)
-
-    asyncio.run(run())
+@asynccontextmanager
+async def streaming(index: Fleet | Scripted) -> AsyncIterator[LookupStream]:
+    """A stream to an index of that fleet, or to one that is scripted."""
+    with serving(index) if isinstance(index, Fleet) else index as served:
+        async with AsyncIndexClient(served.target, timeout_s=WAIT_S) as client, client.stream() as stream:
+            yield stream
 
 
 async def matched(stream: LookupStream, blocks: int, **options: Any) -> int:
@@ -48,8 +48,9 @@ async def matched(stream: LookupStream, blocks: int, **options: Any) -> int:
     return answer.device_blocks[0]
 
 
-def test_every_task_gets_its_own_answer() -> None:
-    async def use(stream: LookupStream) -> None:
+@pytest.mark.anyio
+async def test_every_task_gets_its_own_answer() -> None:
+    async with streaming(a_fleet()) as stream:
         assert await matched(stream, 3) == 3
         # The long ones are answered by another thread of the index.
         many = [20_000, 1, 20_000, *[*range(1, 65)] * 5]
@@ -62,18 +63,16 @@ def test_every_task_gets_its_own_answer() -> None:
         )
         assert (first, type(error), second) == (1, UnknownModel, 2), "a bad question fails alone"
 
-    with serving(a_fleet()) as served:
-        streaming(served.target, use)
-
 
 def prompts(*blocks: int, model: str = "m") -> list[Prompt]:
     return [Prompt(model, hashes64=packed64(list(range(1, count + 1)))) for count in blocks]
 
 
-def test_many_prompts_in_one_message() -> None:
+@pytest.mark.anyio
+async def test_many_prompts_in_one_message() -> None:
     wrong = prompts(1, model="other")
 
-    async def use(stream: LookupStream) -> None:
+    async with streaming(a_fleet()) as stream:
         for _ in range(2):
             first, error, second = await stream.lookup_many([*prompts(3), *wrong, *prompts(64)])
             assert isinstance(error, UnknownModel)
@@ -89,13 +88,10 @@ def test_many_prompts_in_one_message() -> None:
         with pytest.raises(ConfigError, match="in one message have at most"):
             await stream.lookup_many([Prompt("m", hashes64=bytes(17 << 20))] * 2)
         assert await matched(stream, 2) == 2
-
-    with serving(a_fleet()) as served:
-        streaming(served.target, use)
-        with IndexClient(served.target, WAIT_S) as client:
-            first, error, second = client.lookup_many([*prompts(3), *wrong, *prompts(64)])
-            assert isinstance(error, UnknownModel)
-            assert [first.device_blocks, second.device_blocks] == [(3,), (64,)]  # type: ignore[union-attr]
+    with serving(a_fleet()) as served, IndexClient(served.target, WAIT_S) as client:
+        first, error, second = client.lookup_many([*prompts(3), *wrong, *prompts(64)])
+        assert isinstance(error, UnknownModel)
+        assert [first.device_blocks, second.device_blocks] == [(3,), (64,)]  # type: ignore[union-attr]
 
 
 class Scripted:
@@ -136,8 +132,9 @@ def table(worker: str, number: int = 0) -> bytes:
     return reply.SerializeToString()
 
 
-def test_an_index_of_an_earlier_version_is_understood() -> None:
-    async def use(stream: LookupStream) -> None:
+@pytest.mark.anyio
+async def test_an_index_of_an_earlier_version_is_understood() -> None:
+    async with streaming(Scripted(earlier)) as stream:
         answers = await asyncio.gather(
             *(stream.lookup("m", hashes64=bytes(8 * blocks)) for blocks in range(1, 30))
         )
@@ -146,26 +143,19 @@ def test_an_index_of_an_earlier_version_is_understood() -> None:
             await stream.lookup("other", hashes64=bytes(8))
         with pytest.raises(IndexUnavailable, match="make another"):
             await stream.lookup("m", hashes64=bytes(8))
-
-    async def ask_many(stream: LookupStream) -> None:
+    async with streaming(Scripted(earlier)) as stream:
         with pytest.raises(ConfigError, match="holds a prompt"):
             await stream.lookup_many(prompts(1, 2))
 
-    with Scripted(earlier) as index:
-        streaming(index.target, use)
-        streaming(index.target, ask_many)
 
-
-def test_what_cannot_be_sent_leaves_the_stream_as_it_was() -> None:
-    async def use(stream: LookupStream) -> None:
+@pytest.mark.anyio
+async def test_what_cannot_be_sent_leaves_the_stream_as_it_was() -> None:
+    async with streaming(a_fleet()) as stream:
         with pytest.raises(ConfigError, match="token_ids, hashes64, text or chat"):
             await stream.lookup("m")
         with pytest.raises(ConfigError, match="timeout_s"):
             await matched(stream, 1, timeout_s=0)
         assert await matched(stream, 2) == 2
-
-    with serving(a_fleet()) as served:
-        streaming(served.target, use)
 
 
 class Slow(Scripted):
@@ -187,20 +177,21 @@ class Slow(Scripted):
         super().__exit__()
 
 
-def test_a_late_answer_is_not_taken_for_the_next_one() -> None:
-    async def use(stream: LookupStream) -> None:
+@pytest.mark.anyio
+async def test_a_late_answer_is_not_taken_for_the_next_one() -> None:
+    slow = Slow()
+    async with streaming(slow) as stream:
         with pytest.raises(IndexUnavailable, match=r"did not answer within 0\.2 s"):
             await stream.lookup("m", hashes64=packed64([1, 2]), timeout_s=0.2)
         slow.go.set()
         answer = await stream.lookup("m", hashes64=packed64([1, 2, 3]))
         assert answer.workers == ("24",)
 
-    with Slow() as slow:
-        streaming(slow.target, use)
 
-
-def test_closing_ends_what_waits_and_is_final() -> None:
-    async def use(stream: LookupStream) -> None:
+@pytest.mark.anyio
+async def test_closing_ends_what_waits_and_is_final() -> None:
+    slow = Slow()
+    async with streaming(slow) as stream:
         waiting = asyncio.create_task(stream.lookup("m", hashes64=packed64([1])))
         await asyncio.to_thread(slow.asked.acquire)
         await stream.close()
@@ -210,14 +201,13 @@ def test_closing_ends_what_waits_and_is_final() -> None:
         with pytest.raises(IndexUnavailable, match="closed"):
             await stream.lookup("m", hashes64=packed64([1]))
 
-    with Slow() as slow:
-        streaming(slow.target, use)
 
-
-def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lookup_stream, "MAX_WAITING", 3)
 
-    async def use(stream: LookupStream) -> None:
+    slow = Slow()
+    async with streaming(slow) as stream:
         waiting = [asyncio.create_task(stream.lookup("m", hashes64=packed64([1]))) for _ in range(3)]
         await asyncio.to_thread(slow.asked.acquire)
         with pytest.raises(IndexUnavailable, match="no more are sent"):
@@ -225,18 +215,13 @@ def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         slow.go.set()
         assert [answer.workers for answer in await asyncio.gather(*waiting)] == [("8",)] * 3
 
-    with Slow() as slow:
-        streaming(slow.target, use)
 
-
-def test_a_closed_client_opens_none() -> None:
-    async def run() -> None:
-        client = AsyncIndexClient("127.0.0.1:1")
-        await client.close()
-        with pytest.raises(IndexUnavailable, match="closed"):
-            client.stream()
-
-    asyncio.run(run())
+@pytest.mark.anyio
+async def test_a_closed_client_opens_none() -> None:
+    client = AsyncIndexClient("127.0.0.1:1")
+    await client.close()
+    with pytest.raises(IndexUnavailable, match="closed"):
+        client.stream()
 
 
 def test_the_end_of_an_index_does_not_wait_for_its_streams(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +238,8 @@ def test_the_end_of_an_index_does_not_wait_for_its_streams(monkeypatch: pytest.M
         asyncio.run(run(served.target))
 
 
-def test_answers_are_taken_in_any_order_and_each_by_its_id() -> None:
+@pytest.mark.anyio
+async def test_answers_are_taken_in_any_order_and_each_by_its_id() -> None:
     """Three questions are answered the last one first; then an answer to no question ends the stream."""
 
     def answer(requests: Any, _: Any) -> Iterator[bytes]:
@@ -263,12 +249,9 @@ def test_answers_are_taken_in_any_order_and_each_by_its_id() -> None:
         next(requests)
         yield table("nobody asked", 12345)
 
-    async def use(stream: LookupStream) -> None:
+    async with streaming(Scripted(answer)) as stream:
         questions = (stream.lookup("m", hashes64=bytes(8 * blocks)) for blocks in (1, 2, 3))
         answers = await asyncio.gather(*questions)
         assert [one.workers for one in answers] == [("8",), ("16",), ("24",)]
         with pytest.raises(IndexUnavailable, match="make another"):
             await stream.lookup("m", hashes64=bytes(8))
-
-    with Scripted(answer) as index:
-        streaming(index.target, use)

@@ -47,9 +47,9 @@ def test_a_name_that_does_not_resolve_makes_only_its_own_rank_stale(names: Names
             "the name gone-0.test does not resolve: Name or service not known",
             "the name hang-1.test does not resolve: no answer within 0.5 s",
         ):
-            assert eventually(lambda problem=problem: problem in heard.others, within_s=WITHIN_S)
+            assert eventually(lambda problem=problem: problem in heard.others)
         proofs = heard.proofs
-        assert eventually(lambda: heard.proofs > proofs + 3, within_s=WITHIN_S)
+        assert eventually(lambda: heard.proofs > proofs + 3)
 
 
 def test_a_publisher_that_has_another_address_is_found_by_its_name(
@@ -97,7 +97,7 @@ def test_leaving_a_worker_waits_for_no_batch_of_another(short: None) -> None:
             leaving.join(WITHIN_S)
         proofs = heard.proofs
         publisher.publish(b"1")
-        assert eventually(lambda: heard.of_others == 1, within_s=WITHIN_S)
+        assert eventually(lambda: heard.of_others == 1)
         assert (heard.numbers, heard.proofs) == ([0], proofs), "nothing more is told of it"
 
 
@@ -118,15 +118,15 @@ def test_a_publisher_without_replay_whose_path_goes_silent_is_stale(
             publisher.publish(b"%d" % len(publisher.kept))
             return bool(heard.applied) and not heard.stale
 
-        assert eventually(heard_of, within_s=WITHIN_S)
+        assert eventually(heard_of)
         known = len(heard.applied)
         threading.Event().wait(1.5 * silent_s)  # longer than it may be silent: it is idle, and answers
         assert (heard.stale, len(heard.applied) >= known) == (False, True)
         path.arm(Way.ANSWERED, 1, Harm.SILENCE)
-        assert eventually(lambda: heard.stale, within_s=WITHIN_S)
+        assert eventually(lambda: heard.stale)
         assert heard.applied == []
         assert heard.marked[1] == "it was silent for 4 s"
-        assert eventually(heard_of, within_s=WITHIN_S)
+        assert eventually(heard_of)
 
 
 def test_a_publisher_whose_batches_take_long_lets_others_have_their_turn() -> None:
@@ -153,7 +153,7 @@ def test_a_publisher_whose_batches_take_long_lets_others_have_their_turn() -> No
 
     with raw_publisher(say) as publisher, closing(Subscriber()) as feed:
         follow(feed, Slow(), worker_of(publisher, "slow"))
-        assert eventually(lambda: len(order) == 41, within_s=WITHIN_S)
+        assert eventually(lambda: len(order) == 41)
         assert order.index("others") < 5
         feed.unfollow("default/slow")
 
@@ -176,20 +176,14 @@ def test_a_publisher_that_sends_nonsense_costs_its_own_rank(
 ) -> None:
     heard = AmongOthers()
     limits = Limits(256 << 20)  # a quarter is for batches
-    with (
-        misbehaving() as publisher,
-        raw_publisher(say) as bad,
-        closing(Subscriber(limits=limits)) as feed,
-    ):
+    with misbehaving() as publisher, raw_publisher(say) as bad, closing(Subscriber(limits=limits)) as feed:
         follow(feed, heard, worker_of(bad, "bad"))
-        assert eventually(lambda: any(says in one for one in heard.others), within_s=WITHIN_S), heard.others[
-            -3:
-        ]
+        assert eventually(lambda: any(says in one for one in heard.others)), heard.others[-3:]
         publisher.publish(b"0")
         follow(feed, heard, worker_of(publisher.publisher))
         assert followed(heard, [0])
         feed.unfollow("default/bad")
-        assert eventually(lambda: limits.used_nbytes == 0, within_s=WITHIN_S)
+        assert eventually(lambda: limits.used_nbytes == 0)
 
 
 def test_what_is_no_publisher_is_said_to_be_none(short: None) -> None:
@@ -200,7 +194,7 @@ def test_what_is_no_publisher_is_said_to_be_none(short: None) -> None:
         port = asks.bind_to_random_port("tcp://127.0.0.1")
         with closing(Subscriber()) as feed, socket.create_server(("127.0.0.1", 0)) as listener:
             follow(feed, heard, worker_of(Publisher(0, f"tcp://127.0.0.1:{port}"), "asks"))
-            assert eventually(lambda: bool(heard.others), within_s=WITHIN_S)
+            assert eventually(lambda: bool(heard.others))
             feed.unfollow("default/asks")
             follow(
                 feed, heard, worker_of(Publisher(0, f"tcp://127.0.0.1:{listener.getsockname()[1]}"), "ssh")
@@ -209,7 +203,7 @@ def test_what_is_no_publisher_is_said_to_be_none(short: None) -> None:
             with connection:
                 connection.sendall(b"SSH-2.0-OpenSSH_9.2p1 Debian-2+deb12u3\r\n" * 2)
                 says = "what answers there does not speak ZMTP 3"
-                assert eventually(lambda: any(says in one for one in heard.others), within_s=WITHIN_S)
+                assert eventually(lambda: any(says in one for one in heard.others))
     finally:
         context.destroy(linger=0)
 

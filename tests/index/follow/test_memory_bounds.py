@@ -69,8 +69,7 @@ def test_a_message_of_many_frames_is_not_taken(tmp_path: Path) -> None:
             lambda: all(
                 "no room for a message" in statuses(client)[name].publishers[0].problem
                 for name in ("hostile", "other")
-            ),
-            within_s=WITHIN_S,
+            )
         )
         assert eventually(
             lambda: client.lookup("m", hashes64=packed64([1, 2]), workers=["w"]).device_blocks[0] == 2
@@ -92,12 +91,12 @@ def test_twelve_ranks_with_large_batches_while_a_lease_ends(tmp_path: Path) -> N
         for number, publisher in enumerate(publishers):
             publisher.publish(large)
             client.register(a_worker(f"w-{number}", publisher.publisher))
-        assert eventually(lambda: "leased" not in statuses(client), within_s=WITHIN_S)
+        assert eventually(lambda: "leased" not in statuses(client))
 
         def followed() -> bool:
             rows = client.lookup("m", hashes64=packed64([1, 2]))
             return len(rows) == 12 and all(row.device_blocks == 2 and not row.stale for row in rows)
 
-        assert eventually(followed, within_s=WITHIN_S)
+        assert eventually(followed)
         assert index.process.poll() is None
         assert peak_nbytes(index) - before < 128 * MiB + PYTHON_NBYTES

@@ -23,6 +23,7 @@ from kvpool.index.fleet import Fleet
 from kvpool.index.follow import pool_reconciler as module
 from kvpool.index.follow.pool_reconciler import PoolReconciler
 from kvpool.store.server import notices as server_notices
+from kvpool.store.store import Store
 from tests.support.deadlines import eventually
 from tests.support.fleets import a_worker
 from tests.support.memory_store import MemoryStore
@@ -86,6 +87,17 @@ def without(server: Server, *rights: str) -> str:
     return server.url.replace("://", "://u:pass-word@")
 
 
+@contextmanager
+def credited_pool(url: str, mine: Iterable[int]) -> Iterator[tuple[Fleet, Store, PoolReconciler]]:
+    """A pool of these blocks, of which a worker has told; its reconciler rests."""
+    fleet = a_fleet()
+    with open_store(url) as store, following(fleet, store) as reconciler:
+        put(store, mine)
+        fleet.rank("default/w0", 0).apply(1, told(mine))
+        assert rests(reconciler)
+        yield fleet, store, reconciler
+
+
 # ---- a full server
 
 
@@ -97,10 +109,7 @@ def test_thousands_of_evictions_while_events_come_in(name: str, heard: bool, tmp
     with running(name, tmp_path, *options) as server:
         url = server.url if heard else without(server, "-client|tracking")
         fleet, everything = a_fleet(), range(8000)
-        with (
-            open_store(url) as store,
-            following(fleet, store, pause_s=0.2, keys_per_s=200_000) as reconciler,
-        ):
+        with open_store(url) as store, following(fleet, store, pause_s=0.2, keys_per_s=200_000) as reconciler:
 
             def write(part: int) -> None:
                 late: list[range] = []
@@ -121,7 +130,7 @@ def test_thousands_of_evictions_while_events_come_in(name: str, heard: bool, tmp
             assert eventually(
                 lambda: credited(fleet, everything) == present(server, everything),
                 # The machine may be busy; what is promised is measured by the index itself.
-                within_s=20 + reconciler.totals().max_staleness_s,
+                within_s=60 + reconciler.totals().max_staleness_s,
             )
             assert server.info("evicted_keys") > 2000
             assert len(present(server, everything)) > 500
@@ -177,11 +186,8 @@ def test_a_flush_is_heard_at_once(server: Server) -> None:
 
 def test_a_flush_of_another_database_takes_nothing(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "kvpool.index")
-    fleet, mine = a_fleet(), range(200)
-    with open_store(server.url + "/1") as store, following(fleet, store) as reconciler:
-        put(store, mine)
-        fleet.rank("default/w0", 0).apply(1, told(mine))
-        assert rests(reconciler)
+    mine = range(200)
+    with credited_pool(server.url + "/1", mine) as (fleet, _, reconciler):
         before = reconciler.totals()
         server.client.flushdb()
         assert eventually(lambda: reconciler.totals().missed_notices > before.missed_notices)
@@ -222,11 +228,8 @@ def test_a_server_that_is_started_anew(server: Server, kept: bool) -> None:
 
 def test_what_was_lost_while_nobody_listened_is_found(server: Server) -> None:
     """The listener's connection is cut, and blocks go in the same moment."""
-    fleet, mine = a_fleet(), range(50)
-    with open_store(server.url) as store, following(fleet, store) as reconciler:
-        put(store, mine)
-        fleet.rank("default/w0", 0).apply(1, told(mine))
-        assert rests(reconciler)
+    mine = range(50)
+    with credited_pool(server.url, mine) as (fleet, _, reconciler):
         before = reconciler.totals()
         with server.client.pipeline(transaction=True) as together:
             together.execute_command("CLIENT", "KILL", "TYPE", "pubsub")
@@ -241,11 +244,8 @@ def test_what_was_lost_while_nobody_listened_is_found(server: Server) -> None:
 
 def test_a_listener_that_is_flooded_is_repaired(valkey: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_notices, "MAX_KEYS", 10)
-    fleet, mine = a_fleet(), range(500)
-    with open_store(valkey.url) as store, following(fleet, store) as reconciler:
-        put(store, mine)
-        fleet.rank("default/w0", 0).apply(1, told(mine))
-        assert rests(reconciler)
+    mine = range(500)
+    with credited_pool(valkey.url, mine) as (fleet, _, reconciler):
         before = reconciler.totals()
         valkey.client.delete(*keys(range(400)))  # told of in one message
         assert eventually(lambda: credited(fleet, mine) == set(range(400, 500)))
@@ -257,11 +257,8 @@ def test_a_server_that_falls_silent(
 ) -> None:
     monkeypatch.setattr(server_notices, "PING_S", 0.2)
     monkeypatch.setattr(server_notices, "TIMEOUT_S", 0.3)
-    fleet, mine = a_fleet(), range(50)
-    with open_store(valkey.url) as store, following(fleet, store) as reconciler:
-        put(store, mine)
-        fleet.rank("default/w0", 0).apply(1, told(mine))
-        assert rests(reconciler)
+    mine = range(50)
+    with credited_pool(valkey.url, mine) as (fleet, _, reconciler):
         valkey.stop()
         try:
             assert eventually(lambda: reconciler.totals().notifications_down == 1)
@@ -622,5 +619,5 @@ def test_whatever_happens_it_is_right_when_it_rests(valkey: Server, seconds: flo
             late.clear()
             assert eventually(
                 lambda: credited(fleet, everything) == present(valkey, everything),
-                within_s=10 + reconciler.totals().max_staleness_s,
+                within_s=60 + reconciler.totals().max_staleness_s,
             ), f"seed {seed}"

@@ -28,8 +28,6 @@ from tests.support.feeds import Misbehaving, misbehaving
 from tests.support.fleets import a_worker
 from tests.support.wire import batch, cleared, packed64, removed, stored
 
-WITHIN_S = 60.0
-
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[Store]:
@@ -100,8 +98,8 @@ def _publish_all(publisher: Misbehaving, *blocks: int) -> None:
 
 
 def _until_asked(index: Index, announcer: Announcer) -> None:
-    assert eventually(lambda: announcer.requested, within_s=WITHIN_S)
-    assert eventually(lambda: "asked for all it holds" in index.problem(), within_s=WITHIN_S)
+    assert eventually(lambda: announcer.requested)
+    assert eventually(lambda: "asked for all it holds" in index.problem())
 
 
 @pytest.mark.usefixtures("quick")
@@ -124,21 +122,21 @@ def test_after_a_gap_that_nothing_closes(store: Store, replay: bool) -> None:
                 count += 1
             return all(one.holds([1, 2]) == 2 for one in indexes)
 
-        assert eventually(heard, within_s=WITHIN_S)
+        assert eventually(heard)
         publisher.publish(batch(stored([3], parent=2), dp_rank=3), lost=True)
         publisher.forget(count + 1)
         publisher.publish(batch(stored([4], parent=3), dp_rank=3))
         for one in indexes:
-            assert eventually(lambda one=one: one.holds([4]) == 1, within_s=WITHIN_S)  # type: ignore[misc]
+            assert eventually(lambda one=one: one.holds([4]) == 1)  # type: ignore[misc]
             assert one.holds([1, 2, 3, 4]) == 0, "less than there is, and never more"
             _until_asked(one, announcer)
         _publish_all(publisher, 1, 2, 3, 4)
         for one in indexes:
-            assert eventually(lambda one=one: one.holds([1, 2, 3, 4]) == 4, within_s=WITHIN_S)  # type: ignore[misc]
+            assert eventually(lambda one=one: one.holds([1, 2, 3, 4]) == 4)  # type: ignore[misc]
             assert (one.problem(), one.fleet.incomplete()) == ("", [])
-        assert eventually(lambda: not announcer.requested, within_s=WITHIN_S)
+        assert eventually(lambda: not announcer.requested)
         publisher.publish(batch(removed([4]), dp_rank=3))
-        assert eventually(lambda: index.holds([1, 2, 3, 4]) == 3, within_s=WITHIN_S)
+        assert eventually(lambda: index.holds([1, 2, 3, 4]) == 3)
 
 
 @pytest.mark.usefixtures("quick")
@@ -148,10 +146,10 @@ def test_who_has_told_all_is_not_asked(store: Store) -> None:
         announced(store, publisher.publisher) as announcer,
         following(store) as index,
     ):
-        assert eventually(lambda: index.holds([1]) == 0, within_s=WITHIN_S)
+        assert eventually(lambda: index.holds([1]) == 0)
         for block in range(1, 4):
             publisher.publish(batch(stored([block], parent=9), dp_rank=3), lost=block == 2)
-        assert eventually(lambda: index.holds([1, 2, 3]) == 3, within_s=WITHIN_S)
+        assert eventually(lambda: index.holds([1, 2, 3]) == 3)
         (status,) = index.fleet.workers()
         assert (status.publishers[0].gaps, status.publishers[0].replays) == (1, 1)
         assert (index.problem(), index.fleet.incomplete(), announcer.requested) == ("", [], False)

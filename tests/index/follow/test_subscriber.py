@@ -48,17 +48,17 @@ def test_what_was_asked_of_a_publisher_that_is_gone_is_asked_of_the_next_one(
         follow(feed, heard, worker_of(first.publisher))
         assert followed(heard, [0])
         first.mute = True
-        assert eventually(lambda: first.owes_an_answer, within_s=WITHIN_S)
+        assert eventually(lambda: first.owes_an_answer)
     with misbehaving(first.ports) as second:
         second.publish(text(0, 1), lost=True)
-        assert eventually(lambda: heard.applied == [text(0, 1)] and not heard.stale, within_s=WITHIN_S)
+        assert eventually(lambda: heard.applied == [text(0, 1)] and not heard.stale)
 
 
 def test_nobody_there_is_stale_and_found_when_it_comes(feed: Subscriber, heard: Heard) -> None:
     ports = free_ports(2)
     events, replay = (f"tcp://127.0.0.1:{port}" for port in ports)
     follow(feed, heard, worker_of(Publisher(3, events, replay)))
-    assert eventually(lambda: hasattr(heard, "marked"), within_s=WITHIN_S)
+    assert eventually(lambda: hasattr(heard, "marked"))
     assert heard.stale
     with misbehaving(ports) as publisher:
         publisher.publish(text(0))
@@ -77,7 +77,7 @@ def test_what_is_no_batch_is_counted_and_left(feed: Subscriber, heard: Heard) ->
             publisher.send(b"", b"12345678", b"payload", b"more")
             return feed.ignored_messages >= 3
 
-        assert eventually(counted, within_s=WITHIN_S)
+        assert eventually(counted)
         publisher.publish(text(1))
         assert followed(heard, [0, 1])
 
@@ -166,7 +166,7 @@ def test_a_worker_that_no_socket_is_left_for_is_stale_and_costs_the_others_nothi
         resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
         follow(feed, heard, worker_of(publisher.publisher, "other"))
         try:
-            assert eventually(lambda: any("no socket left" in one for one in heard.others), within_s=WITHIN_S)
+            assert eventually(lambda: any("no socket left" in one for one in heard.others))
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         publisher.publish(text(1))

@@ -17,7 +17,6 @@ from tests.support.deadlines import eventually
 from tests.support.feeds import Misbehaving, misbehaving, worker_of
 from tests.support.wire import batch, packed64, stored
 
-WITHIN_S = 60.0
 PROMPT = list(range(1, 11))
 
 
@@ -48,7 +47,7 @@ class Index:
         return row.device_blocks, row.sequence, row.stale
 
     def settles_at(self, blocks: int, sequence: int) -> bool:
-        return eventually(lambda: self.row() == (blocks, sequence, False), within_s=WITHIN_S)
+        return eventually(lambda: self.row() == (blocks, sequence, False))
 
     def problems(self) -> tuple[int, str]:
         ((one,),) = (status.publishers for status in self.fleet.workers())
@@ -80,7 +79,7 @@ def test_nobody_is_credited_before_the_publisher_has_answered() -> None:
         publisher.mute = True
         asked = len(publisher.asked)
         with an_index(snapshot, [worker]) as index:
-            assert eventually(lambda: len(publisher.asked) >= asked + 2, within_s=WITHIN_S)
+            assert eventually(lambda: len(publisher.asked) >= asked + 2)
             assert index.row() == (0, 3, True)
             assert index.fleet.joining == 1
             publisher.mute = False
@@ -103,7 +102,7 @@ def test_a_publisher_that_was_started_anew_meanwhile(published: int) -> None:
                 seen.add(index.row())
                 return index.row() == (published, max(0, published - 1), False) and index.problems()[0] == 1
 
-            assert eventually(settled, within_s=WITHIN_S), index.row()
+            assert eventually(settled), index.row()
             assert all(blocks <= published for blocks, _, _ in seen), (
                 "what the first life held is not credited"
             )

@@ -15,74 +15,65 @@ from tests.support.placing import LONG, Placing, placing
 
 
 @pytest.mark.parametrize(("text", "in_thread"), [(LONG, True), (LONG[:64], False)])
-def test_a_prompt_goes_to_its_holder(text: str, in_thread: bool) -> None:
-    async def ask() -> None:
-        async with placing() as there:
-            placement = await there.place(text)
-            assert (placement.reason, placement.targets[0].worker) == ("prefix", "b")
-            assert placement.targets[0].matched_blocks == placement.prompt_blocks == len(text) // 16
-            assert there.reservations == 1
-            there.placer.release(placement)
-            assert there.reservations == 0
-            assert (there.tokenizer.threads == {threading.current_thread().name}) is not in_thread
-
-    asyncio.run(ask())
+@pytest.mark.anyio
+async def test_a_prompt_goes_to_its_holder(text: str, in_thread: bool) -> None:
+    async with placing() as there:
+        placement = await there.place(text)
+        assert (placement.reason, placement.targets[0].worker) == ("prefix", "b")
+        assert placement.targets[0].matched_blocks == placement.prompt_blocks == len(text) // 16
+        assert there.reservations == 1
+        there.placer.release(placement)
+        assert there.reservations == 0
+        assert (there.tokenizer.threads == {threading.current_thread().name}) is not in_thread
 
 
-def test_tokens_that_come_too_late_cost_no_request_and_reserve_nothing() -> None:
-    async def ask() -> None:
-        async with placing(timeout_s=0.2) as there:
-            there.tokenizer.goes_on.clear()
-            began_s = time.monotonic()
-            placement = await there.place(LONG)
-            assert time.monotonic() - began_s < 5, "0.2 s, and what a busy machine takes"
-            assert (placement.reason, len(placement.targets)) == ("no-tokens", 2)
-            assert placement.detail == "its tokens were not made within 0.2 s", "and no worker is asked"
-            assert there.reservations == 1, "of what was placed"
-            there.tokenizer.goes_on.set()
-            while there.placer._under_way:
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0)
-            assert there.reservations == 1, "the route that came late is given back"
-
-    asyncio.run(ask())
+@pytest.mark.anyio
+async def test_tokens_that_come_too_late_cost_no_request_and_reserve_nothing() -> None:
+    async with placing(timeout_s=0.2) as there:
+        there.tokenizer.goes_on.clear()
+        began_s = time.monotonic()
+        placement = await there.place(LONG)
+        assert time.monotonic() - began_s < 5, "0.2 s, and what a busy machine takes"
+        assert (placement.reason, len(placement.targets)) == ("no-tokens", 2)
+        assert placement.detail == "its tokens were not made within 0.2 s", "and no worker is asked"
+        assert there.reservations == 1, "of what was placed"
+        there.tokenizer.goes_on.set()
+        while there.placer._under_way:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
+        assert there.reservations == 1, "the route that came late is given back"
 
 
-def test_a_request_that_is_given_up_reserves_nothing() -> None:
-    async def ask() -> None:
-        async with placing() as there:
-            there.tokenizer.goes_on.clear()
-            asked = asyncio.create_task(there.place(LONG))
-            await asyncio.sleep(0.05)
-            assert there.placer._under_way == 1
-            asked.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await asked
-            there.tokenizer.goes_on.set()
-            while there.placer._under_way:
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0)
-            assert there.reservations == 0
-
-    asyncio.run(ask())
+@pytest.mark.anyio
+async def test_a_request_that_is_given_up_reserves_nothing() -> None:
+    async with placing() as there:
+        there.tokenizer.goes_on.clear()
+        asked = asyncio.create_task(there.place(LONG))
+        while not there.placer._under_way:
+            await asyncio.sleep(0.01)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        there.tokenizer.goes_on.set()
+        while there.placer._under_way:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
+        assert there.reservations == 0
 
 
-def test_bodies_that_wait_to_be_read_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_bodies_that_wait_to_be_read_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placer_module, "MAX_UNDER_WAY", 4)
-
-    async def ask() -> None:
-        async with placing() as there:
-            there.tokenizer.goes_on.clear()
-            asked = [asyncio.create_task(there.place(LONG)) for _ in range(6)]
-            while sum(task.done() for task in asked) < 2:
-                await asyncio.sleep(0.01)
-            done = [task for task in asked if task.done()]
-            assert {task.result().detail for task in done} == {"4 other bodies are being read"}
-            assert len(done) == 2
-            there.tokenizer.goes_on.set()
-            assert sorted([(await task).reason for task in asked]) == ["no-tokens"] * 2 + ["prefix"] * 4
-
-    asyncio.run(ask())
+    async with placing() as there:
+        there.tokenizer.goes_on.clear()
+        asked = [asyncio.create_task(there.place(LONG)) for _ in range(6)]
+        while sum(task.done() for task in asked) < 2:
+            await asyncio.sleep(0.01)
+        done = [task for task in asked if task.done()]
+        assert {task.result().detail for task in done} == {"4 other bodies are being read"}
+        assert len(done) == 2
+        there.tokenizer.goes_on.set()
+        assert sorted([(await task).reason for task in asked]) == ["no-tokens"] * 2 + ["prefix"] * 4
 
 
 # ---- before workers of several models: a request goes to those of its own
@@ -126,40 +117,31 @@ async def targets(there: Placing, path: str, body: bytes) -> list[str]:
         pytest.param(SPEECH, form(file=b"\r\n--y\0" * MAX_READ_NBYTES, model=b"n"), id="large form"),
     ],
 )
-def test_a_request_goes_to_workers_of_its_model_whatever_is_read_of_it(path: str, body: bytes) -> None:
-    async def ask() -> None:
-        async with placing(models=MODELS) as there:
-            assert [await targets(there, path, body) for _ in range(3)] == [["b"]] * 3
-
-    asyncio.run(ask())
+@pytest.mark.anyio
+async def test_a_request_goes_to_workers_of_its_model_whatever_is_read_of_it(path: str, body: bytes) -> None:
+    async with placing(models=MODELS) as there:
+        assert [await targets(there, path, body) for _ in range(3)] == [["b"]] * 3
 
 
 @pytest.mark.parametrize("under_way", [0, placer_module.MAX_UNDER_WAY], ids=["beside too many", "too late"])
-def test_a_request_that_is_not_read_in_time_goes_to_workers_of_its_model(
+@pytest.mark.anyio
+async def test_a_request_that_is_not_read_in_time_goes_to_workers_of_its_model(
     monkeypatch: pytest.MonkeyPatch, under_way: int
 ) -> None:
     monkeypatch.setattr(placer_module, "MAX_UNDER_WAY", under_way)
-
-    async def ask() -> None:
-        async with placing(timeout_s=0.1, models=MODELS) as there:
-            there.tokenizer.goes_on.clear()
-            assert await targets(there, "/v1/completions", said(prompt=LONG)) == ["b"]
-
-    asyncio.run(ask())
+    async with placing(timeout_s=0.1, models=MODELS) as there:
+        there.tokenizer.goes_on.clear()
+        assert await targets(there, "/v1/completions", said(prompt=LONG)) == ["b"]
 
 
 @pytest.mark.parametrize("body", [b'{"model": "an adapter", "prompt": "x"}', b"{", b"--x", b"--x\r\n\r\n"])
-def test_a_request_of_no_known_model_goes_to_the_worker_with_the_least_to_do(body: bytes) -> None:
-    async def ask() -> None:
-        async with placing(models=MODELS) as there:
-            first, second = [
-                await there.placer.place("/v1/completions", {}, body, "default") for _ in range(2)
-            ]
-            assert {first.targets[0].worker, second.targets[0].worker} == {"a", "b"}
-            assert {len(first.targets), len(second.targets), there.reservations} == {2}
-            for placement in (first, second):
-                there.placer.release(placement)
-            taken = [(await targets(there, "/v1/completions", body))[0] for _ in range(4)]
-            assert sorted(taken) == ["a", "a", "b", "b"], "of equals not always the same"
-
-    asyncio.run(ask())
+@pytest.mark.anyio
+async def test_a_request_of_no_known_model_goes_to_the_worker_with_the_least_to_do(body: bytes) -> None:
+    async with placing(models=MODELS) as there:
+        first, second = [await there.placer.place("/v1/completions", {}, body, "default") for _ in range(2)]
+        assert {first.targets[0].worker, second.targets[0].worker} == {"a", "b"}
+        assert {len(first.targets), len(second.targets), there.reservations} == {2}
+        for placement in (first, second):
+            there.placer.release(placement)
+        taken = [(await targets(there, "/v1/completions", body))[0] for _ in range(4)]
+        assert sorted(taken) == ["a", "a", "b", "b"], "of equals not always the same"

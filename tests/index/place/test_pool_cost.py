@@ -18,7 +18,7 @@ from kvpool.index.place.metrics_page import (
 )
 from kvpool.index.place.router import POOL, Costs, Router
 from kvpool.index.place.scraper import Scraper
-from tests.support.fleets import Clock, a_fleet, a_worker, say
+from tests.support.fleets import Clock, a_fleet, a_worker, joined, say
 from tests.support.metrics_pages import page, serving_page
 from tests.support.placing import NAMESPACE, TEN, order
 from tests.support.wire import batch, packed64, stored
@@ -94,26 +94,20 @@ def test_a_coefficient_that_was_set_is_that_of_all() -> None:
     assert fetching(router) == {"a": 80, "b": 80}
 
 
-def test_a_scraper_reads_it() -> None:
+@pytest.mark.anyio
+async def test_a_scraper_reads_it() -> None:
     with serving_page() as fast, serving_page() as slow:
         fast.show({0: EngineLoad(gate=FAST)})
         slow.show({0: EngineLoad(gate=SLOW)})
         fleet = a_fleet()
         for place, (name, server) in enumerate((("fast", fast), ("slow", slow))):
-            fleet.add(
-                a_worker(name, port=5600 + 2 * place, address=server.address, namespace=NAMESPACE), "flag"
-            )
-            fleet.rank(f"default/{name}", 0).heard()
+            joined(fleet, a_worker(name, port=5600 + 2 * place, address=server.address, namespace=NAMESPACE))
         say(fleet, "default/fast", 0, 0, batch(stored(TEN, medium="STORAGE")))
         router = Router(fleet, loads=LoadBoard())
-
-        async def scrape() -> None:
-            scraper = Scraper(fleet, router.loads, interval_s=0.05)
-            scraper.start()
-            ends_s = time.monotonic() + 60
-            while fetching(router) != {"fast": 16, "slow": 128} and time.monotonic() < ends_s:
-                await asyncio.sleep(0.01)
-            await scraper.close()
-
-        asyncio.run(scrape())
+        scraper = Scraper(fleet, router.loads, interval_s=0.05)
+        scraper.start()
+        ends_s = time.monotonic() + 60
+        while fetching(router) != {"fast": 16, "slow": 128} and time.monotonic() < ends_s:
+            await asyncio.sleep(0.01)
+        await scraper.close()
         assert fetching(router) == {"fast": 16, "slow": 128}

@@ -13,14 +13,12 @@ import pytest
 from kvpool import Load
 from kvpool.index.fleet import Fleet
 from kvpool.index.place import renderer
-from kvpool.index.place.endpoints import Endpoints
 from kvpool.index.place.placement import Placement
 from kvpool.index.place.placer import Placer
 from kvpool.index.place.renderer import Renderer
 from kvpool.index.place.router import Router
-from kvpool.index.place.tokenizer import Tokenizers
-from kvpool.index.resolver import Resolver
 from tests.support.openai_worker import ScriptedWorker, scripted, that_accepts_nothing
+from tests.support.placing import placer_of
 
 
 class Placing:
@@ -54,118 +52,92 @@ async def placing(workers: list[ScriptedWorker], loads: bool = True) -> AsyncIte
     for worker in workers:
         fleet.add(worker.worker(), "flag")
         fleet.rank(f"default/{worker.name}", 0).heard()
-    router, tokenizers = Router(fleet), Tokenizers()
-    rendering = Renderer()
-    placer = Placer(fleet, router, tokenizers, rendering, Endpoints(fleet, Resolver()), timeout_s=5.0)
-    try:
+    async with placer_of(fleet) as (placer, router):
         yield Placing(fleet, router, placer, [worker.name for worker in workers] if loads else [])
-    finally:
-        placer.close()
-        await rendering.close()
-        tokenizers.close()
 
 
 def rendered(workers: list[ScriptedWorker]) -> list[int]:
     return [worker.rendered for worker in workers]
 
 
-def test_a_worker_that_has_gone_costs_no_prompt_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_a_worker_that_has_gone_costs_no_prompt_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(renderer, "AWAY_S", 600.0)
     with scripted("a", "b") as workers:
         workers[1].stop()
-
-        async def run() -> None:
-            async with placing(workers) as there:
-                assert [await there.reason() for _ in range(6)] == ["load"] * 6, "all by their tokens"
-                assert rendered(workers) == [6, 0]
-                workers[1].start()
-                assert [await there.reason() for _ in range(6)] == ["load"] * 6
-                assert rendered(workers) == [12, 0], "it could not be reached just now"
-                workers[0].stop()
-                assert await there.reason() == "no-tokens"
-                assert await there.reason() == "no-tokens"
-
-        asyncio.run(run())
+        async with placing(workers) as there:
+            assert [await there.reason() for _ in range(6)] == ["load"] * 6, "all by their tokens"
+            assert rendered(workers) == [6, 0]
+            workers[1].start()
+            assert [await there.reason() for _ in range(6)] == ["load"] * 6
+            assert rendered(workers) == [12, 0], "it could not be reached just now"
+            workers[0].stop()
+            assert await there.reason() == "no-tokens"
+            assert await there.reason() == "no-tokens"
 
 
-def test_a_worker_that_could_not_be_reached_is_asked_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_a_worker_that_could_not_be_reached_is_asked_again_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(renderer, "AWAY_S", 0.2)
     with scripted("a", "b") as workers:
         workers[1].stop()
-
-        async def run() -> None:
-            async with placing(workers) as there:
-                assert [await there.reason() for _ in range(2)] == ["load"] * 2
-                workers[1].start()
-                await asyncio.sleep(0.3)
-                assert [await there.reason() for _ in range(4)] == ["load"] * 4
-                assert rendered(workers) == [2, 4]
-
-        asyncio.run(run())
+        async with placing(workers) as there:
+            assert [await there.reason() for _ in range(2)] == ["load"] * 2
+            workers[1].start()
+            await asyncio.sleep(0.3)
+            assert [await there.reason() for _ in range(4)] == ["load"] * 4
+            assert rendered(workers) == [2, 4]
 
 
-def test_a_worker_that_accepts_no_connection_leaves_time_for_another_one() -> None:
+@pytest.mark.anyio
+async def test_a_worker_that_accepts_no_connection_leaves_time_for_another_one() -> None:
     with scripted("a") as workers, that_accepts_nothing() as port:
-
-        async def run() -> None:
-            async with placing([*workers, ScriptedWorker("full", port)]) as there:
-                assert [await there.reason() for _ in range(4)] == ["load"] * 4
-                assert rendered(workers) == [4]
-
-        asyncio.run(run())
+        async with placing([*workers, ScriptedWorker("full", port)]) as there:
+            assert [await there.reason() for _ in range(4)] == ["load"] * 4
+            assert rendered(workers) == [4]
 
 
-def test_another_worker_is_asked_where_one_fails_but_no_third() -> None:
+@pytest.mark.anyio
+async def test_another_worker_is_asked_where_one_fails_but_no_third() -> None:
     with scripted("a", "b", "c") as workers:
         workers[2].render_status = 500
-
-        async def run() -> None:
-            async with placing(workers) as there:
-                assert [await there.reason() for _ in range(3)] == ["load"] * 3
-                assert rendered(workers) == [0, 3, 3]
-                for worker in workers:
-                    worker.render_status = 500
-                assert await there.reason() == "no-tokens"
-                assert rendered(workers) == [0, 4, 4]
-
-        asyncio.run(run())
+        async with placing(workers) as there:
+            assert [await there.reason() for _ in range(3)] == ["load"] * 3
+            assert rendered(workers) == [0, 3, 3]
+            for worker in workers:
+                worker.render_status = 500
+            assert await there.reason() == "no-tokens"
+            assert rendered(workers) == [0, 4, 4]
 
 
-def test_a_worker_that_is_known_to_be_unreachable_is_not_asked() -> None:
+@pytest.mark.anyio
+async def test_a_worker_that_is_known_to_be_unreachable_is_not_asked() -> None:
     with scripted("a", "b") as workers:
-
-        async def run() -> None:
-            async with placing(workers, loads=False) as there:
-                for name in ("a", "b"):
-                    there.fleet.rank(f"default/{name}", 0).mark(stale=True, problem="it does not answer")
-                    there.router.loads.fail(f"default/{name}", 0)
-                assert await there.reason() == "no-tokens"
-                assert rendered(workers) == [0, 0]
-
-        asyncio.run(run())
+        async with placing(workers, loads=False) as there:
+            for name in ("a", "b"):
+                there.fleet.rank(f"default/{name}", 0).mark(stale=True, problem="it does not answer")
+                there.router.loads.fail(f"default/{name}", 0)
+            assert await there.reason() == "no-tokens"
+            assert rendered(workers) == [0, 0]
 
 
-def test_who_is_asked_for_tokens_has_had_no_turn() -> None:
+@pytest.mark.anyio
+async def test_who_is_asked_for_tokens_has_had_no_turn() -> None:
     """Else, of two workers with nothing to do, one would make all tokens, and the other one serve all requests."""
     with scripted("a", "b") as workers:
-
-        async def run() -> None:
-            async with placing(workers, loads=False) as there:
-                served = [await there.worker() for _ in range(4)]
-                assert served in (["a", "b"] * 2, ["b", "a"] * 2)
-
-        asyncio.run(run())
+        async with placing(workers, loads=False) as there:
+            served = [await there.worker() for _ in range(4)]
+            assert served in (["a", "b"] * 2, ["b", "a"] * 2)
 
 
-def test_the_workers_that_could_not_be_reached_are_remembered_within_a_limit(
+@pytest.mark.anyio
+async def test_the_workers_that_could_not_be_reached_are_remembered_within_a_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(renderer, "MAX_AWAY", 2)
-
-    async def run() -> None:
-        kept = Renderer()
-        for name in ("one", "two", "one", "three"):
-            kept._set_aside(name)
-        assert list(kept._away) == ["one", "three"]
-
-    asyncio.run(run())
+    kept = Renderer()
+    for name in ("one", "two", "one", "three"):
+        kept._set_aside(name)
+    assert list(kept._away) == ["one", "three"]

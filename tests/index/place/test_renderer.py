@@ -6,7 +6,8 @@ import asyncio
 import json
 import threading
 from array import array
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -35,27 +36,25 @@ async def tokens_of(
 
     body = json.dumps({"model": "m", "prompt": text}).encode()
     request = read_request(path, body)
-    prompt = await rendering.prompt(request, body, {}, ask, 20.0)
+    prompt = await rendering.prompt(request, body, {}, ask, 60.0)
     assert isinstance(prompt.token_ids, array)
     return list(prompt.token_ids)
 
 
-def run(body: Callable[[Renderer], Awaitable[None]], **options: Any) -> None:
-    async def ran() -> None:
-        rendering = Renderer(**options)
-        try:
-            await body(rendering)
-        finally:
-            await rendering.close()
-
-    asyncio.run(ran())
+@asynccontextmanager
+async def opened(**options: Any) -> AsyncIterator[Renderer]:
+    rendering = Renderer(**options)
+    try:
+        yield rendering
+    finally:
+        await rendering.close()
 
 
-def test_a_request_whose_content_cannot_be_rendered_costs_no_other_its_tokens() -> None:
+@pytest.mark.anyio
+async def test_a_request_whose_content_cannot_be_rendered_costs_no_other_its_tokens() -> None:
     """vLLM answers it with 501, such as for a data URL that is none."""
     with scripted("a", "b") as (a, b):
-
-        async def body(rendering: Renderer) -> None:
+        async with opened() as rendering:
             a.render_status = 501
             with pytest.raises(NoTokens, match="HTTP status 501"):
                 await tokens_of(rendering, "bad", a, b)
@@ -63,14 +62,12 @@ def test_a_request_whose_content_cannot_be_rendered_costs_no_other_its_tokens() 
             a.render_status = 200
             assert await tokens_of(rendering, "good", a, b) == list(b"good")
 
-        run(body)
-
 
 @pytest.mark.parametrize("status", [403, 404, 405])
-def test_a_path_without_render_is_remembered_and_no_other_path(status: int) -> None:
+@pytest.mark.anyio
+async def test_a_path_without_render_is_remembered_and_no_other_path(status: int) -> None:
     with scripted("a") as (a,):
-
-        async def body(rendering: Renderer) -> None:
+        async with opened() as rendering:
             a.render_status = status
             with pytest.raises(NoTokens, match=f"HTTP status {status}"):
                 await tokens_of(rendering, "one", a, path=MESSAGES)
@@ -83,13 +80,11 @@ def test_a_path_without_render_is_remembered_and_no_other_path(status: int) -> N
                 await tokens_of(rendering, "three", a, path=MESSAGES)
             assert a.rendered == 2, "it is not asked for what it does not have"
 
-        run(body)
 
-
-def test_that_a_path_has_no_render_is_forgotten_as_soon_as_one_answers_there() -> None:
+@pytest.mark.anyio
+async def test_that_a_path_has_no_render_is_forgotten_as_soon_as_one_answers_there() -> None:
     with scripted("a", "b") as (a, b):
-
-        async def body(rendering: Renderer) -> None:
+        async with opened() as rendering:
             a.render_status, b.render_delay_s = 404, 0.3
             slow = asyncio.create_task(tokens_of(rendering, "slow", b))
             while not b.rendered:
@@ -101,11 +96,10 @@ def test_that_a_path_has_no_render_is_forgotten_as_soon_as_one_answers_there() -
             assert not rendering._without
             assert await tokens_of(rendering, "another", b) == list(b"another")
 
-        run(body)
-
 
 @pytest.mark.parametrize(("count", "in_loop"), [(100, True), (300_000, False)])
-def test_a_large_answer_is_decoded_in_a_thread(
+@pytest.mark.anyio
+async def test_a_large_answer_is_decoded_in_a_thread(
     monkeypatch: pytest.MonkeyPatch, count: int, in_loop: bool
 ) -> None:
     threads: list[threading.Thread] = []
@@ -120,37 +114,30 @@ def test_a_large_answer_is_decoded_in_a_thread(
     limits = Limits()
     with scripted("a") as (a,):
         a.render = lambda _: made
-
-        async def body(rendering: Renderer) -> None:
+        async with opened(limits=limits) as rendering:
             assert await tokens_of(rendering, "x", a) == made
-
-        run(body, limits=limits)
     assert [thread is threading.main_thread() for thread in threads] == [in_loop]
     assert limits.used_nbytes == 0
 
 
-def test_an_answer_for_which_there_is_no_room_is_not_read() -> None:
+@pytest.mark.anyio
+async def test_an_answer_for_which_there_is_no_room_is_not_read() -> None:
     limits = Limits(400_000)  # a quarter is for answers
     with scripted("a") as (a,):
         a.render = lambda _: [0] * 100_000
-
-        async def body(rendering: Renderer) -> None:
+        async with opened(limits=limits) as rendering:
             with pytest.raises(NoTokens, match="there is no room for the answer"):
                 await tokens_of(rendering, "x", a)
             assert limits.used_nbytes == 0
             a.render = lambda _: [1, 2]
             assert await tokens_of(rendering, "y", a) == [1, 2]
 
-        run(body, limits=limits)
-
 
 @pytest.mark.parametrize("made", [[1 << 32], [-1], [1.5], ["1"], [[1]], None, {}])
-def test_tokens_that_are_none_are_no_tokens(made: Any) -> None:
+@pytest.mark.anyio
+async def test_tokens_that_are_none_are_no_tokens(made: Any) -> None:
     with scripted("a") as (a,):
         a.render = lambda _: made
-
-        async def body(rendering: Renderer) -> None:
+        async with opened() as rendering:
             with pytest.raises(NoTokens, match="a list that holds no tokens"):
                 await tokens_of(rendering, "x", a)
-
-        run(body)

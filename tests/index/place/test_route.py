@@ -18,9 +18,9 @@ from kvpool.index.place.tokenizer import Tokenizer, Tokenizers
 from kvpool.index.protocol.messages import MAX_TEXT_NBYTES, decode_route
 from kvpool.v1 import index_pb2 as pb
 from tests.support.calls import refused
-from tests.support.fleets import Served, a_worker, say, serving
+from tests.support.fleets import Served, a_worker, joined, serving
 from tests.support.tiny_tokenizer import write_tokenizer
-from tests.support.wire import batch, stored
+from tests.support.wire import stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 
@@ -55,8 +55,7 @@ def an_index(tokenizer: Tokenizer) -> Iterator[Served]:
         "c": tokenizer.of_chat(Chat(CHAT)),
     }
     for place, (name, tokens) in enumerate(prompts.items()):
-        fleet.add(a_worker(name, port=5000 + 2 * place), "flag")
-        say(fleet, f"default/{name}", 0, 0, batch(stored(BlockHasher(16).hashes(tokens))))
+        joined(fleet, a_worker(name, port=5000 + 2 * place), stored(BlockHasher(16).hashes(tokens)))
     fleet.add(a_worker("x", model="other", port=6000), "flag")
     tokenizers = Tokenizers({"m": tokenizer})
     with closing(tokenizers), serving(fleet, router=Router(fleet), tokenizers=tokenizers) as running:

@@ -18,7 +18,7 @@ from kvpool.index.place.router import Costs, Router
 from kvpool.index.prompt import Prompt
 from kvpool.index.protocol.messages import decode_route
 from kvpool.v1 import index_pb2 as pb
-from tests.support.fleets import Clock, a_fleet, a_worker, say
+from tests.support.fleets import Clock, a_fleet, a_worker, joined, say
 from tests.support.placing import COSTS, NAMESPACE, TEN, order
 from tests.support.wire import batch, packed64, stored
 
@@ -284,8 +284,7 @@ def queue(pick: Pick) -> float:
 
 def test_workers_that_hash_in_different_ways_are_ranked_together() -> None:
     fleet = a_fleet("a", "b")
-    fleet.add(a_worker("c", block_tokens=32, port=7000), "flag")
-    fleet.rank("default/c", 0).heard()
+    joined(fleet, a_worker("c", block_tokens=32, port=7000))
     tokens = list(range(64))
     say(fleet, "default/c", 0, 0, batch(stored(BlockHasher(32).hashes(tokens))))
     say(fleet, "default/b", 0, 0, batch(stored(BlockHasher(16).hashes(tokens)[:1])))

@@ -10,7 +10,8 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -49,20 +50,18 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.005)
 
 
-def scraping(fleet: Fleet, body: Callable[[LoadBoard], Awaitable[None]]) -> None:
-    """Run ``body`` beside a scraper of ``fleet``."""
-
-    async def run() -> None:
-        board = LoadBoard()
-        scraper = Scraper(fleet, board, interval_s=0.05)
-        scraper.start()
-        try:
-            await body(board)
-        finally:
-            await scraper.close()
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    asyncio.run(run())
+@asynccontextmanager
+async def scraping(fleet: Fleet, interval_s: float = 0.05) -> AsyncIterator[LoadBoard]:
+    """What a scraper of ``fleet`` knows, until the end of the block."""
+    board = LoadBoard()
+    before = asyncio.all_tasks()
+    scraper = Scraper(fleet, board, interval_s=interval_s)
+    scraper.start()
+    try:
+        yield board
+    finally:
+        await scraper.close()
+    assert asyncio.all_tasks() == before
 
 
 def follow(fleet: Fleet, name: str, address: str, **fields: Any) -> None:
@@ -74,12 +73,12 @@ def running(board: LoadBoard, name: str, rank: int = 0) -> int | None:
     return None if known is None else known.load.running
 
 
-def test_loads_of_all_ranks(fleet: Fleet) -> None:
+@pytest.mark.anyio
+async def test_loads_of_all_ranks(fleet: Fleet) -> None:
     engines = {0: EngineLoad(3, 5, 0.25), 1: EngineLoad(4, 6, 0.75, asleep=True)}
     with serving_page(engines) as server:
         follow(fleet, "a", f"{server.address}/", ranks=2)
-
-        async def body(board: LoadBoard) -> None:
+        async with scraping(fleet) as board:
             await until(lambda: running(board, "a", 1) == 4)
             known = board.get("default/a", 0)
             assert known is not None
@@ -91,17 +90,15 @@ def test_loads_of_all_ranks(fleet: Fleet) -> None:
             await until(lambda: running(board, "a") == 7)
             assert server.asked[-1].startswith(b"GET /metrics HTTP/1.1\r\n")
 
-        scraping(fleet, body)
 
-
-def test_a_worker_that_does_not_answer_gets_no_first_pick_while_it_is_stale(fleet: Fleet) -> None:
+@pytest.mark.anyio
+async def test_a_worker_that_does_not_answer_gets_no_first_pick_while_it_is_stale(fleet: Fleet) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         follow(fleet, "dead", f"http://127.0.0.1:{taken.getsockname()[1]}")
         with serving_page({0: EngineLoad(9)}) as server:
             follow(fleet, "busy", server.address, port=6000)
-
-            async def body(board: LoadBoard) -> None:
+            async with scraping(fleet) as board:
                 router = Router(fleet, loads=board)
 
                 def picks() -> list[tuple[str, bool]]:
@@ -113,46 +110,34 @@ def test_a_worker_that_does_not_answer_gets_no_first_pick_while_it_is_stale(flee
                 fleet.rank("default/dead", 0).heard()
                 assert ("dead", False) in picks(), "its events are followed"
 
-            scraping(fleet, body)
 
-
-def test_one_that_comes_is_read_at_once(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_one_that_comes_is_read_at_once(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is placed there before its load is known is counted for too long."""
     monkeypatch.setattr(scraper_module.random, "random", lambda: 0.99)
     with serving_page() as server:
         server.show({0: EngineLoad(3)})
         follow(fleet, "w", server.address)
-
-        async def run() -> None:
-            board = LoadBoard()
-            scraper = Scraper(fleet, board, interval_s=2 * WITHIN_S)
-            scraper.start()
-            try:
-                await until(lambda: running(board, "w") == 3)
-            finally:
-                await scraper.close()
-
-        asyncio.run(run())
+        async with scraping(fleet, 2 * WITHIN_S) as board:
+            await until(lambda: running(board, "w") == 3)
 
 
-def test_a_rank_that_is_a_server_of_its_own(fleet: Fleet) -> None:
+@pytest.mark.anyio
+async def test_a_rank_that_is_a_server_of_its_own(fleet: Fleet) -> None:
     with serving_page({0: EngineLoad(3)}) as server:
         (third,) = a_worker(ranks=4).publishers[3:]
         follow(fleet, "a", server.address, publishers=(third,))
-
-        async def body(board: LoadBoard) -> None:
+        async with scraping(fleet) as board:
             await until(lambda: running(board, "a", 3) == 3)
 
-        scraping(fleet, body)
 
-
-def test_only_those_that_are_there_and_speak_http_are_read(fleet: Fleet) -> None:
+@pytest.mark.anyio
+async def test_only_those_that_are_there_and_speak_http_are_read(fleet: Fleet) -> None:
     with serving_page() as server, serving_page() as other:
         follow(fleet, "a", server.address)
         follow(fleet, "b", "")
         follow(fleet, "c", "grpc://127.0.0.1:1")
-
-        async def body(board: LoadBoard) -> None:
+        async with scraping(fleet):
             await until(lambda: len(server.asked) >= 3)
             fleet.remove("default/a")
             await until(lambda: not scraper_tasks())
@@ -161,14 +146,15 @@ def test_only_those_that_are_there_and_speak_http_are_read(fleet: Fleet) -> None
             await until(lambda: len(other.asked) >= 3)
             assert len(server.asked) == asked, "it is left when its worker goes"
 
-        scraping(fleet, body)
-
 
 def scraper_tasks() -> list[Any]:
     return [task for task in asyncio.all_tasks() if "Scraper._read" in repr(task)]
 
 
-def test_a_worker_that_goes_as_its_page_comes_is_left(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_a_worker_that_goes_as_its_page_comes_is_left(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
     follow(fleet, "a", "http://127.0.0.1:1")
 
     came: list[str] = []
@@ -180,12 +166,9 @@ def test_a_worker_that_goes_as_its_page_comes_is_left(fleet: Fleet, monkeypatch:
         return page({0: EngineLoad(7)})
 
     monkeypatch.setattr(Scraper, "_page", come)
-
-    async def body(board: LoadBoard) -> None:
+    async with scraping(fleet):
         await until(lambda: came)
         await until(lambda: not scraper_tasks())
-
-    scraping(fleet, body)
 
 
 def never(connection: socket.socket) -> None:
@@ -241,7 +224,8 @@ GOOD = page({0: EngineLoad(9)})
         "other engines",
     ],
 )  # fmt: skip
-def test_one_that_misbehaves(
+@pytest.mark.anyio
+async def test_one_that_misbehaves(
     fleet: Fleet, say: Callable[[socket.socket], None], says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It holds up nobody, nothing of it is taken, it is said once, and it is read again when it is well."""
@@ -254,7 +238,7 @@ def test_one_that_misbehaves(
         def lines() -> list[str]:
             return [record.getMessage() for record in caplog.records if "metrics" in record.getMessage()]
 
-        async def body(board: LoadBoard) -> None:
+        async with scraping(fleet) as board:
             for number in range(1, 4):
                 good.show({0: EngineLoad(number)})
                 await until(lambda number=number: running(board, "good") == number)
@@ -268,10 +252,9 @@ def test_one_that_misbehaves(
             await until(lambda: running(board, "bad") == 5)
             assert lines()[1:] == ["worker default/bad: its metrics are read again"]
 
-        scraping(fleet, body)
 
-
-def test_slow_ones_hold_up_nobody(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_slow_ones_hold_up_nobody(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     """More of them than pages may be under way: they give their turns back at the deadline, and wait longer."""
     monkeypatch.setattr(scraper_module, "MAX_AT_A_TIME", 4)
     servers: list[PageServer] = []
@@ -282,19 +265,17 @@ def test_slow_ones_hold_up_nobody(fleet: Fleet, monkeypatch: pytest.MonkeyPatch)
         servers.append(PageServer(never))
         servers[-1].show({0: EngineLoad(1)})
         follow(fleet, "good", servers[-1].address, port=8000)
-
-        async def body(board: LoadBoard) -> None:
+        async with scraping(fleet) as board:
             for number in range(1, 4):
                 servers[-1].show({0: EngineLoad(number)})
                 await until(lambda number=number: running(board, "good") == number)
-
-        scraping(fleet, body)
     finally:
         for server in servers:
             server.close()
 
 
-def test_slow_ones_of_one_tenant_hide_no_load_of_another(
+@pytest.mark.anyio
+async def test_slow_ones_of_one_tenant_hide_no_load_of_another(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They kept all turns: a load was known for ten seconds, and read again later than that."""
@@ -303,8 +284,7 @@ def test_slow_ones_of_one_tenant_hide_no_load_of_another(
         slow.say = lambda connection: wait_for(slow.closing)
         for place in range(200):
             follow(fleet, f"slow-{place}", slow.address, port=7000 + 2 * place, tenant="slow")
-
-        async def body(board: LoadBoard) -> None:
+        async with scraping(fleet) as board:
             await until(lambda: len(slow.asked) == scraper_module.MAX_OF_TENANT)
             follow(fleet, "good", good.address)
             for number in range(1, 4):
@@ -312,10 +292,9 @@ def test_slow_ones_of_one_tenant_hide_no_load_of_another(
                 await until(lambda number=number: running(board, "good") == number)
             assert len(slow.asked) == scraper_module.MAX_OF_TENANT
 
-        scraping(fleet, body)
 
-
-def test_one_that_cannot_be_reached(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.anyio
+async def test_one_that_cannot_be_reached(fleet: Fleet, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "kvpool.index")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -323,14 +302,12 @@ def test_one_that_cannot_be_reached(fleet: Fleet, caplog: pytest.LogCaptureFixtu
     follow(fleet, "nowhere", "http://no-such-host.invalid:1", port=7000)
     follow(fleet, "wrong", "http://[::1:99999/", port=8000)
     follow(fleet, "plain", f"https://127.0.0.1:{port}", port=9000)
-
-    async def body(board: LoadBoard) -> None:
+    async with scraping(fleet):
         await until(lambda: len([one for one in caplog.records if "cannot be read" in one.getMessage()]) == 4)
 
-    scraping(fleet, body)
 
-
-def test_a_page_is_parsed_outside_the_event_loop(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.anyio
+async def test_a_page_is_parsed_outside_the_event_loop(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
     parsing, go_on = threading.Event(), threading.Event()
     read_page = scraper_module.read_page
     in_time: list[bool] = []
@@ -343,32 +320,27 @@ def test_a_page_is_parsed_outside_the_event_loop(fleet: Fleet, monkeypatch: pyte
     monkeypatch.setattr(scraper_module, "read_page", slowly)
     with serving_page({0: EngineLoad(3)}) as server:
         follow(fleet, "a", server.address)
-
-        async def body(board: LoadBoard) -> None:
+        async with scraping(fleet) as board:
             await until(parsing.is_set)
             go_on.set()
             await until(lambda: running(board, "a") == 3)
             assert all(in_time), "the event loop waits for it"
 
-        scraping(fleet, body)
 
-
-def test_names_that_hang_hold_up_no_other_worker(fleet: Fleet, names: Names) -> None:
+@pytest.mark.anyio
+async def test_names_that_hang_hold_up_no_other_worker(fleet: Fleet, names: Names) -> None:
     with serving_page({0: EngineLoad(3)}) as server:
         for number in range(40):
             follow(fleet, f"hang-{number}", f"http://hang-{number}.test:1", port=6000 + number)
         port = server.address.rpartition(":")[2]
         names.known["good.test"] = "127.0.0.1"
         follow(fleet, "good", f"http://good.test:{port}", tenant="other")
-
-        async def body(board: LoadBoard) -> None:
+        async with scraping(fleet) as board:
             for number in range(4, 7):
                 await until(lambda: board.get("other/good", 0) is not None)
                 server.show({0: EngineLoad(number)})
                 await until(lambda number=number: board.get("other/good", 0).load.running == number)
             assert b"host: good.test:%s\r\n" % port.encode() in server.asked[-1].lower()
-
-        scraping(fleet, body)
 
 
 # ---- asleep
@@ -379,13 +351,13 @@ def credited(fleet: Fleet, name: str = "a") -> tuple[int, bool]:
     return row.device_blocks, row.stale
 
 
-def test_a_worker_that_sleeps_is_not_credited_until_it_says_what_it_holds(fleet: Fleet) -> None:
+@pytest.mark.anyio
+async def test_a_worker_that_sleeps_is_not_credited_until_it_says_what_it_holds(fleet: Fleet) -> None:
     """vLLM empties its cache for a sleep, and sends word of that with the first batch after it."""
     with serving_page() as server:
         follow(fleet, "a", server.address)
         say(fleet, "default/a", 0, 0, batch(stored([1, 2])))
-
-        async def body(board: LoadBoard) -> None:
+        async with scraping(fleet) as board:
             await until(lambda: running(board, "a") == 0)
             assert credited(fleet) == (2, False)
             server.show({0: EngineLoad(asleep=True)})
@@ -402,10 +374,9 @@ def test_a_worker_that_sleeps_is_not_credited_until_it_says_what_it_holds(fleet:
             (status,) = fleet.workers()
             assert status.publishers[0].problem == ""
 
-        scraping(fleet, body)
 
-
-def test_a_batch_while_a_page_is_on_its_way_is_believed(fleet: Fleet) -> None:
+@pytest.mark.anyio
+async def test_a_batch_while_a_page_is_on_its_way_is_believed(fleet: Fleet) -> None:
     """The page is of before the batch: the engine woke meanwhile."""
     arrived, go_on = threading.Event(), threading.Event()
 
@@ -418,16 +389,13 @@ def test_a_batch_while_a_page_is_on_its_way_is_believed(fleet: Fleet) -> None:
         server.say = slowly
         follow(fleet, "a", server.address)
         say(fleet, "default/a", 0, 0, batch(stored([1])))
-
-        async def body(board: LoadBoard) -> None:
+        async with scraping(fleet) as board:
             await until(arrived.is_set)
             fleet.rank("default/a", 0).apply(1, batch({"type": "AllBlocksCleared"}, stored([1, 2])))
             server.show({0: EngineLoad(2)})
             go_on.set()
             await until(lambda: running(board, "a") == 2)
             assert credited(fleet) == (2, False)
-
-        scraping(fleet, body)
 
 
 def test_word_of_an_earlier_start_does_not_count(fleet: Fleet) -> None:

@@ -13,16 +13,11 @@ import pytest
 
 from kvpool.index.client.tls import ServerTls, trusting
 from kvpool.index.fleet import Fleet
-from kvpool.index.place.endpoints import Endpoints
 from kvpool.index.place.load import LoadBoard
-from kvpool.index.place.placer import Placer
-from kvpool.index.place.renderer import Renderer
-from kvpool.index.place.router import Router
 from kvpool.index.place.scraper import Scraper
-from kvpool.index.place.tokenizer import Tokenizers
-from kvpool.index.resolver import Resolver
 from tests.support.credentials import Authority
 from tests.support.openai_worker import ScriptedWorker
+from tests.support.placing import placer_of
 
 WITHIN_S = 60.0
 
@@ -50,7 +45,8 @@ def fleet(worker: ScriptedWorker) -> Fleet:
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_metrics(
+@pytest.mark.anyio
+async def test_metrics(
     authority: Authority,
     fleet: Fleet,
     known: bool,
@@ -64,51 +60,30 @@ def test_metrics(
     def is_told(board: LoadBoard) -> bool:
         return board.get("default/a", 0) is not None if known else "cannot be read" in caplog.text
 
-    async def run() -> None:
-        board = LoadBoard()
-        scraper = Scraper(
-            fleet, board, interval_s=0.05, tls=trusting("ca", str(authority.ca)) if known else None
-        )
-        scraper.start()
-        try:
-            with anyio.fail_after(WITHIN_S):
-                while not is_told(board):
-                    await asyncio.sleep(0.01)
-        finally:
-            await scraper.close()
-        assert (board.get("default/a", 0) is not None) == known
-        assert ("CERTIFICATE_VERIFY_FAILED" in caplog.text) == (not known)
-
-    asyncio.run(run())
+    board = LoadBoard()
+    scraper = Scraper(fleet, board, interval_s=0.05, tls=trusting("ca", str(authority.ca)) if known else None)
+    scraper.start()
+    try:
+        with anyio.fail_after(WITHIN_S):
+            while not is_told(board):
+                await asyncio.sleep(0.01)
+    finally:
+        await scraper.close()
+    assert (board.get("default/a", 0) is not None) == known
+    assert ("CERTIFICATE_VERIFY_FAILED" in caplog.text) == (not known)
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_tokens(
-    authority: Authority,
-    fleet: Fleet,
-    worker: ScriptedWorker,
-    known: bool,
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.anyio
+async def test_tokens(
+    authority: Authority, fleet: Fleet, worker: ScriptedWorker, known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A handshake takes longer on a busy machine than a request may wait for it.
     monkeypatch.setattr("kvpool.index.place.renderer.CONNECT_S", 1e-4)  # for workers without TLS
     monkeypatch.setattr("kvpool.index.place.renderer.HANDSHAKE_S", WITHIN_S)
-
-    async def run() -> None:
-        renderer = Renderer(tls=trusting("ca", str(authority.ca)) if known else None)
-        tokenizers = Tokenizers()
-        placer = Placer(
-            fleet, Router(fleet), tokenizers, renderer, Endpoints(fleet, Resolver()), timeout_s=WITHIN_S
-        )
-        try:
-            placement = await placer.place(
-                "/v1/completions", {}, json.dumps({"model": "m", "prompt": "w3"}).encode(), "default"
-            )
-            placer.release(placement)
-        finally:
-            placer.close()
-            await renderer.close()
-            tokenizers.close()
-        assert worker.rendered == int(known), placement
-
-    asyncio.run(run())
+    tls = trusting("ca", str(authority.ca)) if known else None
+    async with placer_of(fleet, tls=tls) as (placer, _):
+        body = json.dumps({"model": "m", "prompt": "w3"}).encode()
+        placement = await placer.place("/v1/completions", {}, body, "default")
+        placer.release(placement)
+    assert worker.rendered == int(known), placement

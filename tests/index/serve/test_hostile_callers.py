@@ -125,80 +125,71 @@ def silent(target: str, method: str, **options: Any) -> Callable[[], Awaitable[l
 @pytest.mark.parametrize(
     "method", [f"/{HEALTH}/Watch", f"/{HEALTH}/Check", f"/{SERVICE}/Lookup", f"/{SERVICE}/LookupStream"]
 )
-def test_callers_without_a_token_turn_no_caller_away(
+@pytest.mark.anyio
+async def test_callers_without_a_token_turn_no_caller_away(
     guarded: tuple[Served, dict[str, str]], method: str
 ) -> None:
     served, tokens = guarded
-
-    async def run() -> None:
-        channels, attacks = await silent(served.target, method)()
-        watched = health_pb2.HealthCheckRequest().SerializeToString()
-        if method.endswith("Watch"):
-            await asyncio.gather(*(call.write(watched) for call in attacks), return_exceptions=True)
-            await asyncio.gather(*(call.read() for call in attacks), return_exceptions=True)
-        # Each has been begun: the index has answered what was asked after it on the same connection.
-        for channel in channels:
-            for _ in range(3):
-                check = channel.unary_unary(f"/{HEALTH}/Check")
-                assert await check(b"", timeout=WAIT_S) == SERVING
-        async with AsyncIndexClient(served.target, WAIT_S, token=tokens["a"]) as client:
-            for _ in range(3):
-                assert len(await client.lookup("m", tenant="a", hashes64=bytes(8))) == 1
-            async with client.stream() as stream:
-                assert len(await stream.lookup("m", tenant="a", hashes64=bytes(8))) == 1
-        for call in attacks:
-            call.cancel()
-        for channel in channels:
-            await channel.close()
-
-    asyncio.run(run())
+    channels, attacks = await silent(served.target, method)()
+    watched = health_pb2.HealthCheckRequest().SerializeToString()
+    if method.endswith("Watch"):
+        await asyncio.gather(*(call.write(watched) for call in attacks), return_exceptions=True)
+        await asyncio.gather(*(call.read() for call in attacks), return_exceptions=True)
+    # Each has been begun: the index has answered what was asked after it on the same connection.
+    for channel in channels:
+        for _ in range(3):
+            check = channel.unary_unary(f"/{HEALTH}/Check")
+            assert await check(b"", timeout=WAIT_S) == SERVING
+    async with AsyncIndexClient(served.target, WAIT_S, token=tokens["a"]) as client:
+        for _ in range(3):
+            assert len(await client.lookup("m", tenant="a", hashes64=bytes(8))) == 1
+        async with client.stream() as stream:
+            assert len(await stream.lookup("m", tenant="a", hashes64=bytes(8))) == 1
+    for call in attacks:
+        call.cancel()
+    for channel in channels:
+        await channel.close()
 
 
-def test_a_request_that_does_not_arrive_ends_its_call(
+@pytest.mark.anyio
+async def test_a_request_that_does_not_arrive_ends_its_call(
     guarded: tuple[Served, dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calls, "REQUEST_S", 0.5)
     monkeypatch.setattr(limits, "CALLS", limits.CALLS._replace(of_tenant=2))
     served, tokens = guarded
     metadata = (("authorization", f"Bearer {tokens['a']}"),)
-
-    async def run() -> None:
-        async with grpc.aio.insecure_channel(served.target) as channel:
-            for _ in range(2):  # what such calls held is free again
-                late = [channel.stream_unary(f"/{SERVICE}/Lookup")(metadata=metadata) for _ in range(2)]
-                for call in late:
-                    assert await asyncio.wait_for(call.code(), WAIT_S) is grpc.StatusCode.DEADLINE_EXCEEDED
-                    assert await call.details() == "the request did not arrive within 0.5 s"
-            check = channel.stream_unary(f"/{HEALTH}/Check")()
-            assert await asyncio.wait_for(check.code(), WAIT_S) is grpc.StatusCode.DEADLINE_EXCEEDED
-            none = channel.stream_unary(f"/{SERVICE}/Lookup")(metadata=metadata)
-            await none.done_writing()
-            assert await none.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert await none.details() == "the call ended without a request"
-
-    asyncio.run(run())
+    async with grpc.aio.insecure_channel(served.target) as channel:
+        for _ in range(2):  # what such calls held is free again
+            late = [channel.stream_unary(f"/{SERVICE}/Lookup")(metadata=metadata) for _ in range(2)]
+            for call in late:
+                assert await asyncio.wait_for(call.code(), WAIT_S) is grpc.StatusCode.DEADLINE_EXCEEDED
+                assert await call.details() == "the request did not arrive within 0.5 s"
+        check = channel.stream_unary(f"/{HEALTH}/Check")()
+        assert await asyncio.wait_for(check.code(), WAIT_S) is grpc.StatusCode.DEADLINE_EXCEEDED
+        none = channel.stream_unary(f"/{SERVICE}/Lookup")(metadata=metadata)
+        await none.done_writing()
+        assert await none.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert await none.details() == "the call ended without a request"
 
 
-def test_health_is_answered_while_checks_do_not_arrive(guarded: tuple[Served, dict[str, str]]) -> None:
+@pytest.mark.anyio
+async def test_health_is_answered_while_checks_do_not_arrive(guarded: tuple[Served, dict[str, str]]) -> None:
     served, _ = guarded
-
-    async def run() -> None:
-        async with grpc.aio.insecure_channel(served.target) as channel:
-            check = channel.unary_unary(f"/{HEALTH}/Check")
-            other = health_pb2.HealthCheckRequest(service="other").SerializeToString()
-            with pytest.raises(grpc.RpcError):  # NOT_FOUND
-                await check(other, timeout=WAIT_S)
-            late = channel.stream_unary(f"/{HEALTH}/Check")()
-            while await _is_refused(check, other):
-                await asyncio.sleep(0.01)
-            for name in ("", SERVICE):
-                asked = health_pb2.HealthCheckRequest(service=name).SerializeToString()
-                assert await check(asked, timeout=WAIT_S) == SERVING
-            late.cancel()
-            while not await _is_refused(check, other):  # requests are read again
-                await asyncio.sleep(0.01)
-
-    asyncio.run(asyncio.wait_for(run(), WAIT_S))
+    async with grpc.aio.insecure_channel(served.target) as channel:
+        check = channel.unary_unary(f"/{HEALTH}/Check")
+        other = health_pb2.HealthCheckRequest(service="other").SerializeToString()
+        with pytest.raises(grpc.RpcError):  # NOT_FOUND
+            await check(other, timeout=WAIT_S)
+        late = channel.stream_unary(f"/{HEALTH}/Check")()
+        while await _is_refused(check, other):
+            await asyncio.sleep(0.01)
+        for name in ("", SERVICE):
+            asked = health_pb2.HealthCheckRequest(service=name).SerializeToString()
+            assert await check(asked, timeout=WAIT_S) == SERVING
+        late.cancel()
+        while not await _is_refused(check, other):  # requests are read again
+            await asyncio.sleep(0.01)
 
 
 async def _is_refused(call: Any, request: bytes) -> bool:
@@ -243,7 +234,8 @@ def test_a_tenant_takes_no_calls_and_streams_from_another(
         asyncio.run(run(served.target))
 
 
-def test_who_waits_for_a_batch_of_one_tenant_delays_no_caller_of_another(
+@pytest.mark.anyio
+async def test_who_waits_for_a_batch_of_one_tenant_delays_no_caller_of_another(
     guarded: tuple[Served, dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served, tokens = guarded
@@ -257,29 +249,26 @@ def test_who_waits_for_a_batch_of_one_tenant_delays_no_caller_of_another(
 
     monkeypatch.setattr(served.fleet, "ask", noted)
     large = packed64(range(1, INLINE_NBYTES))  # more than the event loop answers
-
-    async def run() -> None:
-        async with (
-            AsyncIndexClient(served.target, WAIT_S, token=tokens["a"]) as hostile,
-            AsyncIndexClient(served.target, WAIT_S / 3, token=tokens["b"]) as honest,
-        ):
-            with applying(served.fleet, "a/w"):
-                late = [
-                    asyncio.ensure_future(ask("m", tenant="a", hashes64=bytes(8)))
-                    for ask in [hostile.lookup, hostile.route] * 16
-                ]
-                while "a" not in waiting:
-                    await asyncio.sleep(0.01)
-                for prompt in (bytes(8), large):
-                    assert len(await honest.lookup("m", tenant="b", hashes64=prompt)) == 1
-                    assert len((await honest.route("m", tenant="b", hashes64=prompt)).picks) == 1
-                assert not any(call.done() for call in late)
-            await asyncio.gather(*late)
-
-    asyncio.run(asyncio.wait_for(run(), 2 * WAIT_S))
+    async with (
+        AsyncIndexClient(served.target, WAIT_S, token=tokens["a"]) as hostile,
+        AsyncIndexClient(served.target, WAIT_S / 3, token=tokens["b"]) as honest,
+    ):
+        with applying(served.fleet, "a/w"):
+            late = [
+                asyncio.ensure_future(ask("m", tenant="a", hashes64=bytes(8)))
+                for ask in [hostile.lookup, hostile.route] * 16
+            ]
+            while "a" not in waiting:
+                await asyncio.sleep(0.01)
+            for prompt in (bytes(8), large):
+                assert len(await honest.lookup("m", tenant="b", hashes64=prompt)) == 1
+                assert len((await honest.route("m", tenant="b", hashes64=prompt)).picks) == 1
+            assert not any(call.done() for call in late)
+        await asyncio.gather(*late)
 
 
-def test_a_tenant_that_stores_and_clears_in_turns_delays_no_caller_of_another(
+@pytest.mark.anyio
+async def test_a_tenant_that_stores_and_clears_in_turns_delays_no_caller_of_another(
     guarded: tuple[Served, dict[str, str]],
 ) -> None:
     """A batch of 6 MB took many seconds, and with a lookup of its tenant under way every other lookup as long."""
@@ -299,24 +288,20 @@ def test_a_tenant_that_stores_and_clears_in_turns_delays_no_caller_of_another(
         refused.set()
 
     applying_ = threading.Thread(target=apply)
-
-    async def run() -> None:
-        async with (
-            AsyncIndexClient(served.target, WAIT_S, token=tokens["a"]) as hostile,
-            AsyncIndexClient(served.target, WAIT_S, token=tokens["b"]) as honest,
-        ):
-            await honest.lookup("m", tenant="b", hashes64=bytes(8))  # it is connected
-            await hostile.lookup("m", tenant="a", hashes64=bytes(8))
-            applying_.start()
-            while True:
-                last = refused.is_set()
-                late = asyncio.ensure_future(hostile.lookup("m", tenant="a", hashes64=bytes(8)))
-                with ends_within(PROMISED_S):
-                    await honest.lookup("m", tenant="b", hashes64=bytes(8))
-                await late
-                if last:
-                    break
-
-    asyncio.run(asyncio.wait_for(run(), 2 * WAIT_S))
+    async with (
+        AsyncIndexClient(served.target, WAIT_S, token=tokens["a"]) as hostile,
+        AsyncIndexClient(served.target, WAIT_S, token=tokens["b"]) as honest,
+    ):
+        await honest.lookup("m", tenant="b", hashes64=bytes(8))  # it is connected
+        await hostile.lookup("m", tenant="a", hashes64=bytes(8))
+        applying_.start()
+        while True:
+            last = refused.is_set()
+            late = asyncio.ensure_future(hostile.lookup("m", tenant="a", hashes64=bytes(8)))
+            with ends_within(PROMISED_S):
+                await honest.lookup("m", tenant="b", hashes64=bytes(8))
+            await late
+            if last:
+                break
     applying_.join(WAIT_S)
     assert refused.is_set()

@@ -14,7 +14,7 @@ from kvpool.index.fleet import Fleet
 from kvpool.index.protocol.messages import SERVICE
 from kvpool.index.request_stats import RequestStats
 from kvpool.v1 import index_pb2 as pb
-from tests.support.deadlines import eventually
+from tests.support.deadlines import eventually, raises
 from tests.support.fleets import a_worker, hold_questions, serving
 from tests.support.wire import packed64
 
@@ -33,10 +33,7 @@ def a_fleet(workers: int = 1) -> Fleet:
 
 @pytest.mark.parametrize(
     ("limit", "says"),
-    [
-        ("of_host", "2 calls are open from this host"),
-        ("total", "2 calls are open on this index"),
-    ],
+    [("of_host", "2 calls are open from this host"), ("total", "2 calls are open on this index")],
 )
 def test_calls_above_the_limit_are_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch, limit: str, says: str
@@ -59,25 +56,14 @@ def test_calls_above_the_limit_are_refused_in_one_line(
                 assert "\n" not in str(caught.value)
                 go_on.set()
                 assert [len(call.result(WAIT_S)) > 0 for call in calls] == [True, True]
-                assert eventually(lambda: _is_answered(client))
+                assert eventually(lambda: not raises(IndexUnavailable, client.workers))
         finally:
             go_on.set()
 
 
-def _is_answered(client: IndexClient) -> bool:
-    try:
-        client.workers()
-    except IndexUnavailable:
-        return False
-    return True
-
-
 @pytest.mark.parametrize(
     ("limit", "says"),
-    [
-        ("of_host", "2 streams are open from this host"),
-        ("total", "2 streams are open on this index"),
-    ],
+    [("of_host", "2 streams are open from this host"), ("total", "2 streams are open on this index")],
 )
 def test_streams_above_the_limit_are_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch, limit: str, says: str

@@ -17,8 +17,8 @@ from kvpool.index.serve import lookup_calls
 from kvpool.index.serve.auth import TokenAuth
 from kvpool.v1 import index_pb2 as pb
 from tests.support.credentials import write_tokens
-from tests.support.fleets import Served, a_worker, say, serving
-from tests.support.wire import batch, packed64, stored
+from tests.support.fleets import Served, a_worker, joined, serving
+from tests.support.wire import packed64, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 
@@ -29,8 +29,7 @@ INVALID, NOT_FOUND, DENIED, EXHAUSTED, INTERNAL = 3, 5, 7, 8, 13  # gRPC's numbe
 def a_fleet() -> Fleet:
     fleet = Fleet()
     for tenant in ("default", "other"):
-        fleet.add(a_worker("a", tenant=tenant), "flag")
-        say(fleet, f"{tenant}/a", 0, 4, batch(stored(list(range(1, 65)))))
+        joined(fleet, a_worker("a", tenant=tenant), stored(list(range(1, 65))), sequence=4)
     return fleet
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -29,8 +30,8 @@ from kvpool.index.snapshot import Snapshot, pack, unpack
 from kvpool.v1 import index_pb2 as pb
 from kvpool.v1 import index_pb2_grpc
 from tests.support.calls import WAIT_S, raw, refused
-from tests.support.deadlines import eventually
-from tests.support.fleets import Clock, Served, a_worker, hold_questions, say, serving
+from tests.support.deadlines import eventually, raises
+from tests.support.fleets import Clock, Served, a_worker, hold_questions, joined, say, serving
 from tests.support.wire import batch, packed64, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
@@ -39,8 +40,7 @@ pytestmark = pytest.mark.usefixtures("grpc_started")
 @pytest.fixture
 def served() -> Iterator[Served]:
     fleet = Fleet()
-    fleet.add(a_worker("a", ranks=2), "flag")
-    say(fleet, "default/a", 0, 4, batch(stored([1, 2])))
+    joined(fleet, a_worker("a", ranks=2), stored([1, 2]), sequence=4)
     with serving(fleet) as running:
         yield running
 
@@ -139,13 +139,13 @@ def test_a_full_fleet_says_so(channel: grpc.Channel, monkeypatch: pytest.MonkeyP
 
 def test_what_is_answered_is_counted() -> None:
     stats, fleet = RequestStats(), Fleet()
-    fleet.add(a_worker(namespace="a" * 32), "flag")
-    say(
+    joined(
         fleet,
-        "default/w",
-        0,
-        1,
-        batch(stored([1]), stored([1, 2], medium="CPU"), stored([9], medium="STORAGE")),
+        a_worker(namespace="a" * 32),
+        stored([1]),
+        stored([1, 2], medium="CPU"),
+        stored([9], medium="STORAGE"),
+        sequence=1,
     )
     with serving(fleet, stats=stats) as served, grpc.insecure_channel(served.target) as channel:
         asked = [
@@ -229,8 +229,7 @@ def test_health_waits_until_it_is_warm_and_not_for_ever() -> None:
 def test_a_snapshot_comes_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_module, "CHUNK_NBYTES", 100)
     fleet = Fleet()
-    fleet.add(a_worker("a", ranks=2), "flag")
-    say(fleet, "default/a", 0, 4, batch(stored(range(200))))
+    joined(fleet, a_worker("a", ranks=2), stored(range(200)), sequence=4)
 
     def take() -> Snapshot:
         return Snapshot(1.0, "life", fleet.snapshot())
@@ -293,14 +292,7 @@ def test_a_caller_that_takes_no_chunks_is_left(monkeypatch: pytest.MonkeyPatch) 
         mute = channel.unary_stream(f"/{SERVICE}/Snapshot")(b"", timeout=3600)
         assert begun.wait(WAIT_S)
         with IndexClient(served.target, WAIT_S) as client:
-
-            def is_free() -> bool:
-                try:
-                    return len(client.snapshot()) > 0
-                except IndexUnavailable:
-                    return False
-
-            assert eventually(is_free, within_s=WAIT_S)
+            assert eventually(lambda: not raises(IndexUnavailable, client.snapshot))
         mute.cancel()
 
 
@@ -325,19 +317,12 @@ def test_a_call_under_way_is_answered_before_the_end(monkeypatch: pytest.MonkeyP
         ending = threading.Thread(target=served.stop)
         ending.start()
         with grpc.insecure_channel(served.target) as late:
-            assert eventually(lambda: _refuses(late)), "new calls are refused while it ends"
+            ask = partial(raw, late, "ListWorkers", b"", timeout_s=0.2)
+            assert eventually(lambda: raises(grpc.RpcError, ask)), "new calls are refused while it ends"
         assert not call.done()
         go_on.set()
         assert pb.LookupResponse.FromString(call.result(WAIT_S)).worker == ["w"]
         ending.join(WAIT_S)
-
-
-def _refuses(channel: grpc.Channel) -> bool:
-    try:
-        raw(channel, "ListWorkers", b"", timeout_s=0.2)
-    except grpc.RpcError:
-        return True
-    return False
 
 
 @pytest.mark.parametrize(

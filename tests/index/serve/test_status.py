@@ -30,7 +30,7 @@ from kvpool.index.serve import status
 from kvpool.index.serve.auth import TokenAuth
 from tests.support.credentials import write_tokens
 from tests.support.deadlines import eventually
-from tests.support.fleets import Clock, Served, a_worker, say, serving
+from tests.support.fleets import Clock, Served, a_worker, joined, say, serving
 from tests.support.tiny_tokenizer import write_tokenizer
 from tests.support.wire import batch, removed, stored
 
@@ -90,10 +90,8 @@ def always_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def fleet() -> Fleet:
     fleet = Fleet()
-    fleet.add(a_worker("a"), "flag")
-    say(fleet, "default/a", 0, 0, batch(stored(HASHES[:6]), stored(HASHES[:8], medium="CPU")))
-    fleet.add(a_worker("b", port=5657), "flag")
-    say(fleet, "default/b", 0, 0, batch(stored(HASHES[:2])))
+    joined(fleet, a_worker("a"), stored(HASHES[:6]), stored(HASHES[:8], medium="CPU"))
+    joined(fleet, a_worker("b", port=5657), stored(HASHES[:2]))
     return fleet
 
 
@@ -158,10 +156,7 @@ def test_without_a_token_nothing_is_shown(guarded: tuple[Served, dict[str, str]]
     served, tokens = guarded
     question = {"model": "model-a", "tenant": "a", "token_ids": TOKENS}
     for token, expected in (("", 401), ("wrong", 401), (tokens["writer"], 403)):
-        for method, path, body in (
-            ("GET", "/status/data", None),
-            ("POST", "/status/prompt", question),
-        ):
+        for method, path, body in (("GET", "/status/data", None), ("POST", "/status/prompt", question)):
             reply = call(served, method, path, body, token)
             assert (reply.status, set(reply.body)) == (expected, {"error"})
             assert b"of-a" not in reply.raw
@@ -199,11 +194,9 @@ def test_workers_with_their_health_and_load() -> None:
     fleet = Fleet(clock=clock)
     router = Router(fleet, clock=clock)
     for place, name in enumerate(("asleep", "away", "good", "late", "part")):
-        fleet.add(a_worker(name, port=6000 + 4 * place), "flag")
-        say(fleet, f"default/{name}", 0, 0, batch(stored(HASHES[:3]), removed(HASHES[2:3])))
+        joined(fleet, a_worker(name, port=6000 + 4 * place), stored(HASHES[:3]), removed(HASHES[2:3]))
     fleet.add(a_worker("silent", publishers=(Publisher(0, ""),)), "flag")
-    fleet.add(a_worker("two", ranks=2, port=6100), "flag")
-    fleet.rank("default/two", 0).heard()
+    joined(fleet, a_worker("two", ranks=2, port=6100))
     fleet.rank("default/away", 0).mark(stale=True, problem="no answer")
     clock.now_s += 60
     for name in ("asleep", "good", "late", "part"):
@@ -381,7 +374,7 @@ def test_who_asks_too_often_is_refused_and_others_are_not(
         for connection in connections:
             connection.request("GET", "/status/data", headers={"authorization": f"Bearer {tokens['a']}"})
         sockets = [connection.sock for connection in connections]
-        assert eventually(lambda: len(select.select(sockets, [], [], 0)[0]) >= 3, within_s=WAIT_S)
+        assert eventually(lambda: len(select.select(sockets, [], [], 0)[0]) >= 3)
         goes_on.set()
         replies = [connection.getresponse() for connection in connections]
         codes = [reply.status for reply in replies]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import socket
 import ssl
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvpool import AsyncIndexClient, ConfigError, IndexClient, IndexUnavailable
+from kvpool import ConfigError, IndexClient, IndexUnavailable
 from kvpool.index.client.tls import ServerTls
 from tests.support.credentials import Authority, Pair
 from tests.support.deadlines import eventually
@@ -70,12 +69,6 @@ def test_an_index_that_proves_its_name_is_asked(authority: Authority, server: Pa
         port = served.target.rpartition(":")[2]
         for host in NAMES:
             assert ask(f"{host}:{port}", tls_ca=str(authority.ca)) == 0
-
-        async def ask_too() -> list[Any]:
-            async with AsyncIndexClient(served.target, WAIT_S, tls_ca=str(authority.ca)) as client:
-                return await client.workers()
-
-        assert asyncio.run(ask_too()) == []
 
 
 def test_an_index_that_does_not_prove_itself_is_not_asked(
@@ -198,10 +191,7 @@ def test_files_that_cannot_be_used_are_one_line(authority: Authority, server: Pa
         (lambda: ServerTls(cert, str(other.key)), "not a certificate and its own private key"),
         (lambda: ServerTls(str(hidden.cert), str(hidden.key)), "without a passphrase"),
         (lambda: ServerTls(noise, key), "not a certificate and its own private key"),
-        (
-            lambda: ServerTls(cert, key, noise),
-            f"--tls-client-ca {noise}: holds no certificate in PEM",
-        ),
+        (lambda: ServerTls(cert, key, noise), f"--tls-client-ca {noise}: holds no certificate in PEM"),
         (lambda: ServerTls(str(folder / "huge"), key), "this is no PEM file"),
         (lambda: IndexClient("h:1", tls_ca=nowhere), f"tls_ca {nowhere}: No such file"),
         (lambda: IndexClient("h:1", tls_ca=noise), f"tls_ca {noise}: holds no certificate in PEM"),
