@@ -6,8 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import fields
 
-from kvpool.discovery.admission import check_worker
-from kvpool.discovery.worker import DEFAULT_ALGORITHM, DEFAULT_TENANT, Publisher, Worker
+from kvpool.discovery.worker import DEFAULT_ALGORITHM, DEFAULT_TENANT, Publisher, Worker, check_worker
 from kvpool.errors import ConfigError
 from kvpool.index.place.router import Costs
 from kvpool.index.place.tokenizer import Tokenizer

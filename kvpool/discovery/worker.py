@@ -1,14 +1,33 @@
-"""``Worker``: the address card of a vLLM worker that the index follows. Immutable; nothing blocks."""
+"""``Worker``: the address card of a vLLM worker that the index follows. Immutable; nothing blocks.
+
+``check_worker`` rejects those that it cannot follow: their names enter logs, endpoints are dialled.
+"""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from kvpool.errors import ConfigError
+from kvpool.key.hashing import ALGORITHMS, MAX_BLOCK_TOKENS, BlockHasher
+from kvpool.key.key import check_tenant
 
 DEFAULT_TENANT = "default"
 MAX_DP_RANK = 65535
 MAX_WORKERS = 16384  # of one index
 DEFAULT_ALGORITHM = "sha256_cbor"
+MAX_NAME_NBYTES = 256
+MAX_TEXT_NBYTES = 1024  # of a model's name, an address, an endpoint
+MAX_PUBLISHERS = 1024
+PUSH_GONE = (
+    "events are no longer pushed: name the publisher's tcp://HOST:PORT, or let the worker announce itself"
+)
+
+_SEED_ID = re.compile(r"[0-9a-f]{16}")
+_NAMESPACE = re.compile(r"[0-9a-f]{32}")
+_ENDPOINT = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.%]+\]|[^\s:/@\[\]]+):(?P<port>[0-9]{1,5})|ipc://\S+")
+_EVERY_ADDRESS = ("*", "0.0.0.0", "[::]")  # noqa: S104 - to refuse it
 
 
 @dataclass(frozen=True)
@@ -56,3 +75,79 @@ class Position(NamedTuple):
 
     sequence: int
     batch_digest: int
+
+
+def check_name(name: str) -> str:
+    """Return ``name`` if a worker may have it. Errors: ``ConfigError``."""
+    return _text("a worker's name", name, MAX_NAME_NBYTES, empty=False)
+
+
+def check_worker(worker: Worker) -> Worker:
+    """Return ``worker`` if the index can follow it. Errors: ``ConfigError`` that names the field."""
+    check_name(worker.name)
+    check_tenant(worker.tenant)
+    who = f"worker {worker.name}"
+    _text(f"{who}: model", worker.model, MAX_TEXT_NBYTES, empty=False)
+    _text(f"{who}: address", worker.address, MAX_TEXT_NBYTES)
+    _text(f"{who}: incarnation", worker.incarnation, MAX_NAME_NBYTES)
+    block_tokens = worker.block_tokens
+    if type(block_tokens) is not int or not 1 <= block_tokens <= MAX_BLOCK_TOKENS:
+        raise ConfigError(
+            f"{who}: block_tokens is a whole number from 1 to {MAX_BLOCK_TOKENS}, the engine's --block-size, "
+            f"not {block_tokens!r:.40}"
+        )
+    if worker.hash_algorithm not in ALGORITHMS:
+        try:
+            BlockHasher(block_tokens, worker.hash_algorithm)
+        except ConfigError as error:
+            raise ConfigError(f"{who}: {error}") from error
+    if _SEED_ID.fullmatch(worker.hash_seed_id) is None:
+        raise ConfigError(f"{who}: hash_seed_id is 16 hex digits, not {worker.hash_seed_id!r:.40}")
+    if worker.namespace and _NAMESPACE.fullmatch(worker.namespace) is None:
+        raise ConfigError(f"{who}: namespace is 32 hex digits or nothing, not {worker.namespace!r:.60}")
+    if not 1 <= len(worker.publishers) <= MAX_PUBLISHERS:
+        raise ConfigError(
+            f"{who} has {len(worker.publishers)} publishers: name 1 to {MAX_PUBLISHERS}, one for each rank"
+        )
+    for publisher in worker.publishers:
+        _check_publisher(who, publisher)
+    if len({publisher.dp_rank for publisher in worker.publishers}) != len(worker.publishers):
+        raise ConfigError(f"{who}: two publishers have the same dp_rank")
+    return worker
+
+
+def _check_publisher(who: str, publisher: Publisher) -> None:
+    rank = publisher.dp_rank
+    if type(rank) is not int or not 0 <= rank <= MAX_DP_RANK:
+        raise ConfigError(f"{who}: dp_rank is a whole number from 0 to {MAX_DP_RANK}, not {rank!r:.40}")
+    if publisher.events == "push":
+        raise ConfigError(f"{who}: {PUSH_GONE}")
+    if publisher.events or publisher.replay:  # both empty: events are off
+        _endpoint(f"{who}: events", publisher.events)
+    if publisher.replay:
+        _endpoint(f"{who}: replay", publisher.replay)
+
+
+def _endpoint(what: str, endpoint: str) -> None:
+    _text(what, endpoint, MAX_TEXT_NBYTES)
+    match = _ENDPOINT.fullmatch(endpoint)
+    if match is None or (match["port"] is not None and not 1 <= int(match["port"]) <= 65535):
+        raise ConfigError(f"{what}: write tcp://HOST:PORT, not {endpoint!r:.80}")
+    if match["host"] in _EVERY_ADDRESS:
+        raise ConfigError(
+            f"{what}: {endpoint} is where the worker listens; write the host by which the index reaches it"
+        )
+
+
+def _text(what: str, text: str, most_nbytes: int, *, empty: bool = True) -> str:
+    if not isinstance(text, str):
+        raise ConfigError(f"{what} is text, not {type(text).__name__}")
+    try:
+        nbytes = len(text.encode())
+    except UnicodeEncodeError:
+        raise ConfigError(f"{what} is not Unicode text") from None
+    if nbytes > most_nbytes or not (text or empty):
+        raise ConfigError(f"{what} has {0 if empty else 1} to {most_nbytes} bytes, not {nbytes}")
+    if not text.isprintable():
+        raise ConfigError(f"{what} holds characters that cannot be printed")
+    return text

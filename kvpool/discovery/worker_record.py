@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from kvpool.discovery.admission import check_worker
-from kvpool.discovery.worker import Publisher, Worker
+from kvpool.discovery.worker import Publisher, Worker, check_worker
 from kvpool.errors import ConfigError
 from kvpool.key.key import parse_worker_key, worker_key
 

@@ -19,9 +19,8 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from kvpool.discovery.admission import MAX_TEXT_NBYTES, check_worker
 from kvpool.discovery.networks import WorkerNetworks
-from kvpool.discovery.worker import DEFAULT_TENANT, Worker
+from kvpool.discovery.worker import DEFAULT_TENANT, MAX_TEXT_NBYTES, Worker, check_worker
 from kvpool.errors import ConfigError, KVPoolError, UnknownModel
 from kvpool.index.answer import FleetTotals, Lookup, WorkerStatus
 from kvpool.index.limits import Limits

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgpack
 
 from kvpool import _native
-from kvpool.discovery.admission import check_worker
-from kvpool.discovery.worker import Position, Publisher, Worker
+from kvpool.discovery.worker import Position, Publisher, Worker, check_worker
 from kvpool.errors import ConfigError, SnapshotRefused
 
 if TYPE_CHECKING:

@@ -18,9 +18,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from kvpool.discovery.admission import MAX_PUBLISHERS
 from kvpool.discovery.networks import one_spelling
-from kvpool.discovery.worker import MAX_WORKERS, Worker
+from kvpool.discovery.worker import MAX_PUBLISHERS, MAX_WORKERS, Worker
 from kvpool.errors import ConfigError, KVPoolError, SnapshotRefused
 from kvpool.index.limits import Limits
 from kvpool.index.partition import Key, Members, Partition

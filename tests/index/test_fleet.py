@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpool import BlockHasher, ConfigError, KVPoolError, UnknownModel
-from kvpool.discovery import admission
+from kvpool.discovery.worker import check_worker
 from kvpool.index import Lookup, Publisher, Row, workers
 from kvpool.index.fleet import Fleet
 from kvpool.index.table import PrefixIndex
@@ -622,7 +622,7 @@ def test_who_cannot_be_a_worker(fields: dict[str, Any], says: str) -> None:
 )
 def test_endpoints(endpoint: str) -> None:
     worker = a_worker(publishers=(Publisher(0, endpoint, endpoint),))
-    assert admission.check_worker(worker) is worker
+    assert check_worker(worker) is worker
 
 
 @pytest.mark.parametrize("lease_s", [0, -1, 86401, float("nan"), float("inf")])

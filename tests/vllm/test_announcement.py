@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from kvpool.config import PoolConfig, hash_seed
-from kvpool.discovery.admission import check_worker
-from kvpool.discovery.worker import Publisher
+from kvpool.discovery.worker import Publisher, check_worker
 from kvpool.discovery.worker_record import pack_worker
 from kvpool.key.hashing import seed_id
 

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
-from kvpool.discovery.admission import PUSH_GONE
+from kvpool.discovery.worker import PUSH_GONE
 from kvpool.errors import AccessDenied, ConfigError, IndexUnavailable, KVPoolError, UnknownModel
 from kvpool.index.answer import Lookup
 from kvpool.index.client.calls import Answer, Call

@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from kvpool.discovery.admission import PUSH_GONE, check_name
-from kvpool.discovery.worker import DEFAULT_TENANT
+from kvpool.discovery.worker import DEFAULT_TENANT, PUSH_GONE, check_name
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.index.answer import IndexStatus
 from kvpool.index.client.tls import ServerTls
