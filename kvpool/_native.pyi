@@ -121,10 +121,8 @@ class RefusedDirectory(Exception):
     """Why a directory is not taken for a pool, and what to do; without its name."""
 
 # These raise OSError with errno and file name when the directory cannot be made or used, and RefusedDirectory.
-def open_file_executor(root: str, capacity_nbytes: int, threads: int) -> IoExecutor: ...
-
-# Of a pool that is there, with one thread; opening writes nothing, and nothing is evicted.
-def find_file_executor(root: str) -> IoExecutor: ...
+# capacity_nbytes None: of a pool that is there; opening writes nothing, and nothing is evicted.
+def open_file_executor(root: str, capacity_nbytes: int | None, threads: int) -> IoExecutor: ...
 
 # Makes an empty or missing directory a pool; of one that is a pool already, what is missing in it.
 def make_file_pool(root: str) -> None: ...
@@ -186,7 +184,7 @@ class Matches:
         """Leading blocks. 0 to 3: in the device, host, disk, pool tier; 4: in any of the first three; 5: in any."""
 
 class MemoryBudget:
-    """kvpool/_native/index/memory_budget.h: what the tables that share it may take. Any thread."""
+    """kvpool/_native/index/table.h: what the tables that share it may take. Any thread."""
 
     def __init__(self, limit_nbytes: int) -> None: ...
     @property

@@ -108,8 +108,7 @@ std::vector<std::uint64_t> read_tokens(nb::handle object) {
 
 // `extras`: block index to its extra keys as CBOR.
 std::vector<std::byte> chain(HashAlgorithm algorithm, const nb::bytes& parent, nb::handle token_ids,
-                             Py_ssize_t block_tokens, const nb::dict& extras) {
-  if (block_tokens < 1) throw std::invalid_argument("block_tokens must be at least 1");
+                             std::size_t block_tokens, const nb::dict& extras) {
   const std::vector<std::uint64_t> tokens = read_tokens(token_ids);
   const nb::list items = extras.items();  // keeps the bytes alive
   Extras by_block;
@@ -118,13 +117,11 @@ std::vector<std::byte> chain(HashAlgorithm algorithm, const nb::bytes& parent, n
     by_block.emplace_back(block, as_text(extra));
   }
   std::ranges::sort(by_block);
-  return without_gil([&] {
-    return hash_chain(algorithm, as_text(parent), tokens, static_cast<std::size_t>(block_tokens), by_block);
-  });
+  return without_gil([&] { return hash_chain(algorithm, as_text(parent), tokens, block_tokens, by_block); });
 }
 
 nb::list py_hash_chain(std::string_view algorithm_name, const nb::bytes& parent, nb::handle token_ids,
-                       Py_ssize_t block_tokens, const nb::dict& extras) {
+                       std::size_t block_tokens, const nb::dict& extras) {
   const HashAlgorithm algorithm = parse_algorithm(algorithm_name);
   const std::vector<std::byte> digests = chain(algorithm, parent, token_ids, block_tokens, extras);
   const std::size_t nbytes = digest_nbytes(algorithm);
@@ -140,7 +137,7 @@ nb::list py_hash_chain(std::string_view algorithm_name, const nb::bytes& parent,
 }
 
 nb::bytes py_hash_chain64(std::string_view algorithm_name, const nb::bytes& parent, nb::handle token_ids,
-                          Py_ssize_t block_tokens, const nb::dict& extras) {
+                          std::size_t block_tokens, const nb::dict& extras) {
   const HashAlgorithm algorithm = parse_algorithm(algorithm_name);
   return to_bytes(low_words(algorithm, chain(algorithm, parent, token_ids, block_tokens, extras)));
 }

@@ -13,7 +13,6 @@
 #include <filesystem>
 #include <initializer_list>
 #include <iterator>
-#include <limits>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -259,24 +258,15 @@ void refuse_zeros(std::initializer_list<std::string_view> texts) {
   }
 }
 
-PyIoExecutor make_file_executor(const std::string& root, std::uint64_t capacity_nbytes, unsigned threads,
-                                FileBackend::Open how) {
+PyIoExecutor open_file_executor(const std::string& root, std::optional<std::uint64_t> capacity_nbytes,
+                                unsigned threads) {
   refuse_zeros({root});
   if (root.empty()) throw std::invalid_argument("root must be a path");
-  if (capacity_nbytes == 0) throw std::invalid_argument("capacity_nbytes must be at least 1");
+  if (capacity_nbytes == std::uint64_t{0}) throw std::invalid_argument("capacity_nbytes must be at least 1");
   if (threads < 1 || threads > kMaxThreads) throw std::invalid_argument("threads must be from 1 to 256");
   return PyIoExecutor(with_os_errors([&] {
-    return std::make_unique<IoExecutor>(std::make_unique<FileBackend>(root, capacity_nbytes, how), threads);
+    return std::make_unique<IoExecutor>(std::make_unique<FileBackend>(root, capacity_nbytes), threads);
   }));
-}
-
-PyIoExecutor open_file_executor(const std::string& root, std::uint64_t capacity_nbytes, unsigned threads) {
-  return make_file_executor(root, capacity_nbytes, threads, FileBackend::Open::kMake);
-}
-
-// Of a pool that is there, with one thread: nothing is evicted to a capacity.
-PyIoExecutor find_file_executor(const std::string& root) {
-  return make_file_executor(root, std::numeric_limits<std::uint64_t>::max(), 1, FileBackend::Open::kFind);
 }
 
 void make_file_pool(const std::string& root) {
@@ -365,8 +355,7 @@ void bind_store(nb::module_& m) {
       .def("counters", &PyIoExecutor::counters)
       .def("close", &PyIoExecutor::close, "timeout_s"_a);
 
-  m.def("open_file_executor", &open_file_executor, "root"_a, "capacity_nbytes"_a, "threads"_a);
-  m.def("find_file_executor", &find_file_executor, "root"_a);
+  m.def("open_file_executor", &open_file_executor, "root"_a, "capacity_nbytes"_a.none(), "threads"_a);
   m.def("make_file_pool", &make_file_pool, "root"_a);
   m.def("system_authorities", &system_authorities);
   nb::exception<RefusedDirectory>(m, "RefusedDirectory");

@@ -56,12 +56,9 @@ class FileStore(Store):
 
     def __init__(self, path: str, capacity_nbytes: int | None, threads: int) -> None:
         name = f"file://{path}"
-        if capacity_nbytes is None:
-            with _mapped(name, "cannot read", opening=True):
-                engine = _native.find_file_executor(path)
-        else:
-            with _mapped(name, "cannot write", opening=True):
-                engine = _native.open_file_executor(path, capacity_nbytes, threads)
+        reads_only = capacity_nbytes is None
+        with _mapped(name, "cannot read" if reads_only else "cannot write", opening=True):
+            engine = _native.open_file_executor(path, capacity_nbytes, 1 if reads_only else threads)
         self._root = Path(path)
         super().__init__(name, engine, FileDocuments(self._root, name))
         self._capacity_nbytes = None if capacity_nbytes == MAX_NBYTES else capacity_nbytes

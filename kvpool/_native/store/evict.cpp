@@ -1,5 +1,4 @@
 // Counts buckets and picks records to evict.
-#include "store/evict.h"
 
 #include <sys/file.h>
 #include <sys/stat.h>
@@ -16,7 +15,7 @@
 #include <vector>
 
 #include "store/descriptor.h"
-#include "store/pool_directory.h"
+#include "store/file.h"
 
 namespace kvpool {
 namespace {

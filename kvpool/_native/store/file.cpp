@@ -9,10 +9,10 @@
 #include <algorithm>
 #include <ctime>
 #include <filesystem>
+#include <limits>
 #include <utility>
 
 #include "store/descriptor.h"
-#include "store/evict.h"
 
 namespace kvpool {
 namespace {
@@ -28,13 +28,24 @@ bool is_record(const struct stat& info) {
   return S_ISREG(info.st_mode) && info.st_size > static_cast<off_t>(kRecordHeaderNbytes);
 }
 
+// The kernel's time stamps move by timer ticks (4 ms): too coarse to order records.
+template <typename Set>
+void set_times(Set set) {
+  timespec now;
+  clock_gettime(CLOCK_REALTIME, &now);
+  const timespec times[2] = {now, now};
+  // Another user's file accepts only the kernel's time, and only from its writers.
+  if (set(times) != 0 && errno == EPERM) set(nullptr);
+}
+
 }  // namespace
 
-FileBackend::FileBackend(const std::string& root, std::uint64_t capacity_nbytes, Open how)
-    : root_(std::filesystem::absolute(root).lexically_normal()), capacity_nbytes_(capacity_nbytes) {
+FileBackend::FileBackend(const std::string& root, std::optional<std::uint64_t> capacity_nbytes)
+    : root_(std::filesystem::absolute(root).lexically_normal()),
+      capacity_nbytes_(capacity_nbytes.value_or(std::numeric_limits<std::uint64_t>::max())) {
   while (root_.size() > 1 && root_.back() == '/') root_.pop_back();
-  pool_ = how == Open::kMake ? make_pool(root_) : find_pool(root_);
-  if (how == Open::kMake) FileIoThread(*this, 0).settle();
+  pool_ = capacity_nbytes ? make_pool(root_) : find_pool(root_);
+  if (capacity_nbytes) FileIoThread(*this, 0).settle();
 }
 
 std::unique_ptr<IoThread> FileBackend::make_io_thread(unsigned index) {
@@ -49,21 +60,13 @@ void FileBackend::append_counters(Counters& counters) const {
   counters.emplace_back("stored_nbytes", Usage::used_nbytes(root_ + "/usage"));
 }
 
-// The kernel's time stamps move by timer ticks (4 ms): too coarse to order records.
 void FileIoThread::mark_used(int fd) {
-  timespec now;
-  clock_gettime(CLOCK_REALTIME, &now);
-  const timespec times[2] = {now, now};
-  // Another user's file accepts only the kernel's time, and only from its writers.
-  if (futimens(fd, times) != 0 && errno == EPERM) futimens(fd, nullptr);
+  set_times([&](const timespec* times) { return futimens(fd, times); });
 }
 
 void FileIoThread::mark_used(const std::string& path) {
-  timespec now;
-  clock_gettime(CLOCK_REALTIME, &now);
-  const timespec times[2] = {now, now};
-  if (utimensat(AT_FDCWD, path.c_str(), times, AT_SYMLINK_NOFOLLOW) != 0 && errno == EPERM)
-    utimensat(AT_FDCWD, path.c_str(), nullptr, AT_SYMLINK_NOFOLLOW);
+  set_times(
+      [&](const timespec* times) { return utimensat(AT_FDCWD, path.c_str(), times, AT_SYMLINK_NOFOLLOW); });
 }
 
 void FileIoThread::run(Source& source) {

@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "store/descriptor.h"
-#include "store/evict.h"
 #include "store/file.h"
 
 namespace kvpool {

@@ -36,17 +36,85 @@ bool would_block(int error_number) {
 
 // `bio` points to it, so it never moves.
 struct Stream::Tls {
-  Tls(int socket, const TlsContext& context, const std::string& host);
+  Tls(int socket, const TlsContext& context, const std::string& host)
+      : fd(socket), ssl(context.session(host)) {
+    BIO* bio = BIO_new(method());
+    if (bio == nullptr) throw std::bad_alloc();
+    BIO_set_data(bio, this);
+    BIO_set_init(bio, 1);
+    SSL_set_bio(ssl.get(), bio, bio);  // owns it
+  }
+
+  static const BIO_METHOD* method() {
+    struct Free {
+      void operator()(BIO_METHOD* one) const { BIO_meth_free(one); }
+    };
+    // OpenSSL's own socket BIO raises SIGPIPE, and requires a half-sent record to be written again.
+    static const std::unique_ptr<BIO_METHOD, Free> shared = [] {
+      std::unique_ptr<BIO_METHOD, Free> made(
+          BIO_meth_new(BIO_get_new_index() | BIO_TYPE_SOURCE_SINK, "kvpool stream"));
+      if (!made) throw std::bad_alloc();
+      BIO_meth_set_read_ex(made.get(), &Tls::read);
+      BIO_meth_set_write_ex(made.get(), &Tls::write);
+      BIO_meth_set_ctrl(made.get(), &Tls::control);
+      return made;
+    }();
+    return shared.get();
+  }
 
   // OpenSSL's callbacks for ciphertext: 1, or 0 with the BIO's retry flag set or not.
-  static int read(BIO* bio, char* data, std::size_t size, std::size_t* nbytes);
-  static int write(BIO* bio, const char* data, std::size_t size, std::size_t* nbytes);
-  static long control(BIO* bio, int command, long number, void* pointer);
-  static const BIO_METHOD* method();
+  static int read(BIO* bio, char* data, std::size_t size, std::size_t* nbytes) {
+    auto& self = *static_cast<Tls*>(BIO_get_data(bio));
+    BIO_clear_retry_flags(bio);
+    const ssize_t n = recv(self.fd, data, size, MSG_DONTWAIT);
+    if (n > 0) {
+      *nbytes = static_cast<std::size_t>(n);
+      return 1;
+    }
+    if (n == 0) {
+      self.ended = true;
+    } else if (would_block(errno)) {
+      BIO_set_retry_read(bio);
+    } else {
+      self.receive_error = errno;
+    }
+    return 0;
+  }
+  static int write(BIO* bio, const char* data, std::size_t size, std::size_t* nbytes) {
+    auto& self = *static_cast<Tls*>(BIO_get_data(bio));
+    BIO_clear_retry_flags(bio);
+    const auto* bytes = reinterpret_cast<const std::byte*>(data);
+    const std::size_t sent = self.owes() ? 0 : self.send_now(bytes, size);
+    if (self.owed.size() + size - sent > kMaxOwedNbytes) return 0;
+    // After an error too, so that OpenSSL can still read a closing peer's last words.
+    if (self.send_error == 0) self.owed.insert(self.owed.end(), bytes + sent, bytes + size);
+    *nbytes = size;
+    return 1;
+  }
+  static long control(BIO*, int command, long, void*) { return command == BIO_CTRL_FLUSH ? 1 : 0; }
 
   bool owes() const { return !owed.empty(); }
-  void flush();  // sends owed bytes, as much as fits
-  std::size_t send_now(const std::byte* data, std::size_t size);
+  // Sends owed bytes, as much as fits.
+  void flush() {
+    const std::size_t sent = send_now(owed.data(), owed.size());
+    owed.erase(owed.begin(), owed.begin() + static_cast<std::ptrdiff_t>(sent));
+    if (send_error != 0) owed.clear();
+  }
+
+  std::size_t send_now(const std::byte* data, std::size_t size) {
+    std::size_t sent = 0;
+    while (sent < size && send_error == 0) {
+      const ssize_t n = ::send(fd, data + sent, size - sent, MSG_NOSIGNAL | MSG_DONTWAIT);
+      if (n < 0 && errno == EINTR) continue;
+      if (n < 0 && would_block(errno)) break;
+      if (n < 0) {
+        send_error = errno;
+      } else {
+        sent += static_cast<std::size_t>(n);
+      }
+    }
+    return sent;
+  }
 
   const int fd;
   TlsContext::Session ssl;
@@ -57,85 +125,6 @@ struct Stream::Tls {
   std::optional<Result> result;  // final result of receiving; the session must not be used again
   std::array<std::byte, kRecordNbytes> gathered;
 };
-
-Stream::Tls::Tls(int socket, const TlsContext& context, const std::string& host)
-    : fd(socket), ssl(context.session(host)) {
-  BIO* bio = BIO_new(method());
-  if (bio == nullptr) throw std::bad_alloc();
-  BIO_set_data(bio, this);
-  BIO_set_init(bio, 1);
-  SSL_set_bio(ssl.get(), bio, bio);  // owns it
-}
-
-const BIO_METHOD* Stream::Tls::method() {
-  struct Free {
-    void operator()(BIO_METHOD* one) const { BIO_meth_free(one); }
-  };
-  // OpenSSL's own socket BIO raises SIGPIPE, and requires a half-sent record to be written again.
-  static const std::unique_ptr<BIO_METHOD, Free> shared = [] {
-    std::unique_ptr<BIO_METHOD, Free> made(
-        BIO_meth_new(BIO_get_new_index() | BIO_TYPE_SOURCE_SINK, "kvpool stream"));
-    if (!made) throw std::bad_alloc();
-    BIO_meth_set_read_ex(made.get(), &Tls::read);
-    BIO_meth_set_write_ex(made.get(), &Tls::write);
-    BIO_meth_set_ctrl(made.get(), &Tls::control);
-    return made;
-  }();
-  return shared.get();
-}
-
-int Stream::Tls::read(BIO* bio, char* data, std::size_t size, std::size_t* nbytes) {
-  auto& self = *static_cast<Tls*>(BIO_get_data(bio));
-  BIO_clear_retry_flags(bio);
-  const ssize_t n = recv(self.fd, data, size, MSG_DONTWAIT);
-  if (n > 0) {
-    *nbytes = static_cast<std::size_t>(n);
-    return 1;
-  }
-  if (n == 0) {
-    self.ended = true;
-  } else if (would_block(errno)) {
-    BIO_set_retry_read(bio);
-  } else {
-    self.receive_error = errno;
-  }
-  return 0;
-}
-
-int Stream::Tls::write(BIO* bio, const char* data, std::size_t size, std::size_t* nbytes) {
-  auto& self = *static_cast<Tls*>(BIO_get_data(bio));
-  BIO_clear_retry_flags(bio);
-  const auto* bytes = reinterpret_cast<const std::byte*>(data);
-  const std::size_t sent = self.owes() ? 0 : self.send_now(bytes, size);
-  if (self.owed.size() + size - sent > kMaxOwedNbytes) return 0;
-  // After an error too, so that OpenSSL can still read a closing peer's last words.
-  if (self.send_error == 0) self.owed.insert(self.owed.end(), bytes + sent, bytes + size);
-  *nbytes = size;
-  return 1;
-}
-
-long Stream::Tls::control(BIO*, int command, long, void*) { return command == BIO_CTRL_FLUSH ? 1 : 0; }
-
-void Stream::Tls::flush() {
-  const std::size_t sent = send_now(owed.data(), owed.size());
-  owed.erase(owed.begin(), owed.begin() + static_cast<std::ptrdiff_t>(sent));
-  if (send_error != 0) owed.clear();
-}
-
-std::size_t Stream::Tls::send_now(const std::byte* data, std::size_t size) {
-  std::size_t sent = 0;
-  while (sent < size && send_error == 0) {
-    const ssize_t n = ::send(fd, data + sent, size - sent, MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (n < 0 && errno == EINTR) continue;
-    if (n < 0 && would_block(errno)) break;
-    if (n < 0) {
-      send_error = errno;
-    } else {
-      sent += static_cast<std::size_t>(n);
-    }
-  }
-  return sent;
-}
 
 Stream::Stream() = default;
 Stream::Stream(Descriptor fd) : fd_(std::move(fd)) {}

@@ -19,7 +19,6 @@
 
 #include "check.h"
 #include "store/descriptor.h"
-#include "store/evict.h"
 #include "store/io_executor.h"
 #include "store/pool_directory.h"
 #include "store/usage.h"
@@ -54,14 +53,13 @@ class Directory {
 
 std::unique_ptr<IoExecutor> open_engine(const std::string& root, std::uint64_t capacity_nbytes,
                                         unsigned threads) {
-  return std::make_unique<IoExecutor>(
-      std::make_unique<FileBackend>(root, capacity_nbytes, FileBackend::Open::kMake), threads);
+  return std::make_unique<IoExecutor>(std::make_unique<FileBackend>(root, capacity_nbytes), threads);
 }
 
 // Why the directory is not taken; empty if it is.
-std::string refusal(const std::string& root, FileBackend::Open how = FileBackend::Open::kMake) {
+std::string refusal(const std::string& root, std::optional<std::uint64_t> capacity_nbytes = kMiB) {
   try {
-    const FileBackend backend(root, kMiB, how);
+    const FileBackend backend(root, capacity_nbytes);
   } catch (const RefusedDirectory& error) {
     return error.what();
   }
@@ -764,10 +762,9 @@ TEST(only_our_own_names_are_counted_and_evicted) {
 
 TEST(finding_a_pool_writes_nothing) {
   const Directory root;
-  CHECK(
-      refusal((root / "none").string(), FileBackend::Open::kFind).starts_with("there is no such directory"));
+  CHECK(refusal((root / "none").string(), std::nullopt).starts_with("there is no such directory"));
   CHECK(!fs::exists(root / "none"));
-  CHECK(refusal(root.text(), FileBackend::Open::kFind).starts_with("it is empty and no pool yet"));
+  CHECK(refusal(root.text(), std::nullopt).starts_with("it is empty and no pool yet"));
   CHECK(fs::is_empty(root.text()));
   {
     CHECK(put(*open_engine(root.text(), 64 * kMiB, 1), 1, 1000) == Status::kOk);
@@ -775,7 +772,7 @@ TEST(finding_a_pool_writes_nothing) {
   std::ofstream(root / "tmp/1.2.3.4") << "x";
   fs::remove(root / "usage");
   {
-    IoExecutor engine(std::make_unique<FileBackend>(root.text(), 1, FileBackend::Open::kFind), 1);
+    IoExecutor engine(std::make_unique<FileBackend>(root.text(), std::nullopt), 1);
     CHECK(ask(engine, Op::kContains, 1) == Status::kOk);
     CHECK(fs::exists(root / "tmp/1.2.3.4") && !fs::exists(root / "usage"));
     CHECK(ask(engine, Op::kDelete, 1) == Status::kOk);
