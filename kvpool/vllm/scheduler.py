@@ -350,6 +350,8 @@ class SchedulerHalf:
             params = self._params.read(getattr(request, "kv_transfer_params", None))
             if internals.adapter_changed_in_place(request):
                 params = WITHOUT_POOL
+            elif request.skip_reading_prefix_cache:  # some versions of vLLM ask all the same
+                params = params.model_copy(update={"load": False})
             state = self._requests[request.request_id] = RequestState(request, params)
             if request.lora_request is not None and (params.load or params.store):
                 state.adapter = self._adapters.check(request.lora_request)

@@ -35,13 +35,13 @@ def planted(*_: object, **__: object) -> Any:
     raise ZeroDivisionError("planted")
 
 
-def request(name: str, tokens: int = 100, transfer_params: object = None) -> Request:
+def request(name: str, tokens: int = 100, transfer_params: object = None, **sampling: Any) -> Request:
     init_none_hash(sha256_cbor)
     extra = None if transfer_params is None else {"kv_transfer_params": transfer_params}
     return Request(
         name,
         list(range(tokens)),
-        SamplingParams(max_tokens=8, extra_args=extra),
+        SamplingParams(max_tokens=8, extra_args=extra, **sampling),
         None,
         block_hasher=get_request_block_hasher(BLOCK_TOKENS, sha256_cbor),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import pytest
 from vllm.v1.core.block_pool import BlockPool
@@ -44,6 +45,17 @@ def test_who_opts_out_of_loads_is_not_even_looked_up(
     store: Store, params: object, role: dict[str, bool]
 ) -> None:
     scheduler, asked = half(store, **role), request("a", transfer_params=params)  # type: ignore[arg-type]
+    put(store, asked.block_hashes)
+    scheduler.seen(asked)
+    assert scheduler.matched_tokens(asked, 0) == (0, False)
+    assert metrics.LOOKUP_REQUESTS.name not in scheduler.counters.take()
+    assert ids(whole(scheduler, asked)) == TABLE[0][:6], "it is stored all the same"
+
+
+@pytest.mark.parametrize("asks_for", [{"prompt_logprobs": 1}, {"skip_reading_prefix_cache": True}])
+def test_who_must_not_read_a_cache_is_not_even_looked_up(store: Store, asks_for: dict[str, Any]) -> None:
+    """vLLM computes all of such a prompt: what a hit spared would be memory that was never written."""
+    scheduler, asked = half(store), request("a", **asks_for)
     put(store, asked.block_hashes)
     scheduler.seen(asked)
     assert scheduler.matched_tokens(asked, 0) == (0, False)
