@@ -13,6 +13,7 @@ Threads: facts, any. ``EngineNamespace``: the engine's scheduler thread only.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import secrets
@@ -232,10 +233,26 @@ def _processor(model: ModelConfig) -> list[str]:
         ) from error
 
 
-def tier_facts(config: Any, model_id: str, chunk_nbytes: int) -> dict[str, Fact]:
-    """Every fact that vLLM gives a tier (``vllm/v1/kv_offload/config.py``); ``model_id`` adds the others.
+# Fields of a layer's specification that follow from the parallel sizes, and from facts of their own.
+_SPEC_OF_RANKS = frozenset(
+    (
+        "block_size",
+        "num_kv_heads",
+        "num_head_slots",
+        "page_size_padded",
+        "max_tp_shards",
+        "block_stride_alignment",
+    )
+)
 
-    The tensor-parallel size is left out where a row is equal for all (``_is_same_for_all_ranks``).
+
+def tier_facts(
+    config: Any, engine: VllmConfig, cache: KVCacheConfig, model_id: str, chunk_nbytes: int
+) -> dict[str, Fact]:
+    """Every fact of what vLLM gives a tier (``vllm/v1/kv_offload/config.py``), of ``engine`` and of ``cache``.
+
+    The tensor-parallel size is left out where a row is equal for all (``_is_same_for_all_ranks``). Errors:
+    ``EngineRefused``.
     """
     parallel = config.parallel
     facts: dict[str, Fact] = {
@@ -266,7 +283,22 @@ def tier_facts(config: Any, model_id: str, chunk_nbytes: int) -> dict[str, Fact]
     for index, group in enumerate(config.groups):
         facts[f"group{index}.block_tokens"] = group.tokens_per_block
         facts[f"group{index}.layers"] = digest_of(list(group.layer_names))
-    return facts
+    for index, group in enumerate(cache.kv_cache_groups):
+        support.refuse_states(index, group)
+        facts[f"cache{index}.specs"] = digest_of([_spec(one) for one in internals.layer_specs(group)])
+    if (drafts := support.drafts_with_layers(engine)) is not None:
+        facts["drafts"] = digest_of([drafts.method, drafts.model])
+    return facts | settings_facts(engine)
+
+
+def _spec(spec: Any) -> dict[str, str]:
+    """Of a layer: its kind, and what is not at its default."""
+    says = {
+        one.name: str(value)
+        for one in dataclasses.fields(spec)
+        if one.name not in _SPEC_OF_RANKS and (value := getattr(spec, one.name)) != one.default
+    }
+    return {"kind": type(spec).__name__, **says}
 
 
 def _is_same_for_all_ranks(config: Any) -> bool:

@@ -6,6 +6,7 @@ Versions are distinguished by feature, never by version number.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -46,6 +47,23 @@ def rank_endpoint(endpoint: str | None, dp_rank: int) -> str | None:
     """The endpoint of data-parallel rank ``dp_rank``; None without an endpoint. Errors: ``ValueError``."""
     found: str | None = ZmqEventPublisher.offset_endpoint_port(endpoint, dp_rank)
     return found
+
+
+def engine_under_construction() -> tuple[VllmConfig, KVCacheConfig]:
+    """The configuration of the engine whose connector is being built: among its callers' arguments.
+
+    vLLM gives a tier neither. Errors: ``EngineRefused``.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        config, cache = (frame.f_locals.get(name) for name in ("vllm_config", "kv_cache_config"))
+        if isinstance(config, VllmConfig) and isinstance(cache, KVCacheConfig):
+            return config, cache
+        frame = frame.f_back  # type: ignore[assignment]
+    raise EngineRefused(
+        "this version of vLLM does not show a tier the engine that it belongs to, so its blocks cannot be told from "
+        "those of other engines; use a version from 0.30 to 0.33, or remove KVPoolTier from secondary_tiers"
+    )
 
 
 def model_class(model: ModelConfig) -> type:

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from vllm.config import ModelConfig, VllmConfig
+from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -92,8 +93,7 @@ def _refusals(config: VllmConfig) -> Iterator[str]:
             "weights would be taken for each other; remove it, or remove --kv-transfer-config"
         )
     # Drafts need no support: a block is stored once its tokens are accepted (``plan.records_to_store``).
-    drafts = config.speculative_config
-    if drafts is not None and str(drafts.method) not in _DRAFTS_OF_TOKENS:
+    if (drafts := drafts_with_layers(config)) is not None:
         yield (
             f'speculative decoding by "{drafts.method}" is not supported yet: its layers may keep in a block what '
             "depends on tokens behind it, which are not in the block's hash; supported are "
@@ -150,6 +150,12 @@ def _moving_ropes(model: ModelConfig) -> set[str]:
     return {"dynamic", "longrope"} & kinds
 
 
+def drafts_with_layers(config: VllmConfig) -> SpeculativeConfig | None:
+    """The drafts, where their layers own a part of each block."""
+    drafts = config.speculative_config
+    return None if drafts is None or str(drafts.method) in _DRAFTS_OF_TOKENS else drafts
+
+
 def groups_of(config: KVCacheConfig, blocks_per_record: int = 1, tensor_parallel: int = 1) -> list[Group]:
     """The KV-cache groups for plans, of equal record sizes. Errors: ``EngineRefused`` names the attention."""
     if not config.kv_cache_groups:
@@ -172,6 +178,16 @@ def groups_of(config: KVCacheConfig, blocks_per_record: int = 1, tensor_parallel
                 "supported are full attention, sliding windows and MLA"
             )
     return [dataclasses.replace(group, blocks_per_record=blocks_per_record) for group in groups]
+
+
+def refuse_states(index: int, group: KVCacheGroupSpec) -> None:
+    """For the tier, whose pages have as many bytes for states of any type, order and number of rows."""
+    for spec in internals.layer_specs(group):
+        if not isinstance(spec, AttentionSpec):
+            raise EngineRefused(
+                f"KV-cache group {index} is of kind {type(spec).__name__}, which KVPoolTier does not support yet: "
+                "states of other types and lengths have as many bytes; remove KVPoolTier from secondary_tiers"
+            )
 
 
 def _refuse_uncommon_mla(index: int, group: KVCacheGroupSpec) -> None:

@@ -51,6 +51,7 @@ from kvpool.transfer.mover import PART_NBYTES, STORE_TIMEOUT_S
 from kvpool.vllm.events import EVENT_OWNER
 from kvpool.vllm.guard import guarded, refuse
 from kvpool.vllm.identity import tier_facts
+from kvpool.vllm.internals import engine_under_construction
 from kvpool.vllm.lookups import ChunkLookups, is_spellable
 from kvpool.vllm.metrics import tier_definitions, tier_stats
 
@@ -99,7 +100,12 @@ class KVPoolTier(SecondaryTierManager):
             self._config = TierConfig.load(settings)
             self._row_nbytes = _row_nbytes(primary_kv_view, offloading_spec.config)
             self._facts: dict[str, Fact] = {
-                **tier_facts(offloading_spec.config, self._config.model_id, self._row_nbytes),
+                **tier_facts(
+                    offloading_spec.config,
+                    *engine_under_construction(),
+                    self._config.model_id,
+                    self._row_nbytes,
+                ),
                 "weights": served_digest(offloading_spec.config.model.name, self._config.model_path),
             }
             self._namespace = Namespace(self._config.tenant, self._facts)

@@ -6,6 +6,8 @@ it, over a view of plain memory. It runs against vLLM's own file tier, too, so i
 
 from __future__ import annotations
 
+import copy
+import functools
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +15,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 from vllm.v1.kv_offload.base import (
     LookupResult,
     OffloadingSpec,
@@ -29,6 +34,7 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from tests.support.deadlines import eventually
 
@@ -83,6 +89,30 @@ def spec(
 
 def key(number: int, group: int = 0) -> OffloadKey:
     return make_offload_key(number.to_bytes(32, "big"), group)
+
+
+PLAIN = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=32, dtype=torch.float16)
+
+
+def create_tier(
+    entry: dict[str, Any],
+    view: memoryview,
+    described: OffloadingSpec,
+    layer: KVCacheSpec = PLAIN,
+    speculation: object = None,
+) -> SecondaryTierManager:
+    """As an engine's connector makes it, which has these locals; all layers of the engine are like ``layer``."""
+    kv_cache_config = KVCacheConfig(  # noqa: F841
+        num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer.0"], layer)]
+    )
+    vllm_config = copy.copy(_engine())
+    vllm_config.speculative_config = speculation  # type: ignore[assignment]
+    return SecondaryTierFactory.create_secondary_tier(entry, view, described)
+
+
+@functools.cache
+def _engine() -> VllmConfig:
+    return VllmConfig()
 
 
 class Driven:

@@ -38,41 +38,40 @@ class Life(RuleBasedStateMachine):
             engine.check()
 
 
-def live(kind: type[Life], *, examples: int, steps: int) -> dict[str, float]:
-    """Run so many lives of at most so many steps; what was counted."""
-    counted = type(kind.__name__, (kind,), {"counts": {}})
-    run_state_machine_as_test(
-        counted,
-        settings=settings(
-            max_examples=examples, stateful_step_count=steps, database=None, deadline=None,
-            suppress_health_check=list(HealthCheck), report_multiple_bugs=False,
-            phases=(Phase.generate, Phase.shrink),
-        ),
-    )  # fmt: skip
-    return counted.counts
-
-
-def live_briefly(kind: type[Life], check: Callable[[dict[str, float]], None], *, examples: int) -> None:
-    """So many lives of 40 steps, and as many again up to nine times while ``check`` of all counts fails.
+def live(kind: type[Life], check: Callable[[dict[str, float]], None], *, examples: int, steps: int) -> None:
+    """So many lives of at most so many steps, and again up to nine times while ``check`` of all counts fails.
 
     Lives differ with every run, even from one seed: Hypothesis draws constants of the modules that are loaded.
     """
-    counts: Counter[str] = Counter()
-    for tries_left in reversed(range(10)):
-        counts.update(live(kind, examples=examples, steps=40))
+    _search(kind, check, examples, steps, seconds=0)
+
+
+def live_long(kind: type[Life], check: Callable[[dict[str, float]], None]) -> None:
+    """As ``live``, for ``SEARCH_S`` seconds at least."""
+    _search(kind, check, examples=50, steps=100, seconds=SEARCH_S)
+
+
+def _search(
+    kind: type[Life], check: Callable[[dict[str, float]], None], examples: int, steps: int, seconds: float
+) -> None:
+    counted = type(kind.__name__, (kind,), {"counts": (counts := Counter[str]())})
+    end_s, tries_left = time.monotonic() + seconds, 10
+    while True:
+        run_state_machine_as_test(
+            counted,
+            settings=settings(
+                max_examples=examples, stateful_step_count=steps, database=None, deadline=None,
+                suppress_health_check=list(HealthCheck), report_multiple_bugs=False,
+                phases=(Phase.generate, Phase.shrink),
+            ),
+        )  # fmt: skip
+        if time.monotonic() < end_s:
+            continue
+        tries_left -= 1
         try:
             check(counts)
         except AssertionError:
             if not tries_left:
                 raise
         else:
-            break
-
-
-def live_long(kind: type[Life]) -> Counter[str]:
-    """As ``live``, for ``SEARCH_S`` seconds."""
-    counts: Counter[str] = Counter()
-    end_s = time.monotonic() + SEARCH_S
-    while time.monotonic() < end_s:
-        counts.update(live(kind, examples=50, steps=100))
-    return counts
+            return

@@ -40,7 +40,6 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
-from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 
 from kvpool import _native
@@ -50,7 +49,7 @@ from kvpool.transfer.mover import STORE_TIMEOUT_S
 from kvpool.vllm import KVPoolTier
 from kvpool.vllm.lookups import LOOKUP_GRACE_S
 from tests.support.lifecycle import BUDGET_S, LONG_S, MAX_LOAD_S, STEP_S, World
-from tests.support.secondary_tier import spec
+from tests.support.secondary_tier import create_tier, spec
 
 ROW_NBYTES = 4096  # vLLM's region wants whole pages
 RECORD_NBYTES = ROW_NBYTES + _native.RECORD_HEADER_NBYTES
@@ -345,7 +344,7 @@ class TieredEngine:
             cpu_page_size=ROW_NBYTES,
         )
         primary = CPUPrimaryTierOffloadingManager(self.rows_count, self._region, enable_events=True)
-        tier = SecondaryTierFactory.create_secondary_tier(
+        tier = create_tier(
             {
                 "type": "WatchedTier",
                 "module_path": __name__,

@@ -5,14 +5,18 @@ Over 400 lines because all calls of vLLM's interface share one scripted primary 
 
 from __future__ import annotations
 
+import dataclasses
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import (
     LookupResult,
     OffloadKey,
@@ -20,7 +24,6 @@ from vllm.v1.kv_offload.base import (
     get_offload_block_hash,
     make_offload_key,
 )
-from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from kvpool import open_store
@@ -34,10 +37,12 @@ from tests.support.secondary_tier import (
     CHUNKS,
     HIT,
     MISS,
+    PLAIN,
     Driven,
     OpenTier,
     SecondaryTierConformance,
     Spec,
+    create_tier,
     key,
     spec,
 )
@@ -49,12 +54,12 @@ def memory() -> np.ndarray:
     return np.frombuffer(mmap.mmap(-1, CHUNKS * CHUNK_NBYTES), np.uint8).reshape(CHUNKS, CHUNK_NBYTES)
 
 
-def made(config: dict[str, Any], described: Spec | None = None, items: Any = np.uint8) -> Driven:
+def made(
+    config: dict[str, Any], described: Spec | None = None, items: Any = np.uint8, **engine: Any
+) -> Driven:
     """A tier as ``TieringOffloadingSpec`` makes it, from its entry in ``secondary_tiers``; ``items``: of the view."""
     rows = memory()
-    tier: SecondaryTierManager = SecondaryTierFactory.create_secondary_tier(
-        config, memoryview(rows.view(items)), described or spec()
-    )
+    tier = create_tier(config, memoryview(rows.view(items)), described or spec(), **engine)
     return Driven(tier, rows)
 
 
@@ -211,9 +216,7 @@ def test_memory_that_is_not_what_was_promised_is_refused(
     view: np.ndarray, chunk_nbytes: int, words: str, server: Server
 ) -> None:
     with pytest.raises(EngineRefused, match=words) as caught:
-        SecondaryTierFactory.create_secondary_tier(
-            entry(server.url), memoryview(view), spec(chunk_nbytes=chunk_nbytes)
-        )
+        create_tier(entry(server.url), memoryview(view), spec(chunk_nbytes=chunk_nbytes))
     assert "\n" not in str(caught.value)
 
 
@@ -259,6 +262,46 @@ def test_engines_share_where_vllm_says_that_rows_are_the_same(
     assert on_server(one, model_id="other").look_up([key(1)]) == [MISS]
     with open_store(server.url) as store:
         assert len(announced_namespaces(store, "default")["tiny"]) == (1 if shared else 2)
+
+
+STATES = MambaSpec(block_size=16, shapes=((4, 8),), dtypes=(torch.float32,))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"layer": dataclasses.replace(PLAIN, dtype=torch.bfloat16)},
+        {
+            "layer": SlidingWindowSpec(
+                16, num_kv_heads=2, head_size=32, dtype=torch.float16, sliding_window=32
+            )
+        },
+        {"speculation": SimpleNamespace(method="eagle", model="drafts")},
+    ],
+    ids=["a type of equal size", "a window", "layers of drafts"],
+)
+def test_engines_of_other_layers_share_nothing_though_rows_have_as_many_bytes(
+    other: dict[str, Any], server: Server
+) -> None:
+    plain, differs = made(entry(server.url)), made(entry(server.url), **other)
+    plain.fill([0])
+    assert plain.ended(plain.submit([key(1)], [0], load=False)).success
+    assert differs.look_up([key(1)]) == [MISS]
+    same = made(entry(server.url), speculation=SimpleNamespace(method="ngram", model=None))
+    assert same.look_up([key(1)]) == [HIT], "drafts of tokens have no layers"
+    for driven in (plain, differs, same):
+        driven.tier.shutdown()
+
+
+def test_states_are_refused_by_name(server: Server) -> None:
+    """A page has as many bytes, whatever the type, the order and the number of its states' rows."""
+    with pytest.raises(EngineRefused, match="KV-cache group 0 is of kind MambaSpec"):
+        made(entry(server.url), layer=STATES)
+
+
+def test_a_tier_that_cannot_see_its_engine_is_refused(server: Server) -> None:
+    with pytest.raises(EngineRefused, match="does not show a tier the engine"):
+        SecondaryTierFactory.create_secondary_tier(entry(server.url), memoryview(memory()), spec())
 
 
 def checkpoint(folder: Path, weights: bytes) -> str:

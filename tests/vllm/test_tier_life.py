@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.base import OffloadKey
 
 from kvpool.errors import StoreUnavailable
 from tests.support.lifecycle import MOODS, TroubledStore
-from tests.support.soak import ENGINES, NUMBERS, RARELY, SEARCH_S, Life, live_briefly, live_long
+from tests.support.soak import ENGINES, NUMBERS, RARELY, SEARCH_S, Life, live, live_long
 from tests.support.tier_life import (
     COST_A_JOB,
     RECORD_NBYTES,
@@ -226,6 +226,7 @@ def check_counts(counts: dict[str, float]) -> None:
 
 def check_causes(counts: dict[str, float]) -> None:
     """All went wrong that can."""
+    check_counts(counts)
     for what in ("loads in part", "loads failed"):
         assert counts.get(what), f"no {what}"
     for cause in ("missing", "store_unavailable"):
@@ -244,15 +245,13 @@ def lives() -> Iterator[type[Life]]:
 
 
 def test_a_short_life(lives: type[Life]) -> None:
-    live_briefly(lives, check_counts, examples=80)
+    live(lives, check_counts, examples=80, steps=40)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(SEARCH_S + 300)
 def test_a_long_life(lives: type[Life]) -> None:
-    counts = live_long(lives)
-    check_counts(counts)
-    check_causes(counts)
+    live_long(lives, check_causes)
 
 
 # ---------------------------------------------------------------------- what it found
