@@ -2,10 +2,13 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <unistd.h>
 
+#include <atomic>
 #include <cstddef>
 #include <span>
 #include <string_view>
+#include <thread>
 #include <utility>
 
 namespace kvpool {
@@ -61,9 +64,39 @@ inline nb::str to_str(std::string_view text) { return nb::str(text.data(), text.
 // Of a std::string, or a vector of numbers.
 nb::bytes to_bytes(const auto& items) { return nb::bytes(items.data(), items.size() * sizeof *items.data()); }
 
+// Of this process's interpreter: `ending` from the first of its last steps on, which `ender` takes.
+struct InterpreterEnd {
+  std::atomic<bool> ending{false};
+  std::atomic<int> returning{0};  // threads that take the GIL back
+  std::thread::id ender;
+};
+inline InterpreterEnd interpreter_end;
+
+// No GIL as long as this lives. Before 3.14 Python ends a daemon thread that asks for the GIL of an ending
+// interpreter by unwinding its C++ frames, which ends the process: such a thread rests here instead.
+class ReleasedGil {
+ public:
+  ReleasedGil() : state_(PyEval_SaveThread()) {}
+  ReleasedGil(const ReleasedGil&) = delete;
+  ReleasedGil& operator=(const ReleasedGil&) = delete;
+  ~ReleasedGil() {
+    InterpreterEnd& end = interpreter_end;
+    ++end.returning;
+    if (end.ending && std::this_thread::get_id() != end.ender) {
+      --end.returning;
+      for (;;) pause();
+    }
+    PyEval_RestoreThread(state_);
+    --end.returning;
+  }
+
+ private:
+  PyThreadState* state_;
+};
+
 template <typename Body>
 auto without_gil(Body body) {
-  const nb::gil_scoped_release released;
+  const ReleasedGil released;
   return body();
 }
 

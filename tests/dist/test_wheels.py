@@ -25,7 +25,8 @@ from tests.dist.environments import (
 )
 from tests.support.credentials import Authority
 from tests.support.fleets import serving
-from tests.support.servers import Server, TlsServer, started
+from tests.support.exits import IN_THREADS, MOVES, exit_of
+from tests.support.servers import Cluster, Server, TlsServer, started
 
 pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
 CHECK = ROOT / "scripts" / "dist" / "check.py"
@@ -104,6 +105,12 @@ def test_values_go_to_a_server_and_back(installed: Environment, tmp_path: Path) 
     with started(Server("valkey-server", tmp_path)) as server:
         said = installed.run("-I", ROUND_TRIP, server.url, f"file://{tmp_path}/pool?capacity=64MiB")
     assert str(installed.folder) in said
+
+
+def test_a_process_ends_with_its_own_code_whatever_is_open(installed: Environment, tmp_path: Path) -> None:
+    with Cluster("valkey-server", tmp_path) as cluster:
+        for parts in (("sys.exit(7)",), (MOVES, IN_THREADS, "sys.exit(7)")):
+            assert exit_of(cluster.url, *parts, python=installed.python) == 7
 
 
 def test_values_go_to_a_server_under_tls(installed: Environment, tmp_path: Path) -> None:
