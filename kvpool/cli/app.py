@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from importlib.metadata import version
 from typing import Annotated
 
 import typer
 
+from kvpool import __version__
 from kvpool.cli.commands import bench_store, doctor, index, lookup, purge, router, token, top
 from kvpool.cli.exits import run
 
@@ -68,7 +68,7 @@ def _kvpool(
     ] = False,
 ) -> None:
     if show_version:
-        print(version("kvpool"))
+        print(__version__)
         raise typer.Exit
     if ctx.invoked_subcommand is None:
         print(ctx.get_help())

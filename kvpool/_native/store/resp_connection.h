@@ -156,7 +156,7 @@ class RespConnection {
   void go_on(Request& answered, Request::Kind kind);
   std::string on_age(Request& request, const RespToken& token);
   std::string on_put_token(Request& request, const RespToken& token);
-  void on_put_error(Request& request, std::string_view text);
+  void on_put_error(Request& request, std::string_view error);
   std::string on_get_token(Request& request, const RespToken& token);
   static void check_h(Request& request);
   std::string on_body_begin(Request& request, std::uint64_t nbytes);

@@ -25,6 +25,13 @@ constexpr const char* kTooEarly = "it replied before it was asked";
 
 std::string_view first_word(std::string_view words) { return words.substr(0, words.find(' ')); }
 
+// An aborted transaction says behind these words why its EXEC was refused.
+std::string_view reason_of(std::string_view error) {
+  constexpr std::string_view kBecause = "because of: ";
+  const std::size_t at = error.starts_with("EXECABORT ") ? error.find(kBecause) : std::string_view::npos;
+  return at == std::string_view::npos ? error : error.substr(at + kBecause.size());
+}
+
 // Whether an error concerns the command rather than the key: no right, or unknown.
 bool is_command_refused(std::string_view text) {
   const std::string_view word = first_word(text);
@@ -277,7 +284,8 @@ std::string RespConnection::on_put_token(Request& request, const RespToken& toke
 }
 
 // The first error is the reason; the others follow from it.
-void RespConnection::on_put_error(Request& request, std::string_view text) {
+void RespConnection::on_put_error(Request& request, std::string_view error) {
+  const std::string_view text = reason_of(error);
   const std::string_view word = first_word(text);
   if (note_refusal(request, word, text) || request.outcome != Status::kOk) return;
   request.outcome = word == "OOM" ? Status::kNoRoom : Status::kFault;

@@ -72,10 +72,17 @@ def put_outcome(replies: Sequence[Any]) -> int | ErrorReply:
     done = replies[-1] if isinstance(replies[-1], list) else []
     for reply in (*replies, *done):
         if isinstance(reply, ErrorReply):
-            return _native.NO_ROOM if reply.startswith("OOM") else reply
+            words = _reason(reply)
+            return _native.NO_ROOM if words.startswith("OOM") else words
     if len(done) != 2 or done[0] not in (0, 1, 2) or done[1] not in (0, 1):
         raise LinkFault(_UNEXPECTED)
     return _native.OK if done[1] else _native.NO_ROOM
+
+
+def _reason(words: ErrorReply) -> ErrorReply:
+    """An aborted transaction says at its end why EXEC was refused."""
+    before, because, reason = words.partition("because of: ")
+    return ErrorReply(reason) if because and before.startswith("EXECABORT ") else words
 
 
 def found(reply: Any) -> int | ErrorReply:

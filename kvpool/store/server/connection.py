@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import importlib.metadata
 import os
 import re
 import socket
@@ -53,7 +52,8 @@ class _Room:
 
 @functools.cache
 def library_version() -> str:
-    return importlib.metadata.version("kvpool")
+    # Of the package itself: a copied or frozen one has no metadata.
+    return str(sys.modules["kvpool"].__version__)
 
 
 def client_of(url: StoreURL) -> str:

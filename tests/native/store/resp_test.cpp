@@ -346,6 +346,10 @@ TEST(resp_error_replies) {
   for (const Case& one : {
            Case{"HSET", "-OOM command not allowed when used memory > 'maxmemory'.\r\n", Op::kPut,
                 Status::kNoRoom, 0},
+           Case{"EXEC", "-EXECABORT Transaction discarded because of: OOM command not allowed\r\n", Op::kPut,
+                Status::kNoRoom, 0},
+           Case{"EXEC", "-EXECABORT Transaction discarded because of previous errors.\r\n", Op::kPut,
+                Status::kFault, 0},
            Case{"HSET", "-NOPERM No permissions to access a key\r\n", Op::kPut, Status::kFault, 0},
            Case{"PEXPIRE", "-NOPERM no\r\n", Op::kPut, Status::kFault, 0},
            Case{"MULTI", "-NOPERM no\r\n", Op::kPut, Status::kFault, 0},

@@ -149,6 +149,19 @@ def test_an_evicted_value_has_no_room() -> None:
         assert store.counters()["puts"] == 0
 
 
+@pytest.mark.parametrize(
+    ("reason", "no_room"), [(b"OOM command not allowed", 1), (b"READONLY it is a replica", 0)]
+)
+def test_an_aborted_transaction_says_why(reason: bytes, no_room: int) -> None:
+    """As a server does that fills up, or loses its role, between MULTI and EXEC."""
+    words = b"-EXECABORT Transaction discarded because of: " + reason + b"\r\n"
+    with misbehaving() as server, open_store(f"{server.url}?client=redis") as store:
+        server.misbehave(to(b"EXEC", lambda *_: words))
+        with contextlib.suppress(StoreUnavailable):
+            assert store.put_many([key(1)], [b"x"]) == [False]
+        assert store.counters()["no_room"] == no_room
+
+
 def test_a_surplus_reply_is_not_taken_for_the_next_one() -> None:
     with misbehaving() as server, open_store(f"{server.url}?client=redis&connections=1") as store:
         # The surplus says that the next key is there; it is not.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import time
 from collections.abc import Callable, Sequence
 
@@ -12,6 +13,7 @@ from kvpool import __version__, open_store
 from kvpool.errors import StoreUnavailable
 from kvpool.store.server import documents as server_announcements
 from kvpool.store.server import notices as module
+from kvpool.store.server.connection import library_version
 from kvpool.store.store import Store
 from tests.support.conformance import key, keys
 from tests.support.deadlines import ends_within, eventually
@@ -111,6 +113,14 @@ def test_every_connection_says_whose_it_is(server: Server, client: str) -> None:
     assert names == {f"kvpool:{role}:worker-7-" for role in roles | {"announcements", "notices"}}
     if server.name == "valkey-server" and client != "glide":  # Redis has it from 7.2 on
         assert {(one["lib-name"], one["lib-ver"]) for one in listed} == {("kvpool", __version__)}
+
+
+def test_a_copied_package_without_metadata_has_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raises(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", raises)
+    assert library_version.__wrapped__() == __version__
 
 
 def test_without_a_name_it_is_the_host_and_process(server: Server) -> None:
