@@ -41,6 +41,7 @@ FLOORS = (
     {"vllm.connector"},
     {"vllm.__init__"},
     {"cli"},
+    {"__main__"},
     {"demo"},  # packages beside kvpool, in no wheel
     {"benchmarks"},
 )

@@ -61,8 +61,14 @@ def test_an_option_that_said_the_default_is_refused(command: str, option: str) -
 def test_without_a_command_there_is_help(command: tuple[str, ...]) -> None:
     ended = kvpool(*command)
     assert (ended.returncode, ended.stderr) == (0, "")
-    assert kvpool("--version").stdout.strip().count(".") == 2
     assert ended.stdout == kvpool(*command, "--help").stdout
+
+
+def test_the_version_by_the_script_and_by_the_package() -> None:
+    said = kvpool("--version").stdout
+    assert said.strip().count(".") == 2
+    by_package = [sys.executable, "-m", "kvpool", "--version"]
+    assert subprocess.run(by_package, capture_output=True, text=True, timeout=120).stdout == said
 
 
 def test_completion_knows_commands_options_and_values() -> None:

@@ -18,6 +18,7 @@ from kvpool.discovery.worker import Worker
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.index.fleet import Fleet
 from kvpool.index.resolver import Addresses, Resolver, Unresolved
+from kvpool.text import redact
 
 MAX_NAMES = 16384  # with remembered addresses
 MAX_TENANTS = 64  # with remembered endpoints
@@ -51,9 +52,13 @@ def parse_url(address: str) -> Url:
         parts = urlsplit(address)
         port = parts.port
     except ValueError as error:
-        raise ConfigError(f"{address:.200}: {error}") from error
+        raise ConfigError(f"{redact(address):.200}: {error}") from error
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"{address:.200}: requests are served at http://HOST:PORT")
+        raise ConfigError(f"{redact(address):.200}: requests are served at http://HOST:PORT")
+    if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username is not None:
+        raise ConfigError(
+            f"{redact(address):.200}: an address has no user, path or query: write {parts.scheme}://HOST:PORT"
+        )
     port = port or (443 if parts.scheme == "https" else 80)
     try:
         endpoint = _numeric(parts.hostname, port)

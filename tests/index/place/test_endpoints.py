@@ -7,9 +7,10 @@ import asyncio
 
 import pytest
 
+from kvpool.errors import ConfigError
 from kvpool.index.fleet import Fleet
 from kvpool.index.place import endpoints
-from kvpool.index.place.endpoints import Endpoints
+from kvpool.index.place.endpoints import Endpoints, parse_url
 from tests.support.fleets import a_worker
 from tests.support.networks import KnownNames
 
@@ -40,6 +41,16 @@ async def test_the_workers_at_the_endpoints_of_a_subset() -> None:
     assert sorted(found) == ["one", "rank", "six"]
     assert await there.names_at(at("10.0.0.9:8000"), "t", 60) == ["other"]
     assert await there.names_at(at("10.0.0.1:1", "no endpoint", ""), "default", 60) == []
+
+
+@pytest.mark.parametrize(
+    "rest", ["10.0.0.1:8000/v1", "10.0.0.1:8000?x=1", "10.0.0.1:8000#x", "user:secret@10.0.0.1:8000"]
+)
+def test_an_address_is_a_host_and_a_port(rest: str) -> None:
+    """A path or a user would be dropped: requests would go elsewhere than the address says."""
+    with pytest.raises(ConfigError, match="no user, path or query: write http://HOST:PORT") as caught:
+        parse_url(f"http://{rest}")
+    assert "secret" not in str(caught.value)
 
 
 @pytest.mark.anyio

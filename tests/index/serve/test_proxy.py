@@ -490,7 +490,9 @@ def test_tls_on_both_sides(tmp_path: Path) -> None:
     worker = ScriptedWorker("a", tls=tls().context)
     worker.start()
     try:
-        for worker_tls, status in ((trusting("--worker-ca", str(authority.ca)), 200), (None, 503)):
+        trusted = trusting("--worker-ca", str(authority.ca))
+        untrusted = "worker a cannot be reached: TLS: unable to get local issuer certificate"
+        for worker_tls, status, words in ((trusted, 200, ""), (None, 503, untrusted)):
             with proxy_cluster(workers=[worker], proxy={"worker_tls": worker_tls}, tls=tls()) as there:
                 there.index.fleet.add(worker.worker(address=f"https://localhost:{worker.port}"), "flag")
                 there.index.fleet.rank("default/a", 0).heard()
@@ -503,6 +505,7 @@ def test_tls_on_both_sides(tmp_path: Path) -> None:
                 client.request("POST", "/v1/completions", json.dumps(ASKED))
                 with client.getresponse() as reply:
                     assert reply.status == status
+                    assert words in reply.read().decode()
                 client.close()
         assert worker.seen()["host"] == f"localhost:{worker.port}"
         assert worker.seen()["x-forwarded-proto"] == "https"
