@@ -45,12 +45,10 @@ def body(data: bytes = BODY, *, end: bool = True) -> pb.ProcessingRequest:
     return pb.ProcessingRequest(request_body=pb.HttpBody(body=data, end_of_stream=end))
 
 
-def response(kind: str = "application/json", served: str = "") -> pb.ProcessingRequest:
-    told = pb.ProcessingRequest(
-        response_headers=pb.HttpHeaders(
-            headers=pb.HeaderMap(headers=[pb.HeaderValue(key="content-type", raw_value=kind.encode())])
-        )
-    )
+def response(kind: str = "application/json", served: str = "", status: str = "200") -> pb.ProcessingRequest:
+    sent = {":status": status, "content-type": kind}
+    values = [pb.HeaderValue(key=name, raw_value=value.encode()) for name, value in sent.items()]
+    told = pb.ProcessingRequest(response_headers=pb.HttpHeaders(headers=pb.HeaderMap(headers=values)))
     if served:
         told.metadata_context.filter_metadata["envoy.lb"].update({ext_proc.SERVED: served})
     return told

@@ -227,18 +227,18 @@ class Exchange:
         if placement is None:
             return pb.ProcessingResponse(response_headers=pb.HeadersResponse())
         served = _text(message.metadata_context, LB, SERVED)
-        kind = next(
-            (
-                header.raw_value.decode("latin-1") or header.value
-                for header in message.response_headers.headers.headers
-                if header.key == "content-type"
-            ),
-            "",
-        )
+        headers = {
+            header.key: header.raw_value.decode("latin-1") or header.value
+            for header in message.response_headers.headers.headers
+            if header.key in (":status", "content-type")
+        }
         elsewhere = bool(served) and served not in (target.endpoint for target in placement.targets[:1])
         # The headers of a stream come before its prompt is computed.
-        if elsewhere or not kind.startswith("text/event-stream"):
+        if elsewhere or not headers.get("content-type", "").startswith("text/event-stream"):
             self._release()
+        # Whom the worker refuses learns nothing of what others' prompts hold.
+        if not headers.get(":status", "").startswith("2"):
+            return pb.ProcessingResponse(response_headers=pb.HeadersResponse())
         common = pb.CommonResponse(header_mutation=_setting(self._placer.headers(placement)))
         return pb.ProcessingResponse(response_headers=pb.HeadersResponse(response=common))
 

@@ -255,7 +255,8 @@ class Forwarding:
         self, reply: aiohttp.ClientResponse, placement: Placement, target: Target
     ) -> web.StreamResponse:
         headers = _without(reply.headers, _NOT_RETURNED)
-        headers.extend(self._placer.headers(placement, target))
+        if reply.status // 100 == 2:  # whom the worker refuses learns nothing of what others' prompts hold
+            headers.extend(self._placer.headers(placement, target))
         headers.setdefault("server", "kvpool")
         has_body = self._request.method != "HEAD" and reply.status not in (204, 304)
         if has_body and reply.content_length is not None and reply.content_length <= WHOLE_NBYTES:

@@ -54,9 +54,19 @@ def test_an_ordered_list_and_decision_headers() -> None:
             "x-kvpool-worker": "a", "x-kvpool-reason": "prefix", "x-kvpool-matched-blocks": "4",
             "x-kvpool-prompt-blocks": "4", "x-gateway-destination-endpoint": "127.0.0.1:9001,127.0.0.1:9002",
         }  # fmt: skip
-        assert "x-gateway-destination-endpoint" not in set_headers(
-            call.ask(response()).response_headers.response.header_mutation
-        )
+        shown = set_headers(call.ask(response()).response_headers.response.header_mutation)
+        assert set(shown) == {
+            "x-kvpool-worker", "x-kvpool-reason", "x-kvpool-matched-blocks", "x-kvpool-prompt-blocks"
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("status", ["401", "403", "404", "500", "302"])
+def test_whom_a_worker_refuses_learns_nothing_of_what_is_held(status: str) -> None:
+    with picking("a", "b") as index, calling(index) as channel:
+        call = Call(channel)
+        call.ask(headers())
+        call.ask(body())
+        assert not call.ask(response(status=status)).response_headers.response.header_mutation.set_headers
 
 
 @pytest.mark.parametrize(

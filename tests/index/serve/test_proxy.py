@@ -462,7 +462,10 @@ def test_what_is_wrong_with_a_request_is_for_a_worker_to_say() -> None:
             1,
         ):
             reply = post(there.url, body)
-            assert (reply.status, reply.headers["x-kvpool-reason"]) == (400, reason), body
+            assert (reply.status, there.workers["a"].seen()["x-kvpool-reason"]) == (400, reason), body
+            assert not [name for name in reply.headers if name.startswith("x-kvpool")], (
+                "a caller whom the worker refuses learns of what others' prompts hold"
+            )
             assert (there.workers["a"].bodies[-1], len(there.workers["a"].bodies)) == (body, number)
         assert get(f"{there.url}/v1/models").status == 400
         assert eventually(there.ends)
