@@ -1,8 +1,9 @@
-"""Parsing and wording of human text: sizes, misspelled names, URLs with a password."""
+"""Parsing and wording of human text: sizes, misspelled names, URLs with a password, others' words on a terminal."""
 
 from __future__ import annotations
 
 import difflib
+import logging
 import re
 from collections.abc import Iterable, Sequence
 
@@ -37,6 +38,31 @@ _SECRET_PARAMETER = re.compile(
     r"([?&;](?:[^=&;?]*(?:pass|secret|token|auth|cred)[^=&;?]*)=)[^&;#]*", re.IGNORECASE
 )
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
+
+# They command a terminal, end its line or turn its text around: all controls but tab and line feed.
+_COMMANDS = dict.fromkeys(
+    (
+        *range(9),
+        *range(11, 32),
+        *range(127, 160),
+        0x2028,
+        0x2029,
+        *range(0x202A, 0x202F),
+        *range(0x2066, 0x206A),
+    ),
+    "\ufffd",
+)
+
+
+def printable(text: str) -> str:
+    """``text`` with a replacement character for each that a terminal would obey."""
+    return text.translate(_COMMANDS)
+
+
+def make_printable(record: logging.LogRecord) -> bool:
+    """A filter for loggers and handlers, as ``printable``; keeps every record."""
+    record.msg, record.args = printable(record.getMessage()), None
+    return True
 
 
 def nearest(name: str, known: Iterable[str], *, likeness: float = 0.6) -> str | None:

@@ -16,7 +16,7 @@ from typing import NoReturn
 import typer
 
 from kvpool.errors import ConfigError, KVPoolError
-from kvpool.text import missing_extra
+from kvpool.text import missing_extra, printable
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -55,7 +55,7 @@ def run(app: typer.Typer, program: str) -> NoReturn:
         if as_json:
             print(json.dumps({"error": error_object(sentence, code, kind)}), flush=True)
         else:
-            print(f"{program}: {sentence}", file=sys.stderr)
+            print(f"{program}: {printable(sentence)}", file=sys.stderr)
         sys.exit(code)
 
     for name, instead in REMOVED_COMMANDS.items() if program == "kvpool" else ():

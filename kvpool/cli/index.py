@@ -47,7 +47,7 @@ from kvpool.index.serve.proxy import Proxy
 from kvpool.index.serve.service import IndexServer
 from kvpool.index.serve.status import Status
 from kvpool.index.snapshot import Snapshot, unpack
-from kvpool.text import counted, parse_nbytes
+from kvpool.text import counted, make_printable, parse_nbytes
 from kvpool.tracing import Tracing
 
 BOOTSTRAP_TIMEOUT_S = 30.0
@@ -365,6 +365,7 @@ def log_to_stderr(level: LogLevel, form: LogFormat) -> None:
     handler = logging.StreamHandler(sys.stderr)
     text = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
     handler.setFormatter(JsonLines() if form is LogFormat.JSON else text)
+    handler.addFilter(make_printable)
     logger = logging.getLogger("kvpool")
     logger.handlers = [handler]
     logger.setLevel(level.value.upper())

@@ -1,4 +1,4 @@
-"""Tables without loss: full width off a terminal, without the least columns on a narrow terminal.
+"""Tables without loss: full width off a terminal, without the least columns on a narrow terminal; and no commands.
 
 Rich takes 80 columns for a pipe and cuts the rest. A table for a program or ``grep`` has to be whole.
 """
@@ -6,16 +6,19 @@ Rich takes 80 columns for a pipe and cuts the rest. A table for a program or ``g
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.measure import Measurement
 from rich.progress import Progress
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+from kvpool.text import printable
 
 WIDE = 10_000  # columns off a terminal
 LEAST_WRAPPED = 24  # columns for a wrapped text, before others are left out
@@ -41,9 +44,17 @@ class Column:
         return min(natural, LEAST_WRAPPED) if self.wraps else natural
 
 
+class _Console(Console):
+    """Prints names and words of others (models, workers, servers) without what a terminal would obey."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=printable(segment.text))
+
+
 def console(*, stderr: bool = False) -> Console:
     """As wide as its terminal, else as ``COLUMNS`` says, else without a limit."""
-    made = Console(stderr=stderr)
+    made = _Console(stderr=stderr)
     if not made.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
         made.width = WIDE
     return made
@@ -51,7 +62,7 @@ def console(*, stderr: bool = False) -> Console:
 
 def progress_bar() -> Progress:
     """On standard error, while that is a terminal."""
-    out = Console(stderr=True)
+    out = _Console(stderr=True)
     return Progress(console=out, transient=True, disable=not out.is_terminal)
 
 

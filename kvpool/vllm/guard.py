@@ -13,8 +13,10 @@ from vllm.logger import init_logger
 from kvpool import metrics
 from kvpool.errors import EngineRefused
 from kvpool.metrics import Counters
+from kvpool.text import make_printable
 
 logger = init_logger("vllm.kvpool")
+logger.addFilter(make_printable)  # of the logger itself, which all of kvpool.vllm has
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

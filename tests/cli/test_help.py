@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from kvpool.cli import tables
 from kvpool.cli.exits import EXIT_USAGE
@@ -250,6 +252,19 @@ def printed(width: int) -> str:
     return out.file.getvalue()
 
 
+FORGED = "m\x1b]0;owned\x07\x9b2J\x7f\u202e"  # a title, a clear screen, and text that runs backwards
+
+
+def test_words_of_others_command_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tables.console()
+    monkeypatch.setattr(out, "file", io.StringIO())
+    show(out, *fitted([Column(FORGED, cells=[FORGED])], 120), FORGED, Table(FORGED), Text(FORGED))
+    said = out.file.getvalue()
+    assert said.count("owned") == 5
+    said += refused("lookup", "--index", FORGED, "--model", "m", "--tokens", "1")
+    assert not [char for char in said if char not in "\n\t" and not (char.isprintable() or char == "\ufffd")]
+
+
 @pytest.mark.parametrize(
     ("width", "missing"),
     [(tables.WIDE, ""), (120, ""), (70, "least"), (60, "less, least"), (30, "less, least")],
@@ -271,8 +286,6 @@ def test_a_narrow_table_leaves_columns_out_and_cuts_nothing(width: int, missing:
 
 
 def test_a_table_of_plain_columns_is_printed_whole() -> None:
-    from rich.table import Table
-
     out = Console(file=io.StringIO(), width=20, color_system=None)
     table = Table()
     for name in ("first", "second"):

@@ -36,6 +36,14 @@ def test_lines_are_objects(logger: logging.Logger, capsys: pytest.CaptureFixture
     assert second["exception"].endswith("ValueError: no")
 
 
+def test_words_of_others_command_no_terminal(
+    logger: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log_to_stderr(LogLevel.INFO, LogFormat.TEXT)
+    logger.info("worker %s", "a\x1b[2J\x07")
+    assert capsys.readouterr().err.endswith("worker a\ufffd[2J\ufffd\n")
+
+
 def test_text_names_the_level(logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
     log_to_stderr(LogLevel.WARNING, LogFormat.TEXT)
     log_to_stderr(LogLevel.WARNING, LogFormat.TEXT)

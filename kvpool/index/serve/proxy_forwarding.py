@@ -378,8 +378,7 @@ def _incomplete(target: Target, error: BaseException) -> str:
 def _line(error: BaseException) -> str:
     # str() of a ClientResponseError has URLs and several lines; of a connection error, names of calls.
     if isinstance(error, aiohttp.ClientSSLError):  # its errno is OpenSSL's
-        is_certificate = isinstance(error, aiohttp.ClientConnectorCertificateError)
-        cause = error.certificate_error if is_certificate else error.os_error
+        cause = getattr(error, "certificate_error", None) or error.os_error
         text = f"TLS: {getattr(cause, 'verify_message', '') or getattr(cause, 'reason', '') or cause}"
     elif isinstance(error, aiohttp.ClientConnectorError) and (error.errno or 0) > 0:
         text = os.strerror(error.errno or 0)
