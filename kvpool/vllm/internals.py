@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import numpy
@@ -54,12 +55,12 @@ def engine_under_construction() -> tuple[VllmConfig, KVCacheConfig]:
 
     vLLM gives a tier neither. Errors: ``EngineRefused``.
     """
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         config, cache = (frame.f_locals.get(name) for name in ("vllm_config", "kv_cache_config"))
         if isinstance(config, VllmConfig) and isinstance(cache, KVCacheConfig):
             return config, cache
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     raise EngineRefused(
         "this version of vLLM does not show a tier the engine that it belongs to, so its blocks cannot be told from "
         "those of other engines; use a version from 0.30 to 0.33, or remove KVPoolTier from secondary_tiers"

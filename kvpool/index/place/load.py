@@ -127,7 +127,7 @@ class LoadBoard:
 
     @contextmanager
     def _changing(self, worker_id: str, dp_rank: int) -> Iterator[_native.RankLoad]:
-        """Under the lock: a full board drops ranks that nobody changes."""
+        """Holds the lock. A full board drops ranks without a reservation or a recent report."""
         key = (worker_id, dp_rank)
         with self._lock:
             rank = self._ranks.get(key)

@@ -169,6 +169,6 @@ class Scraper:
 
 
 def _line(error: Exception) -> str:
-    if isinstance(error, TimeoutError):
+    if isinstance(error, TimeoutError | asyncio.TimeoutError):
         return f"no answer within {DEADLINE_S:g} s"
     return (" ".join(str(error).split()) or type(error).__name__)[:200]
