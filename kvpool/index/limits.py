@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
@@ -268,7 +268,12 @@ class Work:
         except BaseException:
             mine.release()
             raise
-        job.add_done_callback(lambda _: loop.call_soon_threadsafe(mine.release))
+
+        def release(_: object) -> None:
+            with suppress(RuntimeError):  # the loop has been closed: nobody waits any more
+                loop.call_soon_threadsafe(mine.release)
+
+        job.add_done_callback(release)
         return await asyncio.wrap_future(job)
 
     def close(self) -> None:

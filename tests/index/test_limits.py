@@ -79,6 +79,25 @@ def test_a_caller_that_gives_up_frees_no_thread(shared: Work) -> None:
     assert is_forgotten(shared)
 
 
+def test_work_that_outlives_its_loop_ends_without_a_word(shared: Work, caplog: pytest.LogCaptureFixture) -> None:
+    ends, begun = threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        assert ends.wait(WAIT_S)
+
+    async def run() -> None:
+        task = asyncio.create_task(shared.run("a", work))
+        assert await asyncio.to_thread(begun.wait, WAIT_S)
+        task.cancel()
+
+    asyncio.run(run())
+    ends.set()
+    shared.close()
+    assert not caplog.records
+    assert is_forgotten(shared)
+
+
 def test_what_fails_says_so_and_frees_its_thread(shared: Work) -> None:
     def work() -> None:
         raise ZeroDivisionError
