@@ -61,6 +61,7 @@ def _search(
             counted,
             settings=settings(
                 max_examples=examples, stateful_step_count=steps, database=None, deadline=None,
+                derandomize=False,  # as it is where CI is set: then all tries are one
                 suppress_health_check=list(HealthCheck), report_multiple_bugs=False,
                 phases=(Phase.generate, Phase.shrink),
             ),
