@@ -24,19 +24,17 @@ STAGES = (
 )  # fmt: skip
 
 
-# (server, client, harm, of how many cuts one is tried). Cut by cut a sweep takes 20 to 80 s: in the soak, on each
-# server with each harm when it is a long one. Clients in Python read and dial by themselves.
+# (server, client, harm, of how many cuts one is tried). Cut by cut a sweep takes 20 to 80 s: in a long soak,
+# on each server with each harm. Clients in Python read and dial by themselves.
 SWEEPS = [
     ("valkey-server", "native", Harm.CLOSE, 3),
     ("redis-server", "native", Harm.RESET, 3),
     ("valkey-server", "redis", Harm.CLOSE, 8),
     ("redis-server", "glide", Harm.CLOSE, 8),
 ]
-SOAKED_SWEEPS = [
+LONG_SWEEPS = [
     ("valkey-server", "native", Harm.CLOSE, 1),
     ("redis-server", "native", Harm.RESET, 1),
-]
-LONG_SWEEPS = [
     ("valkey-server", "native", Harm.RESET, 1),
     ("redis-server", "native", Harm.CLOSE, 1),
     ("valkey-server", "redis", Harm.CLOSE, 1),
@@ -81,7 +79,6 @@ def line_positions(said: bytes) -> list[int]:
     ("server_of_module", "client", "harm", "one_of"),
     [
         *SWEEPS,
-        *(pytest.param(*sweep, marks=pytest.mark.soak) for sweep in SOAKED_SWEEPS),
         *(pytest.param(*sweep, marks=[pytest.mark.soak, LONG_SOAK]) for sweep in LONG_SWEEPS),
     ],
     indirect=["server_of_module", "client"],
