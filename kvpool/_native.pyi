@@ -127,6 +127,9 @@ def open_file_executor(root: str, capacity_nbytes: int | None, threads: int) -> 
 # Makes an empty or missing directory a pool; of one that is a pool already, what is missing in it.
 def make_file_pool(root: str) -> None: ...
 
+# Bytes in all, free, and those of the free ones that a pool leaves to others; zeros: unknown.
+def file_system(path: str) -> tuple[int, int, int]: ...
+
 # The file of all authorities that this Linux distribution trusts; empty: in none of the usual places.
 def system_authorities() -> str: ...
 

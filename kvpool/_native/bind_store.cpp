@@ -273,6 +273,12 @@ void make_file_pool(const std::string& root) {
   with_os_errors([&] { return make_pool(root).inode; });
 }
 
+std::tuple<std::uint64_t, std::uint64_t, std::uint64_t> file_system_of(const std::string& path) {
+  const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+  const auto [total, free, reserve] = file ? file_system(file.get()) : FileSystem{};
+  return {total, free, reserve};
+}
+
 using PyTlsFiles = std::tuple<std::string, std::string, std::string>;
 
 // user, password, database, ttl_s, connections, tls, client, version: of any server.
@@ -357,6 +363,7 @@ void bind_store(nb::module_& m) {
 
   m.def("open_file_executor", &open_file_executor, "root"_a, "capacity_nbytes"_a.none(), "threads"_a);
   m.def("make_file_pool", &make_file_pool, "root"_a);
+  m.def("file_system", &file_system_of, "path"_a);
   m.def("system_authorities", &system_authorities);
   nb::exception<RefusedDirectory>(m, "RefusedDirectory");
   nb::exception<RespError>(m, "RespError");

@@ -49,7 +49,10 @@ def open_store(url: str | StoreURL, *, threads: int | None = None, opened_by: st
     assert parsed.scheme == "file", parsed.scheme
     from kvpool.store.file import FileStore
 
-    return FileStore(parsed.path, parsed.capacity_nbytes, threads or parsed.threads)
+    directory = FileStore(parsed.path, parsed.capacity_nbytes, threads or parsed.threads)
+    if shortage := directory.shortage():
+        logger.warning("kvpool: %r: %s", directory, shortage)
+    return directory
 
 
 def open_for_inspection(url: str) -> Store:

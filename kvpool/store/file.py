@@ -30,7 +30,7 @@ from kvpool.store.store import (
     StoredBlock,
     Usage,
 )
-from kvpool.text import MAX_NBYTES
+from kvpool.text import MAX_NBYTES, format_nbytes
 
 MAX_FILE_NBYTES = MAX_DOCUMENT_NBYTES + MAX_ANNOUNCEMENT_KEY_CHARS + 128
 # A writer that dies between write and rename leaves a temporary file; it is deleted after this long.
@@ -45,8 +45,33 @@ _ADVICE = {
 }
 
 
+class FileSystem(NamedTuple):
+    """Of a pool: where it is mounted, and its bytes. ``reserve_nbytes``: a pool leaves so many free for others."""
+
+    place: str
+    total_nbytes: int
+    free_nbytes: int
+    reserve_nbytes: int
+
+    @classmethod
+    def of(cls, path: str) -> FileSystem:
+        """Blocks for some system calls. Zeros where the system does not tell."""
+        place = Path(path).resolve()
+        while not place.is_mount():
+            place = place.parent
+        return cls(str(place), *_native.file_system(path))
+
+    def room_nbytes(self, stored_nbytes: int) -> int:
+        """How large a pool of ``stored_nbytes`` can become beside what others keep now."""
+        if not self.reserve_nbytes:
+            return MAX_NBYTES
+        return max(0, stored_nbytes + self.free_nbytes - self.reserve_nbytes)
+
+
 class FileStore(Store):
     """``file:///dir``: one file a record; a full store evicts the least recently used record of any process.
+
+    It is full at its capacity, or when its file system is but for a reserve (5 %, at least 16 MiB).
 
     ``path``: absolute; created if absent, refused if it is neither empty nor a pool. ``capacity_nbytes``: of
     all records in the directory; None: open an existing pool without writing or evicting. ``threads``: native
@@ -62,6 +87,18 @@ class FileStore(Store):
         self._root = Path(path)
         super().__init__(name, engine, FileDocuments(self._root, name))
         self._capacity_nbytes = None if capacity_nbytes == MAX_NBYTES else capacity_nbytes
+
+    def shortage(self) -> str:
+        """Why it cannot grow to its capacity, in one sentence; empty if it can."""
+        system = FileSystem.of(str(self._root))
+        room_nbytes = system.room_nbytes(self.counters()["stored_nbytes"])
+        if self._capacity_nbytes is None or self._capacity_nbytes <= room_nbytes:
+            return ""
+        return (
+            f"its capacity is {format_nbytes(self._capacity_nbytes)}, and {system.place} has room for "
+            f"{room_nbytes >> 20:,} MiB of it: a pool leaves {system.reserve_nbytes >> 20:,} MiB there free for "
+            "others, and evicts for them; write a smaller ?capacity=, or make room"
+        )
 
     def _usage(self) -> list[Usage]:
         found = self.counters()

@@ -192,12 +192,13 @@ Evicted make_room(const std::string& root, Usage& usage, std::uint64_t n, std::u
                   const GiveUp& give_up) {
   Evicted evicted;
   for (std::size_t fruitless = 0; fruitless < kBuckets;) {
-    if (usage.read().sum().nbytes + n <= capacity_nbytes) break;
+    if (usage.excess_nbytes(usage.read(), n, capacity_nbytes) == 0) break;
     Sample sample = take_sample(root, usage, give_up);
-    const std::uint64_t used = usage.read().sum().nbytes;  // the count may have been too high
-    if (sample.entries.empty() || used + n <= capacity_nbytes) break;
+    // The count may have been too high.
+    const std::uint64_t excess_nbytes = usage.excess_nbytes(usage.read(), n, capacity_nbytes);
+    if (sample.entries.empty() || excess_nbytes == 0) break;
     std::uint64_t wanted_nbytes = std::max<std::uint64_t>(sample.nbytes / kEvictedPart, 1);
-    if (sample.whole) wanted_nbytes += used + n - capacity_nbytes;
+    if (sample.whole) wanted_nbytes += excess_nbytes;
     const Evicted gone = evict_oldest(root, usage, sample, wanted_nbytes);
     evicted.records += gone.records;
     evicted.nbytes += gone.nbytes;

@@ -131,8 +131,8 @@ struct Evicted {
 // until `until`. Counts persist for the next call.
 void count(const std::string& root, Usage& usage, Clock::time_point until);
 
-// Under the exclusive lock, after count(). Deletes until `n` more bytes fit the capacity, nothing deletable
-// is left, or give_up() is true; it deletes something even then. Counts its samples.
+// Under the exclusive lock, after count(). Deletes until `n` more bytes leave no excess (usage.h), nothing
+// deletable is left, or give_up() is true; it deletes something even then. Counts its samples.
 Evicted make_room(const std::string& root, Usage& usage, std::uint64_t n, std::uint64_t capacity_nbytes,
                   const GiveUp& give_up);
 

@@ -79,7 +79,7 @@ FileIoThread::Outcome FileIoThread::put(const Item& item, const std::string& pat
     if (error == 0) return outcome;
     if (error == ENOENT) continue;
     if (!no_space(error)) break;
-    // The file system is full below our capacity: other files fill it, or the capacity is wrong.
+    // The file system is full despite its reserve: others filled it meanwhile, or a quota or its inodes ended.
     if (made_space) return {Status::kNoRoom};
     made_space = true;
     if (const auto stopped = make_space(item, nbytes)) return {*stopped};

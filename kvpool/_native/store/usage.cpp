@@ -5,6 +5,7 @@
 #include <sched.h>
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 
 #include <algorithm>
 #include <bit>
@@ -23,6 +24,8 @@ static_assert(std::endian::native == std::endian::little, "the file is written a
 
 constexpr auto kCountsPatience = 1s;  // peers hold their lock for a microsecond, unless stopped meanwhile
 constexpr int kSpins = 100;
+constexpr std::uint64_t kReservedPart = 20;  // of the file system: every twentieth byte
+constexpr std::uint64_t kLeastReserve_nbytes = 16 << 20;
 constexpr std::uint64_t kMaxCount = (std::uint64_t{1} << 48) - 1;
 
 // Never 0, so that zeros are invalid.
@@ -63,6 +66,13 @@ bool set_lock(int fd, short type) {
 }
 
 }  // namespace
+
+FileSystem file_system(int fd) {
+  struct statvfs info;
+  if (fstatvfs(fd, &info) != 0 || info.f_blocks == 0) return {};
+  const std::uint64_t total = info.f_blocks * info.f_frsize;
+  return {total, info.f_bavail * info.f_frsize, std::max(total / kReservedPart, kLeastReserve_nbytes)};
+}
 
 std::optional<std::uint64_t> UsagePage::nbytes(unsigned index) const {
   return unpacked(index, counts[index]);
@@ -141,12 +151,23 @@ void Usage::store(unsigned index, std::uint64_t word) const {
       pwrite(file_.get(), &word, sizeof word, place_of(index));
 }
 
+std::uint64_t Usage::excess_nbytes(const UsagePage& page, std::uint64_t n,
+                                   std::uint64_t capacity_nbytes) const {
+  const auto above = [](std::uint64_t wanted, std::uint64_t room) { return wanted - std::min(wanted, room); };
+  const std::uint64_t excess = above(page.sum().nbytes + n, capacity_nbytes);
+  const FileSystem system = file_system(file_.get());
+  if (system.reserve_nbytes == 0) return excess;
+  // Temporaries count as if nothing of them were written yet: peers may write all of them next.
+  const std::uint64_t coming = page.nbytes(kTemporaries).value_or(0) + n;
+  return std::max(excess, above(coming + system.reserve_nbytes, system.free_nbytes));
+}
+
 bool Usage::reserve(std::uint64_t n, std::uint64_t capacity_nbytes, Known known) {
   if (n > capacity_nbytes || !lock_counts()) return false;
   const UsagePage page = read();
   const auto temporaries = page.nbytes(kTemporaries);
-  const auto [used, unknown] = page.sum();
-  const bool reserved = (known == Known::kEstimated || unknown == 0) && used <= capacity_nbytes - n;
+  const bool reserved =
+      (known == Known::kEstimated || page.sum().unknown == 0) && excess_nbytes(page, n, capacity_nbytes) == 0;
   // An unknown count stays so: the next count includes the file.
   if (reserved && temporaries) store(kTemporaries, packed(kTemporaries, *temporaries + n));
   unlock_counts();

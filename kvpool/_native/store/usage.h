@@ -23,6 +23,14 @@
 
 namespace kvpool {
 
+// The file system of a pool. A pool leaves `reserve_nbytes` of it free for others; 0: its size is unknown.
+struct FileSystem {
+  std::uint64_t total_nbytes = 0;
+  std::uint64_t free_nbytes = 0;
+  std::uint64_t reserve_nbytes = 0;
+};
+FileSystem file_system(int fd);
+
 using GiveUp = std::function<bool()>;
 
 inline constexpr unsigned kBuckets = 4096;          // directories of records: file.h
@@ -77,7 +85,9 @@ class Usage {
   // False when path no longer names the open file: it, or its directory, was removed.
   bool current() const;
 
-  // Adds n to the temporaries unless the sum exceeds the capacity, or is not Known. Under the lock.
+  // How many bytes to free before n more fit the capacity and the file system less its reserve.
+  std::uint64_t excess_nbytes(const UsagePage& page, std::uint64_t n, std::uint64_t capacity_nbytes) const;
+  // Adds n to the temporaries unless there is an excess, or the sum is not Known. Under the lock.
   bool reserve(std::uint64_t n, std::uint64_t capacity_nbytes, Known known);
   // Under the lock. An unknown count stays so.
   void change(std::initializer_list<Change> changes);

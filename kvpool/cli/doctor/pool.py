@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -22,6 +21,7 @@ from kvpool.discovery.worker_record import merge_ranks, unpack_worker
 from kvpool.errors import KVPoolError, StoreUnavailable
 from kvpool.key.key import Namespace, is_request_key, workers_prefix
 from kvpool.store import Store, StoreURL, open_for_inspection
+from kvpool.store.file import FileSystem
 from kvpool.store.url import SERVER_SCHEMES
 from kvpool.text import format_nbytes, redact
 
@@ -82,15 +82,19 @@ def _trial(store: Store, name: str, tenant: str) -> SimpleNamespace:
 
 def _directory(url: StoreURL, stored_nbytes: int) -> Iterator[Finding]:
     folders = (Path(url.path), *(Path(url.path) / part for part in ("tmp", "blocks")))
-    usage = shutil.disk_usage(url.path)
+    system = FileSystem.of(url.path)
     directory = SimpleNamespace(
         path=url.path,
         closed=", ".join(str(one) for one in folders if not os.access(one, os.R_OK | os.W_OK | os.X_OK)),
         stored_mib=stored_nbytes / 2**20,
         capacity=format_nbytes(url.capacity_nbytes),
-        too_large=usage.total < url.capacity_nbytes,
-        total_gib=usage.total / 2**30,
-        free_gib=usage.free / 2**30,
+        place=system.place,
+        too_large=0 < system.total_nbytes < url.capacity_nbytes + system.reserve_nbytes,
+        too_full=system.room_nbytes(stored_nbytes) < url.capacity_nbytes,
+        total_gib=system.total_nbytes / 2**30,
+        free_gib=system.free_nbytes / 2**30,
+        reserve_gib=system.reserve_nbytes / 2**30,
+        room_mib=system.room_nbytes(stored_nbytes) / 2**20,
     )
     yield from judge("pool", rules.DIRECTORY, directory)
     yield from file_system_findings(url.path)

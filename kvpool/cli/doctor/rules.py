@@ -73,10 +73,14 @@ DIRECTORY = (
     Rule("fail", lambda of: of.closed, "this user cannot write in {it}", "run as the user of the workers, or give "
          "this one the right; mount it writable"),
     Rule("ok", lambda of: not of.closed, "{of.path} is a pool, with {of.stored_mib:,.1f} MiB in it"),
-    Rule("fail", lambda of: of.too_large, "its capacity is {of.capacity}, and the file system holds "
-         "{of.total_gib:,.1f} GiB in all", "write a smaller ?capacity= in the pool's URL"),
-    Rule("ok", lambda of: not of.too_large, "capacity {of.capacity}; {of.free_gib:,.1f} GiB are free on the file "
-         "system"),
+    Rule("fail", lambda of: of.too_large, "its capacity is {of.capacity}, and the file system {of.place} holds "
+         "{of.total_gib:,.2f} GiB in all, of which a pool leaves {of.reserve_gib:,.2f} GiB free for others",
+         "write a smaller ?capacity= in the pool's URL"),
+    Rule("warn", lambda of: of.too_full and not of.too_large, "its capacity is {of.capacity}, and others leave it "
+         "room for {of.room_mib:,.0f} MiB on {of.place}: beyond that it evicts", "write a smaller ?capacity=, or make "
+         "room on {of.place}"),
+    Rule("ok", lambda of: not of.too_full, "capacity {of.capacity}; {of.free_gib:,.1f} GiB are free on {of.place}, of "
+         "which a pool leaves {of.reserve_gib:,.2f} GiB to others"),
 )  # fmt: skip
 _REMOUNT = "mount -o remount,huge=within_size {of.place} (and the same option where it is mounted at boot)"
 FILE_SYSTEM = (

@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from kvpool.cli.doctor.pool import pool_findings
 from kvpool.errors import StoreUnavailable
+from kvpool.store import open_store
 from kvpool.store.file import FileStore
 from tests.support.conformance import MIB, key, keys, payload
 from tests.support.deadlines import eventually
@@ -64,7 +66,7 @@ def check_right(store: FileStore, numbers: range) -> None:
 
 @needs_mount
 @pytest.mark.parametrize(
-    "limit", [pytest.param("size=4m", id="no space"), pytest.param("size=64m,nr_inodes=64", id="no inodes")]
+    "limit", [pytest.param("size=20m", id="no space"), pytest.param("size=64m,nr_inodes=64", id="no inodes")]
 )
 def test_a_full_file_system_evicts_and_goes_on(tmp_path: Path, limit: str) -> None:
     """Long before the capacity is reached: what was used longest ago goes, and no put fails."""
@@ -82,9 +84,48 @@ def test_a_full_file_system_evicts_and_goes_on(tmp_path: Path, limit: str) -> No
 
 
 @needs_mount
+@pytest.mark.parametrize(("size_mib", "reserve_mib"), [(40, 16), (400, 20)])
+def test_a_pool_leaves_a_part_of_its_file_system_to_others(
+    tmp_path: Path, size_mib: int, reserve_mib: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However large its capacity; and it gives way to what others write."""
+    value = bytes(MIB)
+    with (
+        mounted(tmp_path / "shm", "-t", "tmpfs", "-o", f"size={size_mib}m", "kvpool-test") as place,
+        open_store(f"file://{place}/pool?capacity=1GiB") as store,
+    ):
+
+        def free_nbytes() -> int:
+            system = os.statvfs(place)
+            return system.f_bavail * system.f_frsize
+
+        def fill(first: int, count: int) -> None:
+            for number in range(first, first + count):
+                assert store.put_many([key(number)], [value], timeout_s=60) == [True]
+                assert free_nbytes() >= reserve_mib * MIB
+
+        assert f"{place} has room for {size_mib - reserve_mib - 1:,} MiB of it" in caplog.text
+        fill(0, size_mib + 10)
+        assert store.counters()["evicted"] > 0
+        others = free_nbytes() - 2 * MIB  # most of the reserve, and more than that
+        (place / "other").write_bytes(bytes(others))
+        fill(1000, 1)
+        url = f"file://{place}/pool?capacity=1GiB"
+        (says,) = [one.says for one in pool_findings(url, "default")[0] if "its capacity" in one.says]
+        assert f"the file system {place} holds" in says
+        (says,) = [
+            one.says
+            for one in pool_findings(url.replace("1GiB", f"{size_mib - reserve_mib}MiB"), "default")[0]
+            if "its capacity" in one.says
+        ]
+        assert "others leave it room for" in says
+        assert str(place) in says
+
+
+@needs_mount
 def test_a_file_system_that_others_filled_is_no_room(tmp_path: Path) -> None:
     with (
-        mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=4m", "kvpool-test") as place,
+        mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=20m", "kvpool-test") as place,
         FileStore(str(place / "pool"), 256 * MIB, 2) as store,
     ):
         check_right(store, range(3))
@@ -101,7 +142,7 @@ def test_a_file_system_that_others_filled_is_no_room(tmp_path: Path) -> None:
 
 @needs_mount
 def test_a_read_only_file_system_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=4m", "kvpool-test") as place:
+    with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=24m", "kvpool-test") as place:
         with FileStore(str(place / "pool"), MIB, 2) as store:
             check_right(store, range(3))
         subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
@@ -116,11 +157,11 @@ def test_a_read_only_file_system_is_refused_in_one_sentence(tmp_path: Path) -> N
 
 
 @contextmanager
-def disk_of_32_mib(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+def disk_of_64_mib(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
     """Where an ext4 is mounted, and the file that is its disk. Reads beyond the end of that file fail with EIO."""
     image = tmp_path / "image"
     with image.open("wb") as disk:
-        disk.truncate(32 * MIB)
+        disk.truncate(64 * MIB)
     subprocess.run(["mkfs.ext4", "-q", "-E", "lazy_itable_init=0,nodiscard", str(image)], check=True)
     with mounted(tmp_path / "disk", "-o", "loop,errors=continue", str(image)) as place:
         yield place, image
@@ -128,7 +169,7 @@ def disk_of_32_mib(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
 
 @needs_disk
 def test_a_record_that_the_disk_cannot_read_is_a_miss_and_goes(tmp_path: Path) -> None:
-    with disk_of_32_mib(tmp_path) as (place, image):
+    with disk_of_64_mib(tmp_path) as (place, image):
         with FileStore(str(place / "pool"), 64 * MIB, 1) as store:
             for first in range(0, 150, 30):
                 check_right(store, range(first, first + 30))
@@ -146,7 +187,7 @@ def test_a_record_that_the_disk_cannot_read_is_a_miss_and_goes(tmp_path: Path) -
                 assert not hit or target == payload(number, VALUE_NBYTES)
             assert store.counters()["damaged"] == missed
             assert store.contains_many(keys(150)) == found
-            os.truncate(image, 32 * MIB)
+            os.truncate(image, 64 * MIB)
             check_right(store, range(200, 203))
 
 
