@@ -10,6 +10,7 @@ import fcntl
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -258,6 +259,33 @@ def test_a_fault_is_no_miss(root: Path, store: Store) -> None:
         store.get_many_into(keys(2), [bytearray(5), bytearray(5)])
     assert store.counters()["faults"] == 1
     assert store.put_many([key(2)], [b"value"]) == [True]
+
+
+@pytest.mark.parametrize("which", ["change", "counts", "eviction"])
+def test_a_process_that_is_stopped_with_the_lock_stops_nobody(root: Path, which: str) -> None:
+    """As by SIGSTOP, a frozen container or a debugger: the kernel keeps its lock."""
+    values = [bytes(100_000)] * 8
+    with FileStore(str(root), MIB, 2) as store:
+        assert store.put_many(keys(8), values) == [True] * 8
+        holder = run_user("stop_with_lock", str(root), which)
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "held\n"
+            stat = Path(f"/proc/{holder.pid}/stat")
+            assert eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
+            for first in range(100, 124, 8):
+                numbers = range(first, first + 8)
+                assert store.put_many([key(n) for n in numbers], values, timeout_s=30) == [True] * 8
+            with FileStore(str(root), MIB, 1) as later:
+                assert later.put_many([key(200)], values[:1], timeout_s=30) == [True]
+        finally:
+            holder.send_signal(signal.SIGCONT)
+            _, said = holder.communicate(timeout=60)
+        assert (holder.returncode, said) == (0, "")
+        assert store.counters()["evicted"] >= 16
+        assert store.put_many(keys(8), values, timeout_s=30) == [True] * 8
+        held, counted = held_and_counted_nbytes(root)
+        assert held == counted <= MIB
 
 
 def test_a_deadline_or_a_wait_that_is_too_short(root: Path) -> None:

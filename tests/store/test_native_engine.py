@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import gc
+import os
 import signal
 import threading
 import time
@@ -45,9 +46,23 @@ def is_held(buffer):
 @contextlib.contextmanager
 def eviction_elsewhere(root):
     """As if another process ran an eviction pass: puts wait, each until its deadline."""
+    ended = threading.Event()
+
+    def take_turns():  # a holder that takes none is held for stopped
+        turn = 1
+        while not ended.wait(0.05):
+            turn += 1
+            os.pwrite(usage.fileno(), (turn * 4096).to_bytes(8, "little"), 16)
+
     with (Path(root) / "usage").open("rb+") as usage:
         fcntl.flock(usage, fcntl.LOCK_EX)
-        yield usage
+        turns = threading.Thread(target=take_turns)
+        turns.start()
+        try:
+            yield usage
+        finally:
+            ended.set()
+            turns.join()
 
 
 @pytest.fixture

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import signal
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +15,7 @@ from kvpool.store.file import FileStore
 from tests.support.conformance import MIB, key, payload
 
 VALUE_NBYTES = 300_000
+F_OFD_SETLK = 37
 
 
 SMALL_CAPACITY_NBYTES = 4 * MIB
@@ -45,6 +49,16 @@ def put_for_ever(directory: str) -> None:
             if version == 0:
                 print("begun", flush=True)
             version += 1
+
+
+def stop_with_lock(directory: str, which: str) -> None:
+    """Stop like a frozen container, while it has the lock of the counts: for one change, or for a pass of eviction."""
+    with (Path(directory) / "usage").open("rb+") as usage:
+        fcntl.flock(usage, fcntl.LOCK_EX if which == "eviction" else fcntl.LOCK_SH)
+        if which == "counts":
+            fcntl.fcntl(usage, F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 1, 0))
+        print("held", flush=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _become_nobody() -> None:
@@ -86,6 +100,7 @@ if __name__ == "__main__":
     {
         "fill": fill,
         "put_for_ever": put_for_ever,
+        "stop_with_lock": stop_with_lock,
         "open_as_nobody": open_as_nobody,
         "unreadable_as_nobody": unreadable_as_nobody,
     }[sys.argv[1]](*sys.argv[2:])

@@ -121,7 +121,7 @@ Sample take_sample(const std::string& root, Usage& usage, const GiveUp& give_up)
       break;
     }
     const auto nbytes = look(root, bucket, sample.entries);
-    page.cursor = bucket + 1;
+    page.cursor = page.cursor / kBuckets * kBuckets + bucket + 1;
     if (!nbytes) continue;
     page.set(bucket, *nbytes);
     sample.held.emplace_back(bucket, *nbytes);

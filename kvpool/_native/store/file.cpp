@@ -87,7 +87,7 @@ void FileIoThread::run(Source& source) {
 void FileIoThread::settle() {
   if (const int error = refresh(); error != 0) fail("cannot use", backend_.root_ + "/usage", error);
   const auto until = Clock::now() + kOpenPatience;
-  const auto held = usage_->lock(Usage::Hold::kExclusive, [&] { return Clock::now() >= until; });
+  const auto held = lock(Usage::Hold::kExclusive, [&] { return Clock::now() >= until; });
   if (!held) return;
   // Counts from before a reboot may not match the disk.
   if (usage_->read().boot != boot_id()) usage_->write({});
@@ -251,6 +251,25 @@ int FileIoThread::refresh() {
     return error.code().value();
   }
   return 0;
+}
+
+// The lock of the present counts, after refresh(); nothing when given up. New counts take the place of those
+// whose lock a stopped process holds: no wait outlives kLockPatience (usage.cpp) but for living peers.
+std::optional<Usage::Lock> FileIoThread::lock(Usage::Hold hold, const GiveUp& give_up) {
+  for (;;) {
+    {
+      auto held = usage_->lock(hold, give_up);
+      if (held ? usage_->current() : !usage_->stopped() && give_up()) return held;
+      if (usage_->stopped() && usage_->current()) {
+        const std::string fresh = temporary_path();
+        static_cast<void>(Usage(fresh, pool_.file_mode));
+        // Peers may do the same: the last file stays, and locks of the others are found to be of no use.
+        if (rename(fresh.c_str(), (backend_.root_ + "/usage").c_str()) != 0 && errno != ENOENT)
+          fail("cannot replace", backend_.root_ + "/usage", errno);
+      }
+    }
+    if (const int error = refresh(); error != 0) fail("cannot use", backend_.root_ + "/usage", error);
+  }
 }
 
 // For removals: creates nothing.

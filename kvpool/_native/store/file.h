@@ -91,6 +91,7 @@ class FileIoThread : public IoThread {
   std::optional<Status> make_space(const Item& item, std::uint64_t nbytes);
 
   int refresh();
+  std::optional<Usage::Lock> lock(Usage::Hold hold, const GiveUp& give_up);
   void find_usage();
   int make_again(const std::string& path) const;
 

@@ -97,10 +97,10 @@ int FileIoThread::put_once(const Item& item, const std::string& path, std::uint6
 
   std::optional<Temporary> temporary;
   {
-    auto held = usage_->lock(Usage::Hold::kShared, give_up);
+    auto held = lock(Usage::Hold::kShared, give_up);
     if (held && !usage_->reserve(nbytes, capacity_nbytes, Usage::Known::kAll)) {
       held.reset();
-      held = usage_->lock(Usage::Hold::kExclusive, give_up);
+      held = lock(Usage::Hold::kExclusive, give_up);
       if (held) count(backend_.root_, *usage_, Clock::now() + kPutCounting);
       if (held && !usage_->reserve(nbytes, capacity_nbytes, Usage::Known::kEstimated)) {
         evict(nbytes, capacity_nbytes, give_up);
@@ -125,7 +125,7 @@ int FileIoThread::put_once(const Item& item, const std::string& path, std::uint6
   if (const auto decided = write(item, temporary->fd(), outcome); decided >= 0) return decided;
   mark_used(temporary->fd());
 
-  const auto held = usage_->lock(Usage::Hold::kShared, give_up);
+  const auto held = lock(Usage::Hold::kShared, give_up);
   if (!held) {
     outcome = {item.stopped().value_or(Status::kTimedOut)};
     return 0;
@@ -231,7 +231,7 @@ int FileIoThread::make_bucket(const std::string& path) const {
 // For a put on a full file system. Returns a status when the item is given up.
 std::optional<Status> FileIoThread::make_space(const Item& item, std::uint64_t nbytes) {
   const GiveUp give_up = [&item] { return item.stopped().has_value(); };
-  const auto held = usage_->lock(Usage::Hold::kExclusive, give_up);
+  const auto held = lock(Usage::Hold::kExclusive, give_up);
   if (held) {
     count(backend_.root_, *usage_, Clock::now() + kPutCounting);
     // As if the present bytes were the capacity.

@@ -22,7 +22,8 @@ using SteadyClock = std::chrono::steady_clock;
 
 static_assert(std::endian::native == std::endian::little, "the file is written as it lies in memory");
 
-constexpr auto kCountsPatience = 1s;  // peers hold their lock for a microsecond, unless stopped meanwhile
+constexpr auto kCountsPatience = 250ms;  // peers hold their lock for a microsecond, unless stopped meanwhile
+constexpr auto kLockPatience = 500ms;    // without a turn; a pass of eviction takes some milliseconds
 constexpr int kSpins = 100;
 constexpr std::uint64_t kReservedPart = 20;  // of the file system: every twentieth byte
 constexpr std::uint64_t kLeastReserve_nbytes = 16 << 20;
@@ -49,6 +50,8 @@ std::optional<std::uint64_t> unpacked(unsigned index, std::uint64_t word) {
 off_t place_of(unsigned index) {
   return static_cast<off_t>(offsetof(UsagePage, counts) + index * sizeof(std::uint64_t));
 }
+
+constexpr off_t kCursorPlace = offsetof(UsagePage, cursor);
 
 UsagePage read_page(int fd) {
   UsagePage page;  // missing parts of the file stay zero: unknown
@@ -115,18 +118,40 @@ Usage::Usage(std::string path, std::optional<mode_t> mode) : path_(std::move(pat
 std::optional<Usage::Lock> Usage::lock(Hold hold, const GiveUp& give_up) const {
   const int how = (hold == Hold::kExclusive ? LOCK_EX : LOCK_SH) | LOCK_NB;
   auto pause = 50us;
-  for (;;) {
-    if (flock(file_.get(), how) == 0) return Lock(file_.get());
+  auto heard = SteadyClock::now() - waited_;  // the last turn of others
+  for (std::uint64_t seen = cursor();;) {
+    if (flock(file_.get(), how) == 0) {
+      waited_ = {};
+      if (hold == Hold::kExclusive) {
+        const std::uint64_t turn = cursor() + kBuckets;
+        [[maybe_unused]] const ssize_t ignored = pwrite(file_.get(), &turn, sizeof turn, kCursorPlace);
+      }
+      return Lock(file_.get());
+    }
     if (errno != EWOULDBLOCK && errno != EINTR) fail("lock", path_, errno);
-    if (give_up()) return std::nullopt;
+    const auto now = SteadyClock::now();
+    if (const std::uint64_t turn = cursor(); turn != seen) {
+      seen = turn;
+      heard = now;
+    }
+    waited_ = now - heard;
+    if (waited_ >= kLockPatience || give_up()) return std::nullopt;
     std::this_thread::sleep_for(pause);
     pause = std::min(2 * pause, 1000us);
   }
 }
 
+bool Usage::stopped() const { return waited_ >= kLockPatience; }
+
 bool Usage::current() const {
   struct stat info;
   return stat(path_.c_str(), &info) == 0 && info.st_dev == device_ && info.st_ino == inode_;
+}
+
+std::uint64_t Usage::cursor() const {
+  std::uint64_t cursor = 0;
+  [[maybe_unused]] const ssize_t ignored = pread(file_.get(), &cursor, sizeof cursor, kCursorPlace);
+  return cursor;
 }
 
 bool Usage::lock_counts() const {

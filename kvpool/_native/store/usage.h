@@ -2,7 +2,10 @@
 //
 // The file's flock orders changes of the tree: adding or removing a file takes it shared (for microseconds,
 // never during payload I/O); counting and evicting take it exclusively, and so see a stable tree. The kernel
-// releases a dead process's lock.
+// releases a dead process's lock. A stopped process keeps its own (SIGSTOP, a frozen container): who waits
+// for half a second without a turn of others puts an empty file in this one's place, and all go on there.
+// Counts then begin anew. The stopped process notices at its next lock; what it had under way under the old
+// one may leave a bucket's count too low by a record, until the next sample of that bucket.
 //
 // The file is read and written, not mapped, because it may be cut, overwritten or deleted at any moment. Each
 // count carries a check; an invalid count (zeros included) is unknown, and only its files are counted again.
@@ -39,8 +42,9 @@ inline constexpr unsigned kCounts = kBuckets + 1;
 
 // The file, little-endian.
 struct UsagePage {
-  std::array<char, 16> boot{};                  // 0: the host's boot; counts do not outlive it
-  std::uint64_t cursor = 0;                     // 16: the next bucket of eviction, modulo 4,096
+  std::array<char, 16> boot{};  // 0: the host's boot; counts do not outlive it
+  std::uint64_t cursor =
+      0;  // 16: the next bucket of eviction, modulo 4,096; grows whenever the lock is taken exclusively
   std::array<std::uint64_t, kCounts> counts{};  // 24: of each bucket, then of tmp/: bytes << 16 | check
 
   std::optional<std::uint64_t> nbytes(unsigned index) const;
@@ -80,8 +84,10 @@ class Usage {
   // `mode`: of the file, created if absent; none: never create. Throws std::filesystem::filesystem_error.
   Usage(std::string path, std::optional<mode_t> mode);
 
-  // Polls until the lock is held or give_up() is true, which a blocking flock() could not check.
+  // Polls until the lock is held, give_up() is true, or its holder seems stopped: nothing, in both.
   std::optional<Lock> lock(Hold hold, const GiveUp& give_up) const;
+  // Whether lock() waited for so long without a turn of others that its holder must be stopped.
+  bool stopped() const;
   // False when path no longer names the open file: it, or its directory, was removed.
   bool current() const;
 
@@ -104,11 +110,13 @@ class Usage {
   bool lock_counts() const;
   void unlock_counts() const;
   void store(unsigned index, std::uint64_t word) const;
+  std::uint64_t cursor() const;
 
   std::string path_;
   Descriptor file_;
   std::uint64_t device_ = 0;
   std::uint64_t inode_ = 0;
+  mutable std::chrono::steady_clock::duration waited_{};  // in vain, since the lock was last held
 };
 
 // Identifies the host's boot; zeros if unknown.
