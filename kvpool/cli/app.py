@@ -10,6 +10,7 @@ import typer
 from kvpool import __version__
 from kvpool.cli.commands import bench_store, doctor, index, lookup, purge, router, token, top
 from kvpool.cli.exits import run
+from kvpool.cli.vllm import vllm
 
 EPILOG = "\n\n".join((
     "kvpool doctor --pool URL: what works in a deployment, and what to do next.",
@@ -44,6 +45,12 @@ for command, panel, text in (
     (token, MAINTAIN, "Make a bearer token for callers of an index."),
 ):
     app.command(rich_help_panel=panel, short_help=text)(command)
+# Options behind "serve" are vLLM's, with or without the --.
+app.command(
+    rich_help_panel=SERVE, short_help="Start a vLLM worker that shares a pool.",
+    context_settings={"allow_extra_args": True, "allow_interspersed_args": False},
+    options_metavar="[--pool URL] -- serve MODEL [OPTION]...",
+)(vllm)  # fmt: skip
 bench.command("store", short_help="Puts, gets and existence in a pool, by value size.")(bench_store)
 app.add_typer(bench, rich_help_panel=MAINTAIN, short_help="Measure a pool.")
 

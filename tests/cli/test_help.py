@@ -22,7 +22,7 @@ from kvpool.config import PoolConfig
 from tests.support.command_line import kvpool, refused
 
 COMMANDS = [
-    ("index",), ("router",), ("doctor",), ("top",), ("lookup",), ("purge",), ("token",), ("bench",),
+    ("index",), ("router",), ("vllm",), ("doctor",), ("top",), ("lookup",), ("purge",), ("token",), ("bench",),
     ("bench", "store"),
 ]  # fmt: skip
 

@@ -66,12 +66,10 @@ def test_each_part_that_was_not_shown_is_named(row: Row, says: str) -> None:
     assert "PASS" not in verdict([GOOD, row])
 
 
-def test_an_engine_on_a_cpu_is_told_how_much_memory_to_take() -> None:
-    serve, examine = next_commands(cpu_build=True)
-    assert " --model MODEL --kv-cache-memory-bytes 2G --prefix-caching-hash-algo sha256_cbor " in serve
-    assert "'file:///dev/shm/kvpool?capacity=10GiB'" in examine
-    serve, _ = next_commands(cpu_build=False)
-    assert "vllm serve MODEL --prefix-caching-hash-algo sha256_cbor " in serve
+def test_the_next_commands_name_one_pool() -> None:
+    serve, examine = next_commands()
+    assert serve.endswith("kvpool vllm --pool 'file:///dev/shm/kvpool?capacity=10GiB' -- serve MODEL")
+    assert examine.endswith("kvpool doctor --pool 'file:///dev/shm/kvpool?capacity=10GiB'")
 
 
 def test_a_step_is_one_line_off_a_terminal() -> None:

