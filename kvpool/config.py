@@ -105,6 +105,10 @@ class _Settings(BaseModel):
         None, ge=1, le=64, description="native threads that move bytes; unset: what the URL says, or 2"
     )
 
+    start_without_pool: bool = Field(
+        False, description="start although the pool's server does not answer, and share from its return on"
+    )
+
     @field_validator("pool")
     @classmethod
     def _pool_is_a_url(cls, pool: str) -> str:

@@ -69,7 +69,11 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
         self._pages: HostPages | None = None
         self._mover: PageMover | None = None
         self._state = PoolState()
-        self._store = open_store(self._config.pool, threads=self._config.threads)
+        self._store = open_store(
+            self._config.pool,
+            threads=self._config.threads,
+            must_answer=not self._config.start_without_pool,
+        )
 
     def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:
         """Take the pages' host memory, and complete the namespace. Errors: ``ConfigError``; closes the store."""

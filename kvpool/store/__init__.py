@@ -26,13 +26,16 @@ __all__ = [
 logger = logging.getLogger("kvpool.store")
 
 
-def open_store(url: str | StoreURL, *, threads: int | None = None, opened_by: str = "") -> Store:
+def open_store(
+    url: str | StoreURL, *, threads: int | None = None, opened_by: str = "", must_answer: bool = True
+) -> Store:
     """Open the store at ``url``: ``file:///dir``, ``valkey://host:6379`` or ``valkey+unix:///socket``.
 
     ``threads``: threads that move bytes, 1 to 64, each with its own connections to a server; None: as in the
     URL, or 2. They are native unless the URL names another client: ``?client=redis``. ``opened_by``: names
     the connections in ``CLIENT LIST``; empty: this host and process. Blocks: a file store makes its
-    directory; a server is pinged, for a few seconds at most. Close the store, or use ``with``. Errors:
+    directory; a server is pinged, for a few seconds at most. ``must_answer``: false: a host that does not answer
+    is no error, and is used when it does (by the native client). Close the store, or use ``with``. Errors:
     ``ConfigError`` for a wrong URL, ``StoreUnavailable`` for an unreachable store; each one line that says
     what to do.
     """
@@ -42,7 +45,8 @@ def open_store(url: str | StoreURL, *, threads: int | None = None, opened_by: st
     if parsed.scheme in SERVER_SCHEMES:
         from kvpool.store.valkey import ValkeyStore
 
-        store = ValkeyStore(replace(parsed, threads=threads or parsed.threads, opened_by=opened_by))
+        parsed = replace(parsed, threads=threads or parsed.threads, opened_by=opened_by)
+        store = ValkeyStore(parsed, must_answer)
         for refused in store.refused_commands():
             logger.warning("kvpool: %r: %s (kvpool doctor says what to change)", store, refused.says)
         return store

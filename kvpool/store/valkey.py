@@ -42,13 +42,13 @@ class ValkeyStore(Store):
     ``url``: of a scheme in ``SERVER_SCHEMES``; its ``threads`` is the number of connections. Blocks for a
     dial and a PING, 2 seconds an address at most; cluster nodes and sentinels are asked in turn for the
     pool's servers. Errors: ``ConfigError`` when the server refuses user, password or database, or a TLS file
-    is unusable; ``StoreUnavailable`` when it cannot be reached.
+    is unusable; ``StoreUnavailable`` when it cannot be reached, unless it need not answer (``must_answer``).
     """
 
-    def __init__(self, url: StoreURL) -> None:
+    def __init__(self, url: StoreURL, must_answer: bool = True) -> None:
         name = server_name(url)
         self._url, self._primaries = url, Primaries(url, name)
-        engine, self._watch = _open_engine(url, self._primaries, name)
+        engine, self._watch = _open_engine(url, self._primaries, name, must_answer)
         self._kept = KeptServer(lambda: self._primaries.url_of(SLOT), name, role="announcements")
         in_cluster = url.scheme == "valkey+cluster"
         super().__init__(name, engine, ServerDocuments(self._kept, name, in_cluster=in_cluster))
@@ -98,11 +98,21 @@ class ValkeyStore(Store):
         return ServerNotices(self._primaries, self._name)
 
 
-def _open_engine(url: StoreURL, primaries: Primaries, name: str) -> tuple[DataPath, TopologyWatch | None]:
+def _open_engine(
+    url: StoreURL, primaries: Primaries, name: str, must_answer: bool
+) -> tuple[DataPath, TopologyWatch | None]:
     """An engine for ``url``, and the thread that keeps its topology. Blocking and errors: ``ValkeyStore``'s."""
     if url.client != "native":
         return _open_client(url, name), None
-    return _open_many(url, primaries, name) if url.nodes else (_open_one(url, name), None)
+    if url.nodes:
+        return _open_many(url, primaries, name, must_answer)
+    try:
+        return _open_one(url, name), None
+    except StoreUnavailable:
+        if must_answer or not url.host:
+            raise
+        # The engine of clusters dials when it has keys to ask for.
+        return _open_many(url, primaries, name, must_answer)
 
 
 def _open_client(url: StoreURL, name: str) -> DataPath:
@@ -127,13 +137,15 @@ def _open_client(url: StoreURL, name: str) -> DataPath:
         raise StoreUnavailable(f"{name}: cannot connect: {error}; {advice(str(error))}") from error
 
 
-def _open_many(url: StoreURL, primaries: Primaries, name: str) -> tuple[_native.IoExecutor, TopologyWatch]:
+def _open_many(
+    url: StoreURL, primaries: Primaries, name: str, must_answer: bool
+) -> tuple[_native.IoExecutor, TopologyWatch]:
     try:
         engine, topology = _native.open_routed_resp_executor(_of_any_server(url))
     except _native.TlsError as error:
         raise ConfigError(f"{name}: {error}") from error
     try:
-        return engine, TopologyWatch(topology, primaries)
+        return engine, TopologyWatch(topology, primaries, must_answer)
     except BaseException:
         engine.close(DEFAULT_TIMEOUT_S)
         raise

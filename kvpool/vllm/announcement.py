@@ -206,6 +206,7 @@ def _bracketed(host: str) -> str:
 
 
 CLOSE_S = 5.0  # longest wait for the thread
+FACTS_RETRY_S = 5.0  # while the pool does not take them
 
 
 class EngineAnnouncer:
@@ -217,7 +218,7 @@ class EngineAnnouncer:
         self._config, self._model, self._describe = config, model, describe
         self._current: Namespace | None = None  # of the engine
         self._thread: threading.Thread | None = None
-        self._closed = False
+        self._closed = threading.Event()
         self._announcer: Announcer | None = None
         self._announced: Namespace | None = None  # whose facts are in the pool
 
@@ -242,7 +243,7 @@ class EngineAnnouncer:
 
     def close(self, store: Store) -> None:
         """Withdraw the engine. Blocks for ``CLOSE_S`` at most, plus the withdrawal."""
-        self._closed = True
+        self._closed.set()
         if self._thread is not None:
             self._thread.join(CLOSE_S)
         if self._announcer is not None:
@@ -256,25 +257,28 @@ class EngineAnnouncer:
             earlier.join()
         if namespace is not self._current:  # closed meanwhile, or in another namespace
             return
-        self._announce_facts(store, namespace)
+        has_facts = self._announce_facts(store, namespace)
         if self._announcer is not None:
             self._announcer.enter(namespace.hex)
         elif self._describe is not None:
             self._announce_worker(store, self._describe, namespace)
-        if self._closed and self._announcer is not None:  # it took longer than close() waits
+        if self._closed.is_set() and self._announcer is not None:  # it took longer than close() waits
             self._announcer.close()
+        while not has_facts and not self._closed.wait(FACTS_RETRY_S) and namespace is self._current:
+            has_facts = self._announce_facts(store, namespace, logging.DEBUG)
 
-    def _announce_facts(self, store: Store, namespace: Namespace) -> None:
-        """Record the facts, and log how this worker's differ from earlier ones."""
+    def _announce_facts(self, store: Store, namespace: Namespace, level: int = logging.WARNING) -> bool:
+        """Record the facts, and log how this worker's differ from earlier ones. ``level``: of a failure."""
         self._withdraw_epoch(store)
         self._announced = namespace
         try:
             differences = announce_facts(store, namespace, self._model)
         except KVPoolError as error:
-            logger.warning("kvpool could not announce its namespace: %s", error)
-            return
+            logger.log(level, "kvpool could not announce its namespace: %s", error)
+            return False
         for sentence in differences:
             logger.warning("kvpool: %s", sentence)
+        return True
 
     def _withdraw_epoch(self, store: Store) -> None:
         if self._announced is not None and EPOCH_FACT in self._announced.facts:

@@ -77,7 +77,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 logger.info("kvpool: weights %s", weights_of(vllm_config, config).source)
                 align_tokens, hash_block_tokens = internals.block_sizes(vllm_config, kv_cache_config)
                 events = vllm_config.kv_events_config
-                self._store = open_store(config.pool, threads=1)
+                self._store = open_store(config.pool, threads=1, must_answer=not config.start_without_pool)
                 self._scheduler = SchedulerHalf(
                     config,
                     self._store,

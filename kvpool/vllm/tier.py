@@ -109,7 +109,11 @@ class KVPoolTier(SecondaryTierManager):
                 "weights": served_digest(offloading_spec.config.model.name, self._config.model_path),
             }
             self._namespace = Namespace(self._config.tenant, self._facts)
-            self._store = open_store(self._config.pool, threads=self._config.threads)
+            self._store = open_store(
+                self._config.pool,
+                threads=self._config.threads,
+                must_answer=not self._config.start_without_pool,
+            )
         except (ConfigError, StoreUnavailable) as error:
             refuse(error)
         try:

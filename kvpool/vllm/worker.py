@@ -110,6 +110,7 @@ class WorkerHalf:
                 self._config.pool,
                 threads=self._config.threads,
                 opened_by=self._config.worker or self._config.tenant,
+                must_answer=not self._config.start_without_pool,
             )
             copiers = [
                 BlockCopier(views, group.blocks_per_record)

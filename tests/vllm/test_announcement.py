@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,13 @@ import pytest
 from kvpool.config import PoolConfig, hash_seed
 from kvpool.discovery.worker import Publisher, check_worker
 from kvpool.discovery.worker_record import pack_worker
+from kvpool.errors import StoreUnavailable
 from kvpool.key.hashing import seed_id
+from kvpool.key.key import Namespace
+from kvpool.store import Store, open_store
+from kvpool.vllm.announcement import EngineAnnouncer
+from tests.support.deadlines import eventually
+from tests.support.servers import Server, started
 
 pytestmark = [pytest.mark.vllm]
 
@@ -180,3 +187,22 @@ def test_an_endpoint_that_the_engine_refuses_is_its_own_matter(described: Descri
     told = described({**EVENTS, "endpoint": "ipc:///x"}, data_parallel_index=1)
     assert told.worker.publishers == (Publisher(1, ""),)
     assert "Invalid endpoint" in told.problems[0]
+
+
+def test_facts_that_a_pool_does_not_take_yet_are_announced_when_it_comes(tmp_path: Path) -> None:
+    server = Server("valkey-server", tmp_path)
+    config = PoolConfig.load({"pool": server.url, "start_without_pool": True}, {})
+    namespace = Namespace(config.tenant, {"weights": "w"})
+    with open_store(config.pool, must_answer=not config.start_without_pool) as store:
+        announcer = EngineAnnouncer(config, "m", None)
+        announcer.enter(store, namespace)
+        with started(server):
+            assert eventually(lambda: namespace.facts_key in announced(store, namespace))
+            announcer.close(store)
+
+
+def announced(store: Store, namespace: Namespace) -> Container[str]:
+    try:
+        return store.announcements(namespace.facts_key)
+    except StoreUnavailable:
+        return ()

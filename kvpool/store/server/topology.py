@@ -34,14 +34,14 @@ Ranges = Sequence[tuple[int, int]]  # first and last slot
 
 
 class Primary(NamedTuple):
-    """One server and its hash slots; no slots: all keys."""
+    """One server and its hash slots."""
 
     host: str
     port: int
     slots: Ranges
 
     def holds(self, slot: int) -> bool:
-        return not self.slots or any(first <= slot <= last for first, last in self.slots)
+        return any(first <= slot <= last for first, last in self.slots)
 
 
 class Primaries:
@@ -61,7 +61,7 @@ class Primaries:
         import redis
 
         if not self._url.nodes:
-            return [Primary(self._url.host, self._url.port, ())]
+            return [Primary(self._url.host, self._url.port, ((0, LAST_SLOT),))]
         is_cluster = self._url.scheme == "valkey+cluster"
         known = list(dict.fromkeys((*self._found, *self._url.nodes) if is_cluster else self._url.nodes))
         start = self._asked % len(known)
@@ -159,15 +159,23 @@ class TopologyWatch:
 
     Ownership: the caller closes it after the engine; dropping the store closes its topology, which also ends
     the thread. The thread holds no other reference to the store. Blocks as ``Primaries.find``. Errors: of the
-    first reading; later ones are retried.
+    first reading, unless servers need not answer (``must_answer``); later ones are retried.
     """
 
-    def __init__(self, topology: _native.Topology, primaries: Primaries) -> None:
+    def __init__(self, topology: _native.Topology, primaries: Primaries, must_answer: bool = True) -> None:
         self._topology, self._primaries = topology, primaries
         self._pid = os.getpid()
         self._closed = threading.Event()
-        self._install()
-        self._thread = threading.Thread(target=self._run, name="kvpool-topology", daemon=True)
+        is_current = True
+        try:
+            self._install()
+        except StoreUnavailable:
+            if must_answer:
+                raise
+            is_current = False
+        self._thread = threading.Thread(
+            target=self._run, args=(is_current,), name="kvpool-topology", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
@@ -178,8 +186,7 @@ class TopologyWatch:
         self._topology.close()
         self._thread.join(JOIN_S)
 
-    def _run(self) -> None:
-        is_current = True
+    def _run(self, is_current: bool) -> None:
         while not self._topology.closed():
             if is_current and not self._topology.wait_until_stale(WAIT_S):
                 continue
