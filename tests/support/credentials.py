@@ -107,8 +107,8 @@ DOCUMENTED = [
 def url_of(server: Server, *, without: tuple[str, ...] = (), keys: str = "kvpool:tenant-1:*") -> str:
     """For a user who may do what the documentation says, but for these."""
     commands = [one for one in DOCUMENTED if one[1:] not in without] + ["+info"]  # GLIDE's own
-    if server.name == "valkey-server":
-        commands.append("+client|setinfo")  # Redis has it from 7.2 on
+    if server.knows("client|setinfo"):
+        commands.append("+client|setinfo")
     server.client.acl_setuser(
         "worker", enabled=True, reset=True, passwords=["+p"], keys=[keys], commands=commands
     )

@@ -28,6 +28,7 @@ from tests.support.deadlines import eventually
 
 FOLDER = Path(__file__).parents[2] / ".cache" / "servers" / "bin"
 SERVERS = ("redis-server", "valkey-server")
+NEWER = ("redis-server-8", "valkey-server-9")  # for tests of what differs between versions, and of no TLS
 CLIENTS = ("native", "redis", "glide")
 
 PROCESSES = 8  # of pytest, at most, at a time
@@ -108,6 +109,11 @@ class Server:
     def go_on(self) -> None:
         assert self._process is not None
         os.kill(self._process.pid, signal.SIGCONT)
+
+    def knows(self, command: str) -> bool:
+        """Whether it has this command, or one behind a bar: versions differ."""
+        told = self.client.execute_command("COMMAND INFO", command)  # one word: redis-py has no parser for it
+        return bool(told[0])
 
     def info(self, name: str) -> Any:
         return self.client.info()[name]

@@ -28,7 +28,7 @@ from tests.support.command_line import kvpool, refused
 from tests.support.deadlines import eventually
 from tests.support.doctor import NOBODY, announced, examined, sentences, worker
 from tests.support.feeds import misbehaving
-from tests.support.servers import Server, running
+from tests.support.servers import NEWER, SERVERS, Server, running
 from tests.support.wire import batch, stored
 
 CONF = Path(__file__).parents[3] / "deploy" / "valkey.conf"
@@ -47,7 +47,7 @@ def to_change(server: Server) -> list[Finding]:
     return [one for one in server_findings(StoreURL.parse(server.url)) if one.level != "ok"]
 
 
-@pytest.fixture(params=["redis-server", "valkey-server"])
+@pytest.fixture(params=SERVERS)
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
     with running(request.param, tmp_path, *GOOD) as server:
         yield server
@@ -62,6 +62,7 @@ def test_the_file_says_what_the_doctor_wants() -> None:
     assert said == WANTED
 
 
+@pytest.mark.parametrize("server", [*SERVERS, *NEWER], indirect=True)
 def test_a_server_with_our_file_has_nothing_to_change(server: Server) -> None:
     code, findings = examined("--pool", server.url)
     assert code == 0

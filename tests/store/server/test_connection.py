@@ -111,7 +111,7 @@ def test_every_connection_says_whose_it_is(server: Server, client: str) -> None:
     roles = {"native": {"reads", "writes"}, "redis": {"values"}, "glide": {"values"}}[client]
     names = {one["name"] for one in listed}
     assert names == {f"kvpool:{role}:worker-7-" for role in roles | {"announcements", "notices"}}
-    if server.name == "valkey-server" and client != "glide":  # Redis has it from 7.2 on
+    if server.knows("client|setinfo") and client != "glide":
         assert {(one["lib-name"], one["lib-ver"]) for one in listed} == {("kvpool", __version__)}
 
 

@@ -17,7 +17,7 @@ from tests.support.conformance import OpenStore, StoreConformance, key
 from tests.support.credentials import Authority
 from tests.support.deadlines import MARGIN_S, eventually
 from tests.support.misbehaving import bulk, misbehaving, says
-from tests.support.servers import SERVERS, Server, Watched
+from tests.support.servers import NEWER, SERVERS, Server, Watched
 from tests.support.store_traffic import Traffic, serves
 
 OTHER = 99  # a key that Traffic does not use
@@ -113,7 +113,7 @@ def test_the_primary_is_killed_under_load(name: str, tmp_path: Path) -> None:
         assert serves(store)
 
 
-@pytest.mark.parametrize("name", SERVERS[1:])
+@pytest.mark.parametrize("name", [*SERVERS[1:], *NEWER])
 def test_a_primary_that_hands_over_is_left(name: str, tmp_path: Path) -> None:
     """It lives on as a replica, and says READONLY to whoever has not noticed."""
     with Watched(name, tmp_path) as watched, open_store(watched.url) as store:
