@@ -7,8 +7,10 @@ output: ``{"error": {"type", "message", "exit_code"}}``.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
+import os
 import re
 import sys
 from typing import NoReturn
@@ -43,12 +45,30 @@ REMOVED_OPTIONS = {
     ("kvpool bench store", "--plot"): _CHECKOUT.format("store --plot"),
 }
 
+_NO_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
 # An argument of an index's clients in Python, as their errors name it; no part of a path.
 _ARGUMENT = re.compile(r"(?<![\w/.-])tls_(ca|cert|key)(?![\w/.-])")
 
 
 def run(app: typer.Typer, program: str) -> NoReturn:
     """Run a command line and exit. ``program``: its name, before each line about a failure."""
+    try:
+        try:
+            _run(app, program)
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in _NO_OUTPUT or error.filename is not None:
+            raise
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # else the interpreter's end tries again
+        if error.errno != errno.EPIPE:  # a pipe's reader that has gone knows
+            print(f"{program}: nothing can be written to standard output: {error.strerror}", file=sys.stderr)
+        sys.exit(EXIT_FAILED)
+
+
+def _run(app: typer.Typer, program: str) -> NoReturn:
     as_json = "--json" in sys.argv[1:]
 
     def end(sentence: str, code: int, kind: str) -> NoReturn:

@@ -267,7 +267,7 @@ def _many_servers(url: str, hosts: str, path: str, query: Mapping[str, str], com
     common = replace(common, nodes=tuple(node for node in nodes if node), tls=_tls_of_many(url, query))
     if is_cluster:
         if path not in ("", "/"):
-            raise ConfigError(f"{redact(url)}: a cluster has no databases; leave {path} away")
+            raise ConfigError(f"{redact(url)}: in a cluster kvpool uses database 0; leave {path} away")
         return common
     service, _, database = path[1:].partition("/")
     if not _SERVICE.fullmatch(service):

@@ -65,6 +65,7 @@ def main() -> None:
             )
     except sources.Unavailable as failure:
         raise SystemExit(str(failure)) from None
+    say("packing the source")
     source = build_sdist(scratch, out)
     for target in targets:
         name, _, arch = target.partition("-")
@@ -72,13 +73,20 @@ def main() -> None:
         toolchain = Toolchain(arch, scratch / f"tools-{arch}", scratch / "zig")
         cmake = toolchain.write()
         prefix = openssl.build(crypto, trees[crypto], toolchain, scratch)
+        say(f"{target}: build tools")
         python = environment(pythons[name], name, scratch)
+        say(f"{target}: compiling; its output: {scratch / f'{name}-{arch}.log'}")
         raw = build_wheel(python, source, toolchain, cmake, prefix, trees[xxhash], name, scratch)
         parts = [finish.of_source(one, tree) for one, tree in trees.items()]
         parts += finish.of_tools(site_packages(python))
         wheel = finish.finish(raw, parts, arch, scratch, out)
         size = wheel.stat().st_size / 2**20
         print(f"{wheel.name}: {size:.1f} MiB, {time.monotonic() - began:.0f} s", flush=True)
+
+
+def say(step: str) -> None:
+    """A line for each step that may take minutes."""
+    print(step, flush=True)
 
 
 def find_python(name: str) -> str:

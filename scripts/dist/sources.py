@@ -87,6 +87,7 @@ def unpacked(source: Source, folder: Path) -> Path:
 def _fetch(source: Source, archive: Path) -> None:
     archive.parent.mkdir(parents=True, exist_ok=True)
     failures = []
+    print(f"fetching {source.name} {source.version}", flush=True)
     for url in [source.url, *(f"{site}/pool/main/{source.debian}" for site in _debian_mirrors())]:
         try:
             with urllib.request.urlopen(url, timeout=TIMEOUT_S) as reply:  # noqa: S310

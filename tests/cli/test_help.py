@@ -119,6 +119,28 @@ def test_exit_codes_tell_the_command_line_from_the_world(arguments: list[str], c
     assert line == f"kvpool: {error['message']}"
 
 
+@pytest.mark.parametrize("arguments", [["--version"], ["index", "--help"], ["top", "--json", "--onse"]])
+def test_a_full_standard_output_is_one_line(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "kvpool", *arguments]
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+        )
+    assert ended.returncode == 1
+    assert ended.stderr == "kvpool: nothing can be written to standard output: No space left on device\n"
+
+
+def test_a_reader_that_has_gone_is_told_nothing() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "kvpool", "--version"]
+    ended = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, check=False
+    )
+    os.close(writer)
+    assert (ended.returncode, ended.stderr) == (1, "")
+
+
 def test_failures_say_nothing_of_grpc() -> None:
     for target, advice in (
         ("127.0.0.1:1", ": nothing listens there; start one: kvpool index --listen 127.0.0.1:1"),

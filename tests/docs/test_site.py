@@ -23,6 +23,13 @@ def test_the_page_of_commands_is_what_the_commands_say() -> None:
     assert named((DOCS / "reference" / "cli.md").read_text()) == named(page()), "make cli-reference"
 
 
+def test_the_page_about_installing_names_what_the_build_needs() -> None:
+    asked = re.search(r"^requires = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert asked is not None
+    page = (DOCS / "how-to" / "install.md").read_text()
+    assert [name for name in re.findall(r'"(.+?)"', asked[1]) if f"'{name}'" not in page] == []
+
+
 def named(page: str) -> list[tuple[str, list[str]]]:
     """Each command, and its options."""
     parts = re.split(r"^## `(.*)`$", page, flags=re.MULTILINE)

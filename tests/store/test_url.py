@@ -182,7 +182,7 @@ def test_the_servers_that_it_names(url: str, servers: tuple[str, ...]) -> None:
         ("valkey+cluster://a,,b", "write valkey+cluster://host:6379,host:6379"),
         ("valkey+cluster://a,b:0", "ports from 1 to 65535"),
         ("valkey+cluster://" + ",".join(["a"] * 65), "1 to 64 hosts"),
-        ("valkey+cluster://a/1", "a cluster has no databases; leave /1 away"),
+        ("valkey+cluster://a/1", "in a cluster kvpool uses database 0; leave /1 away"),
         ("valkey+cluster://a?client=redis", "client=redis knows one server only; leave client away"),
         ("valkey+sentinel://a/x?client=glide", "client=glide knows one server only; leave client away"),
         ("valkey+cluster://a?db=1", 'unknown parameter "db"; known are ca, cert, client, connections, key'),
