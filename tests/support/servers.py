@@ -216,12 +216,7 @@ class Cluster(Group):
     """
 
     def __init__(
-        self,
-        name: str,
-        folder: Path,
-        *,
-        replicas: int = 0,
-        authority: Authority | None = None,
+        self, name: str, folder: Path, *, replicas: int = 0, authority: Authority | None = None
     ) -> None:
         self._replicas, self._authority = replicas, authority
         self._folder, self._name = folder, name
