@@ -208,7 +208,7 @@ async def _serve(
         )
         parts.push_async_callback(server.stop)
         if not settings.no_scrape:
-            scraper = Scraper(fleet, router.loads, resolver=resolver, tls=worker_tls)
+            scraper = Scraper(fleet, router.loads, resolver=resolver, tls=worker_tls, check=router.check)
             parts.push_async_callback(scraper.close)
             scraper.start()
         port = await server.start(settings.grpc)

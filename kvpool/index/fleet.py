@@ -6,7 +6,7 @@ Threads: any; no I/O but log lines. ``_lock`` guards ``_workers`` and the member
 ``_present``, ``_ranks`` and ``_models`` are read without it, as whole values. ``Rank.lock`` guards the rank's
 holder in the table and its fields; it is taken after ``_lock``, never before. Applying a batch holds a rank's
 lock, up to 0.3 s for 34 MiB, and a leaving rank makes ``_lock`` wait for that. An event loop calls only
-``ask`` with ``at_once``, ``followed``, ``incomplete``, ``rank`` and ``models``, which take neither.
+``ask`` with ``at_once``, ``followed``, ``incomplete``, ``rank``, ``ranks_of`` and ``models``, which take neither.
 """
 
 from __future__ import annotations
@@ -313,6 +313,11 @@ class Fleet:
     def rank(self, worker_id: str, dp_rank: int) -> Rank | None:
         """Of a worker's present start; None: unknown."""
         return self._ranks.get((worker_id, dp_rank))
+
+    def ranks_of(self, worker_id: str) -> list[tuple[str, int]]:
+        """(worker, data-parallel rank) of a present worker; empty: unknown."""
+        entry = self._present.get(worker_id)
+        return [] if entry is None else [(worker_id, one.dp_rank) for one in entry.worker.publishers]
 
     def incomplete(self) -> list[tuple[str, int]]:
         """(worker, data-parallel rank) of followed ranks that hold more than is known."""

@@ -49,7 +49,7 @@ class ScriptedWorker:
         self.render: Render | None = render_bytes
         self.render_status = 200
         self.render_delay_s = 0.0
-        self.status = 200
+        self.status = self.health_status = 200
         self.given_up = 0
         self.reply: bytes | None = None
         self.reply_headers: dict[str, str] = {}
@@ -103,7 +103,7 @@ class ScriptedWorker:
         await runner.cleanup()
 
     async def _health(self, _: web.Request) -> web.Response:
-        return web.Response()
+        return web.Response(status=self.health_status)
 
     async def _metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=page({0: self.engine}))

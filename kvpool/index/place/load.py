@@ -1,4 +1,4 @@
-"""``Load``: how busy a worker's rank is; ``LoadBoard``: the last of each, with its ``Reservations``.
+"""``Load``: how busy a worker's rank is; ``LoadBoard``: the last of each, with its ``Reservations`` and ``Ejections``.
 
 Any thread; nothing blocks. ``_lock`` guards ``_ranks`` and changes of its members; a ranking reads them without.
 """
@@ -6,11 +6,12 @@ Any thread; nothing blocks. ``_lock`` guards ``_ranks`` and changes of its membe
 from __future__ import annotations
 
 import heapq
+import logging
 import secrets
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -25,8 +26,18 @@ KEEP_S = 10.0  # of a load; unknown after
 KEEP_FAILED_S = 30.0  # of a failed page; pages are read again within 12 s
 MAX_KEPT = 65536  # ranks
 MAX_RESERVATIONS = 65536
+
+FAILURES = 3  # in a row eject a worker
+EJECT_S, MAX_EJECT_S = 5.0, 60.0  # each failed trial doubles it
+TRIAL_S = 5.0  # for a trial to end, before the next one
+EJECTED = 1 << 40  # cost: above all prompts and queues
+MAX_FAILING = 4096  # workers
+_EJECTIONS = ""  # in the place of a tenant's name
+
 _MOST = (1 << 32) - 1
 _MOST_TOKENS = (1 << 53) - 1
+
+logger = logging.getLogger("kvpool.index")
 
 
 @dataclass(frozen=True)
@@ -213,3 +224,90 @@ class Reservations:
         if not self._costs[key]:
             del self._costs[key]
             self._done_s.pop(key, None)
+
+
+@dataclass
+class _Failing:
+    """``until_s``: of its ejection, or trial. ``names``: of its reservations. ``is_ill``: says its health check."""
+
+    failures: int = 0
+    seconds: float = EJECT_S
+    until_s: float = 0.0
+    names: Sequence[str] = ()
+    is_on_trial: bool = False
+    is_ill: bool = False
+
+
+class Ejections:
+    """Workers that fail, each ejected by a reservation of ``EJECTED`` on its ranks.
+
+    ``FAILURES`` in a row eject a worker. After its time one request is its trial: a success ends the ejection, a
+    failure doubles its time. A failed health check ejects at once, until the next good one or for
+    ``KEEP_FAILED_S``. One thread at a time.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        reservations: Reservations,
+        ranks: Callable[[str], Iterable[RankKey]],
+    ) -> None:
+        self._clock, self._reservations, self._ranks = clock, reservations, ranks
+        self._failing: OrderedDict[str, _Failing] = OrderedDict()  # by worker's id
+
+    def record(self, worker_id: str, *, failed: bool) -> None:
+        """A request's outcome. Those of requests before the ejection change nothing."""
+        one = self._failing.get(worker_id) or _Failing()
+        if one.is_ill or (self._clock() < one.until_s and not one.is_on_trial):
+            return
+        if not failed:
+            self._end(worker_id)
+            return
+        one.failures += 1
+        self._remember(worker_id, one)
+        if one.failures >= FAILURES:
+            logger.warning(
+                "worker %s fails: it gets no requests for %g s, then one as a trial", worker_id, one.seconds
+            )
+            self._eject(worker_id, one, one.seconds)
+            one.seconds = min(2 * one.seconds, MAX_EJECT_S)
+
+    def check(self, worker_id: str, *, failed: bool) -> None:
+        """The outcome of a health check."""
+        one = self._failing.get(worker_id) or _Failing()
+        if failed:
+            if not one.is_ill:
+                logger.warning("worker %s fails its health check: it gets no requests", worker_id)
+            one.failures, one.is_ill = FAILURES, True
+            self._remember(worker_id, one)
+            self._eject(worker_id, one, KEEP_FAILED_S)
+        elif one.is_ill:
+            logger.info("worker %s passes its health check again", worker_id)
+            self._end(worker_id)
+
+    def pick(self, worker_id: str) -> None:
+        """The worker was picked: as a trial, if its time is over."""
+        one = self._failing.get(worker_id)
+        if one is not None and one.failures >= FAILURES and self._clock() >= one.until_s:
+            self._eject(worker_id, one, TRIAL_S)
+            one.is_on_trial, one.is_ill = True, False
+
+    def _remember(self, worker_id: str, one: _Failing) -> None:
+        self._failing[worker_id] = one
+        if len(self._failing) > MAX_FAILING:
+            self._end(next(iter(self._failing)))
+
+    def _eject(self, worker_id: str, one: _Failing, seconds: float) -> None:
+        self._release(one)
+        one.until_s, one.is_on_trial = self._clock() + seconds, False
+        one.names = [
+            self._reservations.add(_EJECTIONS, *rank, EJECTED, seconds) for rank in self._ranks(worker_id)
+        ]
+
+    def _end(self, worker_id: str) -> None:
+        if (one := self._failing.pop(worker_id, None)) is not None:
+            self._release(one)
+
+    def _release(self, one: _Failing) -> None:
+        for name in one.names:
+            self._reservations.release(_EJECTIONS, name)

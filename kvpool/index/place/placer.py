@@ -23,6 +23,7 @@ from kvpool.errors import ConfigError, KVPoolError, UnknownModel
 from kvpool.index.fleet import Fleet
 from kvpool.index.place.endpoints import Endpoints, Url, parse_url
 from kvpool.index.place.inference_request import InferenceRequest, named_model, read_request
+from kvpool.index.place.load import EJECTED
 from kvpool.index.place.placement import BLOCKS, MATCHED, REASON, WORKER, Placement, Refusal, Target
 from kvpool.index.place.ranking import NativeRanking, Pick
 from kvpool.index.place.renderer import NoTokens, Renderer
@@ -42,6 +43,7 @@ INLINE_NBYTES = 8 << 10  # of a body, above which a thread does the work; its te
 INLINE_TOKENS_NBYTES = 64 << 10
 THREADS = 2
 MAX_UNDER_WAY = 64  # bodies in threads
+FAILED = frozenset((429, 500, 502, 503, 504))  # statuses that another worker might not have given
 NOBODY = b"\0" * 8  # a prompt of one block that no worker holds
 
 logger = logging.getLogger("kvpool.index")
@@ -146,6 +148,11 @@ class Placer:
             if placement.prompt_blocks:
                 headers += [(MATCHED, str(target.matched_blocks)), (BLOCKS, str(placement.prompt_blocks))]
         return headers
+
+    def record(self, placement: Placement, target: Target, status: int | None) -> None:
+        """A target's answer to the request; None: none. Failures in a row eject its worker."""
+        failed = status is None or status in FAILED
+        self._router.record(f"{placement.tenant}/{target.worker}", failed=failed)
 
     def release(self, placement: Placement) -> None:
         self._release(placement.tenant, placement.reservation)
@@ -355,9 +362,11 @@ class Placer:
             raise Refusal(503, "all workers sleep" if picks else "no worker has joined the index")
         # If none is reachable, the index itself may be cut off.
         reachable = [pick for pick in awake if not pick.unreachable] or awake
+        # If all fail, the fault may be the requests'.
+        well = [pick for pick in reachable if pick.reserved_cost < EJECTED] or reachable
         if self._max_waiting is None:
-            return reachable
-        fit = [pick for pick in reachable if pick.waiting < self._max_waiting]
+            return well
+        fit = [pick for pick in well if pick.waiting < self._max_waiting]
         if not fit:
             raise Refusal(429, f"each worker has {self._max_waiting} or more requests waiting")
         return fit

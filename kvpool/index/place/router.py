@@ -7,11 +7,12 @@
     queue   = waiting prompt tokens (unknown: waiting * waiting requests), less speed * the age of the load
             + running * running requests
             + usage * (share of the KV cache in use - 0.8, not below 0) / 0.2 + reserved cost
+              (2^40 of a worker that fails: ``Ejections``)
 
 Ranks are scored and sorted natively (``kvpool/_native/index/ranking.h``).
 
-Threads: any; no I/O. ``_lock`` guards ``_reservations`` and ``_picks``: choice and reservation are one step,
-so concurrent routers see each other's.
+Threads: any; no I/O. ``_lock`` guards ``_reservations``, ``_ejections`` and ``_picks``: choice and reservation
+are one step, so concurrent routers see each other's.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from kvpool import _native
 from kvpool.errors import ConfigError
 from kvpool.index.fleet import Fleet
 from kvpool.index.partition import Answer
-from kvpool.index.place.load import KEEP_FAILED_S, KEEP_S, Load, LoadBoard, Reservations
+from kvpool.index.place.load import KEEP_FAILED_S, KEEP_S, Ejections, Load, LoadBoard, Reservations
 from kvpool.index.place.ranking import NativeRanking, Ranking
 from kvpool.index.prompt import Prompt, PromptFields, as_prompt
 from kvpool.key.hashing import len_tokens
@@ -97,6 +98,7 @@ class Router:
         self._packed_costs = self._costs.native()
         self._lock = threading.Lock()
         self._reservations = Reservations(clock, self.loads, tenant_share)
+        self._ejections = Ejections(clock, self._reservations, fleet.ranks_of)
         self._picks = 0  # choices so far
 
     def route(
@@ -173,6 +175,16 @@ class Router:
         with self._lock:
             return self._reservations.release(tenant, reservation)
 
+    def record(self, worker_id: str, *, failed: bool) -> None:
+        """The outcome of a request at a worker, which counts for its ejection."""
+        with self._lock:
+            self._ejections.record(worker_id, failed=failed)
+
+    def check(self, worker_id: str, *, failed: bool) -> None:
+        """The outcome of a worker's health check."""
+        with self._lock:
+            self._ejections.check(worker_id, failed=failed)
+
     def _take(
         self,
         answers: Sequence[Answer],
@@ -185,6 +197,7 @@ class Router:
         cost += round(self._costs.running)
         self._picks += 1
         self.loads.pick(*key, self._picks, min(cost, MAX_COEFFICIENT))
+        self._ejections.pick(key[0])
         if reserve_s is None:
             return ""
         # A known load already includes running work.

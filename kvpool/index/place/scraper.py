@@ -1,4 +1,4 @@
-"""``Scraper``: reads the metrics pages of a fleet's workers, each once a second, in the index's event loop.
+"""``Scraper``: reads metrics and health of a fleet's workers, each once a second, in the index's event loop.
 
 Each worker has a task, so a slow page delays no other. ``MAX_AT_A_TIME`` pages are under way at most,
 ``MAX_OF_TENANT`` per tenant. A thread parses pages, ``Resolver`` resolves names; the event loop owns all state.
@@ -11,8 +11,9 @@ import logging
 import random
 import ssl
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import aiohttp
 import anyio
@@ -41,6 +42,8 @@ class Scraper:
     """Writes the load of each worker of ``fleet`` to ``loads``, and its sleep to ``fleet``.
 
     Workers without an HTTP URL are left out. ``tls``: for workers at https; None: the system's authorities.
+    ``check``: ``Router.check``, told each answer to ``GET /health``; None: nobody asks. 5xx fails; no answer says
+    nothing, as the index itself may be cut off.
     One event loop: ``start``, ``close``.
     """
 
@@ -52,8 +55,9 @@ class Scraper:
         resolver: Resolver | None = None,
         interval_s: float = INTERVAL_S,
         tls: ssl.SSLContext | None = None,
+        check: Callable[..., None] | None = None,
     ) -> None:
-        self._fleet = fleet
+        self._fleet, self._check = fleet, check
         self._loads = loads
         self._interval_s = interval_s
         self._resolver = resolver or Resolver()
@@ -118,6 +122,12 @@ class Scraper:
                 if failures:
                     logger.info("worker %s: its metrics are read again", worker_id)
                 failures = 0
+            if self._check is not None:
+                with suppress(Exception):  # of as many kinds
+                    async with self._work.turn(tenant):
+                        with anyio.fail_after(DEADLINE_S):
+                            status, _ = await self._get(address, tenant, "/health")
+                    self._check(worker_id, failed=status >= 500)
             await asyncio.sleep(part * min(self._interval_s * 2 ** min(failures, 16), MAX_BACKOFF_S))
             part = 1.0
 
@@ -129,7 +139,9 @@ class Scraper:
         since = [0 if one is None else one.batches for one in followed]
         # Before Python 3.12, asyncio.wait_for forgets a cancellation that meets the page.
         with anyio.fail_after(DEADLINE_S):
-            page = await self._page(address, worker_id.partition("/")[0])
+            status, page = await self._get(address, worker_id.partition("/")[0], "/metrics")
+        if status != 200:
+            raise BadPage(f"{address.rstrip('/')}/metrics answers with HTTP status {status}")
         engines = await asyncio.get_running_loop().run_in_executor(self._parser, read_page, page)
         if len(engines) == len(ranks) == 1:  # behind its own balancer, each rank is a server
             engines = {ranks[0]: next(iter(engines.values()))}
@@ -147,9 +159,10 @@ class Scraper:
             if engine.asleep and one is not None:  # it waits for a batch of the rank that is being applied
                 await asyncio.get_running_loop().run_in_executor(self._parser, one.empty, batches)
 
-    async def _page(self, address: str, tenant: str) -> bytes:
+    async def _get(self, address: str, tenant: str, path: str) -> tuple[int, bytes]:
+        """Status and, of a good one, body."""
         assert self._session is not None
-        named, at = URL(f"{address.rstrip('/')}/metrics"), parse_url(address)
+        named, at = URL(address.rstrip("/") + path), parse_url(address)
         # aiohttp would resolve in the event loop's few threads, which hanging names could fill.
         addresses = await asyncio.wrap_future(self._resolver.resolve(at.host, tenant, at.port))
         headers = {"host": at.authority}
@@ -159,13 +172,13 @@ class Scraper:
             named.with_host(addresses[0]), headers=headers, allow_redirects=False, server_hostname=at.host
         ) as reply:
             if reply.status != 200:
-                raise BadPage(f"{named} answers with HTTP status {reply.status}")
+                return reply.status, b""
             page = bytearray()
             async for part in reply.content.iter_any():
                 page += part
                 if len(page) > MAX_PAGE_NBYTES:
                     raise BadPage(f"{named} has more than {MAX_PAGE_NBYTES} bytes")
-        return bytes(page)
+        return reply.status, bytes(page)
 
 
 def _line(error: Exception) -> str:

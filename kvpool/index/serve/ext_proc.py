@@ -25,7 +25,16 @@ from kvpool.errors import ConfigError
 from kvpool.index import limits
 from kvpool.index.client.tls import ServerTls
 from kvpool.index.limits import INFERENCE, Limits
-from kvpool.index.place.placement import DESTINATION, MAX_BODY_NBYTES, OURS, RANK, Placement, Refusal, hold
+from kvpool.index.place.placement import (
+    DESTINATION,
+    MAX_BODY_NBYTES,
+    OURS,
+    RANK,
+    Placement,
+    Refusal,
+    Target,
+    hold,
+)  # fmt: skip
 from kvpool.index.place.placer import Placer
 from kvpool.index.protocol.packed import check_fields
 from kvpool.index.serve.calls import Calls
@@ -226,13 +235,19 @@ class Exchange:
         placement = self._placement
         if placement is None:
             return pb.ProcessingResponse(response_headers=pb.HeadersResponse())
-        served = _text(message.metadata_context, LB, SERVED)
+        served, targets = _text(message.metadata_context, LB, SERVED), _fit(placement)
         headers = {
             header.key: header.raw_value.decode("latin-1") or header.value
             for header in message.response_headers.headers.headers
             if header.key in (":status", "content-type")
         }
-        elsewhere = bool(served) and served not in (target.endpoint for target in placement.targets[:1])
+        elsewhere = bool(served) and served not in (target.endpoint for target in targets[:1])
+        for target in targets:
+            if not served or target.endpoint == served:
+                if (status := headers.get(":status", "")).isdecimal():
+                    self._placer.record(placement, target, int(status))
+                break
+            self._placer.record(placement, target, None)  # Envoy has gone on to the next
         # The headers of a stream come before its prompt is computed.
         if elsewhere or not headers.get("content-type", "").startswith("text/event-stream"):
             self._release()
@@ -253,10 +268,8 @@ class Exchange:
         """The answer to the headers, or the body, that names the targets; without targets Envoy chooses."""
         headers, metadata = self._placer.headers(placement), None
         if placement.targets:
-            # Envoy sends the same headers to each endpoint, so all need the rank of the best.
             rank = placement.targets[0].dp_rank
-            fit = (target.endpoint for target in placement.targets if rank in (None, target.dp_rank))
-            endpoints = ",".join(fit)
+            endpoints = ",".join(target.endpoint for target in _fit(placement))
             headers.append((DESTINATION, endpoints))
             metadata = {LB: {DESTINATION: endpoints}}
             if rank is not None:
@@ -286,6 +299,12 @@ class Exchange:
 
 
 # ---- messages
+
+
+def _fit(placement: Placement) -> list[Target]:
+    """Envoy sends the same headers to each endpoint, so all need the rank of the best."""
+    rank = next((target.dp_rank for target in placement.targets), None)
+    return [target for target in placement.targets if rank in (None, target.dp_rank)]
 
 
 def _message(packed: bytes) -> Any:

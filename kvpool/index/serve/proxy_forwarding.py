@@ -179,9 +179,13 @@ class Forwarding:
             retry: Retry
             try:
                 reply = await self._ask(placement, target, headers, sending)
+                self._placer.record(placement, target, reply.status)
             except _UNREACHABLE as error:
+                self._placer.record(placement, target, None)
                 retry, why = "unreachable", _line(error)
             except _LOST as error:
+                if not (sending.is_reused and may_repeat):
+                    self._placer.record(placement, target, None)
                 retry, why = "lost", _line(error)
                 if sending.is_late:
                     raise Refusal(504, f"worker {target.worker} has not taken the request in time") from error
@@ -193,8 +197,10 @@ class Forwarding:
                         502, f"worker {target.worker} has ended the connection without an answer: {why}"
                     ) from error
             except aiohttp.ServerTimeoutError as error:
+                self._placer.record(placement, target, None)
                 raise Refusal(504, f"worker {target.worker} has not answered in time") from error
             except (aiohttp.ClientError, ValueError) as error:
+                self._placer.record(placement, target, None)
                 raise Refusal(
                     502, f"the answer of worker {target.worker} is no HTTP: {_line(error)}"
                 ) from error
@@ -202,10 +208,11 @@ class Forwarding:
                 if not 200 <= reply.status <= 599:  # such as 101, for a request that asks for no upgrade
                     reply.close()
                     raise Refusal(502, f"worker {target.worker} answers with HTTP status {reply.status}")
-                if reply.status != 503 or not left:
+                if reply.status not in (429, 503) or not left:
                     return reply, target
                 reply.release()
-                retry, why = "503", "it answers with 503"
+                retry = "503" if reply.status == 503 else "429"
+                why = f"it answers with {reply.status}"
             self._release()
             if not left:
                 raise Refusal(503, f"worker {target.worker} cannot be reached: {why}")

@@ -159,13 +159,13 @@ async def test_a_worker_that_goes_as_its_page_comes_is_left(
 
     came: list[str] = []
 
-    async def come(scraper: Scraper, url: str, tenant: str) -> bytes:
+    async def come(scraper: Scraper, url: str, *_: str) -> tuple[int, bytes]:
         came.append(url)
         for reader in scraper._readers.values():
             reader.cancel()
-        return page({0: EngineLoad(7)})
+        return 200, page({0: EngineLoad(7)})
 
-    monkeypatch.setattr(Scraper, "_page", come)
+    monkeypatch.setattr(Scraper, "_get", come)
     async with scraping(fleet):
         await until(lambda: came)
         await until(lambda: not scraper_tasks())
