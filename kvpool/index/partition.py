@@ -74,10 +74,11 @@ class Members:
 
 
 class Answer(NamedTuple):
-    """A row for every rank of ``members``, with its blocks of a prompt."""
+    """A row for every rank of ``members``, with its blocks of a prompt of these hashes."""
 
     members: Members
     rows: _native.Answer
+    hashes: Buffer
 
     def lookup(self) -> Lookup:
         ranks = self.members.ranks
@@ -153,7 +154,7 @@ class Partition:
                     lock.release()
         except REFUSED as error:
             raise refusal(error) from error
-        return Answer(members, answer)
+        return Answer(members, answer, hashes)
 
     def _among(self, candidates: frozenset[str]) -> Members:
         return Members((rank for rank in self.members.ranks if rank.worker.name in candidates), are_all=False)

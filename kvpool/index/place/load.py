@@ -1,4 +1,5 @@
-"""``Load``: how busy a worker's rank is; ``LoadBoard``: the last of each, with its ``Reservations`` and ``Ejections``.
+"""``Load``: how busy a worker's rank is; ``LoadBoard``: the last of each. Beside it ``Reservations``, prompts
+``InFlight`` and ``Ejections``.
 
 Any thread; nothing blocks. ``_lock`` guards ``_ranks`` and changes of its members; a ranking reads them without.
 """
@@ -10,14 +11,18 @@ import logging
 import secrets
 import threading
 import time
+from bisect import bisect
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvpool import _native
 from kvpool.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvpool.index.partition import Answer
 
 LoadSource = Literal["none", "reported", "scraped"]
 LOAD_SOURCES: dict[int, LoadSource] = {0: "none", 1: "reported", 2: "scraped"}  # by the native core's number
@@ -32,6 +37,10 @@ EJECT_S, MAX_EJECT_S = 5.0, 60.0  # each failed trial doubles it
 TRIAL_S = 5.0  # for a trial to end, before the next one
 EJECTED = 1 << 40  # cost: above all prompts and queues
 MAX_FAILING = 4096  # workers
+MAX_ALIKE = 64  # prompts in flight with the same first block
+MAX_IN_FLIGHT_NBYTES = 16 << 20
+ENTRY_NBYTES = 512  # of a prompt, beside its hashes
+NO_HASH = b"\0" * 8  # of a request that is placed by load
 _EJECTIONS = ""  # in the place of a tenant's name
 
 _MOST = (1 << 32) - 1
@@ -207,6 +216,12 @@ class Reservations:
         self._end(name)
         return True
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._held
+
+    def cost(self, key: RankKey) -> int:
+        return self._costs[key]
+
     def expire(self) -> None:
         now_s = self._clock()
         while self._ends and self._ends[0][0] <= now_s:
@@ -224,6 +239,69 @@ class Reservations:
         if not self._costs[key]:
             del self._costs[key]
             self._done_s.pop(key, None)
+
+
+class InFlight:
+    """Prompts that ranks compute now: a request that shares their first blocks will find them there.
+
+    A reservation at a rank costs at least the tokens that it computes, so a shared part is credited against it.
+    ``_alike``: by first hash; of each rank and last hash, the hashes and a reservation. One thread at a time.
+    """
+
+    def __init__(self, loads: LoadBoard, reservations: Reservations) -> None:
+        self._loads, self._reservations = loads, reservations
+        self._alike: OrderedDict[bytes, OrderedDict[tuple[RankKey, bytes], tuple[bytes, str]]] = OrderedDict()
+        self._nbytes = 0
+
+    def add(self, key: RankKey, hashes: bytes, name: str) -> None:
+        """The prompt is computed at a rank while the reservation ``name`` lasts."""
+        if not name or hashes[:8] == NO_HASH:
+            return
+        alike = self._alike.setdefault(hashes[:8], OrderedDict())
+        self._alike.move_to_end(hashes[:8])
+        self._drop(alike.pop((key, hashes[-8:]), None))
+        alike[key, hashes[-8:]] = hashes, name
+        self._nbytes += len(hashes) + ENTRY_NBYTES
+        if len(alike) > MAX_ALIKE:
+            self._drop(alike.popitem(last=False)[1])
+        while self._nbytes > MAX_IN_FLIGHT_NBYTES:
+            for one in self._alike.popitem(last=False)[1].values():
+                self._drop(one)
+
+    @contextmanager
+    def credited(self, answers: Iterable[Answer]) -> Iterator[dict[RankKey, int]]:
+        """Until its end reserved costs are less these credits, in tokens."""
+        credit: dict[RankKey, int] = {}
+        for answer in answers:
+            if shared := self._shared(memoryview(answer.hashes).cast("B")):
+                rows = answer.lookup()
+                held = zip(answer.members.keys, rows.block_tokens, rows.loadable_blocks, strict=True)
+                for key, size, blocks in held:
+                    if (tokens := (shared.get(key, 0) - blocks) * size) > 0:
+                        credit[key] = min(tokens, self._reservations.cost(key) % EJECTED)
+        for key, tokens in credit.items():
+            self._loads.reserve(*key, self._reservations.cost(key) - tokens)
+        try:
+            yield credit
+        finally:
+            for key in credit:
+                self._loads.reserve(*key, self._reservations.cost(key))
+
+    def _shared(self, hashes: memoryview) -> dict[RankKey, int]:
+        """Leading blocks by rank. Each hash covers all blocks before it."""
+        alike = self._alike.get(bytes(hashes[:8])) or OrderedDict()
+        shared: dict[RankKey, int] = {}
+        for at, (others, name) in list(alike.items()):
+            if name not in self._reservations:
+                self._drop(alike.pop(at))
+                continue
+            ends = range(8, min(len(hashes), len(others)) + 1, 8)
+            count = bisect(ends, False, key=lambda end: hashes[end - 8 : end] != others[end - 8 : end])
+            shared[at[0]] = max(shared.get(at[0], 0), count)
+        return shared
+
+    def _drop(self, one: tuple[bytes, str] | None) -> None:
+        self._nbytes -= 0 if one is None else len(one[0]) + ENTRY_NBYTES
 
 
 @dataclass

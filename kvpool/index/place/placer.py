@@ -23,7 +23,7 @@ from kvpool.errors import ConfigError, KVPoolError, UnknownModel
 from kvpool.index.fleet import Fleet
 from kvpool.index.place.endpoints import Endpoints, Url, parse_url
 from kvpool.index.place.inference_request import InferenceRequest, named_model, read_request
-from kvpool.index.place.load import EJECTED
+from kvpool.index.place.load import EJECTED, NO_HASH
 from kvpool.index.place.placement import BLOCKS, MATCHED, REASON, WORKER, Placement, Refusal, Target
 from kvpool.index.place.ranking import NativeRanking, Pick
 from kvpool.index.place.renderer import NoTokens, Renderer
@@ -44,7 +44,6 @@ INLINE_TOKENS_NBYTES = 64 << 10
 THREADS = 2
 MAX_UNDER_WAY = 64  # bodies in threads
 FAILED = frozenset((429, 500, 502, 503, 504))  # statuses that another worker might not have given
-NOBODY = b"\0" * 8  # a prompt of one block that no worker holds
 
 logger = logging.getLogger("kvpool.index")
 
@@ -276,7 +275,7 @@ class Placer:
         def rank(at_once: bool) -> _Ranked:
             ranking = self._router.rank(
                 *(
-                    Prompt(model, hashes64=NOBODY, tenant=request.tenant, workers=request.workers)
+                    Prompt(model, hashes64=NO_HASH, tenant=request.tenant, workers=request.workers)
                     for model in models
                 ),
                 limit=MAX_PICKS,

@@ -7,19 +7,20 @@
     queue   = waiting prompt tokens (unknown: waiting * waiting requests), less speed * the age of the load
             + running * running requests
             + usage * (share of the KV cache in use - 0.8, not below 0) / 0.2 + reserved cost
-              (2^40 of a worker that fails: ``Ejections``)
+              (2^40 of a worker that fails: ``Ejections``), less the tokens of the prompt that earlier requests
+              compute there now (``InFlight``)
 
 Ranks are scored and sorted natively (``kvpool/_native/index/ranking.h``).
 
-Threads: any; no I/O. ``_lock`` guards ``_reservations``, ``_ejections`` and ``_picks``: choice and reservation
-are one step, so concurrent routers see each other's.
+Threads: any; no I/O. ``_lock`` guards ``_reservations``, ``_in_flight``, ``_ejections`` and ``_picks``: choice
+and reservation are one step, so concurrent routers see each other's.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,16 @@ from kvpool import _native
 from kvpool.errors import ConfigError
 from kvpool.index.fleet import Fleet
 from kvpool.index.partition import Answer
-from kvpool.index.place.load import KEEP_FAILED_S, KEEP_S, Ejections, Load, LoadBoard, Reservations
+from kvpool.index.place.load import (
+    KEEP_FAILED_S,
+    KEEP_S,
+    Ejections,
+    InFlight,
+    Load,
+    LoadBoard,
+    RankKey,
+    Reservations,
+)
 from kvpool.index.place.ranking import NativeRanking, Ranking
 from kvpool.index.prompt import Prompt, PromptFields, as_prompt
 from kvpool.key.hashing import len_tokens
@@ -98,6 +108,7 @@ class Router:
         self._packed_costs = self._costs.native()
         self._lock = threading.Lock()
         self._reservations = Reservations(clock, self.loads, tenant_share)
+        self._in_flight = InFlight(self.loads, self._reservations)
         self._ejections = Ejections(clock, self._reservations, fleet.ranks_of)
         self._picks = 0  # choices so far
 
@@ -156,18 +167,19 @@ class Router:
                     self.loads.report(key[0], reported[key])
         with self._lock:
             self._reservations.expire()
-            native = _native.Ranking(
-                [(answer.rows, self.loads.of(answer.members.keys)) for answer in answers],
-                self._packed_costs,
-                prompt_tokens,
-                self.loads.clock(),
-                KEEP_S,
-                KEEP_FAILED_S,
-                limit,
-            )
+            with self._in_flight.credited(answers) as credit:
+                native = _native.Ranking(
+                    [(answer.rows, self.loads.of(answer.members.keys)) for answer in answers],
+                    self._packed_costs,
+                    prompt_tokens,
+                    self.loads.clock(),
+                    KEEP_S,
+                    KEEP_FAILED_S,
+                    limit,
+                )
             reservation = ""
             if len(native) and takes_turn:
-                reservation = self._take(answers, native, reserve_s, until_computed)
+                reservation = self._take(answers, native, reserve_s, until_computed, credit)
         return NativeRanking(native, reservation, answers)
 
     def release(self, tenant: str, reservation: str) -> bool:
@@ -191,10 +203,11 @@ class Router:
         native: _native.Ranking,
         reserve_s: float | None,
         until_computed: bool,
+        credit: Mapping[RankKey, int],
     ) -> str:
         part, row, cost = native.best()
         key = answers[part].members.keys[row]
-        cost += round(self._costs.running)
+        cost = max(0, cost - credit.get(key, 0)) + round(self._costs.running)
         self._picks += 1
         self.loads.pick(*key, self._picks, min(cost, MAX_COEFFICIENT))
         self._ejections.pick(key[0])
@@ -203,4 +216,6 @@ class Router:
         # A known load already includes running work.
         ends = until_computed and self._costs.speed and self.loads.get(*key) is not None
         each_s = 1 / self._costs.speed if ends else None
-        return self._reservations.add(key[0].partition("/")[0], *key, cost, reserve_s, each_s)
+        name = self._reservations.add(key[0].partition("/")[0], *key, cost, reserve_s, each_s)
+        self._in_flight.add(key, bytes(answers[part].hashes), name)
+        return name

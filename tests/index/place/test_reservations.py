@@ -15,19 +15,19 @@ from tests.support.placing import COSTS, order
 def test_a_reservation_is_seen_by_others_until_it_ends() -> None:
     clock = Clock()
     router = Router(a_fleet("a", "b"), costs=COSTS, clock=clock)
-    tokens = list(range(50))
+    one, two, three = (list(range(at, at + 50)) for at in (0, 100, 200))
 
     def cost_of(name: str) -> int:
-        (pick,) = router.route("m", token_ids=tokens, workers=[name]).picks
+        (pick,) = router.route("m", token_ids=[1], workers=[name]).picks
         return pick.reserved_cost
 
-    first = router.route("m", token_ids=tokens, reserve_s=5)
+    first = router.route("m", token_ids=one, reserve_s=5)
     assert order(first) == ["a", "b"]
     assert first.reservation
-    second = router.route("m", token_ids=tokens, reserve_s=8)
+    second = router.route("m", token_ids=two, reserve_s=8)
     assert order(second) == ["b", "a"], "a is busy with the first"
     assert second.picks[1].reserved_cost == second.picks[1].queue_cost == 50 + 100
-    third = router.route("m", token_ids=tokens, reserve_s=8)
+    third = router.route("m", token_ids=three, reserve_s=8)
     assert order(third) == ["a", "b"]
     assert cost_of("a") == 300
     clock.now_s += 4.999
@@ -50,7 +50,8 @@ def test_a_reservation_ends_when_its_prompt_should_be_computed() -> None:
 
     def reserved(tokens: int = 0, name: str = "a") -> int:
         """What is, and from now on besides: a prompt of so many tokens, at 100 a second, and 100 for that it runs."""
-        prompt = Prompt("m", token_ids=list(range(tokens or 1)), workers=[name])
+        at = 1000 * tokens  # so that none has blocks of another
+        prompt = Prompt("m", token_ids=list(range(at, at + (tokens or 1))), workers=[name])
         (pick,) = router.rank(prompt, reserve_s=3.0 if tokens else None, until_computed=True).unpack().picks
         return pick.reserved_cost
 
