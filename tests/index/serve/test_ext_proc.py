@@ -14,7 +14,7 @@ import pytest
 from demo.engine_process import free_ports
 from tests.support import envoy
 from tests.support.deadlines import ends_within, eventually
-from tests.support.fronts import envoy_cluster
+from tests.support.fronts import ASKED, envoy_cluster, proxy_cluster
 from tests.support.http_client import TEXT, get, post
 from tests.support.index_process import running
 from tests.support.openai_worker import scripted
@@ -135,3 +135,10 @@ def test_a_connection_that_a_worker_closes_when_idle_is_not_used_again(tmp_path:
             return there.front.counters(name)[name]
 
         assert eventually(lambda: idle_timeouts() == 1), "before the 5 s of vLLM's server"
+
+
+@pytest.mark.parametrize("front", ["envoy", "router"])
+def test_a_callers_name_of_its_request_reaches_the_worker(front: str, tmp_path: Path) -> None:
+    with envoy_cluster(tmp_path) if front == "envoy" else proxy_cluster() as there:
+        reply = post(there.url, ASKED, x_request_id="what my log says")
+        assert there.workers[reply.worker].seen()["x-request-id"] == "what my log says"
