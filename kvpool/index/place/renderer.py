@@ -25,6 +25,7 @@ from kvpool.errors import KVPoolError
 from kvpool.index.limits import INFERENCE, Limits
 from kvpool.index.place.endpoints import Url
 from kvpool.index.place.inference_request import RENDERED, InferenceRequest, prompt_key
+from kvpool.index.place.worker_connection import WorkerConnector
 from kvpool.index.prompt import MAX_PROMPT_TOKENS, Prompt
 
 if TYPE_CHECKING:
@@ -172,9 +173,7 @@ class Renderer:
     ) -> Prompt:
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(
-                    limit=MAX_UNDER_WAY, keepalive_timeout=KEEP_ALIVE_S, ssl=self._tls or True
-                ),
+                connector=WorkerConnector(limit=MAX_UNDER_WAY, keepalive_s=KEEP_ALIVE_S, tls=self._tls),
                 auto_decompress=False,
                 trust_env=False,
             )

@@ -25,6 +25,7 @@ from kvpool.index.place.endpoints import parse_url
 from kvpool.index.place.load import Load, LoadBoard
 from kvpool.index.place.metrics_page import BadPage, PoolCost, read_page
 from kvpool.index.place.renderer import KEEP_ALIVE_S
+from kvpool.index.place.worker_connection import WorkerConnector
 from kvpool.index.resolver import Resolver
 
 INTERVAL_S = 1.0
@@ -70,7 +71,7 @@ class Scraper:
 
     def start(self) -> None:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S, ssl=self._tls or True),
+            connector=WorkerConnector(keepalive_s=KEEP_ALIVE_S, tls=self._tls),
             timeout=aiohttp.ClientTimeout(total=None),
             auto_decompress=False,
             trust_env=False,  # a proxy in the environment is not meant for workers next door

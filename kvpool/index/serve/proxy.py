@@ -22,10 +22,11 @@ from kvpool.index.client.tls import ServerTls
 from kvpool.index.limits import Kind, Limits
 from kvpool.index.place.placement import Refusal
 from kvpool.index.place.placer import Placer
+from kvpool.index.place.worker_connection import WorkerConnector
 from kvpool.index.request_stats import ProxyStats
 from kvpool.index.serve.health import Health
 from kvpool.index.serve.listener import SERVER, HttpListener
-from kvpool.index.serve.proxy_forwarding import RESPONSE_S, Forwarding, Reply, WorkerConnector
+from kvpool.index.serve.proxy_forwarding import RESPONSE_S, Forwarding, Reply
 from kvpool.tracing import Span, Tracing
 
 HEALTH, MODELS = "/health", "/v1/models"

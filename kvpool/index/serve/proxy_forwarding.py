@@ -1,9 +1,6 @@
 """``Forwarding``: one request on its way to a worker, and the response on its way back. One event loop.
 
 A worker gets its own authority as ``Host``: TLS servers and ingresses choose by it; vLLM ignores it.
-
-``Sending`` bounds the sending of a body: aiohttp's ``sock_read`` begins after it, so a worker that takes no
-bytes would hold a body above the sockets' buffers for ever.
 """
 
 from __future__ import annotations
@@ -11,10 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import ssl
 import time
-from typing import TYPE_CHECKING, NamedTuple
-from weakref import WeakSet
+from typing import NamedTuple
 
 import aiohttp
 from aiohttp import web
@@ -25,19 +20,12 @@ from kvpool.index.limits import INFERENCE, Limits
 from kvpool.index.place.endpoints import parse_url
 from kvpool.index.place.placement import MAX_BODY_NBYTES, OURS, RANK, Placement, Refusal, Target, hold
 from kvpool.index.place.placer import Placer
+from kvpool.index.place.worker_connection import Sending
 from kvpool.index.request_stats import ProxyStats, Retry
 from kvpool.index.serve.listener import HttpConnection, ask_for_body
 
-if TYPE_CHECKING:
-    from aiohttp.abc import AbstractStreamWriter
-    from aiohttp.client_reqrep import ClientRequest
-    from aiohttp.connector import Connection
-    from aiohttp.tracing import Trace
-
 BODY_S = 30.0  # for a body to arrive: 16 MiB at 4.5 Mbit/s
 RESPONSE_S = 600.0  # longest silence of a worker: a prompt may wait for long
-SEND_S = 30.0  # for a worker to take a body
-PART_NBYTES = 1 << 20  # of a body, written at once: more would hold the event loop up
 WHOLE_NBYTES = 64 << 10  # a response of a length up to this is sent as one
 
 FORWARDED_FOR, FORWARDED_PROTO = "x-forwarded-for", "x-forwarded-proto"
@@ -305,69 +293,6 @@ class Forwarding:
         if self._placement is not None:
             self._placer.release(self._placement)
             self._placement = None
-
-
-class Sending(aiohttp.Payload):
-    """For one request of a session with ``WorkerConnector``.
-
-    ``is_whole``: all of it was written, so its worker may have begun. ``is_reused``: the connection carried a
-    request before; the worker may have closed it as idle. ``is_late``: the worker did not take it within ``SEND_S``.
-    """
-
-    _autoclose = True
-
-    def __init__(self, body: bytes) -> None:
-        super().__init__(body)
-        self._size = len(body)
-        self._transport: asyncio.Transport | None = None
-        self.is_whole = not body
-        self.is_reused = self.is_late = False
-
-    def begin(self, transport: asyncio.Transport | None, *, is_reused: bool) -> None:
-        self._transport, self.is_reused, self.is_whole = transport, is_reused, not self._size
-
-    def abort(self) -> None:
-        """End the connection at once: closing would wait for the worker to read."""
-        if self._transport is not None:
-            self._transport.abort()
-
-    # ---- called by aiohttp
-
-    async def write(self, writer: AbstractStreamWriter) -> None:
-        timer = asyncio.get_running_loop().call_later(SEND_S, self._end_late)
-        try:
-            view = memoryview(self._value)
-            for at in range(0, len(view), PART_NBYTES):
-                await writer.write(view[at : at + PART_NBYTES])
-        finally:
-            timer.cancel()
-        self.is_whole = True
-
-    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
-        return str(self._value, encoding, errors)
-
-    def _end_late(self) -> None:
-        self.is_late = True
-        self.abort()
-
-
-class WorkerConnector(aiohttp.TCPConnector):
-    """Gives each ``Sending`` its connection. ``_used``: connections that have carried a request."""
-
-    def __init__(self, *, keepalive_s: float, tls: ssl.SSLContext | None) -> None:
-        super().__init__(limit=0, keepalive_timeout=keepalive_s, ssl=tls or True)
-        self._used: WeakSet[asyncio.BaseProtocol] = WeakSet()
-
-    async def connect(
-        self, req: ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
-    ) -> Connection:
-        connection = await super().connect(req, traces, timeout)
-        protocol = connection.protocol
-        assert protocol is not None
-        if isinstance(req.body, Sending):
-            req.body.begin(connection.transport, is_reused=protocol in self._used)
-        self._used.add(protocol)
-        return connection
 
 
 def _without(headers: CIMultiDictProxy[str], names: frozenset[str]) -> CIMultiDict[str]:

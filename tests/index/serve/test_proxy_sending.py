@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.index.place import inference_request
-from kvpool.index.serve import proxy, proxy_forwarding
+from kvpool.index.place import inference_request, worker_connection
+from kvpool.index.serve import proxy
 from tests.support.deadlines import eventually
 from tests.support.fronts import ASKED, ProxyCluster, beside, proxy_cluster
 from tests.support.http_client import TEXT, of_request, post, request_of
@@ -44,7 +44,7 @@ def descriptors() -> int:
 def test_a_worker_that_is_stopped_costs_no_request_for_ever(
     monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    monkeypatch.setattr(proxy_forwarding, "SEND_S", 0.2)
+    monkeypatch.setattr(worker_connection, "SEND_S", 0.2)
     with before_one_that_is_stopped() as there:
         before = descriptors()
         reply = post(there.url, b"x" * size)

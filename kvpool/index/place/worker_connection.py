@@ -1,0 +1,143 @@
+"""``WorkerConnector``: connections to workers, one request at a time, for the router, the renderer and the scraper.
+
+What a worker sends unasked would answer the next request, another caller's: such a connection ends. ``Sending``
+bounds the sending of a body: aiohttp's ``sock_read`` begins after it, so a worker that takes no bytes would hold a
+body above the sockets' buffers for ever. One event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import ssl
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import aiohttp
+from aiohttp.client_proto import ResponseHandler
+from aiohttp.http import HttpProcessingError
+
+if TYPE_CHECKING:
+    from aiohttp.abc import AbstractStreamWriter
+    from aiohttp.client_reqrep import ClientRequest
+    from aiohttp.connector import Connection
+    from aiohttp.tracing import Trace
+
+SEND_S = 30.0  # for a worker to take a body
+PART_NBYTES = 1 << 20  # of a body, written at once: more would hold the event loop up
+MAX_INTERIM = 16  # responses of 1xx before the response
+
+
+class Sending(aiohttp.Payload):
+    """For one request of a session with ``WorkerConnector``.
+
+    ``is_whole``: all of it was written, so its worker may have begun. ``is_reused``: the connection carried a
+    request before; the worker may have closed it as idle. ``is_late``: the worker did not take it within ``SEND_S``.
+    """
+
+    _autoclose = True
+
+    def __init__(self, body: bytes) -> None:
+        super().__init__(body)
+        self._size = len(body)
+        self._transport: asyncio.Transport | None = None
+        self.is_whole = not body
+        self.is_reused = self.is_late = False
+
+    def begin(self, transport: asyncio.Transport | None, *, is_reused: bool) -> None:
+        self._transport, self.is_reused, self.is_whole = transport, is_reused, not self._size
+
+    def abort(self) -> None:
+        """End the connection at once: closing would wait for the worker to read."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    # ---- called by aiohttp
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        timer = asyncio.get_running_loop().call_later(SEND_S, self._end_late)
+        try:
+            view = memoryview(self._value)
+            for at in range(0, len(view), PART_NBYTES):
+                await writer.write(view[at : at + PART_NBYTES])
+        finally:
+            timer.cancel()
+        self.is_whole = True
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        return str(self._value, encoding, errors)
+
+    def _end_late(self) -> None:
+        self.is_late = True
+        self.abort()
+
+
+class WorkerConnection(ResponseHandler):
+    """Ends with bytes that no request asked for, and above ``MAX_INTERIM``. aiohttp takes any number of either."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(loop)
+        self._interim = 0
+        self._is_answered = False  # the head of the response has come
+
+    def set_response_params(self, **params: Any) -> None:
+        """Called by aiohttp before it sends a request."""
+        self._interim, self._is_answered = 0, False
+        super().set_response_params(**params)
+
+    def data_received(self, data: bytes) -> None:
+        if data and self._is_answered and (self._payload is None or self._payload.is_eof()):
+            self._end()
+        else:
+            super().data_received(data)
+
+    def feed_data(self, data: Any, size: int = 0) -> None:
+        """The head of a response."""
+        self._interim += 100 <= data[0].code < 200
+        if self._interim > MAX_INTERIM:
+            self.set_exception(HttpProcessingError(message=f"over {MAX_INTERIM} responses of 1xx"))
+        if self._is_answered or self._interim > MAX_INTERIM:
+            self._end()
+        else:
+            self._is_answered = data[0].code >= 200
+            super().feed_data(data, size)
+
+    def _end(self) -> None:
+        self.force_close()
+        if self.transport is not None:
+            self.transport.abort()
+
+
+class WorkerConnector(aiohttp.TCPConnector):
+    """Gives each ``Sending`` its connection. ``_used``: connections that have carried a request."""
+
+    def __init__(self, *, keepalive_s: float, tls: ssl.SSLContext | None, limit: int = 0) -> None:
+        super().__init__(limit=limit, keepalive_timeout=keepalive_s, ssl=tls or True)
+        make: type[ResponseHandler] = WorkerConnection
+        self._factory = partial(make, loop=asyncio.get_running_loop())
+        self._used: WeakSet[asyncio.BaseProtocol] = WeakSet()
+
+    async def connect(
+        self, req: ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
+    ) -> Connection:
+        while True:
+            connection = await super().connect(req, traces, timeout)
+            protocol = connection.protocol
+            assert protocol is not None
+            if protocol not in self._used or not _has_bytes(connection.transport):
+                break
+            connection.close()
+        if isinstance(req.body, Sending):
+            req.body.begin(connection.transport, is_reused=protocol in self._used)
+        self._used.add(protocol)
+        return connection
+
+
+def _has_bytes(transport: asyncio.BaseTransport | None) -> bool:
+    """Unread by the event loop; or the connection has ended."""
+    if transport is None or transport.is_closing():
+        return True
+    poll = select.poll()
+    poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
+    return bool(poll.poll(0))
