@@ -37,6 +37,7 @@ _OF_CONNECTION = frozenset(
     )
 )  # fmt: skip
 _NOT_FORWARDED = _OF_CONNECTION | {"content-length", "expect", "host", *OURS}
+_NAMES_URL = ("location", "content-location")
 _NOT_RETURNED = _OF_CONNECTION | {*OURS}
 # The worker has not begun to answer.
 _UNREACHABLE = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
@@ -253,6 +254,9 @@ class Forwarding:
         if reply.status // 100 == 2:  # whom the worker refuses learns nothing of what others' prompts hold
             headers.extend(self._placer.headers(placement, target))
         headers.setdefault("server", "kvpool")
+        for name in _NAMES_URL:
+            if name in headers:
+                headers[name] = _without_worker(headers[name], target)
         has_body = self._request.method != "HEAD" and reply.status not in (204, 304)
         if has_body and reply.content_length is not None and reply.content_length <= WHOLE_NBYTES:
             try:
@@ -301,6 +305,21 @@ def _without(headers: CIMultiDictProxy[str], names: frozenset[str]) -> CIMultiDi
         named = ",".join(headers.getall("connection")).split(",")
         names = names | {name.strip().lower() for name in named}
     return CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in names)
+
+
+def _without_worker(named: str, target: Target) -> str:
+    """A URL of the worker as a path, which the client resolves by the router's address; others as they are."""
+    at = parse_url(target.address)
+    try:
+        url = URL(named, encoded=True)
+        if not url.host or f"{url.host}:{url.port or at.port}" not in (
+            f"{at.host}:{at.port}",
+            target.endpoint,
+        ):
+            return named
+    except ValueError:
+        return named
+    return "/" + str(url.relative()).lstrip("/")  # two slashes would begin another authority
 
 
 def _incomplete(target: Target, error: BaseException) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from kvpool.index.place.worker_connection import MAX_INTERIM, WorkerConnector
 from tests.support.deadlines import eventually
-from tests.support.fronts import ASKED, beside
+from tests.support.fronts import ASKED, beside, proxy_cluster
 from tests.support.http_client import post, request_of
 from tests.support.openai_worker import BadWorker
 
@@ -90,6 +90,28 @@ def test_a_few_interim_responses_are_skipped() -> None:
         for number in range(3):
             asked = {**ASKED, "n": number}
             assert json.loads(post(there.url, asked).body) == asked
+
+
+@pytest.mark.parametrize("name", ["location", "content-location"])
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("http://{at}/v1/x?y=%2F#z", "/v1/x?y=%2F#z"),
+        ("//{at}//elsewhere/x", "/elsewhere/x"),
+        ("http://{at}", "/"),
+        ("/v1/x", "/v1/x"),
+        ("../x", "../x"),
+        ("https://example.com:8000/x", "https://example.com:8000/x"),
+        ("http://[", "http://["),
+    ],
+)
+def test_a_redirect_does_not_show_a_workers_address(name: str, said: str, told: str) -> None:
+    with proxy_cluster("a") as there:
+        worker = there.workers["a"]
+        worker.reply_headers = {name: said.format(at=worker.at)}
+        worker.status = 201
+        reply = post(there.url, ASKED, "/v1/chat/completions/")
+        assert (reply.status, reply.headers[name]) == (201, told)
 
 
 @pytest.mark.anyio
