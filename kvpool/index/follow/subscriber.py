@@ -35,7 +35,6 @@ ANSWER_S = 2.0  # longest silence within a replay
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.25, 10.0  # of replay requests
 MIN_RETRY_S, MAX_RETRY_S = 0.1, 4.0  # of connections
 CLOSE_S = 10.0
-TURN_S = 0.005  # of one publisher's batches in a row, or one batch; then others' turn
 END = (1 << 64) - 1
 
 logger = logging.getLogger("kvpool.index")
@@ -195,7 +194,6 @@ class Subscriber:
             link.rank.mark(stale=True, problem=problem)
 
     async def _read_batches(self, link: _Followed, connection: Connection) -> None:
-        ends_s = time.monotonic() + TURN_S
         while True:
             frames = await connection.receive()
             if len(frames) == 3 and len(frames[1]) == 8:
@@ -206,9 +204,6 @@ class Subscriber:
             else:
                 self.ignored_messages += 1
             del frames
-            if time.monotonic() >= ends_s:
-                await asyncio.sleep(0)
-                ends_s = time.monotonic() + TURN_S
 
     async def _ask_for_replays(self, link: _Followed) -> None:
         """Request wanted replays; an empty one is dropped and requested again, with backoff."""
@@ -263,7 +258,6 @@ class Subscriber:
             )
             replay.send(b"", wanted.to_bytes(8, "big"))
             frames = await replay.receive()
-        ends_s = time.monotonic() + TURN_S
         while True:
             if len(frames) not in (4, 5):
                 self.ignored_messages += 1
@@ -273,9 +267,6 @@ class Subscriber:
                     return
                 link.sequence.replayed(number, frames[-1])
             frames = []
-            if time.monotonic() >= ends_s:
-                await asyncio.sleep(0)
-                ends_s = time.monotonic() + TURN_S
             frames = await replay.receive()
 
     @staticmethod

@@ -21,9 +21,11 @@ from kvpool.index.limits import Limits
 MAX_MESSAGE_NBYTES = (64 << 20) + 4096  # a largest batch and its number
 MAX_FRAMES = 8  # vLLM sends 3, and 5 in a replay
 MAX_COMMAND_NBYTES = 4096
+MAX_COMMANDS = 1024  # within HEARTBEAT_S: a peer's pings and pongs are a few
 LARGE_NBYTES = 64 << 10  # larger frames have their own buffer
 READ_NBYTES = 64 << 10
 SLICE_NBYTES = 1 << 20  # of a large frame, before others have their turn
+TURN_S = 0.005  # of one connection's frames and what is done with them in a row; then others' turn
 LARGE_TIMEOUT_S, LARGE_NBYTES_PER_S = 5.0, 4 << 20  # for a large frame
 HEARTBEAT_S = 5.0  # silence before a ping
 SILENT_S = 15.0  # silence before the connection counts as lost
@@ -66,6 +68,8 @@ class Connection:
         self._taken_nbytes = 0  # of ``limits``
         self._heard_at = self._asked_at = time.monotonic()
         self._pings = False  # the peer answers pings, so silence counts
+        self._turn_ends_s = self._heard_at + TURN_S
+        self._commands, self._commands_since_s = 0, self._heard_at
         self._problem = ""  # reason of the abort
         self._waiter: asyncio.Future[bool] | None = None
 
@@ -138,13 +142,17 @@ class Connection:
     async def receive(self) -> list[bytes]:
         """The next message, as frames. Their memory is counted until the next call.
 
-        Not to be cancelled and called again. Errors: ``Lost``.
+        Other connections have their turn at least every ``TURN_S``, whatever the peer sends. Not to be cancelled and
+        called again. Errors: ``Lost``.
         """
         frames: list[bytes] = []
         self._frames_nbytes = 0
         if self._taken_nbytes > LARGE_NBYTES:
             self._hold(0)
         while True:
+            if time.monotonic() >= self._turn_ends_s:
+                await asyncio.sleep(0)
+                self._turn_ends_s = time.monotonic() + TURN_S
             flags, nbytes = await self._header()
             if flags & _COMMAND:
                 if flags & _MORE or nbytes > MAX_COMMAND_NBYTES:
@@ -180,6 +188,12 @@ class Connection:
             self.send(b"\x01")  # all topics
 
     def _obey(self, command: bytes) -> None:
+        self._commands += 1
+        if self._commands > MAX_COMMANDS:
+            now = time.monotonic()
+            if now < self._commands_since_s + HEARTBEAT_S:
+                raise Lost(f"it sent more than {MAX_COMMANDS} commands within {HEARTBEAT_S:g} s")
+            self._commands, self._commands_since_s = 1, now
         if command[:5] == b"\x04PING":
             self._write(_frame(_COMMAND, b"\x04PONG" + command[7:23]))
         elif command[:5] == b"\x04PONG":
@@ -278,6 +292,7 @@ class Connection:
             timer = self._loop.call_at(until, _settle, waiter, False)
             try:
                 if await waiter:
+                    self._turn_ends_s = time.monotonic() + TURN_S
                     return
             finally:
                 self._waiter = None

@@ -13,6 +13,7 @@ import zmq
 
 from kvpool.discovery.worker import Publisher
 from kvpool.index.follow import subscriber as module
+from kvpool.index.follow import zmtp
 from kvpool.index.follow.subscriber import Subscriber
 from kvpool.index.limits import Limits
 from tests.support.deadlines import eventually
@@ -138,7 +139,7 @@ def test_a_publisher_whose_batches_take_long_lets_others_have_their_turn() -> No
             if not order:
                 feed._loop.call_soon(order.append, "others")
             order.append(worker_id)
-            until = time.monotonic() + module.TURN_S
+            until = time.monotonic() + zmtp.TURN_S
             while time.monotonic() < until:
                 pass
 
@@ -158,6 +159,27 @@ def test_a_publisher_whose_batches_take_long_lets_others_have_their_turn() -> No
         feed.unfollow("default/slow")
 
 
+def test_a_publisher_of_endless_commands_lets_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zmtp, "MAX_COMMANDS", 1 << 62)
+    heard, begun, done = AmongOthers(), threading.Event(), threading.Event()
+
+    def say(connection: socket.socket) -> None:
+        while not done.is_set():
+            connection.sendall(b"\x04\x00" * 32768)  # returns when the reader has begun to take them
+            begun.set()
+
+    with misbehaving() as publisher, raw_publisher(say) as endless, closing(Subscriber()) as feed:
+        try:
+            follow(feed, heard, worker_of(endless, "endless"))
+            assert begun.wait(WITHIN_S)
+            publisher.publish(b"0")
+            follow(feed, heard, worker_of(publisher.publisher))
+            assert followed(heard, [0])
+            assert heard.others == [], "it is followed all the same"
+        finally:
+            done.set()
+
+
 @pytest.mark.parametrize(
     ("say", "says"),
     [
@@ -165,11 +187,12 @@ def test_a_publisher_whose_batches_take_long_lets_others_have_their_turn() -> No
         (lambda connection: connection.sendall(b"\xff" * 99), "it sent what is no frame of ZMTP"),
         (lambda connection: connection.sendall(b"\x04\x00\x04\x01\x00"), "its connection was closed"),
         (lambda connection: connection.sendall(b"\x06" + b"\xff" * 8), "it sent what is no command of ZMTP"),
+        (lambda connection: connection.sendall(b"\x04\x00" * 50_000), "more than 1024 commands within 0.3 s"),
         (lambda connection: connection.sendall(b"\x01\x00" * 99), "more than 64 MiB or 8 frames"),
         (lambda connection: connection.sendall(b"\x02" + b"\xff" * 8), "more than 64 MiB or 8 frames"),
         (frames(30 << 20, 30 << 20), "there is no room for a message of 62914560 bytes: raise --max-memory"),
     ],
-    ids=["closes", "nonsense", "empty command", "huge command", "many frames", "huge frame", "no room"],
+    ids=["closes", "nonsense", "empty", "huge command", "commands", "many frames", "huge frame", "no room"],
 )
 def test_a_publisher_that_sends_nonsense_costs_its_own_rank(
     short: None, say: Callable[[socket.socket], None], says: str
