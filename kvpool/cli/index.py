@@ -220,8 +220,9 @@ async def _serve(
             parts.push_async_callback(status.close)
             status.start()
             http_server = HttpServer(
-                server, tls=tls, status=status, max_connection_age_s=settings.max_connection_age
-            )
+                server, tls=tls, status=status, max_connection_age_s=settings.max_connection_age,
+                names=[*settings.http_name, settings.http.rpartition(":")[0]],
+            )  # fmt: skip
             parts.push_async_callback(http_server.stop)
             http_port = await http_server.start(settings.http)
             page = f"{'http' if tls is None else 'https'}://{settings.http.rpartition(':')[0]}:{http_port}/status"

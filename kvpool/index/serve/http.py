@@ -8,7 +8,8 @@ interpreter's lock held: hence ``MAX_OBJECTS`` and ``MAX_VALUES``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import ipaddress
+from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -53,6 +54,9 @@ GONE = {
     "/unregister": "call RemoveWorker of gRPC",
 }
 
+# Of names without an authority on the internet: no site has one.
+_PRIVATE = (".localhost", ".local", ".internal", ".svc")
+
 _STATUSES = {  # by gRPC's name
     "UNAUTHENTICATED": 401,
     "PERMISSION_DENIED": 403,
@@ -68,7 +72,7 @@ class HttpServer:
     """The index over HTTP. One event loop: ``start``, ``stop``.
 
     ``tls``, ``max_connection_age_s``: as in ``HttpListener``. ``status``: None: no page; the caller starts
-    and closes it.
+    and closes it. ``names``: by which callers may ask an index without tokens, beside addresses and private names.
     """
 
     def __init__(
@@ -78,8 +82,9 @@ class HttpServer:
         tls: ServerTls | None = None,
         max_connection_age_s: float = 0.0,
         status: Status | None = None,
+        names: Collection[str] = (),
     ) -> None:
-        self._index = index
+        self._index, self._names = index, {name.lower() for name in names}
         self._limits, self._stats = index.calls.limits, index.calls.stats
         self._work = Work(THREADS, THREADS_OF_OWNER, "kvpool-http")
         self._listener = HttpListener(self._answer, tls=tls, max_age_s=max_connection_age_s)
@@ -110,6 +115,8 @@ class HttpServer:
             if request.path == HEALTH:  # open to all: so no body is read
                 return await call(HttpRequest(b"", host=host), EVERYTHING)
             caller = self._index.calls.auth.authenticate(request.headers.get("authorization"))
+            if self._index.calls.auth.is_open:  # a page has no token
+                _check_host(request.headers.get("host", ""), self._names)
             if request.method == "POST":
                 _check_site(request)
             owner = owner_of(caller, host)
@@ -204,6 +211,21 @@ def _pack(kind: Any, raw: bytes) -> bytes:
 def _print(kind: Any, packed: bytes) -> bytes:
     fields = json_format.MessageToDict(kind.FromString(packed), preserving_proto_field_name=True)
     return msgspec.json.encode(fields)
+
+
+def _check_host(host: str, names: Collection[str]) -> None:
+    """Refuse a page whose own name leads here (DNS rebinding): to a browser it is of this site. Errors: ``Refused``."""
+    name = host[1:].partition("]")[0] if host[:1] == "[" else host.partition(":")[0]
+    name = name.lower().rstrip(".")
+    if "." not in name or name.endswith(_PRIVATE) or name in names:
+        return
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        line = (
+            f"this index is not called {ascii(name)[1:-1]:.80}: start it with --http-name, or ask its address"
+        )
+        raise Refused(403, "PERMISSION_DENIED", line) from None
 
 
 def _check_site(request: web.BaseRequest) -> None:

@@ -41,6 +41,7 @@ from kvpool.v1 import index_pb2 as pb
 from tests.support.credentials import Authority, write_tokens
 from tests.support.deadlines import eventually
 from tests.support.fleets import Served, a_worker, joined, serving
+from tests.support.index_process import running
 from tests.support.wire import packed64, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
@@ -102,8 +103,8 @@ def dialled(address: str, source: str = "") -> socket.socket:
 def served() -> Iterator[Served]:
     fleet = Fleet()
     joined(fleet, a_worker("a"), stored(HASHES[:4]))
-    with serving(fleet, http=True) as running:
-        yield running
+    with serving(fleet, http=True) as index:
+        yield index
 
 
 # ---- answers
@@ -259,6 +260,42 @@ def test_a_page_of_another_site_can_make_no_call(served: Served) -> None:
             for headers, status in SITES:
                 sent = {name: value.format(host=served.http) for name, value in headers.items()}
                 assert client.call("POST", path, asked, **sent)[0] == status, (path, headers)
+
+
+HOSTS = [
+    ("page.example:50053", 403),
+    ("127.0.0.1.page.example", 403),
+    ("other.example.com.", 403),
+    ("index.example.com:50053", 200),
+    ("INDEX.example.com.", 200),
+    ("127.0.0.1:1", 200),
+    ("[::1]:1", 200),
+    ("index", 200),
+    ("index.kvpool.svc.cluster.local:50053", 200),
+]
+
+
+def test_a_page_whose_name_leads_to_an_index_without_tokens_learns_nothing() -> None:
+    """DNS rebinding: to its browser the page is of this site."""
+    with (
+        running("--http", "127.0.0.1:0", "--http-name", "Index.example.com") as index,
+        asking(f"127.0.0.1:{index.http_port}") as client,
+    ):
+        for host, status in HOSTS:
+            for method, path in (("GET", "/status/data"), ("POST", "/v1/lookup"), ("POST", "/v1/route")):
+                served = 404 if status == 200 and method == "POST" else status  # no such model
+                asked = ASKED if method == "POST" else None
+                assert client.call(method, path, asked, Host=host)[0] == served, (path, host)
+            assert client.call("GET", "/health", Host=host)[0] != 403, "it tells nothing"
+        line = client.call("GET", "/status/data", Host="page.example")[1]["error"]
+        assert line == "this index is not called page.example: start it with --http-name, or ask its address"
+
+
+def test_an_index_with_tokens_is_asked_by_any_name(tmp_path: Path) -> None:
+    tokens = write_tokens(tmp_path / "t.toml", a=(["read"], ["*"]))
+    auth = TokenAuth(str(tmp_path / "t.toml"))
+    with serving(http=True, auth=auth) as served, asking(served.http, tokens["a"]) as client:
+        assert client.call("GET", "/status/data", Host="index.example.com")[0] == 200
 
 
 json_values = st.recursive(
