@@ -53,7 +53,7 @@ ROOM_TIMEOUT_S = 10.0  # a large message's wait for room
 ROOM_RETRY_S = 0.01
 REQUESTS_OF_OWNER = 15  # of the largest size, in an owner's part: 33 MiB each without --max-memory
 REQUEST_NBYTES = 5 << 20  # a prompt of a million tokens, or of 4 MiB of text
-HOST_PARTS = 4  # of INFERENCE; one host has three at most, such as a proxy with many clients
+HOST_PARTS = 4  # of INFERENCE and HEADS; one host has three at most, such as a proxy with many clients
 # Per block: 12 copied, 8 sorted, 9 packed, then 8 as Python's bytes in place of the sorted; 28 measured.
 PACK_BLOCK_NBYTES = 32
 # Per byte of a snapshot that is read: 3 until its table is made, which takes up to 29 bytes per 8-byte block.
@@ -61,6 +61,7 @@ READ_COPIES = 7
 # Owners that are no tenants.
 INDEX = ""
 INFERENCE = "inference requests"
+HEADS = "heads of HTTP requests"
 
 
 class Limits:

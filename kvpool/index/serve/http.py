@@ -87,7 +87,7 @@ class HttpServer:
         self._index, self._names = index, {name.lower() for name in names}
         self._limits, self._stats = index.calls.limits, index.calls.stats
         self._work = Work(THREADS, THREADS_OF_OWNER, "kvpool-http")
-        self._listener = HttpListener(self._answer, tls=tls, max_age_s=max_connection_age_s)
+        self._listener = HttpListener(self._answer, self._limits, tls=tls, max_age_s=max_connection_age_s)
         self._calls: dict[str, tuple[str, HttpCall]] = {HEALTH: ("GET", self._health)}
         self._calls |= {path: ("POST", partial(self._call, name)) for path, name in CALLS.items()}
         self._files: dict[str, Callable[[], web.Response]] = {}

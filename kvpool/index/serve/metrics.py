@@ -48,7 +48,7 @@ class Exporter(Collector):
         self._registry.register(self)
         self._thread = ThreadPoolExecutor(1, "kvpool-metrics")
         self._page, self._made_s = b"", 0.0
-        self._listener = HttpListener(self._show)
+        self._listener = HttpListener(self._show, fleet.limits)
 
     def collect(self) -> Iterator[Family]:
         yield from self._of_fleet()

@@ -79,6 +79,7 @@ class Proxy:
         self._idle.set()
         self._listener = HttpListener(
             self._serve,
+            self._limits,
             tls=tls,
             has_deadline=False,
             connections=CONNECTIONS,

@@ -438,6 +438,36 @@ def test_a_head_has_a_size(served: Served) -> None:
             assert cut_off(one)
 
 
+def test_heads_are_counted_and_a_host_leaves_room_for_those_of_others(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is legal; 4,096 of them are a GiB."""
+    monkeypatch.setattr(listener_module, "HEAD_S", 2.0 * WAIT_S)
+    memory = served.fleet.limits
+    before = memory.used_nbytes
+    monkeypatch.setattr(memory, "limit_nbytes", before + (1 << 20))  # 384 KiB of it for heads of a host
+
+    def large(nbytes: int) -> bytes:
+        lines = b"".join(b"X%d: " % number + b"x" * 8000 + b"\r\n" for number in range(nbytes // 8000))
+        return b"GET /health HTTP/1.1\r\nHost: h\r\n" + lines
+
+    with dialled(served.http) as first, dialled(served.http) as second:
+        first.sendall(large(96_000))
+        assert eventually(lambda: memory.used_nbytes > before + 192_000)
+        with contextlib.suppress(ConnectionError):
+            second.sendall(large(120_000))
+        assert cut_off(second)
+        with dialled(served.http, "127.0.0.2") as another:
+            another.sendall(large(40_000) + b"\r\n")
+            assert another.recv(100).startswith(b"HTTP/1.1 200 ")
+            assert eventually(lambda: memory.used_nbytes < before + 250_000), "until it is answered"
+        with asking(served.http) as client:
+            assert client.call("GET", "/health")[0] == 200, "a small head has room"
+        first.sendall(b"\r\n")
+        assert first.recv(100).startswith(b"HTTP/1.1 200 ")
+        assert eventually(lambda: memory.used_nbytes == before)
+
+
 def test_a_second_request_may_not_drip_either(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener_module, "HEAD_S", 0.3)
     with asking(served.http) as client:
@@ -487,6 +517,34 @@ def test_connections_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch
             with dialled(served.http, "127.0.0.2") as another:
                 another.sendall(b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n")
                 assert another.recv(100).startswith(b"HTTP/1.1 200 ")
+
+
+def test_connections_are_bounded_before_their_handshake(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener_module, "CONNECTIONS", listener_module.CONNECTIONS._replace(of_host=2))
+    monkeypatch.setattr(listener_module, "HEAD_S", 2.0 * WAIT_S)
+    authority = Authority(tmp_path)
+    server = authority.issue("server", names=("127.0.0.1",))
+    trust = ssl.create_default_context(cafile=str(authority.ca))
+    with (
+        serving(http=True, tls=ServerTls(str(server.cert), str(server.key), "")) as served,
+        dialled(served.http), dialled(served.http) as second, dialled(served.http) as third,
+    ):  # fmt: skip
+        assert cut_off(third)
+        with dialled(served.http, "127.0.0.2") as another:
+            spoken = trust.wrap_socket(another, server_hostname="127.0.0.1")
+            with spoken:
+                spoken.sendall(b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n")
+                assert spoken.recv(100).startswith(b"HTTP/1.1 200 ")
+        second.sendall(b"no handshake\r\n" * 9)  # what it took is free again
+        assert eventually(lambda: _answers(served.http, trust))
+
+
+def _answers(address: str, trust: ssl.SSLContext) -> bool:
+    with contextlib.suppress(OSError, http.client.HTTPException), asking(address, trust=trust) as client:
+        return client.call("GET", "/health")[0] == 200
+    return False
 
 
 def test_a_connection_of_some_age_is_ended_after_an_answer() -> None:

@@ -330,6 +330,21 @@ def test_slow_clients_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
         assert eventually(there.ends)
 
 
+def test_a_head_behind_a_request_that_is_being_answered_has_a_size() -> None:
+    with proxy_cluster("a") as there:
+        there.workers["a"].hold.clear()
+        with there.connect() as client:
+            client.sendall(of_request(json.dumps(ASKED).encode()))
+            assert eventually(lambda: len(there.workers["a"].bodies) == 1)
+            with suppress(ConnectionError):
+                client.sendall(b"GET /health HTTP/1.1\r\n")
+                for number in range(40):
+                    client.sendall(b"x%d: " % number + b"x" * 8000 + b"\r\n")
+                assert client.recv(1) == b""
+        there.workers["a"].hold.set()
+        assert eventually(there.ends)
+
+
 def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listener, "WRITE_S", 0.2)
     with proxy_cluster("a") as there:
