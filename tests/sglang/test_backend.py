@@ -27,7 +27,7 @@ from kvpool.key.key import parse_key
 from tests.sglang.server import PAGE_TOKENS, Controller, Server, extra, hashes, storage_config, tokens
 from tests.support.deadlines import Stopwatch, eventually
 from tests.support.servers import Server as StoreServer
-from tests.support.servers import running
+from tests.support.servers import running, started
 
 pytestmark = pytest.mark.sglang
 
@@ -306,6 +306,14 @@ def test_clear_deletes_what_this_server_shares_and_nothing_else(pool: str, serve
         assert all(server.backend.batch_set_v1(hashes(3), server.slots(3)))
     ours.backend.clear()
     assert (ours.backend.batch_exists(hashes(3)), theirs.backend.batch_exists(hashes(3))) == (0, 3)
+
+
+def test_a_server_starts_before_its_pool_and_shares_when_it_comes(tmp_path: Path, serve: Serve) -> None:
+    pool = StoreServer("valkey-server", tmp_path)
+    early = serve(pool.url, start_without_pool=True)
+    with started(pool):
+        assert eventually(lambda: all(early.backend.batch_set_v1(hashes(3), early.slots(3))))
+        assert early.backend.batch_exists(hashes(3)) == 3
 
 
 def test_clear_says_when_it_could_not(tmp_path: Path, serve: Serve) -> None:

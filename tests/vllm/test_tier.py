@@ -46,7 +46,7 @@ from tests.support.secondary_tier import (
     key,
     spec,
 )
-from tests.support.servers import SERVERS, Server, running
+from tests.support.servers import SERVERS, Server, running, started
 
 
 def memory() -> np.ndarray:
@@ -458,6 +458,14 @@ def check_it_serves(driven: Driven, keys: list[OffloadKey]) -> None:
     assert any("fault" in sample for sample in stats.reduce()), stats.reduce()
     assert driven.look_up(keys, "afterwards") == [HIT] * len(keys)
     assert driven.ended(driven.submit(keys, range(20, 20 + len(keys)), load=True)).success
+
+
+def test_it_starts_before_its_pool_and_shares_when_it_comes(tmp_path: Path, opened: Opened) -> None:
+    late = Server(SERVERS[1], tmp_path)
+    early = opened(entry(late.url, start_without_pool=True))
+    with started(late):
+        assert eventually(lambda: early.ended(early.submit([key(1)], [0], load=False)).success)
+        assert early.ended(early.submit([key(1)], [1], load=True)).success
 
 
 @pytest.mark.parametrize(
