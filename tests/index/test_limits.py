@@ -79,7 +79,9 @@ def test_a_caller_that_gives_up_frees_no_thread(shared: Work) -> None:
     assert is_forgotten(shared)
 
 
-def test_work_that_outlives_its_loop_ends_without_a_word(shared: Work, caplog: pytest.LogCaptureFixture) -> None:
+def test_work_that_outlives_its_loop_ends_without_a_word(
+    shared: Work, caplog: pytest.LogCaptureFixture
+) -> None:
     ends, begun = threading.Event(), threading.Event()
 
     def work() -> None:
