@@ -1,7 +1,8 @@
 """The scheduler's half of the connector: plans offers, loads and stores. It never blocks.
 
 A request's lookup starts on arrival (``seen``). Its answer's longest usable prefix is offered
-(``matched_tokens``), unless the cost gate expects a recompute to be faster. Once the engine has allocated
+(``matched_tokens``), unless the cost gate expects a recompute to be faster, or another request loads it already: then
+the engine asks again and finds it in its own cache. Once the engine has allocated
 blocks (``allocated``), the load goes to the workers with the next step (``plan``). A failed load (``update``)
 is not offered to this request again. A request whose call raises continues without the pool, alone.
 
@@ -18,7 +19,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.logger import init_logger
@@ -50,7 +51,7 @@ from kvpool.vllm.plan import (
     longest_hit,
     records_to_load,
 )
-from kvpool.vllm.requests import WITHOUT_POOL, ParamsReader, RequestState
+from kvpool.vllm.requests import WITHOUT_POOL, LoadedRecord, LoadedRecords, ParamsReader, RequestState
 from kvpool.vllm.stores import StorePlanner
 from kvpool.vllm.weights import Adapters
 
@@ -110,6 +111,7 @@ class SchedulerHalf:
             clock=time.monotonic,
             tracing=Tracing.of_process(),
         )
+        self._records = LoadedRecords()
         self._new_loads: list[LoadPlan] = []
         self._cancelled: list[str] = []
         self._store_planner = StorePlanner(
@@ -163,18 +165,27 @@ class SchedulerHalf:
             return NO_OFFER
         if not lookup.ended(now):
             return self._wait(state, now)
-        present = self._present(state, lookup)
+        present, hit = self._present(state, lookup), local_tokens
+        if present is not None:
+            hit = longest_hit(
+                self._groups,
+                present,
+                local_tokens=local_tokens,
+                max_tokens=max_tokens,
+                align_tokens=self._align_tokens,
+            )
+        if (
+            hit > local_tokens
+            and not state.alone
+            and self._records.come(request.request_id, self._lacking(request, local_tokens, hit))
+        ):
+            if state.waiting_since is None or now - state.waiting_since < self._config.lookup_timeout_s:
+                return self._wait(state, now)
+            state.alone = True
         self._outcomes.waited(state, now, answered=present is not None)
         if present is None:
             return NO_OFFER
         state.result = "miss"
-        hit = longest_hit(
-            self._groups,
-            present,
-            local_tokens=local_tokens,
-            max_tokens=max_tokens,
-            align_tokens=self._align_tokens,
-        )
         if hit == local_tokens:
             return NO_OFFER
         if not self._admits(state):
@@ -192,6 +203,12 @@ class SchedulerHalf:
         if not max_tokens:
             return "too_short"
         return "engine_cache" if local_tokens >= max_tokens else ""
+
+    def _lacking(self, request: Request, local_tokens: int, hit_tokens: int) -> Iterator[LoadedRecord]:
+        """The first record that each group lacks of a hit."""
+        for index, group in enumerate(self._groups):
+            if lacking := records_to_load(group, local_tokens, hit_tokens):
+                yield index, internals.record_hashes(request, self._hash_block_tokens, group)[lacking.start]
 
     def _admits(self, state: RequestState) -> bool:
         """Whether the cost gate admits the load; asked once per lookup."""
@@ -246,12 +263,14 @@ class SchedulerHalf:
                 ids = blocks_lacking(group, tables[index], i, local_tokens)
                 if any(ids):
                     blocks.append(BlockRef(in_pool(hashes[i]), index, ids))
+                    self._records.begin(request.request_id, (index, hashes[i]))
         return blocks
 
     def plan(self, output: SchedulerOutput) -> PoolMetadata:
         computes = output.total_num_scheduled_tokens > 0
         step = PoolMetadata(loads=self._new_loads, cancelled=self._cancelled, idle=not computes)
         self._new_loads, self._cancelled = [], []
+        self._records.step_planned()
         self._namespace.add_to(step, computes=computes)
         if self._gate is not None:
             step.timed = self._time_step(self._gate, output)
@@ -312,6 +331,7 @@ class SchedulerHalf:
                         self._gate.loaded(state.load_tokens if ok else 0, state.load_s)
                 state.loading = False
                 state.refused |= not ok
+                self._records.landed(request_id)
         if report is None:
             return
         self._resync_asked |= report.asked
@@ -331,6 +351,7 @@ class SchedulerHalf:
         state = self._requests.pop(request.request_id, None)
         self._store_planner.finished(request.request_id)
         if state is not None:
+            self._records.end(request.request_id)
             if state.lookup is not None:
                 state.lookup.cancel()
             if state.adapter is not None and not (state.checked and state.identified):

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvpool import BlockHasher
+from kvpool import BlockHasher, metrics
 from kvpool.config import PoolConfig
 from kvpool.errors import ConfigError
 from kvpool.key.key import Fact, parse_key
@@ -647,3 +647,26 @@ def check_counts(counts: dict[str, float]) -> None:
 @pytest.mark.timeout(SEARCH_S + 300)
 def test_a_long_life(configured: Configured) -> None:
     live_long(of(configured), check_counts)
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+@pytest.mark.parametrize("windowed", [False, True])
+def test_a_burst_with_one_prefix_loads_it_once(
+    world: World, engine: Callable[..., ScriptedEngine], overlapping: bool, windowed: bool
+) -> None:
+    """On a cold engine without room for three copies of the prefix; groups of two kinds take twice the blocks."""
+    shape = Shape(overlapping=overlapping, windowed=windowed, slots=24)
+    common = list(range(40))
+    generated(engine(shape), "stored", [*common, 45])
+
+    def burst(without_pool: int | None) -> ScriptedEngine:
+        one = engine(shape, without_pool=without_pool)
+        for number in range(2 if windowed else 16):
+            one.add(f"burst{number}", [*common, number, number], 6)
+        one.drain()
+        return one
+
+    cold, computing = burst(None), burst(0)
+    loaded = cold.counters()[metrics.LOADED_TOKENS.name]
+    assert len(common) <= loaded <= 1.2 * len(common)
+    assert cold.steps <= 1.4 * computing.steps

@@ -5,6 +5,7 @@ Over 400 lines because all calls of the scheduler half share one scripted pool.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +23,7 @@ from kvpool.store import Batch, Store
 from kvpool.vllm.lookups import LOOKUP_GRACE_S
 from kvpool.vllm.plan import BlockRef, Group, PoolWorkerMetadata
 from kvpool.vllm.scheduler import SchedulerHalf
-from tests.support.deadlines import ends_within
+from tests.support.deadlines import ends_within, eventually
 from tests.support.memory_store import MemoryStore
 from tests.support.scheduler import (
     BLOCK_TOKENS,
@@ -134,6 +135,46 @@ def test_a_preempted_request_is_looked_up_afresh(store: Store) -> None:
     scheduler.update(None, finished_loads=["a"], failed_loads=[])
     store.delete_many(NAMESPACE.keys(asked.block_hashes[2:], 0, 0))
     assert answer(scheduler, asked) == 32
+
+
+@pytest.mark.parametrize("ends", ["loads", "fails", "goes"])
+def test_what_one_request_loads_the_others_wait_for(store: Store, ends: str) -> None:
+    """A burst with one prefix loads it once: when it has come, the engine finds it in its own cache."""
+    scheduler = half(store)
+    first, second, other = request("a"), request("b", tokens=90), request("c")
+    other.block_hashes[:] = [bytes(reversed(one)) for one in other.block_hashes]
+    put(store, first.block_hashes)
+    put(store, other.block_hashes)
+    assert answer(scheduler, first) == 96
+    scheduler.allocated(first, TABLE, 96)
+    scheduler.plan(SchedulerOutput.make_empty())
+    assert answer(scheduler, other) == 96, "it shares nothing"
+    scheduler.seen(second)
+    lookup = scheduler._requests["b"].lookup
+    assert lookup is not None
+    assert eventually(lambda: lookup.ended(time.monotonic()))
+    assert scheduler.matched_tokens(second, 0) == (None, False)
+    if ends == "goes":
+        scheduler.finished(first)
+    else:
+        scheduler.update(None, ["a"], ["a"] if ends == "fails" else [])
+        assert scheduler.matched_tokens(second, 0) == (None, False), "the engine caches them in its next step"
+        scheduler.plan(SchedulerOutput.make_empty())
+    if ends == "loads":
+        assert scheduler.matched_tokens(second, 80) == (0, False)
+    assert scheduler.matched_tokens(second, 0) == (80, True)
+
+
+def test_a_wait_for_another_load_costs_the_budget_once(store: Store) -> None:
+    scheduler, first, second = half(store, lookup_timeout_s=0.5), request("a"), request("b")
+    put(store, first.block_hashes)
+    assert answer(scheduler, first) == 96
+    scheduler.allocated(first, TABLE, 96)
+    assert answer(scheduler, second) == 96, "the first one is loading still"
+    assert scheduler.matched_tokens(second, 0) == (96, True), "the engine had no blocks for it and asks again"
+    scheduler.allocated(second, TABLE, 96)
+    (_, load) = scheduler.plan(SchedulerOutput.make_empty()).loads
+    assert load.stall_timeout_s < 0.5
 
 
 def test_a_store_that_never_answers_costs_the_budget_and_no_more(stalling: ScriptedStore) -> None:
