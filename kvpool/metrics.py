@@ -287,7 +287,7 @@ ROUTER_RESPONSES = Metric(
 ROUTER_RETRIES = Metric(
     "kvpool_router_retries_total",
     "Times that a request was sent again, by why: the worker was unreachable, the connection was lost before a "
-    "response, or it answered with 503 or 429.",
+    "response, or it answered with 503, 429 or (a response that it does not keep) 404.",
     "reason",
 )
 ROUTER_FIRST_BYTE_SECONDS = Metric(

@@ -28,7 +28,7 @@ RATIOS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
 # The class of a worker's status, or: a refusal of the router itself, a response that its worker did not
 # complete, a client that left before the end.
 RESPONSES = ("2xx", "3xx", "4xx", "5xx", "refused", "broken", "gone")
-Retry = Literal["unreachable", "lost", "503", "429"]
+Retry = Literal["unreachable", "lost", "503", "429", "404"]
 RETRIES: tuple[Retry, ...] = get_args(Retry)
 FIRST_BYTE_S = (1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 

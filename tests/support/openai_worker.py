@@ -51,6 +51,7 @@ class ScriptedWorker:
         self.render_delay_s = 0.0
         self.status = self.health_status = 200
         self.given_up = 0
+        self.responses: set[str] = set()  # that it keeps
         self.reply: bytes | None = None
         self.reply_headers: dict[str, str] = {}
         self.hold = threading.Event()
@@ -120,6 +121,17 @@ class ScriptedWorker:
         made = {"token_ids": self.render(await request.json())}
         return web.json_response([made] if request.path == "/v1/completions/render" else made)
 
+    def _keeps(self, path: str, body: bytes, said: dict[str, Any]) -> bool:
+        """Whether it has the response that a request names, if any; a new one gets a name."""
+        _, _, named = path.removeprefix("/v1/responses").partition("/")
+        if named:
+            said["id"] = named.partition("/")[0]
+            return said["id"] in self.responses
+        previous = json.loads(body).get("previous_response_id")
+        said["id"] = f"resp_{self.name}{len(self.responses)}"
+        self.responses.add(said["id"])
+        return previous is None or previous in self.responses
+
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         try:
             return await self._answered(request)
@@ -137,6 +149,8 @@ class ScriptedWorker:
         }  # fmt: skip
         if request.path == "/v1/models":
             said |= {"object": "list", "data": [{"id": "m", "object": "model", "root": "m"}]}
+        if request.path.startswith("/v1/responses") and not self._keeps(request.path, body, said):
+            return web.json_response({**said, "error": "Response not found"}, status=404)
         try:
             streams = bool(json.loads(body).get("stream"))
         except (ValueError, AttributeError, RecursionError):

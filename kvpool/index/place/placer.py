@@ -28,6 +28,7 @@ from kvpool.index.place.placement import BLOCKS, MATCHED, REASON, WORKER, Placem
 from kvpool.index.place.ranking import NativeRanking, Pick
 from kvpool.index.place.renderer import NoTokens, Renderer
 from kvpool.index.place.router import Router
+from kvpool.index.place.stored_responses import StoredResponses
 from kvpool.index.place.tokenizer import Tokenizers
 from kvpool.index.prompt import Prompt
 from kvpool.index.request_stats import Outcome, RequestStats
@@ -90,6 +91,7 @@ class Placer:
         self._stats, self._serves, self._tracing = stats or RequestStats(), serves, tracing or Tracing()
         self._timeout_s, self._max_waiting, self._max_endpoints = timeout_s, max_waiting, max_endpoints
         self._shows = shows
+        self.stored = StoredResponses()
         self._threads = ThreadPoolExecutor(THREADS, "kvpool-place")
         self._under_way = 0
 
@@ -182,6 +184,9 @@ class Placer:
             workers = await self._endpoints.names_at(subset, tenant, self._timeout_s)
             if not workers:
                 raise Refusal(503, "no worker is known at any of the endpoints that may serve this request")
+        keeper = self.stored.worker(tenant, path, body)
+        if keeper and keeper in (workers or (keeper,)) and self._fleet.ranks_of(f"{tenant}/{keeper}"):
+            workers = [keeper]
         request, ranking, reason, detail, needs_render = await self._read(path, body, tenant, workers, ends_s)
         if needs_render:
             try:

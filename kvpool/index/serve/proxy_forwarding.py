@@ -20,12 +20,14 @@ from kvpool.index.limits import INFERENCE, Limits
 from kvpool.index.place.endpoints import parse_url
 from kvpool.index.place.placement import MAX_BODY_NBYTES, OURS, RANK, Placement, Refusal, Target, hold
 from kvpool.index.place.placer import Placer
+from kvpool.index.place.stored_responses import is_of_responses
 from kvpool.index.place.worker_connection import Sending
 from kvpool.index.request_stats import ProxyStats, Retry
 from kvpool.index.serve.listener import HttpConnection, ask_for_body
 
 BODY_S = 30.0  # for a body to arrive: 16 MiB at 4.5 Mbit/s
 RESPONSE_S = 600.0  # longest silence of a worker: a prompt may wait for long
+LEARNS = 8  # parts of a response that are searched for its name
 WHOLE_NBYTES = 64 << 10  # a response of a length up to this is sent as one
 
 FORWARDED_FOR, FORWARDED_PROTO = "x-forwarded-for", "x-forwarded-proto"
@@ -71,6 +73,7 @@ class Forwarding:
         self._held_nbytes = 0  # of the body
         self._placement: Placement | None = None  # with a reservation to release
         self._has_begun = False  # the response's body
+        self._learns = 0  # parts of the response that may still name it
         self.is_broken = False
 
     async def run(self) -> web.StreamResponse:
@@ -197,10 +200,12 @@ class Forwarding:
                 if not 200 <= reply.status <= 599:  # such as 101, for a request that asks for no upgrade
                     reply.close()
                     raise Refusal(502, f"worker {target.worker} answers with HTTP status {reply.status}")
-                if reply.status not in (429, 503) or not left:
+                # Another worker may keep the response that it names.
+                elsewhere = reply.status == 404 and is_of_responses(self._request.rel_url.raw_path)
+                if not (elsewhere or reply.status in (429, 503)) or not left:
                     return reply, target
                 reply.release()
-                retry = "503" if reply.status == 503 else "429"
+                retry = "404" if elsewhere else "503" if reply.status == 503 else "429"
                 why = f"it answers with {reply.status}"
             self._release()
             if not left:
@@ -257,6 +262,8 @@ class Forwarding:
         for name in _NAMES_URL:
             if name in headers:
                 headers[name] = _without_worker(headers[name], target)
+        path, status = self._request.rel_url.raw_path, reply.status
+        self._learns = LEARNS if status // 100 == 2 and is_of_responses(path) else 0
         has_body = self._request.method != "HEAD" and reply.status not in (204, 304)
         if has_body and reply.content_length is not None and reply.content_length <= WHOLE_NBYTES:
             try:
@@ -264,6 +271,7 @@ class Forwarding:
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
                 raise Refusal(502, _incomplete(target, error)) from error
             self._begun()
+            self._learn(target, body)
             headers.pop("content-length", None)
             return web.Response(body=body, status=reply.status, reason=reply.reason, headers=headers)
         response = web.StreamResponse(status=reply.status, reason=reply.reason, headers=headers)
@@ -271,8 +279,14 @@ class Forwarding:
         while part := await self._read_part(reply, target):
             if not self._has_begun:
                 self._begun()
+            self._learn(target, part)
             await response.write(part)
         return response
+
+    def _learn(self, target: Target, part: bytes) -> None:
+        if self._learns:
+            known = self._placer.stored.learn(self._tenant, target.worker, part)
+            self._learns = 0 if known else self._learns - 1
 
     async def _read_part(self, reply: aiohttp.ClientResponse, target: Target) -> bytes:
         """The next bytes of the response; empty at its end, and where the worker breaks off."""
