@@ -119,15 +119,20 @@ class ExtProcServer:
     async def _serve(self, context: grpc.aio.ServicerContext) -> None:
         metadata = {str(key): str(value) for key, value in context.invocation_metadata() or ()}
         tenant = metadata.get(TENANT, DEFAULT_TENANT)
-        self._calls.caller("read", context).check("read", tenant)
+        caller = self._calls.caller("read", context)
+        caller.check("read", tenant)
+        memory = self._calls.memory(caller, context)
         host = context.peer().rpartition(":")[0]
         exchange = Exchange(self._placer, self._limits, tenant, host)
         try:
-            while (packed := await context.read()) is not grpc.aio.EOF:
+            # Headers come with the call; a body or a response may be long in coming.
+            packed: Any = await self._calls.receive("Process", context, memory)
+            while packed is not grpc.aio.EOF:
                 answering = exchange.answer(_message(packed))
                 del packed  # a body; the next message comes with the response
                 for reply in await answering:
                     await context.write(reply.SerializeToString())
+                packed = await context.read()
         finally:
             exchange.close()
 

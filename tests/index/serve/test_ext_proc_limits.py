@@ -14,7 +14,7 @@ import pytest
 from kvpool.index.limits import INFERENCE, PLACEMENTS, Limits
 from kvpool.index.place.placement import Refusal, hold
 from kvpool.index.request_stats import RequestStats
-from kvpool.index.serve import ext_proc
+from kvpool.index.serve import calls, ext_proc
 from kvpool.v1 import ext_proc_pb2 as pb
 from tests.support.deadlines import eventually
 from tests.support.ext_proc import (
@@ -121,13 +121,13 @@ def test_metadata_within_metadata_ends_the_call_and_is_no_fault_of_ours(
 
 def test_headers_that_are_held_are_counted_and_only_those_that_matter() -> None:
     with picking("a") as index, calling(index) as channel:
-        calls = [Call(channel) for _ in range(2)]
-        calls[0].ask(headers(sent=[("cookie", "c" * 50_000)]))
+        two = [Call(channel) for _ in range(2)]
+        two[0].ask(headers(sent=[("cookie", "c" * 50_000)]))
         small = index.held_nbytes()
         assert 0 < small < 100
-        calls[1].ask(headers(sent=[("authorization", "a" * 50_000)]))
+        two[1].ask(headers(sent=[("authorization", "a" * 50_000)]))
         assert index.held_nbytes() > small + 50_000
-        for call in calls:
+        for call in two:
             call._replies.cancel()
         assert eventually(lambda: index.held_nbytes() == 0)
 
@@ -193,6 +193,33 @@ def test_a_host_leaves_calls_for_others_and_one_proxy_has_as_many_as_before() ->
         pass
     for one in entered:
         one.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("late_s", "code", "says"),
+    [
+        ("REQUEST_S", grpc.StatusCode.DEADLINE_EXCEEDED, "the request did not arrive within 0.5 s"),
+        (
+            "LATE_S",
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "too many requests are arriving slowly: send it again later",
+        ),
+    ],
+)
+def test_a_call_whose_headers_do_not_come_ends_and_one_that_waits_for_its_body_goes_on(
+    monkeypatch: pytest.MonkeyPatch, late_s: str, code: grpc.StatusCode, says: str
+) -> None:
+    """1,000 calls with an unfinished MiB took a GiB for as long as they liked."""
+    with picking("a") as index, calling(index) as channel:
+        call = Call(channel)
+        call.ask(headers())
+        monkeypatch.setattr(calls, late_s, 0.5)
+        with monkeypatch.context() as patched:
+            if late_s == "LATE_S":
+                patched.setattr(index.fleet.limits, "limit_nbytes", 0)
+            late = Call(channel)
+            assert (late._replies.code(), late._replies.details()) == (code, says)
+        assert destinations(call.ask(body())) == ["127.0.0.1:9001"]
 
 
 def test_an_old_connection_is_ended_and_calls_over_it_go_on() -> None:
