@@ -80,6 +80,20 @@ def test_settings_are_those_of_the_connector(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "file", ["docker-compose.yml", "docker-compose.secure.yml", "docker-compose.gpu.yml"]
+)
+def test_nobody_outside_compose_reaches_an_index(file: str) -> None:
+    """What gRPC holds of a call before its token is bounded by who reaches the port alone."""
+    services = yaml.safe_load((ROOT / file).read_text())["services"]
+    assert {name for name, one in services.items() if "ports" in one} <= {"front", "prometheus"}
+    assert all(one.get("network_mode") is None for one in services.values())
+    base = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    for name in ("index-1", "index-2"):
+        assert "mem_limit" in base[name], "it alone ends and begins anew"
+        assert base[name]["restart"] == "unless-stopped"
+
+
 def test_workers_are_started_as_those_of_compose() -> None:
     """All but model and sizes."""
     for name, file in (("trial", "docker-compose.yml"), ("envoy", "docker-compose.gpu.yml")):
