@@ -150,16 +150,25 @@ class _Settings(BaseModel):
                 if given not in fields:
                     raise ConfigError(where + unknown("setting", str(given), fields))
                 merged[given], spelled[given] = value, spell(given)
+                cls._check({given: value}, spelled, alone=given)  # a later source may hide it
 
         if path:
             merge(read_toml(path, CONFIG_VARIABLE), lambda name: f'{path}: setting "{name}"', f"{path}: ")
         merge(_from_environment(environ, fields, cls.REMOVED), lambda name: ENVIRONMENT_PREFIX + name.upper())
         merge(mapping or {}, lambda name: f'setting "{name}"')
+        cls._check(merged, spelled)
+        return cls(**merged)
+
+    @classmethod
+    def _check(cls, values: Mapping[str, Any], spelled: Mapping[str, str], alone: str = "") -> None:
+        """Refuse a wrong value of ``values``; ``alone``: whatever is wrong with others than this one."""
         try:
-            return cls(**merged)
+            cls(**values)
         except ValidationError as error:
-            # Without the cause: pydantic's text has many lines and may hold the password.
-            raise ConfigError(_one_line(error.errors(include_input=True), spelled, cls)) from None
+            wrong = [one for one in error.errors(include_input=True) if alone in ("", one["loc"][0])]
+            if wrong:
+                # Without the cause: pydantic's text has many lines and may hold the password.
+                raise ConfigError(_one_line(wrong, spelled, cls)) from None
 
 
 class PoolConfig(_Settings):
@@ -291,17 +300,18 @@ def _from_environment(
 ) -> dict[str, Any]:
     """Values of ``KVPOOL_*``. A near miss of a field is an error; others are ignored: Kubernetes sets some."""
     values: dict[str, Any] = {}
+    others = [one.removeprefix(ENVIRONMENT_PREFIX).lower() for one in (CONFIG_VARIABLE, INDEX_TOKEN_VARIABLE)]
     for variable in sorted(environ):
-        if not variable.startswith(ENVIRONMENT_PREFIX) or variable == CONFIG_VARIABLE:
+        if not variable.upper().startswith(ENVIRONMENT_PREFIX):
             continue
-        name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+        name = variable[len(ENVIRONMENT_PREFIX) :].lower()
         if name in removed:
             values[name] = environ[variable]
-        elif name in fields:
-            if variable != variable.upper():
-                raise ConfigError(f'unknown variable "{variable}"; did you mean "{variable.upper()}"?')
+        elif name in fields and variable == variable.upper():
             values[name] = _from_text(environ[variable], fields[name].annotation)
-        elif (match := nearest(name, fields, likeness=_TYPO_LIKENESS)) is not None:
+        elif variable in (CONFIG_VARIABLE, INDEX_TOKEN_VARIABLE):
+            continue
+        elif (match := nearest(name, [*fields, *others], likeness=_TYPO_LIKENESS)) is not None:
             wanted = ENVIRONMENT_PREFIX + match.upper()
             raise ConfigError(f'unknown variable "{variable}"; did you mean "{wanted}"?')
     return values

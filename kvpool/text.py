@@ -30,7 +30,7 @@ _EXTRAS = {
     "tokenize": {"jinja2", "tokenizers", "transformers"},
 }
 
-_SIZE = re.compile(r"([0-9]{1,19}) ?([A-Za-z]*)")
+_SIZE = re.compile(r"([0-9]{1,19})([A-Za-z]*)")
 # The userinfo of a URL reaches to the last "@", because passwords may contain "/" or "@". The scheme may be
 # missing; paths have no userinfo.
 _USERINFO = re.compile(r"\A([A-Za-z][A-Za-z0-9+.-]*://|(?![/.]))(.*)@", re.DOTALL)
@@ -88,15 +88,16 @@ def counted(count: int, noun: str) -> str:
 
 
 def parse_nbytes(text: str) -> int:
-    """Bytes of a size such as ``10GiB``, ``500 MB`` or ``1048576``.
+    """Bytes of a size such as ``10GiB``, ``500MB`` or ``1048576``.
 
-    Units: KiB MiB GiB TiB (powers of 1,024), kB MB GB TB (powers of 1,000), B or none. Whole numbers only.
+    Units: KiB MiB GiB TiB (powers of 1,024), kB MB GB TB (powers of 1,000), B or none. Whole numbers only,
+    without spaces.
     Errors: ``ConfigError`` that shows the spelling.
     """
-    match = _SIZE.fullmatch(text.strip()) if text.isascii() else None
+    match = _SIZE.fullmatch(text) if text.isascii() else None
     if match is None or match[2] not in UNIT_NBYTES:
         raise ConfigError(
-            f'"{text}" is not a size: write a whole number with a unit, for example 10GiB or 500MB'
+            f'"{text}" is not a size: write a whole number with a unit and no space, for example 10GiB or 500MB'
         )
     nbytes = int(match[1]) * UNIT_NBYTES[match[2]]
     if nbytes > MAX_NBYTES:

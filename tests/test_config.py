@@ -61,7 +61,7 @@ def test_every_field_from_the_environment() -> None:
         {
             "KVPOOL_POOL": "file:///pool", "KVPOOL_TENANT": "7", "KVPOOL_MODEL_ID": "8",
             "KVPOOL_LOOKUP_TIMEOUT_S": "0.25",
-            "KVPOOL_MAX_LOAD_S": "3", "KVPOOL_STAGING_NBYTES": "64 MiB",
+            "KVPOOL_MAX_LOAD_S": "3", "KVPOOL_STAGING_NBYTES": "64MiB",
             "KVPOOL_MAX_STORE_NBYTES_PER_S": "1000000",
             "KVPOOL_ADVERTISE_HOST": "10.0.0.7", "KVPOOL_HTTP_PORT": "8001", "KVPOOL_WORKER": "w",
             "KVPOOL_LEASE_S": "30", "KVPOOL_THREADS": "4", "KVPOOL_STORE_POLICY": "write_back",
@@ -222,6 +222,20 @@ def test_a_pool_that_nobody_names_is_asked_for() -> None:
     [
         ("KVPOOL_TENNANT", "x", 'unknown variable "KVPOOL_TENNANT"; did you mean "KVPOOL_TENANT"?'),
         ("KVPOOL_Tenant", "x", 'unknown variable "KVPOOL_Tenant"; did you mean "KVPOOL_TENANT"?'),
+        ("kvpool_tenant", "x", 'unknown variable "kvpool_tenant"; did you mean "KVPOOL_TENANT"?'),
+        ("Kvpool_Tennant", "x", 'unknown variable "Kvpool_Tennant"; did you mean "KVPOOL_TENANT"?'),
+        ("KVPOOL_CONFG", "x", 'unknown variable "KVPOOL_CONFG"; did you mean "KVPOOL_CONFIG"?'),
+        ("kvpool_config", "x", 'unknown variable "kvpool_config"; did you mean "KVPOOL_CONFIG"?'),
+        (
+            "KVPOOL_INDEX_TOKN",
+            "x",
+            'unknown variable "KVPOOL_INDEX_TOKN"; did you mean "KVPOOL_INDEX_TOKEN"?',
+        ),
+        (
+            "KVPOOL_STAGING_NBYTES",
+            "1 GB",
+            'KVPOOL_STAGING_NBYTES: "1 GB" is not a size: write a whole number',
+        ),
         ("KVPOOL_THREAD", "1", 'unknown variable "KVPOOL_THREAD"; did you mean "KVPOOL_THREADS"?'),
         ("KVPOOL_LOOKUP_TIMEOUT_S", "fast", "KVPOOL_LOOKUP_TIMEOUT_S: should be a valid number, got 'fast'"),
         ("KVPOOL_LOOKUP_TIMEOUT_S", "inf", "KVPOOL_LOOKUP_TIMEOUT_S: should be a finite number, got inf"),
@@ -238,6 +252,21 @@ def test_refuse_a_variable(variable: str, value: str, text: str) -> None:
         load(**{variable: value})
     assert str(caught.value).startswith(text)
     assert len(str(caught.value)) < 300
+
+
+def test_a_wrong_value_that_another_source_hides_is_refused(tmp_path: Path) -> None:
+    """Else the mistake shows on the day when the other one is removed."""
+    file = tmp_path / "kvpool.toml"
+    file.write_text("threads = 900\n")
+    right = {"pool": URL, "threads": 3, "blocks_per_record": 2}
+    with pytest.raises(ConfigError, match="KVPOOL_THREADS: should be a valid integer, got 'many'"):
+        load(right, KVPOOL_THREADS="many")
+    with pytest.raises(ConfigError, match=f'{file}: setting "threads": should be less than'):
+        load(right, KVPOOL_CONFIG=str(file), KVPOOL_THREADS="4")
+    with pytest.raises(ConfigError, match="KVPOOL_POOL: write a store URL") as caught:
+        load(right, KVPOOL_POOL="user:secret@host")
+    assert "secret" not in str(caught.value)
+    assert load({**right, "store_policy": "write_through"}, KVPOOL_STORE_POLICY="write_back").threads == 3
 
 
 @pytest.mark.parametrize("source", ["dict", "environment", "file"])
@@ -314,7 +343,7 @@ def test_redact(url: str, shown: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
-    [("0", 0), ("7B", 7), ("10GiB", 10 << 30), ("10 GiB", 10 << 30), (" 3kB ", 3000), ("5MB", 5_000_000),
+    [("0", 0), ("7B", 7), ("10GiB", 10 << 30), ("3kB", 3000), ("5MB", 5_000_000),
      ("2GB", 2 * 10**9), ("1TB", 10**12), ("1TiB", 1 << 40), ("1KiB", 1024), ("1048576", 1 << 20)],
 )  # fmt: skip
 def test_sizes(text: str, nbytes: int) -> None:
@@ -323,7 +352,23 @@ def test_sizes(text: str, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GiB", "1.5GiB", "-1", "1gib", "1Gi", "1e9", "1 2", "\u0661", "9" * 30, "1_000"]
+    "text",
+    [
+        "",
+        "GiB",
+        "1.5GiB",
+        "-1",
+        "1gib",
+        "1Gi",
+        "1e9",
+        "1 2",
+        "\u0661",
+        "9" * 30,
+        "1_000",
+        "1 GB",
+        " 1GB",
+        "1GB\n",
+    ],
 )
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ConfigError):
