@@ -149,14 +149,14 @@ class ScriptedWorker:
         }  # fmt: skip
         if request.path == "/v1/models":
             said |= {"object": "list", "data": [{"id": "m", "object": "model", "root": "m"}]}
-        if request.path.startswith("/v1/responses") and not self._keeps(request.path, body, said):
-            return web.json_response({**said, "error": "Response not found"}, status=404)
         try:
             streams = bool(json.loads(body).get("stream"))
         except (ValueError, AttributeError, RecursionError):
             streams = False
         if self.reply is not None:
             return web.Response(body=self.reply, status=self.status, headers=self.reply_headers)
+        if request.path.startswith("/v1/responses") and not self._keeps(request.path, body, said):
+            return web.json_response({**said, "error": "Response not found"}, status=404)
         if not streams:
             return web.json_response(said, status=self.status, headers=self.reply_headers)
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
