@@ -25,7 +25,7 @@ from kvpool.errors import KVPoolError
 from kvpool.index.limits import INFERENCE, Limits
 from kvpool.index.place.endpoints import Url
 from kvpool.index.place.inference_request import RENDERED, InferenceRequest, prompt_key
-from kvpool.index.place.worker_connection import WorkerConnector
+from kvpool.index.place.worker_connection import WorkerConnector, why_not
 from kvpool.index.prompt import MAX_PROMPT_TOKENS, Prompt
 
 if TYPE_CHECKING:
@@ -164,9 +164,7 @@ class Renderer:
                 is_second = True
                 without.add(worker.endpoint)
         except (aiohttp.ClientError, TimeoutError, asyncio.TimeoutError, msgspec.MsgspecError) as error:
-            raise NoTokens(
-                f"no worker answers with its tokens: {str(error) or type(error).__name__}"
-            ) from error
+            raise NoTokens(f"no worker answers with its tokens: {why_not(error)}") from error
 
     async def _ask(
         self, request: InferenceRequest, body: bytes, headers: Mapping[str, str], worker: Url

@@ -25,7 +25,7 @@ from kvpool.index.place.endpoints import parse_url
 from kvpool.index.place.load import Load, LoadBoard
 from kvpool.index.place.metrics_page import BadPage, PoolCost, read_page
 from kvpool.index.place.renderer import KEEP_ALIVE_S
-from kvpool.index.place.worker_connection import WorkerConnector
+from kvpool.index.place.worker_connection import WorkerConnector, why_not
 from kvpool.index.resolver import Resolver
 
 INTERVAL_S = 1.0
@@ -118,7 +118,9 @@ class Scraper:
                     for rank in ranks:
                         self._loads.fail(worker_id, rank)
                 if failures == 1:
-                    logger.info("worker %s: its metrics cannot be read: %s", worker_id, _line(error))
+                    late = isinstance(error, TimeoutError | asyncio.TimeoutError)
+                    why = f"no answer within {DEADLINE_S:g} s" if late else why_not(error)
+                    logger.info("worker %s: its metrics cannot be read: %s", worker_id, why)
             else:
                 if failures:
                     logger.info("worker %s: its metrics are read again", worker_id)
@@ -180,9 +182,3 @@ class Scraper:
                 if len(page) > MAX_PAGE_NBYTES:
                     raise BadPage(f"{named} has more than {MAX_PAGE_NBYTES} bytes")
         return reply.status, bytes(page)
-
-
-def _line(error: Exception) -> str:
-    if isinstance(error, TimeoutError | asyncio.TimeoutError):
-        return f"no answer within {DEADLINE_S:g} s"
-    return (" ".join(str(error).split()) or type(error).__name__)[:200]

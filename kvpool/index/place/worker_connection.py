@@ -8,6 +8,7 @@ body above the sockets' buffers for ever. One event loop.
 from __future__ import annotations
 
 import asyncio
+import os
 import select
 import ssl
 from functools import partial
@@ -141,3 +142,16 @@ def _has_bytes(transport: asyncio.BaseTransport | None) -> bool:
     poll = select.poll()
     poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
     return bool(poll.poll(0))
+
+
+def why_not(error: BaseException) -> str:
+    """Why a worker did not answer, in one line."""
+    # str() of a ClientResponseError has URLs and several lines; of a connection error, names of calls.
+    if isinstance(error, aiohttp.ClientSSLError):  # its errno is OpenSSL's
+        cause = getattr(error, "certificate_error", None) or error.os_error
+        text = f"TLS: {getattr(cause, 'verify_message', '') or getattr(cause, 'reason', '') or cause}"
+    elif isinstance(error, aiohttp.ClientConnectorError) and (error.errno or 0) > 0:
+        text = os.strerror(error.errno or 0)
+    else:
+        text = error.message if isinstance(error, aiohttp.ClientResponseError) else str(error)
+    return f"{' '.join(text.split()) or type(error).__name__:.200}"

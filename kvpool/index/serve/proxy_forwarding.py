@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from typing import NamedTuple
 
@@ -21,7 +20,7 @@ from kvpool.index.place.endpoints import parse_url
 from kvpool.index.place.placement import MAX_BODY_NBYTES, OURS, RANK, Placement, Refusal, Target, hold
 from kvpool.index.place.placer import Placer
 from kvpool.index.place.stored_responses import is_of_responses
-from kvpool.index.place.worker_connection import Sending
+from kvpool.index.place.worker_connection import Sending, why_not
 from kvpool.index.request_stats import ProxyStats, Retry
 from kvpool.index.serve.listener import HttpConnection, ask_for_body
 
@@ -174,11 +173,11 @@ class Forwarding:
                 self._placer.record(placement, target, reply.status)
             except _UNREACHABLE as error:
                 self._placer.record(placement, target, None)
-                retry, why = "unreachable", _line(error)
+                retry, why = "unreachable", why_not(error)
             except _LOST as error:
                 if not (sending.is_reused and may_repeat):
                     self._placer.record(placement, target, None)
-                retry, why = "lost", _line(error)
+                retry, why = "lost", why_not(error)
                 if sending.is_late:
                     raise Refusal(504, f"worker {target.worker} has not taken the request in time") from error
                 if sending.is_reused and may_repeat:  # the worker may have closed it at that moment, as idle
@@ -194,7 +193,7 @@ class Forwarding:
             except (aiohttp.ClientError, ValueError) as error:
                 self._placer.record(placement, target, None)
                 raise Refusal(
-                    502, f"the answer of worker {target.worker} is no HTTP: {_line(error)}"
+                    502, f"the answer of worker {target.worker} is no HTTP: {why_not(error)}"
                 ) from error
             else:
                 if not 200 <= reply.status <= 599:  # such as 101, for a request that asks for no upgrade
@@ -293,7 +292,7 @@ class Forwarding:
         try:
             return await reply.content.readany()
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-            logger.info("worker %s has broken off a response: %s", target.worker, _line(error))
+            logger.info("worker %s has broken off a response: %s", target.worker, why_not(error))
             self.is_broken = True
             connection = self._request.protocol
             assert isinstance(connection, HttpConnection)
@@ -337,16 +336,4 @@ def _without_worker(named: str, target: Target) -> str:
 
 
 def _incomplete(target: Target, error: BaseException) -> str:
-    return f"worker {target.worker} did not complete its response: {_line(error)}"
-
-
-def _line(error: BaseException) -> str:
-    # str() of a ClientResponseError has URLs and several lines; of a connection error, names of calls.
-    if isinstance(error, aiohttp.ClientSSLError):  # its errno is OpenSSL's
-        cause = getattr(error, "certificate_error", None) or error.os_error
-        text = f"TLS: {getattr(cause, 'verify_message', '') or getattr(cause, 'reason', '') or cause}"
-    elif isinstance(error, aiohttp.ClientConnectorError) and (error.errno or 0) > 0:
-        text = os.strerror(error.errno or 0)
-    else:
-        text = error.message if isinstance(error, aiohttp.ClientResponseError) else str(error)
-    return f"{' '.join(text.split()) or type(error).__name__:.200}"
+    return f"worker {target.worker} did not complete its response: {why_not(error)}"
