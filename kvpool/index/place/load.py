@@ -15,7 +15,7 @@ from bisect import bisect
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvpool import _native
@@ -309,7 +309,7 @@ class _Failing:
     """``until_s``: of its ejection, or trial. ``names``: of its reservations. ``is_ill``: says its health check."""
 
     failures: int = 0
-    seconds: float = EJECT_S
+    seconds: float = field(default_factory=lambda: EJECT_S)
     until_s: float = 0.0
     names: Sequence[str] = ()
     is_on_trial: bool = False
