@@ -122,7 +122,10 @@ class RefusedDirectory(Exception):
 
 # These raise OSError with errno and file name when the directory cannot be made or used, and RefusedDirectory.
 # capacity_nbytes None: of a pool that is there; opening writes nothing, and nothing is evicted.
-def open_file_executor(root: str, capacity_nbytes: int | None, threads: int) -> IoExecutor: ...
+# ``lock_patience_s``: for another process that holds a lock of the pool without a turn; then it counts as stopped.
+def open_file_executor(
+    root: str, capacity_nbytes: int | None, threads: int, lock_patience_s: float = 0.5
+) -> IoExecutor: ...
 
 # Makes an empty or missing directory a pool; of one that is a pool already, what is missing in it.
 def make_file_pool(root: str) -> None: ...

@@ -259,13 +259,16 @@ void refuse_zeros(std::initializer_list<std::string_view> texts) {
 }
 
 PyIoExecutor open_file_executor(const std::string& root, std::optional<std::uint64_t> capacity_nbytes,
-                                unsigned threads) {
+                                unsigned threads, double lock_patience_s) {
   refuse_zeros({root});
   if (root.empty()) throw std::invalid_argument("root must be a path");
   if (capacity_nbytes == std::uint64_t{0}) throw std::invalid_argument("capacity_nbytes must be at least 1");
   if (threads < 1 || threads > kMaxThreads) throw std::invalid_argument("threads must be from 1 to 256");
+  const auto patience = std::chrono::duration<double>(lock_patience_s);
   return PyIoExecutor(with_os_errors([&] {
-    return std::make_unique<IoExecutor>(std::make_unique<FileBackend>(root, capacity_nbytes), threads);
+    return std::make_unique<IoExecutor>(
+        std::make_unique<FileBackend>(root, capacity_nbytes, std::chrono::duration_cast<Patience>(patience)),
+        threads);
   }));
 }
 
@@ -361,7 +364,8 @@ void bind_store(nb::module_& m) {
       .def("counters", &PyIoExecutor::counters)
       .def("close", &PyIoExecutor::close, "timeout_s"_a);
 
-  m.def("open_file_executor", &open_file_executor, "root"_a, "capacity_nbytes"_a.none(), "threads"_a);
+  m.def("open_file_executor", &open_file_executor, "root"_a, "capacity_nbytes"_a.none(), "threads"_a,
+        "lock_patience_s"_a = std::chrono::duration<double>(kLockPatience).count());
   m.def("make_file_pool", &make_file_pool, "root"_a);
   m.def("file_system", &file_system_of, "path"_a);
   m.def("system_authorities", &system_authorities);

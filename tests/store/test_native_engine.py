@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import gc
-import os
 import signal
 import threading
 import time
@@ -46,23 +45,9 @@ def is_held(buffer):
 @contextlib.contextmanager
 def eviction_elsewhere(root):
     """As if another process ran an eviction pass: puts wait, each until its deadline."""
-    ended = threading.Event()
-
-    def take_turns():  # a holder that takes none is held for stopped
-        turn = 1
-        while not ended.wait(0.05):
-            turn += 1
-            os.pwrite(usage.fileno(), (turn * 4096).to_bytes(8, "little"), 16)
-
     with (Path(root) / "usage").open("rb+") as usage:
         fcntl.flock(usage, fcntl.LOCK_EX)
-        turns = threading.Thread(target=take_turns)
-        turns.start()
-        try:
-            yield usage
-        finally:
-            ended.set()
-            turns.join()
+        yield usage
 
 
 @pytest.fixture
@@ -70,8 +55,11 @@ def open_engine(tmp_path):
     engines = []
 
     def open_one(root=None, capacity_nbytes=64 * MIB, threads=2):
-        engines.append(_native.open_file_executor(str(root or tmp_path / "pool"), capacity_nbytes, threads))
-        return engines[-1]
+        engine = _native.open_file_executor(
+            str(root or tmp_path / "pool"), capacity_nbytes, threads, lock_patience_s=WAIT_S
+        )
+        engines.append(engine)
+        return engine
 
     yield open_one
     for engine in engines:

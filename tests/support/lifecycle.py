@@ -147,7 +147,9 @@ class World:
         # Nothing runs beside the caller.
         self._patch.setattr("kvpool.vllm.worker.WorkerHalf._begin_announcing", lambda worker, namespace: None)
 
-    def _open_store(self, url: str, *, threads: int, opened_by: str = "") -> TroubledStore:
+    def _open_store(
+        self, url: str, *, threads: int, opened_by: str = "", must_answer: bool = True
+    ) -> TroubledStore:
         if not self.reachable:
             raise StoreUnavailable("this rank does not reach the pool")
         return TroubledStore(self)

@@ -138,7 +138,7 @@ class DirectoryPool:
         self._patch.setattr("kvpool.vllm.tier.open_store", self._open_store)
         patch_parts(self._patch)
 
-    def _open_store(self, url: str, *, threads: int | None) -> FileStore:
+    def _open_store(self, url: str, *, threads: int | None, must_answer: bool = True) -> FileStore:
         # A URL has no capacity as small as this.
         self._opened.append(FileStore(str(self._folder), self._capacity_nbytes, 2))
         return self._opened[-1]

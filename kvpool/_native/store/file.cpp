@@ -40,9 +40,11 @@ void set_times(Set set) {
 
 }  // namespace
 
-FileBackend::FileBackend(const std::string& root, std::optional<std::uint64_t> capacity_nbytes)
+FileBackend::FileBackend(const std::string& root, std::optional<std::uint64_t> capacity_nbytes,
+                         Patience lock_patience)
     : root_(std::filesystem::absolute(root).lexically_normal()),
-      capacity_nbytes_(capacity_nbytes.value_or(std::numeric_limits<std::uint64_t>::max())) {
+      capacity_nbytes_(capacity_nbytes.value_or(std::numeric_limits<std::uint64_t>::max())),
+      lock_patience_(lock_patience) {
   while (root_.size() > 1 && root_.back() == '/') root_.pop_back();
   pool_ = capacity_nbytes ? make_pool(root_) : find_pool(root_);
   if (capacity_nbytes) FileIoThread(*this, 0).settle();
@@ -254,11 +256,11 @@ int FileIoThread::refresh() {
 }
 
 // The lock of the present counts, after refresh(); nothing when given up. New counts take the place of those
-// whose lock a stopped process holds: no wait outlives kLockPatience (usage.cpp) but for living peers.
+// whose lock a stopped process holds: no wait outlives lock_patience_ but for living peers.
 std::optional<Usage::Lock> FileIoThread::lock(Usage::Hold hold, const GiveUp& give_up) {
   for (;;) {
     {
-      auto held = usage_->lock(hold, give_up);
+      auto held = usage_->lock(hold, give_up, backend_.lock_patience_);
       if (held ? usage_->current() : !usage_->stopped() && give_up()) return held;
       if (usage_->stopped() && usage_->current()) {
         const std::string fresh = temporary_path();

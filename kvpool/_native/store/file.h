@@ -30,7 +30,8 @@ class FileBackend : public Backend {
  public:
   // Makes `root` a pool if it is none, and evicts down to the capacity. No capacity: opens an existing pool
   // without writing or evicting. Throws RefusedDirectory, or the system's std::filesystem::filesystem_error.
-  FileBackend(const std::string& root, std::optional<std::uint64_t> capacity_nbytes);
+  FileBackend(const std::string& root, std::optional<std::uint64_t> capacity_nbytes,
+              Patience lock_patience = kLockPatience);
 
   std::unique_ptr<IoThread> make_io_thread(unsigned index) override;
   void append_counters(Counters& counters) const override;
@@ -41,6 +42,7 @@ class FileBackend : public Backend {
   std::string root_;    // absolute: the process may change its directory
   PoolDirectory pool_;  // as it was at open
   const std::uint64_t capacity_nbytes_;
+  const Patience lock_patience_;
   DamageCounts damaged_;
   std::atomic<std::uint64_t> evicted_{0};
   std::atomic<std::uint64_t> evicted_nbytes_{0};

@@ -23,7 +23,6 @@ using SteadyClock = std::chrono::steady_clock;
 static_assert(std::endian::native == std::endian::little, "the file is written as it lies in memory");
 
 constexpr auto kCountsPatience = 250ms;  // peers hold their lock for a microsecond, unless stopped meanwhile
-constexpr auto kLockPatience = 500ms;    // without a turn; a pass of eviction takes some milliseconds
 constexpr int kSpins = 100;
 constexpr std::uint64_t kReservedPart = 20;  // of the file system: every twentieth byte
 constexpr std::uint64_t kLeastReserve_nbytes = 16 << 20;
@@ -115,13 +114,14 @@ Usage::Usage(std::string path, std::optional<mode_t> mode) : path_(std::move(pat
   inode_ = info.st_ino;
 }
 
-std::optional<Usage::Lock> Usage::lock(Hold hold, const GiveUp& give_up) const {
+std::optional<Usage::Lock> Usage::lock(Hold hold, const GiveUp& give_up, Patience patience) const {
   const int how = (hold == Hold::kExclusive ? LOCK_EX : LOCK_SH) | LOCK_NB;
   auto pause = 50us;
   auto heard = SteadyClock::now() - waited_;  // the last turn of others
   for (std::uint64_t seen = cursor();;) {
     if (flock(file_.get(), how) == 0) {
       waited_ = {};
+      stopped_ = false;
       if (hold == Hold::kExclusive) {
         const std::uint64_t turn = cursor() + kBuckets;
         [[maybe_unused]] const ssize_t ignored = pwrite(file_.get(), &turn, sizeof turn, kCursorPlace);
@@ -135,13 +135,12 @@ std::optional<Usage::Lock> Usage::lock(Hold hold, const GiveUp& give_up) const {
       heard = now;
     }
     waited_ = now - heard;
-    if (waited_ >= kLockPatience || give_up()) return std::nullopt;
+    stopped_ = waited_ >= patience;
+    if (stopped_ || give_up()) return std::nullopt;
     std::this_thread::sleep_for(pause);
     pause = std::min(2 * pause, 1000us);
   }
 }
-
-bool Usage::stopped() const { return waited_ >= kLockPatience; }
 
 bool Usage::current() const {
   struct stat info;

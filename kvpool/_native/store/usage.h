@@ -40,6 +40,10 @@ inline constexpr unsigned kBuckets = 4096;          // directories of records: f
 inline constexpr unsigned kTemporaries = kBuckets;  // the count of tmp/, including reservations
 inline constexpr unsigned kCounts = kBuckets + 1;
 
+using Patience = std::chrono::steady_clock::duration;
+// With a lock's holder, without a turn; a pass of eviction takes some milliseconds.
+inline constexpr Patience kLockPatience = std::chrono::milliseconds(500);
+
 // The file, little-endian.
 struct UsagePage {
   std::array<char, 16> boot{};  // 0: the host's boot; counts do not outlive it
@@ -85,9 +89,9 @@ class Usage {
   Usage(std::string path, std::optional<mode_t> mode);
 
   // Polls until the lock is held, give_up() is true, or its holder seems stopped: nothing, in both.
-  std::optional<Lock> lock(Hold hold, const GiveUp& give_up) const;
-  // Whether lock() waited for so long without a turn of others that its holder must be stopped.
-  bool stopped() const;
+  std::optional<Lock> lock(Hold hold, const GiveUp& give_up, Patience patience = kLockPatience) const;
+  // Whether lock() waited for its patience without a turn of others, so that the holder must be stopped.
+  bool stopped() const { return stopped_; }
   // False when path no longer names the open file: it, or its directory, was removed.
   bool current() const;
 
@@ -116,7 +120,8 @@ class Usage {
   Descriptor file_;
   std::uint64_t device_ = 0;
   std::uint64_t inode_ = 0;
-  mutable std::chrono::steady_clock::duration waited_{};  // in vain, since the lock was last held
+  mutable Patience waited_{};  // in vain, since the lock was last held
+  mutable bool stopped_ = false;
 };
 
 // Identifies the host's boot; zeros if unknown.

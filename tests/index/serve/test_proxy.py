@@ -617,4 +617,10 @@ def test_connections_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
         with there.connect(), there.connect(), there.connect() as third, suppress(ConnectionError):
             third.sendall(of_request(b"{}"))
             assert third.recv(65536) == b""
-        assert eventually(lambda: get(f"{there.url}/health").status == 200)
+
+        def is_served() -> bool:
+            with suppress(ConnectionError):  # until the ends of the others are known
+                return get(f"{there.url}/health").status == 200
+            return False
+
+        assert eventually(is_served)

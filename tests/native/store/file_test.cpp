@@ -53,7 +53,7 @@ class Directory {
 
 std::unique_ptr<IoExecutor> open_engine(const std::string& root, std::uint64_t capacity_nbytes,
                                         unsigned threads) {
-  return std::make_unique<IoExecutor>(std::make_unique<FileBackend>(root, capacity_nbytes), threads);
+  return std::make_unique<IoExecutor>(std::make_unique<FileBackend>(root, capacity_nbytes, 60s), threads);
 }
 
 // Why the directory is not taken; empty if it is.
