@@ -26,7 +26,7 @@ from kvpool.index.place.inference_request import InferenceRequest, named_model, 
 from kvpool.index.place.load import EJECTED, NO_HASH
 from kvpool.index.place.placement import BLOCKS, MATCHED, REASON, WORKER, Placement, Refusal, Target
 from kvpool.index.place.ranking import NativeRanking, Pick
-from kvpool.index.place.renderer import NoTokens, Renderer
+from kvpool.index.place.renderer import NoTokens, Renderer, Start
 from kvpool.index.place.router import Router
 from kvpool.index.place.stored_responses import StoredResponses
 from kvpool.index.place.tokenizer import Tokenizers
@@ -240,7 +240,12 @@ class Placer:
     ) -> NativeRanking | None:
         """By the tokens that a worker renders; None: by load. Errors: ``NoTokens``."""
         prompt = await self._renderer.prompt(
-            request, body, headers, partial(self._renders, request), max(0.0, ends_s - time.monotonic())
+            request,
+            body,
+            headers,
+            partial(self._renders, request),
+            self._lasts,
+            max(0.0, ends_s - time.monotonic()),
         )
         prompt = prompt if request.workers is None else replace(prompt, workers=request.workers)
         if prompt.nbytes <= INLINE_TOKENS_NBYTES:
@@ -249,7 +254,10 @@ class Placer:
         ranked = await self._in_thread(partial(self._ranked, request, prompt), request.tenant, ends_s)
         return ranked.ranking if ranked else None
 
-    async def _renders(self, request: InferenceRequest, without: Collection[str]) -> Url:
+    def _lasts(self, start: Start) -> bool:
+        return self._fleet.incarnation(start[0]) == start[1]
+
+    async def _renders(self, request: InferenceRequest, without: Collection[str]) -> tuple[Url, Start]:
         """The least busy worker, at none of these endpoints. Errors: ``KVPoolError``."""
         for pick in (await self._by_load(request, takes_turn=False)).unpack().picks:
             if pick.unreachable:
@@ -257,7 +265,9 @@ class Placer:
             with suppress(KVPoolError):
                 endpoint = await self._endpoints.resolve(pick.address, request.tenant, self._timeout_s)
                 if endpoint not in without:
-                    return parse_url(pick.address)._replace(endpoint=endpoint)
+                    worker_id = f"{request.tenant}/{pick.worker}"
+                    start = worker_id, self._fleet.incarnation(worker_id) or ""
+                    return parse_url(pick.address)._replace(endpoint=endpoint), start
         raise NoTokens("no worker can be asked for its tokens")
 
     def _ranked(self, request: InferenceRequest, prompt: Prompt, at_once: bool) -> _Ranked:

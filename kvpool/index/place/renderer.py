@@ -52,7 +52,9 @@ logger = logging.getLogger("kvpool.index")
 
 
 # Returns a worker, at none of the given endpoints.
-Choose = Callable[[Collection[str]], Awaitable[Url]]
+Start = tuple[str, str]  # a worker's id and incarnation: another start may have another template
+Choose = Callable[[Collection[str]], Awaitable[tuple[Url, Start]]]
+Serves = Callable[[Start], bool]
 
 
 class NoTokens(KVPoolError):
@@ -84,16 +86,16 @@ _RENDERED = msgspec.json.Decoder(_Rendered | list[_Rendered])
 
 
 class Renderer:
-    """Remembers the tokens of prompts, late ones included.
+    """Remembers the tokens of prompts, late ones included, while the start of the worker that made them lasts.
 
     ``tls``: for https; None: the system's authorities. ``limits``: counts undecoded replies; None: its own.
     """
 
     def __init__(self, *, tls: ssl.SSLContext | None = None, limits: Limits | None = None) -> None:
         self._tls, self._limits = tls, limits or Limits()
-        self._known: OrderedDict[tuple[str, bytes], Prompt] = OrderedDict()
+        self._known: OrderedDict[tuple[str, bytes], tuple[Prompt, Start]] = OrderedDict()
         self._known_nbytes = 0
-        self._under_way: dict[tuple[str, bytes], asyncio.Task[Prompt]] = {}
+        self._under_way: dict[tuple[str, bytes], asyncio.Task[tuple[Prompt, Start]]] = {}
         self._without: dict[tuple[str, str, str], float] = {}  # end of the memory, by tenant, model and path
         self._away: dict[str, float] = {}  # end of the memory, by a worker's endpoint; the oldest first
         self._session: aiohttp.ClientSession | None = None
@@ -111,15 +113,18 @@ class Renderer:
         body: bytes,
         headers: Mapping[str, str],
         choose: Choose,
+        serves: Serves,
         timeout_s: float,
     ) -> Prompt:
-        """The prompt in tokens. ``headers``: of the request; a worker gets its authorization. Errors: ``NoTokens``."""
+        """The prompt in tokens. ``headers``: of the request; a worker gets its authorization. ``serves``: whether a
+        start lasts. Errors: ``NoTokens``.
+        """
         if request.path not in RENDERED:
             raise NoTokens(f"requests to {request.path:.60} are placed by load")
         key = (request.tenant, prompt_key(request.path, body))
-        if (known := self._known.get(key)) is not None:
+        if (known := self._known.get(key)) is not None and serves(known[1]):
             self._known.move_to_end(key)
-            return known
+            return known[0]
         task = self._under_way.get(key)
         if task is None:
             if len(self._under_way) >= MAX_UNDER_WAY:
@@ -131,20 +136,22 @@ class Renderer:
         await asyncio.wait({task}, timeout=timeout_s)
         if not task.done():
             raise NoTokens(f"its tokens were not made within {timeout_s:g} s")
-        return task.result()
+        return task.result()[0]
 
-    def _made(self, key: tuple[str, bytes], task: asyncio.Task[Prompt]) -> None:
+    def _made(self, key: tuple[str, bytes], task: asyncio.Task[tuple[Prompt, Start]]) -> None:
         del self._under_way[key]
         if task.cancelled() or task.exception() is not None:
             return
+        if (former := self._known.pop(key, None)) is not None:
+            self._known_nbytes -= former[0].nbytes + ENTRY_NBYTES
         self._known[key] = task.result()
-        self._known_nbytes += task.result().nbytes + ENTRY_NBYTES
+        self._known_nbytes += task.result()[0].nbytes + ENTRY_NBYTES
         while self._known_nbytes > MAX_KEPT_NBYTES:
-            self._known_nbytes -= self._known.popitem(last=False)[1].nbytes + ENTRY_NBYTES
+            self._known_nbytes -= self._known.popitem(last=False)[1][0].nbytes + ENTRY_NBYTES
 
     async def _make(
         self, request: InferenceRequest, body: bytes, headers: Mapping[str, str], choose: Choose
-    ) -> Prompt:
+    ) -> tuple[Prompt, Start]:
         """By a worker, or by a second after a failure."""
         now_s = time.monotonic()
         if self._without.get((request.tenant, request.model, request.path), 0.0) > now_s:
@@ -153,9 +160,9 @@ class Renderer:
         is_second = False
         try:
             while True:
-                worker = await choose(without)
+                worker, start = await choose(without)
                 try:
-                    return await self._ask(request, body, headers, worker)
+                    return await self._ask(request, body, headers, worker), start
                 except (aiohttp.ClientConnectionError, _Unanswered) as error:
                     if isinstance(error, _NOT_REACHED):
                         self._set_aside(worker.endpoint)

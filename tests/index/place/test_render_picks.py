@@ -32,6 +32,11 @@ class Placing:
         """Why one was placed where it was. The worker that was named first has the most to do."""
         return (await self._place()).reason
 
+    async def again(self) -> str:
+        """Why the last one was placed where it was, the second time."""
+        self._number -= 1
+        return await self.reason()
+
     async def worker(self) -> str:
         """Where one was placed."""
         return (await self._place()).targets[0].worker
@@ -58,6 +63,22 @@ async def placing(workers: list[ScriptedWorker], loads: bool = True) -> AsyncIte
 
 def rendered(workers: list[ScriptedWorker]) -> list[int]:
     return [worker.rendered for worker in workers]
+
+
+@pytest.mark.anyio
+async def test_tokens_are_made_anew_when_the_worker_that_made_them_has_started_again() -> None:
+    """It may have another chat template."""
+    with scripted("a") as (a,):
+        async with placing([a]) as there:
+            assert [await there.reason(), await there.again()] == ["load", "load"]
+            assert a.rendered == 1
+            there.fleet.add(a.worker(incarnation="another"), "flag")
+            assert [await there.again(), await there.again()] == ["load", "load"]
+            assert a.rendered == 2
+            there.fleet.remove("default/a")
+            there.fleet.add(a.worker(incarnation="a third"), "flag")
+            await there.again()
+            assert a.rendered == 3
 
 
 @pytest.mark.anyio

@@ -28,15 +28,15 @@ async def tokens_of(
 ) -> list[int]:
     """The tokens of a text, of the first of these workers that is not named as one not to ask."""
 
-    async def ask(without: Any) -> Url:
+    async def ask(without: Any) -> tuple[Url, tuple[str, str]]:
         for worker in workers:
             if worker.at not in without:
-                return parse_url(f"http://{worker.at}")
+                return parse_url(f"http://{worker.at}"), (worker.name, "")
         raise NoTokens("no other worker")
 
     body = json.dumps({"model": "m", "prompt": text}).encode()
     request = read_request(path, body)
-    prompt = await rendering.prompt(request, body, {}, ask, 60.0)
+    prompt = await rendering.prompt(request, body, {}, ask, lambda start: True, 60.0)
     assert isinstance(prompt.token_ids, array)
     return list(prompt.token_ids)
 
