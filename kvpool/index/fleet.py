@@ -6,8 +6,8 @@ Threads: any; no I/O but log lines. ``_lock`` guards ``_workers`` and the member
 ``_present``, ``_ranks`` and ``_models`` are read without it, as whole values. ``Rank.lock`` guards the rank's
 holder in the table and its fields; it is taken after ``_lock``, never before. Applying a batch holds a rank's
 lock, up to 0.3 s for 34 MiB, and a leaving rank makes ``_lock`` wait for that. An event loop calls only
-``ask`` with ``at_once``, ``followed``, ``incarnation``, ``incomplete``, ``rank``, ``ranks_of`` and ``models``, which
-take neither.
+``ask`` with ``at_once``, ``followed``, ``incomplete``, ``lasts``, ``rank``, ``ranks_of``, ``start`` and ``models``,
+which take neither.
 """
 
 from __future__ import annotations
@@ -315,10 +315,15 @@ class Fleet:
         """Of a worker's present start; None: unknown."""
         return self._ranks.get((worker_id, dp_rank))
 
-    def incarnation(self, worker_id: str) -> str | None:
-        """Of a present worker's start; None: unknown."""
+    def start(self, worker_id: str) -> tuple[str, str]:
+        """The worker and its incarnation, empty if unknown."""
         entry = self._present.get(worker_id)
-        return None if entry is None else entry.worker.incarnation
+        return worker_id, "" if entry is None else entry.worker.incarnation
+
+    def lasts(self, start: tuple[str, str]) -> bool:
+        """Whether a worker is present in this ``start``."""
+        entry = self._present.get(start[0])
+        return entry is not None and entry.worker.incarnation == start[1]
 
     def ranks_of(self, worker_id: str) -> list[tuple[str, int]]:
         """(worker, data-parallel rank) of a present worker; empty: unknown."""

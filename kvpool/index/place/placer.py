@@ -244,7 +244,7 @@ class Placer:
             body,
             headers,
             partial(self._renders, request),
-            self._lasts,
+            self._fleet.lasts,
             max(0.0, ends_s - time.monotonic()),
         )
         prompt = prompt if request.workers is None else replace(prompt, workers=request.workers)
@@ -254,9 +254,6 @@ class Placer:
         ranked = await self._in_thread(partial(self._ranked, request, prompt), request.tenant, ends_s)
         return ranked.ranking if ranked else None
 
-    def _lasts(self, start: Start) -> bool:
-        return self._fleet.incarnation(start[0]) == start[1]
-
     async def _renders(self, request: InferenceRequest, without: Collection[str]) -> tuple[Url, Start]:
         """The least busy worker, at none of these endpoints. Errors: ``KVPoolError``."""
         for pick in (await self._by_load(request, takes_turn=False)).unpack().picks:
@@ -265,8 +262,7 @@ class Placer:
             with suppress(KVPoolError):
                 endpoint = await self._endpoints.resolve(pick.address, request.tenant, self._timeout_s)
                 if endpoint not in without:
-                    worker_id = f"{request.tenant}/{pick.worker}"
-                    start = worker_id, self._fleet.incarnation(worker_id) or ""
+                    start = self._fleet.start(f"{request.tenant}/{pick.worker}")
                     return parse_url(pick.address)._replace(endpoint=endpoint), start
         raise NoTokens("no worker can be asked for its tokens")
 
