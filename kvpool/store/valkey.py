@@ -33,7 +33,7 @@ from kvpool.store.tls import advice
 from kvpool.store.url import StoreURL
 
 # Error prefixes of a permanent refusal.
-_SETTINGS = ("AUTH: ", "WRONGPASS", "NOAUTH", "NOPERM", "SELECT: ")
+_SETTINGS = ("AUTH: ERR", "WRONGPASS", "NOAUTH", "NOPERM", "SELECT: ERR")
 
 
 class ValkeyStore(Store):

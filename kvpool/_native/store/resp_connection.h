@@ -151,6 +151,7 @@ class RespConnection {
   void on_bulk(Request& request, std::span<const std::byte> piece);
   void on_body(Request& request, std::size_t nbytes);
   std::string on_token(Request& request, const RespToken& token);
+  std::string unasked(const RespToken& token, const char* otherwise) const;
   std::string on_error(Request& request, std::string_view text);
   bool note_refusal(Request& request, std::string_view word, std::string_view text);
   void go_on(Request& answered, Request::Kind kind);

@@ -14,6 +14,11 @@ namespace {
 constexpr std::size_t kShownChars = 200;
 constexpr const char* kSurplus = "the server sent more than it was asked for";
 
+// Whether an error refuses the user, not the connection: nothing later changes it.
+bool refuses_user(std::string_view text) {
+  return text.starts_with("WRONGPASS") || text.starts_with("NOAUTH") || text.starts_with("NOPERM");
+}
+
 }  // namespace
 
 std::string RespSettings::shown(std::string_view words) const {
@@ -29,6 +34,10 @@ std::string RespSettings::shown(std::string_view words) const {
     if (c < ' ' || c > '~') c = '?';
   }
   return line;
+}
+
+std::string hung_up(std::string_view said) {
+  return "the server says \"" + std::string(said) + "\" and hangs up";
 }
 
 void append_command(std::string& to, std::initializer_list<std::string_view> words) {
@@ -147,9 +156,13 @@ Dial::State Dial::greet() {
     const Stream::Result result = stream_.receive({&part, 1});
     // Reads until empty: a surplus reply must not answer the first request.
     if (result.state == Stream::State::kBlocked) {
-      return answered_ == asked_.size() ? State::kReady : State::kUnderWay;
+      if (answered_ < asked_.size()) return State::kUnderWay;
+      return refusal_.empty() ? State::kReady : fail(0, refusal_);
     }
-    if (result.state != Stream::State::kMoved) return fail(ECONNRESET, stream_.error());
+    if (result.state != Stream::State::kMoved) {
+      // An error with which it hangs up answers no command: it concerns the connection.
+      return fail(ECONNRESET, said_.empty() ? stream_.error() : hung_up(said_));
+    }
     std::span<const std::byte> input(piece.data(), result.nbytes);
     if (answered_ == asked_.size()) return fail(EPROTO, kSurplus);
     while (const auto token = parser_.next(input)) {
@@ -157,7 +170,9 @@ Dial::State Dial::greet() {
       if (token->kind == RespKind::kError) {
         // A refused PING is still an answer; names are for operators, and old servers lack some.
         const bool alive = command == "CLIENT" || (command == "PING" && token->text.starts_with("NOPERM"));
-        if (!alive) return fail(0, command + ": " + settings_.shown(token->text));
+        said_ = settings_.shown(token->text);
+        if (!alive && refusal_.empty()) refusal_ = command + ": " + said_;
+        if (!alive && refuses_user(token->text)) return fail(0, refusal_);
       } else if (token->kind != RespKind::kSimple) {
         return fail(EPROTO, "no Redis or Valkey server: it answers " + command + " with something else");
       }

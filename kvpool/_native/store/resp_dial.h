@@ -85,10 +85,15 @@ class Dial {
   std::size_t sent_ = 0;
   std::vector<std::string> asked_;  // the commands of the greeting, by name
   std::size_t answered_ = 0;
+  std::string refusal_;  // the first error that no dial survives, with its command
+  std::string said_;     // the last error, which may be why the server hangs up
   RespParser parser_;
   int error_number_ = 0;
   std::string error_;
 };
+
+// "DENIED ..." and such: why a server hung up, in its own words.
+std::string hung_up(std::string_view said);
 
 // Dials once and hangs up, so that wrong settings are reported early. Blocks for at most 2 s an address.
 // Throws Unreachable or RespError.

@@ -81,7 +81,7 @@ bool RespConnection::receive_some() {
 
 // Bytes to receive through the scratch buffer: up to the next large payload.
 std::size_t RespConnection::wanted_nbytes(bool in_body) const {
-  if (requests_.empty()) return 1;  // nothing is due: any byte is proof enough
+  if (requests_.empty()) return scratch_.size();  // nothing is due, but a reason to hang up
   const Request& front = *requests_.front();
   if (front.kind == Kind::kGet && (!front.item || front.damage != Damage::kNone)) return scratch_.size();
   std::size_t wanted = in_body ? 2 : 0;
@@ -103,7 +103,10 @@ std::size_t RespConnection::wanted_nbytes(bool in_body) const {
 // Returns why the connection must end; empty to keep it.
 std::string RespConnection::parse_replies(std::span<const std::byte> input) {
   while (!input.empty()) {
-    if (requests_.empty() || !requests_.front()->on_the_wire()) return "it sent more than it was asked for";
+    if (requests_.empty() || !requests_.front()->on_the_wire()) {
+      const auto token = parser_.next(input);
+      return unasked(token.value_or(RespToken{RespKind::kBad}), "it sent more than it was asked for");
+    }
     Request& front = *requests_.front();
     if (parser_.bulk_left() != 0) {
       const auto piece =
@@ -155,7 +158,7 @@ std::string RespConnection::on_token(Request& request, const RespToken& token) {
     return {};
   }
   if (request.kind == Kind::kPut) return on_put_token(request, token);
-  if (!request.is_sent()) return kTooEarly;
+  if (!request.is_sent()) return unasked(token, kTooEarly);
   if (token.kind == RespKind::kError) return on_error(request, token.text);
   switch (request.kind) {
     case Kind::kPut:
@@ -182,6 +185,11 @@ std::string RespConnection::on_token(Request& request, const RespToken& token) {
       return on_age(request, token);
   }
   return kUnexpected;
+}
+
+// Why a reply that no command has earned ends the connection: an error says it itself.
+std::string RespConnection::unasked(const RespToken& token, const char* otherwise) const {
+  return token.kind == RespKind::kError ? hung_up(settings_.shown(token.text)) : otherwise;
 }
 
 // A complete error reply refuses this command, and no other.
@@ -254,7 +262,9 @@ std::string RespConnection::on_age(Request& request, const RespToken& token) {
 std::string RespConnection::on_put_token(Request& request, const RespToken& token) {
   const PutReply reply = request.put_reply;
   const auto place = static_cast<std::size_t>(reply);
-  if (place < request.answerable.size() && request.sent < request.answerable[place]) return kTooEarly;
+  if (place < request.answerable.size() && request.sent < request.answerable[place]) {
+    return unasked(token, kTooEarly);
+  }
   if (token.kind == RespKind::kError) {
     on_put_error(request, token.text);
   } else if (reply == PutReply::kExec) {

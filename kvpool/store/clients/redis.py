@@ -52,7 +52,8 @@ class RedisLink:
             raise LinkRefused(f"AUTH: {_words(error)}") from _alone(error)
         except redis.ResponseError as error:
             self.drop()
-            raise LinkRefused(_words(error)) from _alone(error)
+            is_ours = type(error) in (redis.ResponseError, redis.exceptions.NoPermissionError)
+            raise (LinkRefused if is_ours else LinkFault)(_words(error)) from _alone(error)
         except (redis.RedisError, OSError) as error:
             self.drop()
             raise LinkFault(_words(error)) from _alone(error)

@@ -1,18 +1,15 @@
 """redis-py connections whose every step ends in time, even when the peer trickles bytes.
 
-redis-py bounds each socket call separately; this socket has a deadline. ``CLIENT LIST`` shows each connection
-as ``kvpool:ROLE:WHO``.
+Their sockets have a deadline. ``CLIENT LIST`` shows each connection as ``kvpool:ROLE:WHO``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import os
 import re
 import socket
-import ssl
 import sys
 import threading
 import time
@@ -28,26 +25,19 @@ from redis.connection import Connection
 from redis.retry import Retry
 
 from kvpool.errors import AnnouncementsRefused, KVPoolError, RepliesTooLarge, StoreUnavailable
-from kvpool.store.tls import Tls
+from kvpool.store.server.deadline_socket import DeadlineSocket, Room, dialled, under_tls
 from kvpool.store.url import StoreURL
 
 # Deadline of all calls of this thread (monotonic).
 _END_S: ContextVar[float] = ContextVar("end_s", default=float("inf"))
 # Budget for all replies to this thread; None: a budget per step.
-_ROOM: ContextVar[_Room | None] = ContextVar("room", default=None)
+_ROOM: ContextVar[Room | None] = ContextVar("room", default=None)
 
 _NOT_IN_A_NAME = re.compile(r"[^!-~]+")  # of a connection's name: spaces are not allowed
 _NAME_CHARS = 100
 # Of replies in a step, or of one tenant's announcements, wherever no blocks are read: 32,768 ranks, their
 # names and their records are about 20 MiB.
 MAX_REPLIES_NBYTES = 32 << 20
-
-
-class _Room:
-    """Bytes of replies that may still come."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.left_nbytes = nbytes
 
 
 @functools.cache
@@ -69,69 +59,6 @@ def introduction(url: StoreURL, role: str) -> list[tuple[str, ...]]:
         ("CLIENT", "SETINFO", "LIB-NAME", "kvpool"),
         ("CLIENT", "SETINFO", "LIB-VER", library_version()),
     ]
-
-
-class DeadlineSocket(socket.socket):
-    """A connected socket whose blocking calls all end at ``deadline_s`` (monotonic).
-
-    ``moved_s``: time of the last byte in either direction. ``room``: bytes it may still receive; beyond that
-    it raises ``RepliesTooLarge``.
-    """
-
-    deadline_s = 0.0
-    moved_s = 0.0
-    room = _Room(sys.maxsize)
-
-    def recv(self, *arguments: Any) -> bytes:
-        self._bound()
-        received = super().recv(*arguments)
-        self._note_received(len(received))
-        return received
-
-    def recv_into(self, *arguments: Any) -> int:
-        self._bound()
-        nbytes = super().recv_into(*arguments)
-        self._note_received(nbytes)
-        return nbytes
-
-    def send(self, *arguments: Any) -> int:
-        self._bound()
-        nbytes = super().send(*arguments)
-        self._note_move()
-        return nbytes
-
-    def sendall(self, data: Any, *flags: Any) -> None:
-        with memoryview(data) as view, view.cast("B") as left:
-            sent = 0
-            while sent < left.nbytes:
-                sent += self.send(left[sent:], *flags)
-
-    def _bound(self) -> None:
-        if self.gettimeout() == 0:
-            return
-        left_s = self.deadline_s - time.monotonic()
-        if left_s <= 0:
-            raise TimeoutError("no answer in time")
-        self.settimeout(left_s)
-
-    def _note_move(self) -> None:
-        self.moved_s = time.monotonic()
-
-    def _note_received(self, nbytes: int) -> None:
-        self._note_move()
-        self.room.left_nbytes -= nbytes
-        if self.room.left_nbytes < 0:
-            raise RepliesTooLarge("its replies are too large")
-
-
-class _TlsDeadlineSocket(DeadlineSocket, ssl.SSLSocket):
-    def getpeername(self) -> Any:
-        try:
-            return super().getpeername()
-        except OSError as error:
-            # A reset since the connect: while wrapping, Python 3.11 would read from it and leave it open.
-            self.close()
-            raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)) from error
 
 
 class Bounded(Connection):
@@ -159,12 +86,14 @@ class Bounded(Connection):
             socket_timeout=step_s,
             socket_connect_timeout=step_s,
             retry=Retry(NoBackoff(), 0),
+            redis_connect_func=Bounded._greet,
             **settings,
         )  # type: ignore[no-untyped-call]
         self._url, self._role, self.step_s = url, role, step_s
         self._max_replies_nbytes = max_replies_nbytes
         self.socket: DeadlineSocket | None = None
         self._dialled_s = float("inf")  # deadline of the whole dial
+        self._said = ""  # during a dial: the server's error, if that was its last reply
 
     def connect(self) -> None:
         if self._sock is not None:
@@ -174,30 +103,53 @@ class Bounded(Connection):
             super().connect()  # type: ignore[no-untyped-call]
             self._introduce()
         finally:
-            self._dialled_s = float("inf")
+            self._dialled_s, self._said = float("inf"), ""
 
     def send_packed_command(self, command: Any, check_health: bool = True) -> None:
         self.extend()
         super().send_packed_command(command, check_health)  # type: ignore[no-untyped-call]
 
+    def read_response(self, *arguments: Any, **settings: Any) -> Any:
+        """As redis-py's; the error with which a server ends a dial is the ``ConnectionError``'s reason."""
+        try:
+            reply = super().read_response(*arguments, **settings)
+        except redis.ResponseError as error:
+            self._said = str(error) if self._dialled_s < float("inf") else ""
+            raise
+        except redis.ConnectionError as error:
+            if type(error) is redis.ConnectionError and self._said:
+                raise redis.ConnectionError(f'the server says "{self._said}" and hangs up') from error
+            raise
+        self._said = ""
+        return reply
+
     def extend(self) -> None:
         if self.socket is not None:
             self.socket.deadline_s = self._end_s()
-            self.socket.room = _ROOM.get() or _Room(self._max_replies_nbytes)
+            self.socket.room = _ROOM.get() or Room(self._max_replies_nbytes)
 
     def _end_s(self) -> float:
         return min(time.monotonic() + self.step_s, self._dialled_s, _END_S.get())
 
     def _connect(self) -> socket.socket:
         end_s = self._end_s()
-        plain = _dialled(self._url, end_s)
+        plain = dialled(self._url, end_s)
         if self._url.tls is None:
             self.socket = DeadlineSocket(fileno=plain.detach())
         else:
-            self.socket = _under_tls(plain, self._url.tls, self._url.host, end_s)
+            self.socket = under_tls(plain, self._url.tls, self._url.host, end_s)
         self.socket.deadline_s = end_s
         self.socket.moved_s = time.monotonic()
         return self.socket
+
+    def _greet(self) -> None:
+        try:
+            self.on_connect()  # type: ignore[no-untyped-call]
+        except redis.ResponseError:
+            self.send_packed_command(self.pack_command("PING"), False)  # type: ignore[no-untyped-call]
+            with contextlib.suppress(redis.ResponseError, redis.AuthenticationError):
+                self.read_response()  # raises if that error concerned the connection, not this user
+            raise
 
     def _host_error(self) -> str:
         return self._url.path or f"{self._url.host}:{self._url.port}"
@@ -235,7 +187,7 @@ def deadline(timeout_s: float) -> Iterator[None]:
 @contextmanager
 def max_replies(nbytes: int) -> Iterator[None]:
     """Bound all replies to this thread in the block to ``nbytes``; beyond, ``RepliesTooLarge``."""
-    before = _ROOM.set(_Room(nbytes))
+    before = _ROOM.set(Room(nbytes))
     try:
         yield
     finally:
@@ -338,47 +290,3 @@ def _is_about_keys(error: Exception) -> bool:
     return isinstance(error, redis.exceptions.NoPermissionError) or (
         isinstance(error, redis.exceptions.ResponseError) and "WRONGTYPE " in str(error)
     )
-
-
-def _dialled(url: StoreURL, end_s: float) -> socket.socket:
-    """A socket connected by ``end_s``. Errors: ``OSError``."""
-    if url.path:
-        plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        return _connected(plain, url.path, end_s)
-    failure = OSError(f"{url.host} has no address")
-    for family, kind, protocol, _, address in socket.getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM):
-        try:
-            plain = socket.socket(family, kind, protocol)
-            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            return _connected(plain, address, end_s)
-        except OSError as error:
-            failure = error
-    raise failure
-
-
-def _connected(plain: socket.socket, address: Any, end_s: float) -> socket.socket:
-    try:
-        plain.settimeout(max(end_s - time.monotonic(), 1e-3))
-        plain.connect(address)
-    except BaseException:
-        plain.close()
-        raise
-    return plain
-
-
-def _under_tls(plain: socket.socket, tls: Tls, host: str, end_s: float) -> DeadlineSocket:
-    """Take over ``plain`` and shake hands until ``end_s`` at most. Errors: ``OSError``.
-
-    redis-py's own TLS also trusts the system's authorities beside the named one.
-    """
-    try:
-        context = tls.context()
-        context.sslsocket_class = _TlsDeadlineSocket
-        plain.settimeout(max(end_s - time.monotonic(), 1e-3))
-        wrapped = context.wrap_socket(plain, server_hostname=host)
-    except BaseException:
-        plain.close()
-        raise
-    assert isinstance(wrapped, DeadlineSocket)
-    return wrapped

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import socket
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import pytest
+import redis
 
 from kvpool import __version__, open_store
 from kvpool.errors import StoreUnavailable
+from kvpool.store import StoreURL
 from kvpool.store.server import documents as server_announcements
 from kvpool.store.server import notices as module
-from kvpool.store.server.connection import library_version
+from kvpool.store.server.connection import connect, library_version
 from kvpool.store.store import Store
 from tests.support.conformance import key, keys
 from tests.support.deadlines import ends_within, eventually
-from tests.support.misbehaving import Peer, misbehaving, says
+from tests.support.misbehaving import HungUp, Peer, misbehaving, says
 from tests.support.servers import Server, with_client
+from tests.support.store_traffic import serves
 
 CALLS: dict[str, Callable[[Store], object]] = {
     "announce": lambda store: store.announce("kvpool:t:x", b"x", lease_s=60),
@@ -88,6 +94,86 @@ def test_a_server_that_loads_its_data_says_so() -> None:
             store.announce("kvpool:t:x", b"x", lease_s=60)
         with pytest.raises(StoreUnavailable, match="LOADING"):
             open_store(server.url)
+
+
+# ---------------------------------------------------------------------- last words
+
+DENIED = (
+    b"-DENIED Redis is running in protected mode because protected mode is enabled and no password is set\r\n"
+)
+
+
+@contextmanager
+def hangs_up(words: bytes) -> Iterator[str]:
+    """``host:port`` of a server that says ``words`` to whoever dials, and closes the connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def refuse() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    peer, _ = listener.accept()
+                    with peer:
+                        peer.sendall(words)
+
+        thread = threading.Thread(target=refuse)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join(60)
+
+
+@pytest.mark.parametrize("userinfo", ["", ":hunter2@"])
+def test_a_server_that_is_full_of_clients_says_so_and_refuses_no_user(
+    server: Server, client: str, userinfo: str
+) -> None:
+    if userinfo:
+        server.client.config_set("requirepass", "hunter2")
+        server.client.execute_command("AUTH", "hunter2")  # type: ignore[no-untyped-call]
+    url = with_client(f"valkey://{userinfo}127.0.0.1:{server.port}", client)
+    server.client.config_set("maxclients", 1)
+    with pytest.raises(
+        StoreUnavailable, match=r"max number of clients reached.*; raise the server's maxclients"
+    ):
+        open_store(url)
+    server.client.config_set("maxclients", 100)
+    with open_store(url) as store:
+        assert serves(store)
+
+
+@pytest.mark.parametrize("userinfo", ["", ":hunter2@"])
+def test_a_server_in_protected_mode_says_so_and_refuses_no_user(client: str, userinfo: str) -> None:
+    with hangs_up(DENIED) as place:
+        url = f"valkey://{userinfo}{place}/1"
+        with pytest.raises(
+            StoreUnavailable, match=r"DENIED Redis is running in protected.*hangs up; set a pass"
+        ):
+            open_store(with_client(url, client))
+        with (
+            pytest.raises(redis.ConnectionError, match="DENIED Redis is running in protected mode"),
+            connect(StoreURL.parse(url), timeout_s=60, role="test") as asking,
+        ):
+            asking.ping()
+
+
+def test_what_a_server_says_unasked_is_why_its_connection_ends() -> None:
+    """In the words of a server whose limit of a value is below a block."""
+
+    def refuses(peer: Peer, words: Sequence[bytes], good: bytes) -> None:
+        peer.send(good)
+        if words[0] == b"MULTI":
+            peer.send(b"-ERR Protocol error: invalid bulk length\r\n")
+            raise HungUp
+
+    with misbehaving() as server, open_store(server.url) as store:
+        server.misbehave(refuses)
+        with pytest.raises(
+            StoreUnavailable, match='says "ERR Protocol error: invalid bulk length" and hangs up'
+        ):
+            store.put_many(
+                [key(1)], [bytes(32 << 20)]
+            )  # more than sockets hold: the error comes in its middle
 
 
 # ---------------------------------------------------------------------- names and number

@@ -21,7 +21,8 @@ from kvpool import open_store
 from kvpool.cli.doctor.server import server_findings
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.store import StoreURL
-from kvpool.store.server.connection import _under_tls, connect
+from kvpool.store.server.connection import connect
+from kvpool.store.server.deadline_socket import under_tls
 from kvpool.store.tls import Tls
 from tests.support.conformance import MIB, LightConformance, ServerConformance, keys, payload
 from tests.support.credentials import Authority, Pair
@@ -230,7 +231,7 @@ def test_a_connection_that_is_reset_before_its_handshake_leaves_no_socket() -> N
         accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         accepted.close()
         with pytest.raises(ConnectionResetError):
-            _under_tls(plain, Tls(), "127.0.0.1", time.monotonic() + 5)
+            under_tls(plain, Tls(), "127.0.0.1", time.monotonic() + 5)
         gc.collect()  # a socket that is left open warns now
         assert plain.fileno() == -1
 
