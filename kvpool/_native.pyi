@@ -142,10 +142,11 @@ class RespError(RuntimeError):
 class TlsError(RuntimeError):
     """A file for TLS cannot be used: its path and why, nothing of its contents."""
 
-# user, password, database, ttl_s, connections, tls, client, version: of any server; empty text for what is not used.
+# user, password, its file, database, ttl_s, connections, tls, client, version: of any server; empty text for what is
+# not used. The files of password and TLS are read at each dial, those of TLS if they changed.
 # `tls`: paths of PEM files: authorities (empty: the system's), a client's certificate and its key (both or none); None:
 # in plain.
-ServerSettings = tuple[str, str, int, float, int, tuple[str, str, str] | None, str, str]
+ServerSettings = tuple[str, str, str, int, float, int, tuple[str, str, str] | None, str, str]
 
 # A Redis or Valkey server: give host and port, or unix_path. Connects once and checks, for at most 2 s an address,
 # then keeps `connections` of its own. OSError when the server cannot be reached, RespError when it refuses, TlsError

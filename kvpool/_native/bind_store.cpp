@@ -284,14 +284,15 @@ std::tuple<std::uint64_t, std::uint64_t, std::uint64_t> file_system_of(const std
 
 using PyTlsFiles = std::tuple<std::string, std::string, std::string>;
 
-// user, password, database, ttl_s, connections, tls, client, version: of any server.
-using PySettings = std::tuple<std::string, std::string, int, double, unsigned, std::optional<PyTlsFiles>,
-                              std::string, std::string>;
+// user, password, its file, database, ttl_s, connections, tls, client, version: of any server.
+using PySettings = std::tuple<std::string, std::string, std::string, int, double, unsigned,
+                              std::optional<PyTlsFiles>, std::string, std::string>;
 
 RespSettings to_settings(const PySettings& given) {
-  const auto& [user, password, database, ttl_s, connections, tls, client, version] = given;
-  refuse_zeros({user, password, client, version});
-  if (password.empty() && !user.empty()) throw std::invalid_argument("a user needs a password");
+  const auto& [user, password, password_file, database, ttl_s, connections, tls, client, version] = given;
+  refuse_zeros({user, password, password_file, client, version});
+  if (password.empty() && password_file.empty() && !user.empty())
+    throw std::invalid_argument("a user needs a password");
   if (database < 0) throw std::invalid_argument("database must be at least 0");
   if (!(ttl_s >= 0.001 && ttl_s <= kMaxTtl_s)) throw std::invalid_argument("ttl_s must be 0.001 to 10 years");
   if (connections < 1 || connections > kMaxThreads)
@@ -299,6 +300,7 @@ RespSettings to_settings(const PySettings& given) {
   RespSettings settings;
   settings.user = user;
   settings.password = password;
+  settings.password_file = password_file;
   settings.database = static_cast<unsigned>(database);
   settings.client = client;
   settings.version = version;
@@ -307,7 +309,7 @@ RespSettings to_settings(const PySettings& given) {
     const auto& [ca, cert, key] = *tls;
     refuse_zeros({ca, cert, key});
     if (cert.empty() != key.empty()) throw std::invalid_argument("cert and key go together");
-    settings.tls = without_gil([&] { return std::make_shared<TlsContext>(TlsFiles{ca, cert, key}); });
+    settings.tls = without_gil([&] { return std::make_shared<TlsSource>(TlsFiles{ca, cert, key}); });
   }
   return settings;
 }

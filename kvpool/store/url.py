@@ -6,6 +6,7 @@ import posixpath
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from urllib.parse import unquote
 
 from kvpool.errors import ConfigError
@@ -29,6 +30,7 @@ CLIENTS = ("native", "glide", "redis")
 MAX_TTL_S = 366 * 86400
 MAX_DATABASE = 65535
 MAX_URL_CHARS = 4096
+MAX_PASSWORD_NBYTES = 4096
 
 _SYSTEM_DIRECTORIES = frozenset({
     "/", "/bin", "/boot", "/dev", "/dev/shm", "/etc", "/home", "/lib", "/lib64", "/proc", "/root",  # noqa: S108
@@ -39,14 +41,15 @@ _SYSTEM_DIRECTORIES = frozenset({
 _URL = re.compile(
     r"(?P<scheme>[^:/?#]*)://(?P<host>[^/?#]*)(?P<path>[^?#]*)(?:\?(?P<query>[^#]*))?", re.DOTALL
 )
-_OF_SERVERS, _OF_TLS = ("client", "connections", "ttl"), ("ca", "cert", "key")
+_OF_SERVERS, _OF_TLS = ("client", "connections", "password_file", "ttl"), ("ca", "cert", "key")
+_OF_SENTINELS = ("sentinel_password", "sentinel_password_file", "sentinel_user")
 _PARAMETERS = {
     "file": ("capacity", "threads"),
     "valkey+unix": ("db", *_OF_SERVERS),
     **dict.fromkeys(("redis", "valkey"), _OF_SERVERS),
     **dict.fromkeys(TLS_SCHEMES, (*_OF_SERVERS, *_OF_TLS)),
     "valkey+cluster": ("tls", *_OF_SERVERS, *_OF_TLS),
-    "valkey+sentinel": ("sentinel_password", "sentinel_user", "tls", *_OF_SERVERS, *_OF_TLS),
+    "valkey+sentinel": (*_OF_SENTINELS, "tls", *_OF_SERVERS, *_OF_TLS),
 }
 _HOST = re.compile(
     r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]{1,253}))(?::(?P<port>[0-9]{1,5}))?"
@@ -64,8 +67,9 @@ class StoreURL:
     decides. ``threads``: native threads that move bytes, 1 to 64, each with its own connection to each
     server. ``host``, ``port``: of a server; empty and 0 with a Unix socket, which is ``path``. ``nodes``:
     (host, port) of a cluster's nodes, or of the sentinels of ``service``. ``password``,
-    ``sentinel_password``: not in ``repr``. ``ttl_s``: a value's life on a server. ``client``: of ``CLIENTS``.
-    ``opened_by``: names the connections; not in a URL. ``tls``: None: in plain.
+    ``sentinel_password``: not in ``repr``; in place of each, a file that is read at each dial. ``ttl_s``: a
+    value's life on a server. ``client``: of ``CLIENTS``. ``opened_by``: names the connections; not in a URL.
+    ``tls``: None: in plain.
     """
 
     scheme: str
@@ -85,6 +89,8 @@ class StoreURL:
     sentinel_user: str = ""
     sentinel_password: str = field(default="", repr=False)
     opened_by: str = ""
+    password_file: str = ""
+    sentinel_password_file: str = ""
 
     @property
     def servers(self) -> tuple[str, ...]:
@@ -94,6 +100,22 @@ class StoreURL:
         nodes = self.nodes or ((self.host, self.port),)
         return tuple(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in nodes)
 
+    def password_now(self) -> str:
+        """The password of a dial; reads its file. Errors: ``ConfigError``."""
+        if not self.password_file:
+            return self.password
+        try:
+            with Path(self.password_file).open("rb") as file:
+                text = file.read(MAX_PASSWORD_NBYTES + 1)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.password_file}: the password cannot be read: {error.strerror}"
+            ) from error
+        password = text.rstrip(b"\r\n").decode(errors="replace")
+        if not password or len(text) > MAX_PASSWORD_NBYTES or "\ufffd" in password:
+            raise ConfigError(f"{self.password_file}: it holds no password: one line of UTF-8")
+        return password
+
     @classmethod
     def parse(cls, url: str) -> StoreURL:
         """Parse one of these::
@@ -101,6 +123,7 @@ class StoreURL:
             file:///dir[?capacity=10GiB][&threads=2]
             valkey://[[user]:password@]host[:6379][/db][?ttl=1d][&connections=2][&client=native]
             valkeys://...[&ca=/path.pem][&cert=/path.pem&key=/path.pem]
+            valkey://[user@]host?password_file=/path
             valkey+unix://[[user]:password@]/socket[?db=0]
             valkey+cluster://[[user]:password@]host[:6379],...
             valkey+sentinel://[[user]:password@]host[:26379],.../service[/db][?sentinel_user=..&sentinel_password=..]
@@ -123,7 +146,8 @@ class StoreURL:
             raise ConfigError(f"{redact(url)}: {unknown('store', scheme, SCHEMES)}")
         query = _query(url, match["query"] or "", _PARAMETERS[scheme])
         if scheme in SERVER_SCHEMES:
-            return _server(url, scheme, match["host"], match["path"], query)
+            server = _server(url, scheme, match["host"], match["path"], query)
+            return replace(server, password_file=query.get("password_file", ""))
         if match["host"] or not match["path"]:
             wanted = f"/{match['host']}{match['path']}" if match["host"] else "/absolute/path"
             raise ConfigError(
@@ -222,7 +246,10 @@ def _server(url: str, scheme: str, host: str, path: str, query: Mapping[str, str
     userinfo, at, host = host.rpartition("@")
     user, _, password = userinfo.partition(":")
     user, password = _decoded(url, "a user's name", user), _decoded(url, "a password", password)
-    if at and not password:
+    password_file = _file(url, query, "password_file")
+    if password and password_file:
+        raise ConfigError(f"{redact(url)}: the password is given twice; write user@ beside password_file")
+    if at and not (password or (user and password_file)):
         raise ConfigError(f"{redact(url)}: write user:password@ or :password@ before the host")
     threads, ttl_s = _threads(url, query, "connections"), _ttl_s(url, query)
     client = query.get("client", CLIENTS[0])
@@ -275,7 +302,10 @@ def _many_servers(url: str, hosts: str, path: str, query: Mapping[str, str], com
             f"{redact(url)}: name the service that the sentinels watch: {common.scheme}://host:{port}/service"
         )
     user, password = query.get("sentinel_user", ""), query.get("sentinel_password", "")
-    if user and not password:
+    password_file = _file(url, query, "sentinel_password_file")
+    if password and password_file:
+        raise ConfigError(f"{redact(url)}: the sentinels' password is given twice")
+    if user and not (password or password_file):
         raise ConfigError(f"{redact(url)}: a sentinel_user needs a sentinel_password")
     return replace(
         common,
@@ -283,6 +313,7 @@ def _many_servers(url: str, hosts: str, path: str, query: Mapping[str, str], com
         database=_database(url, database),
         sentinel_user=user,
         sentinel_password=password,
+        sentinel_password_file=password_file,
     )
 
 
@@ -307,12 +338,17 @@ def _tls_of_many(url: str, query: Mapping[str, str]) -> Tls | None:
 
 
 def _tls(url: str, query: Mapping[str, str]) -> Tls:
-    for name in ("ca", "cert", "key"):
-        if not query.get(name, "/").startswith("/") or "\0" in query.get(name, ""):
-            raise ConfigError(f"{redact(url)}: {name} is the absolute path of a PEM file")
+    ca, cert, key = (_file(url, query, name, "a PEM file") for name in _OF_TLS)
     if ("cert" in query) != ("key" in query):
         raise ConfigError(f"{redact(url)}: cert and key go together: a certificate and its private key")
-    return Tls(query.get("ca", ""), query.get("cert", ""), query.get("key", ""))
+    return Tls(ca, cert, key)
+
+
+def _file(url: str, query: Mapping[str, str], name: str, of: str = "a file") -> str:
+    path = query.get(name, "")
+    if (name in query and not path.startswith("/")) or "\0" in path:
+        raise ConfigError(f"{redact(url)}: {name} is the absolute path of {of}")
+    return path
 
 
 def _ttl_s(url: str, query: Mapping[str, str]) -> int:

@@ -41,12 +41,14 @@ class ValkeyStore(Store):
 
     ``url``: of a scheme in ``SERVER_SCHEMES``; its ``threads`` is the number of connections. Blocks for a
     dial and a PING, 2 seconds an address at most; cluster nodes and sentinels are asked in turn for the
-    pool's servers. Errors: ``ConfigError`` when the server refuses user, password or database, or a TLS file
-    is unusable; ``StoreUnavailable`` when it cannot be reached, unless it need not answer (``must_answer``).
+    pool's servers. Errors: ``ConfigError`` when the server refuses user, password or database, or a file of
+    TLS or password is unusable; ``StoreUnavailable`` when it cannot be reached, unless it need not answer
+    (``must_answer``).
     """
 
     def __init__(self, url: StoreURL, must_answer: bool = True) -> None:
         name = server_name(url)
+        url.password_now()  # its file, if it has one, must be readable now
         self._url, self._primaries = url, Primaries(url, name)
         engine, self._watch = _open_engine(url, self._primaries, name, must_answer)
         self._kept = KeptServer(lambda: self._primaries.url_of(SLOT), name, role="announcements")
@@ -171,5 +173,6 @@ def _of_any_server(url: StoreURL) -> _native.ServerSettings:
     """The native executor's settings for any server."""
     files = url.tls.files() if url.tls is not None else None
     return (
-        url.user, url.password, url.database, url.ttl_s, url.threads, files, client_of(url), library_version()
+        url.user, url.password, url.password_file, url.database, url.ttl_s, url.threads, files, client_of(url),
+        library_version(),
     )  # fmt: skip

@@ -78,6 +78,18 @@ def on_server(scheme: str, host: str = "", port: int | None = None, **more: Any)
             on_server("valkey+cluster", tls=Tls("/x"), nodes=(("a", 6379),)),
         ),
         ("valkeys://h", on_server("valkeys", "h", tls=Tls())),
+        ("valkey://u@h?password_file=/p%20q", on_server("valkey", "h", user="u", password_file="/p q")),
+        (
+            "valkey+sentinel://a/x?sentinel_user=s&sentinel_password_file=/p&password_file=/q",
+            on_server(
+                "valkey+sentinel",
+                nodes=(("a", 26379),),
+                service="x",
+                sentinel_user="s",
+                sentinel_password_file="/p",
+                password_file="/q",
+            ),
+        ),
         (
             "rediss://u:p@[::1]:7/1?ca=/a%20b.pem&cert=/c&key=/k&client=redis",
             on_server(
@@ -165,10 +177,13 @@ def test_the_servers_that_it_names(url: str, servers: tuple[str, ...]) -> None:
         ("valkey://h?ttl=367d", "at most 366d"),
         ("valkey://h?ttl=1w", "ttl is a time"),
         ("valkey://h?connections=65", "connections is a whole number from 1 to 64"),
-        ("valkey://h?capacity=1GiB", 'unknown parameter "capacity"; known are client, connections, ttl'),
+        (
+            "valkey://h?capacity=1GiB",
+            'unknown parameter "capacity"; known are client, connections, password_file, ttl',
+        ),
         ("valkey://h?client=redi", 'unknown client "redi"; did you mean "redis"?'),
         ("valkey://h?client=", 'unknown client ""; known are glide, native, redis'),
-        ("valkey://h?ca=/x", 'unknown parameter "ca"; known are client, connections, ttl'),
+        ("valkey://h?ca=/x", 'unknown parameter "ca"; known are client, connections, password_file, ttl'),
         ("valkeys://h?ca=x.pem", "ca is the absolute path of a PEM file"),
         ("valkeys://h?ca=", "ca is the absolute path of a PEM file"),
         ("valkeys://h?ca=/x%00", "ca is the absolute path of a PEM file"),
@@ -195,6 +210,13 @@ def test_the_servers_that_it_names(url: str, servers: tuple[str, ...]) -> None:
         ("valkey+sentinel://a/x%20y", "name the service"),
         ("valkey+sentinel://a/x?sentinel_user=s", "a sentinel_user needs a sentinel_password"),
         ("valkey+sentinel://a/x?sentinel_password=hunter2&db=1", 'unknown parameter "db"'),
+        ("valkey://u:hunter2@h?password_file=/p", "the password is given twice; write user@ beside"),
+        (
+            "valkey+sentinel://a/x?sentinel_password=hunter2&sentinel_password_file=/p",
+            "password is given twice",
+        ),
+        ("valkey+unix:///s?password_file=p", "password_file is the absolute path of a file"),
+        ("file:///x?password_file=/p", 'unknown parameter "password_file"'),
         ("valkey://hunter2@h", "write user:password@ or :password@"),
         ("valkey://u:hunter2/x@h", "percent-encode"),
         ("valkey://u:hunter2%00@h", "cannot hold a zero byte"),

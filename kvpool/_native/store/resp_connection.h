@@ -20,7 +20,8 @@
 // Parts: resp_connection.cpp (requests), resp_reconnect.cpp, resp_replies.cpp and resp_records.cpp (records, sent
 // and received).
 //
-// Belongs to one I/O thread, the only caller. Nothing blocks, except the resolver (see find_addresses).
+// Belongs to one I/O thread, the only caller. Nothing blocks, except the resolver (see find_addresses) and a
+// dial's files.
 #pragma once
 
 #include <poll.h>
@@ -151,6 +152,7 @@ class RespConnection {
   void on_bulk(Request& request, std::span<const std::byte> piece);
   void on_body(Request& request, std::size_t nbytes);
   std::string on_token(Request& request, const RespToken& token);
+  std::string shown(std::string_view words) const { return kvpool::shown(words, password_); }
   std::string unasked(const RespToken& token, const char* otherwise) const;
   std::string on_error(Request& request, std::string_view text);
   bool note_refusal(Request& request, std::string_view word, std::string_view text);
@@ -175,6 +177,7 @@ class RespConnection {
   RespCounts& counts_;
   RespUses& uses_;
   const RespSettings& settings_;
+  std::string password_;                  // of the last dial that was ready
   std::vector<SocketAddress> addresses_;  // of the present dial, or the last
   const std::span<std::byte> scratch_;
 

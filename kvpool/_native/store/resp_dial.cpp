@@ -1,8 +1,10 @@
 // The steps of a dial, and the greeting with its answers.
 #include "store/resp_dial.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -14,6 +16,20 @@ namespace {
 constexpr std::size_t kShownChars = 200;
 constexpr const char* kSurplus = "the server sent more than it was asked for";
 
+constexpr std::size_t kMaxPasswordNbytes = 4096;
+
+// The line in a password's file. Throws Unreachable.
+std::string read_password(const std::string& path) {
+  const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+  std::string password(kMaxPasswordNbytes + 1, '\0');
+  const ssize_t n = file ? read(file.get(), password.data(), password.size()) : -1;
+  if (n < 0) throw Unreachable(errno, path + ": the password cannot be read: " + words_of(errno));
+  password.resize(static_cast<std::size_t>(n));
+  while (!password.empty() && (password.back() == '\n' || password.back() == '\r')) password.pop_back();
+  if (!password.empty() && password.size() <= kMaxPasswordNbytes) return password;
+  throw Unreachable(EINVAL, path + ": it holds no password");
+}
+
 // Whether an error refuses the user, not the connection: nothing later changes it.
 bool refuses_user(std::string_view text) {
   return text.starts_with("WRONGPASS") || text.starts_with("NOAUTH") || text.starts_with("NOPERM");
@@ -21,7 +37,7 @@ bool refuses_user(std::string_view text) {
 
 }  // namespace
 
-std::string RespSettings::shown(std::string_view words) const {
+std::string shown(std::string_view words, const std::string& password) {
   std::string line(words);
   // The replacement of a shorter one would spell it.
   if (password.size() >= 4) {
@@ -54,12 +70,20 @@ Dial::Dial(const RespSettings& settings, const std::vector<SocketAddress>& addre
       deadline_(now + kDialPatience),
       address_patience_(connect_within / std::max<std::size_t>(addresses.size(), 1)),
       address_deadline_(deadline_) {
-  if (!settings.password.empty()) {
+  try {
+    password_ = settings.password_file.empty() ? settings.password : read_password(settings.password_file);
+    if (settings.tls) tls_ = settings.tls->context();
+  } catch (const Unreachable& error) {
+    phase_ = Phase::kUnusable;
+    error_number_ = error.error_number();
+    error_ = error.what();
+  }
+  if (!password_.empty()) {
     asked_.emplace_back("AUTH");
     if (settings.user.empty()) {
-      append_command(greeting_, {"AUTH", settings.password});
+      append_command(greeting_, {"AUTH", password_});
     } else {
-      append_command(greeting_, {"AUTH", settings.user, settings.password});
+      append_command(greeting_, {"AUTH", settings.user, password_});
     }
   }
   if (settings.database != 0) {
@@ -96,8 +120,8 @@ void Dial::begin_next(Clock::time_point now) {
   error_number_ = 0;
   Descriptor fd = begin_connect(addresses_[next_address_++], error_number_);
   phase_ = fd ? Phase::kConnecting : Phase::kNextAddress;
-  if (fd && settings_.tls) {
-    stream_ = Stream(std::move(fd), *settings_.tls, settings_.endpoint.host);
+  if (fd && tls_) {
+    stream_ = Stream(std::move(fd), *tls_, settings_.endpoint.host);
   } else {
     stream_ = Stream(std::move(fd));
   }
@@ -112,6 +136,8 @@ Dial::State Dial::step(Clock::time_point now) {
                                                           : "the connection timed out");
     }
     switch (phase_) {
+      case Phase::kUnusable:
+        return fail(error_number_, error_);
       case Phase::kNextAddress:
         if (next_address_ == addresses_.size()) return fail(error_number_, words_of(error_number_));
         begin_next(now);
@@ -170,7 +196,7 @@ Dial::State Dial::greet() {
       if (token->kind == RespKind::kError) {
         // A refused PING is still an answer; names are for operators, and old servers lack some.
         const bool alive = command == "CLIENT" || (command == "PING" && token->text.starts_with("NOPERM"));
-        said_ = settings_.shown(token->text);
+        said_ = shown(token->text, password_);
         if (!alive && refusal_.empty()) refusal_ = command + ": " + said_;
         if (!alive && refuses_user(token->text)) return fail(0, refusal_);
       } else if (token->kind != RespKind::kSimple) {

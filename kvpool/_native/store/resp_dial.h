@@ -22,17 +22,18 @@ namespace kvpool {
 
 struct RespSettings {
   Endpoint endpoint;
-  std::string user;                       // empty: the default user
-  std::string password;                   // empty: no AUTH
-  std::shared_ptr<const TlsContext> tls;  // none: in plain
+  std::string user;                // empty: the default user
+  std::string password;            // empty: no AUTH
+  std::string password_file;       // its path, read at each dial; empty: `password`
+  std::shared_ptr<TlsSource> tls;  // none: in plain
   unsigned database = 0;
   std::chrono::milliseconds ttl{86'400'000};
   std::string client;   // names connections in CLIENT LIST; empty: unnamed
   std::string version;  // of this library, in CLIENT LIST; empty: omitted
-
-  // A server's text for display: one short printable line, without the password.
-  std::string shown(std::string_view words) const;
 };
+
+// A server's text for display: one short printable line, without the password.
+std::string shown(std::string_view words, const std::string& password);
 
 // The server refused; what() has its words.
 struct RespError : std::runtime_error {
@@ -48,7 +49,7 @@ class Dial {
  public:
   enum class State : std::uint8_t { kUnderWay, kReady, kFailed };
 
-  // Gives up at `now` + 2 s, and on a silent address after its share of `connect_within`.
+  // Reads the files of password and TLS. Gives up at `now` + 2 s, and on a silent address after its share of `connect_within`.
   Dial(const RespSettings& settings, const std::vector<SocketAddress>& addresses, std::string_view role,
        Clock::time_point now, Clock::duration connect_within = kDialPatience);
 
@@ -62,12 +63,13 @@ class Dial {
 
   // Once ready.
   Stream take() { return std::move(stream_); }
+  const std::string& password() const { return password_; }
   // Once failed. `error_number` is 0 for a refusal in the server's own words.
   const std::string& error() const { return error_; }
   int error_number() const { return error_number_; }
 
  private:
-  enum class Phase : std::uint8_t { kNextAddress, kConnecting, kHandshake, kGreeting };
+  enum class Phase : std::uint8_t { kUnusable, kNextAddress, kConnecting, kHandshake, kGreeting };
 
   State fail(int error_number, std::string words);
   void begin_next(Clock::time_point now);
@@ -80,6 +82,8 @@ class Dial {
   Clock::time_point address_deadline_;
   std::size_t next_address_ = 0;
   Phase phase_ = Phase::kNextAddress;
+  std::string password_;
+  std::shared_ptr<const TlsContext> tls_;
   Stream stream_;
   std::string greeting_;
   std::size_t sent_ = 0;

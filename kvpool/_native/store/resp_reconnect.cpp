@@ -42,6 +42,7 @@ void RespConnection::dial(Clock::time_point now) {
       return;
     case Dial::State::kReady:
       socket_ = dial_->take();
+      password_ = dial_->password();
       dial_.reset();
       round_trip_ = shortest_round_trip(socket_.fd());
       parser_.reset();

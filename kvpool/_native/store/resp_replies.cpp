@@ -189,16 +189,16 @@ std::string RespConnection::on_token(Request& request, const RespToken& token) {
 
 // Why a reply that no command has earned ends the connection: an error says it itself.
 std::string RespConnection::unasked(const RespToken& token, const char* otherwise) const {
-  return token.kind == RespKind::kError ? hung_up(settings_.shown(token.text)) : otherwise;
+  return token.kind == RespKind::kError ? hung_up(shown(token.text)) : otherwise;
 }
 
 // A complete error reply refuses this command, and no other.
 std::string RespConnection::on_error(Request& request, std::string_view text) {
   const std::string_view word = first_word(text);
-  const std::string words = settings_.endpoint.name() + ": " + settings_.shown(text);
+  const std::string words = settings_.endpoint.name() + ": " + shown(text);
   if (request.stage != Stage::kStart) {
     end_item(request, Status::kFault, words);
-    return "it answered: " + settings_.shown(text);
+    return "it answered: " + shown(text);
   }
   switch (request.kind) {
     case Kind::kAge:
@@ -299,8 +299,7 @@ void RespConnection::on_put_error(Request& request, std::string_view error) {
   const std::string_view word = first_word(text);
   if (note_refusal(request, word, text) || request.outcome != Status::kOk) return;
   request.outcome = word == "OOM" ? Status::kNoRoom : Status::kFault;
-  if (request.outcome == Status::kFault)
-    request.words = settings_.endpoint.name() + ": " + settings_.shown(text);
+  if (request.outcome == Status::kFault) request.words = settings_.endpoint.name() + ": " + shown(text);
 }
 
 void RespConnection::end_front(Status status, std::string words) {

@@ -5,12 +5,14 @@
 #include <openssl/err.h>
 #include <openssl/ssl.h>
 #include <openssl/x509v3.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <array>
 #include <cerrno>
 #include <cstdlib>
 #include <new>
+#include <utility>
 
 #include "store/descriptor.h"
 
@@ -45,6 +47,12 @@ bool has_default_authorities() {
   return std::getenv(X509_get_default_cert_file_env()) != nullptr ||
          std::getenv(X509_get_default_cert_dir_env()) != nullptr ||
          is_readable(X509_get_default_cert_file()) || is_readable(X509_get_default_cert_dir());
+}
+
+// The file that trust_system() reads, if it is one.
+std::string system_file() {
+  if (const char* named = std::getenv(X509_get_default_cert_file_env())) return named;
+  return has_default_authorities() ? X509_get_default_cert_file() : system_authorities();
 }
 
 void trust_system(SSL_CTX* context) {
@@ -122,6 +130,37 @@ TlsContext::TlsContext(const TlsFiles& files) : context_(SSL_CTX_new(TLS_client_
   }
   SSL_CTX_set_default_passwd_cb(context, nullptr);
   SSL_CTX_set_default_passwd_cb_userdata(context, nullptr);
+}
+
+TlsSource::TlsSource(TlsFiles files)
+    : files_(std::move(files)), stamp_(stamp()), context_(std::make_shared<const TlsContext>(files_)) {}
+
+TlsSource::Stamp TlsSource::stamp() const {
+  Stamp found{};
+  const std::array paths = {files_.ca.empty() ? system_file() : files_.ca, files_.cert, files_.key};
+  for (std::size_t i = 0; i < paths.size(); ++i) {
+    struct stat one{};
+    if (paths[i].empty() || stat(paths[i].c_str(), &one) != 0) continue;
+    found[i] = {static_cast<std::int64_t>(one.st_dev), static_cast<std::int64_t>(one.st_ino),
+                static_cast<std::int64_t>(one.st_size), one.st_ctim.tv_sec, one.st_ctim.tv_nsec};
+  }
+  return found;
+}
+
+std::shared_ptr<const TlsContext> TlsSource::context() {
+  const Stamp present = stamp();  // before the files are read: a later change shows
+  std::unique_lock lock(mutex_);
+  if (present == stamp_) return context_;
+  lock.unlock();
+  try {
+    auto fresh = std::make_shared<const TlsContext>(files_);
+    lock.lock();
+    stamp_ = present;
+    context_ = std::move(fresh);
+  } catch (const TlsError&) {  // a replacement under way: the next dial reads them again
+    lock.lock();
+  }
+  return context_;
 }
 
 TlsContext::Session TlsContext::session(const std::string& host) const {

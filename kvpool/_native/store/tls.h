@@ -1,7 +1,10 @@
 // TLS settings shared by a store's connections: trusted authorities and the client's identity.
 #pragma once
 
+#include <array>
+#include <cstdint>
 #include <memory>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 
@@ -22,7 +25,7 @@ struct TlsError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Loaded once, then shared by all threads.
+// Shared by all threads.
 class TlsContext {
  public:
   // Throws TlsError.
@@ -41,6 +44,25 @@ class TlsContext {
     void operator()(ssl_ctx_st* context) const;
   };
   std::unique_ptr<ssl_ctx_st, Free> context_;
+};
+
+// The context of files that may be replaced at any time. Any thread.
+class TlsSource {
+ public:
+  // Throws TlsError.
+  explicit TlsSource(TlsFiles files);
+  // Of the files as they are now; of the former ones while these cannot be used. Blocks to read changed ones.
+  std::shared_ptr<const TlsContext> context();
+
+ private:
+  // Device, inode, size and time of change of each file; zeros without it.
+  using Stamp = std::array<std::array<std::int64_t, 5>, 3>;
+  Stamp stamp() const;
+
+  const TlsFiles files_;
+  std::mutex mutex_;  // guards what follows
+  Stamp stamp_;
+  std::shared_ptr<const TlsContext> context_;
 };
 
 // The file of this Linux distribution's authorities; empty: in no usual place.

@@ -98,9 +98,10 @@ def _client(url: StoreURL, timeout_s: float) -> glide_sync.GlideClient:
     import glide_sync
 
     timeout_ms = max(1, int(timeout_s * 1e3))
+    password = url.password_now()
     configuration = glide_sync.GlideClientConfiguration(
         [glide_sync.NodeAddress(url.host, url.port)],
-        credentials=glide_sync.ServerCredentials(url.password, url.user or None) if url.password else None,
+        credentials=glide_sync.ServerCredentials(password, url.user or None) if password else None,
         database_id=url.database or None,
         protocol=glide_sync.ProtocolVersion.RESP2,
         request_timeout=timeout_ms,

@@ -24,7 +24,13 @@ from redis.backoff import NoBackoff
 from redis.connection import Connection
 from redis.retry import Retry
 
-from kvpool.errors import AnnouncementsRefused, KVPoolError, RepliesTooLarge, StoreUnavailable
+from kvpool.errors import (
+    AnnouncementsRefused,
+    ConfigError,
+    KVPoolError,
+    RepliesTooLarge,
+    StoreUnavailable,
+)
 from kvpool.store.server.deadline_socket import DeadlineSocket, Room, dialled, under_tls
 from kvpool.store.url import StoreURL
 
@@ -61,6 +67,20 @@ def introduction(url: StoreURL, role: str) -> list[tuple[str, ...]]:
     ]
 
 
+class _Credentials(redis.CredentialProvider):
+    """What AUTH sends, of each dial anew: the password's file may be replaced."""
+
+    def __init__(self, url: StoreURL) -> None:
+        self._url = url
+
+    def get_credentials(self) -> tuple[str] | tuple[str, str]:
+        try:
+            password = self._url.password_now()
+        except ConfigError as error:
+            raise redis.ConnectionError(str(error)) from error
+        return (self._url.user, password) if self._url.user else (password,)
+
+
 class Bounded(Connection):
     """A redis-py connection over TCP, TLS or a Unix socket, whose steps take at most ``step_s``.
 
@@ -80,8 +100,7 @@ class Bounded(Connection):
         super().__init__(
             host=url.host or "localhost",
             port=url.port,
-            username=url.user or None,
-            password=url.password or None,
+            credential_provider=_Credentials(url) if url.password or url.password_file else None,
             db=url.database,
             socket_timeout=step_s,
             socket_connect_timeout=step_s,

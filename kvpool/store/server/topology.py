@@ -135,6 +135,7 @@ class Primaries:
             self._at(host, port),
             user=self._url.sentinel_user,
             password=self._url.sentinel_password,
+            password_file=self._url.sentinel_password_file,
             database=0,
         )
         with self._asking(asked) as sentinel:
