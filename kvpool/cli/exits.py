@@ -60,9 +60,8 @@ def run(app: typer.Typer, program: str) -> NoReturn:
     except OSError as error:
         if error.errno not in _NO_OUTPUT or error.filename is not None:
             raise
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # else the interpreter's end tries again
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, sys.stdout.fileno())  # else the interpreter's end tries again
         if error.errno != errno.EPIPE:  # a pipe's reader that has gone knows
             print(f"{program}: nothing can be written to standard output: {error.strerror}", file=sys.stderr)
         sys.exit(EXIT_FAILED)

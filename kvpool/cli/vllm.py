@@ -100,7 +100,7 @@ def installed() -> Build:
 
 
 def is_free(port: int) -> bool:
-    """Whether nobody of this host listens on ``port`` now."""
+    """Whether no process of this host listens on ``port``."""
     with socket.socket() as one:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

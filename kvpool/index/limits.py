@@ -271,7 +271,7 @@ class Work:
             raise
 
         def release(_: object) -> None:
-            with suppress(RuntimeError):  # the loop has been closed: nobody waits any more
+            with suppress(RuntimeError):  # the loop is closed, so no caller waits
                 loop.call_soon_threadsafe(mine.release)
 
         job.add_done_callback(release)

@@ -49,7 +49,8 @@ class Dial {
  public:
   enum class State : std::uint8_t { kUnderWay, kReady, kFailed };
 
-  // Reads the files of password and TLS. Gives up at `now` + 2 s, and on a silent address after its share of `connect_within`.
+  // Reads the files of password and TLS. Gives up at `now` + 2 s, and on a silent address after its share of
+  // `connect_within`.
   Dial(const RespSettings& settings, const std::vector<SocketAddress>& addresses, std::string_view role,
        Clock::time_point now, Clock::duration connect_within = kDialPatience);
 

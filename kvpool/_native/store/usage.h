@@ -47,8 +47,8 @@ inline constexpr Patience kLockPatience = std::chrono::milliseconds(500);
 // The file, little-endian.
 struct UsagePage {
   std::array<char, 16> boot{};  // 0: the host's boot; counts do not outlive it
-  std::uint64_t cursor =
-      0;  // 16: the next bucket of eviction, modulo 4,096; grows whenever the lock is taken exclusively
+  // 16: the next bucket of eviction, modulo 4,096; grows whenever the lock is taken exclusively
+  std::uint64_t cursor = 0;
   std::array<std::uint64_t, kCounts> counts{};  // 24: of each bucket, then of tmp/: bytes << 16 | check
 
   std::optional<std::uint64_t> nbytes(unsigned index) const;

@@ -51,10 +51,10 @@ _NOT_REACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 logger = logging.getLogger("kvpool.index")
 
 
-# Returns a worker, at none of the given endpoints.
 Start = tuple[str, str]  # a worker's id and incarnation: another start may have another template
+# Returns a worker, at none of the given endpoints, and its start.
 Choose = Callable[[Collection[str]], Awaitable[tuple[Url, Start]]]
-Serves = Callable[[Start], bool]
+Lasts = Callable[[Start], bool]
 
 
 class NoTokens(KVPoolError):
@@ -113,16 +113,16 @@ class Renderer:
         body: bytes,
         headers: Mapping[str, str],
         choose: Choose,
-        serves: Serves,
+        lasts: Lasts,
         timeout_s: float,
     ) -> Prompt:
-        """The prompt in tokens. ``headers``: of the request; a worker gets its authorization. ``serves``: whether a
-        start lasts. Errors: ``NoTokens``.
+        """The prompt in tokens. ``headers``: of the request; a worker gets its authorization. ``lasts``: whether a
+        start does. Errors: ``NoTokens``.
         """
         if request.path not in RENDERED:
             raise NoTokens(f"requests to {request.path:.60} are placed by load")
         key = (request.tenant, prompt_key(request.path, body))
-        if (known := self._known.get(key)) is not None and serves(known[1]):
+        if (known := self._known.get(key)) is not None and lasts(known[1]):
             self._known.move_to_end(key)
             return known[0]
         task = self._under_way.get(key)
