@@ -17,12 +17,19 @@ from dataclasses import replace
 
 from kvpool.discovery.traffic import WINDOWS, Seen, pack_traffic
 from kvpool.discovery.worker import Worker
-from kvpool.discovery.worker_record import DEFAULT_LEASE_S, READ_S, RENEWALS, pack_worker, unpack_worker
+from kvpool.discovery.worker_record import (
+    DEFAULT_LEASE_S,
+    ENDED,
+    READ_S,
+    RENEWALS,
+    pack_worker,
+    unpack_worker,
+)
 from kvpool.errors import KVPoolError
 from kvpool.key.key import request_key, traffic_key
 from kvpool.store.store import Store
 
-RETRY_S = 1.0  # after a failure; a shorter lease retries sooner
+RETRY_S = 1.0  # after a failure or an eviction; a shorter lease retries sooner
 TAKE_OVER_S = 2.0  # a record of the same name is replaced this much later
 CLOSE_S = 5.0
 TRAFFIC_LEASE_S = 60.0
@@ -52,12 +59,13 @@ class _Writer(ABC):
             self._woken.clear()
             if not self._closing:
                 wait_s = self._every_s if self._write() else min(RETRY_S, self._every_s)
-                self._woken.wait(wait_s)
+                if not self._closing:  # _write() may have waited, and cleared the event
+                    self._woken.wait(wait_s)
         self._end()
 
     @abstractmethod
     def _write(self) -> bool:
-        """Write once; false: it failed."""
+        """Write once; false: it failed, or what was written before was gone. It is tried again soon."""
 
     @abstractmethod
     def _end(self) -> None:
@@ -68,9 +76,10 @@ class Announcer(_Writer):
     """Announces one rank of a worker until closed, from its own thread.
 
     ``worker``: with one publisher and an incarnation. ``lease_s``: the record outlives its last renewal by
-    this; three renewals a lease, and at least one every ``READ_S`` seconds. ``say``: receives one line when
-    an outage begins or ends, and when another process announces the same name. A present record of the same
-    name is replaced after ``TAKE_OVER_S``. Errors: ``ConfigError`` for a worker that cannot be announced.
+    this; three renewals a lease, and at least one every ``READ_S`` seconds, the next after ``RETRY_S`` where
+    the server refused or evicted the record. ``say``: receives one line when an outage begins or ends, and
+    when another process announces the same name. A present record of the same name is replaced after
+    ``TAKE_OVER_S``. Errors: ``ConfigError`` for a worker that cannot be announced.
     """
 
     def __init__(
@@ -81,12 +90,14 @@ class Announcer(_Writer):
         lease_s: float = DEFAULT_LEASE_S,
         say: Callable[[str], None] = logger.warning,
     ) -> None:
-        self._key, self._record = pack_worker(worker, lease_s)
+        self._key, _ = pack_worker(worker, lease_s)
         super().__init__(store, every_s=min(lease_s / RENEWALS, READ_S), thread="kvpool-announcer")
         self._worker, self._lease_s, self._say = worker, lease_s, say
         self._requested = False  # written by its thread
         # The fields below: its thread only.
+        self._renewals = 0
         self._written = False  # at least once
+        self._evicted = False  # at the last reading
         self._away = False  # the last try failed
         self._warned_twin = ""
         self._has_waited = False
@@ -99,12 +110,14 @@ class Announcer(_Writer):
 
     def enter(self, namespace: str) -> None:
         """Announce another namespace (32 hex digits) of the worker. Any thread; does not block."""
-        self._worker = replace(self._worker, namespace=namespace)
-        _, self._record = pack_worker(self._worker, self._lease_s)
+        worker = replace(self._worker, namespace=namespace)
+        pack_worker(worker, self._lease_s)  # validates it
+        self._worker = worker
         self._woken.set()
 
     def _write(self) -> bool:
-        return self._try(self._renew, "cannot be announced: an index that starts now will not see it")
+        says = "cannot be announced: an index that starts now will not see it"
+        return self._try(self._renew, says) and not self._evicted
 
     def _end(self) -> None:
         if self._written and not self._away:
@@ -128,6 +141,7 @@ class Announcer(_Writer):
     def _renew(self) -> None:
         found = self._store.announced_under((self._key, request_key(self._key)))
         self._requested = request_key(self._key) in found
+        self._evicted = self._written and self._key not in found
         other = self._other_incarnation(found)
         if other and not self._written and not self._has_waited:
             # A predecessor, or a running engine that owns the ports: then this engine fails in a moment.
@@ -145,13 +159,15 @@ class Announcer(_Writer):
                 f"another process announces a worker {self._worker.name} of tenant {self._worker.tenant}, too: "
                 'give each engine a "worker" of its own, or a "http_port" or "advertise_host" of its own'
             )
-        self._store.announce(self._key, self._record, lease_s=self._lease_s)
+        self._renewals += 1
+        _, record = pack_worker(self._worker, self._lease_s, self._renewals)
+        self._store.announce(self._key, record, lease_s=self._lease_s)
         self._written = True
 
     def _withdraw(self) -> None:
         # Keep the record of an engine that took over.
         if not self._other_incarnation(self._store.announced_under((self._key,))):
-            self._store.withdraw(self._key)
+            self._store.announce(self._key, ENDED, lease_s=self._lease_s)
 
     def _other_incarnation(self, announced: dict[str, bytes]) -> str:
         record = announced.get(self._key)

@@ -20,6 +20,7 @@ from kvpool.key.key import (
 from kvpool.store.store import Store
 
 LEASE_S = 30 * 86400.0
+KEEP_EVERY_S = 60.0  # a server that evicts what is not used takes facts long before their lease ends
 _VERSION = 1
 
 
@@ -31,8 +32,7 @@ def announce_facts(store: Store, namespace: Namespace, model: str) -> list[str]:
     ``model``: its display name in the record. Blocks for a few small reads and a write. Errors:
     ``StoreUnavailable``; ``ConfigError`` when the facts exceed an announcement.
     """
-    record = {"version": _VERSION, "model": model, "facts": dict(namespace.facts)}
-    store.announce(namespace.facts_key, msgpack.packb(record), lease_s=LEASE_S)
+    keep_facts(store, namespace, model)
     weights = namespace.facts.get("weights")
     others = {
         other.hex: (name, other)
@@ -46,6 +46,12 @@ def announce_facts(store: Store, namespace: Namespace, model: str) -> list[str]:
         for fingerprint, (name, other) in sorted(others.items())
         if EPOCH_FACT not in {*other.facts, *namespace.facts}
     ]
+
+
+def keep_facts(store: Store, namespace: Namespace, model: str) -> None:
+    """Write the namespace's facts, again where they are there. Blocks for a small write. Errors: as above."""
+    record = {"version": _VERSION, "model": model, "facts": dict(namespace.facts)}
+    store.announce(namespace.facts_key, msgpack.packb(record), lease_s=LEASE_S)
 
 
 def announced_namespaces(store: Store, tenant: str) -> dict[str, list[Namespace]]:

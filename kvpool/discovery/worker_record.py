@@ -1,6 +1,7 @@
 """The pool record of one data-parallel rank, from which an index builds its worker. Pure.
 
-A msgpack map under ``kvpool:TENANT:worker:RANK:NAME``; tenant, rank and name stand only in the key.
+A msgpack map under ``kvpool:TENANT:worker:RANK:NAME``; tenant, rank and name stand only in the key. A rank that
+stops writes ``ENDED`` in its place: a server's eviction takes records away, too, and says nothing of the worker.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from kvpool.errors import ConfigError
 from kvpool.key.key import parse_worker_key, worker_key
 
 VERSION = 1
+ENDED = b"ended"
 MAX_RECORD_NBYTES = 16 << 10
 MIN_LEASE_S = 1.0
 MAX_LEASE_S = 3600.0
@@ -32,10 +34,11 @@ _FIELDS = {"version", "block_tokens", "events", "replay", "lease_s", *_TEXTS}
 
 
 class WorkerRecord(NamedTuple):
-    """One rank as announced: ``worker`` has one publisher."""
+    """One rank as announced: ``worker`` has one publisher. ``renewal``: another number, another lease."""
 
     worker: Worker
     lease_s: float
+    renewal: int = 0
 
     @property
     def rank(self) -> tuple[str, int]:
@@ -43,7 +46,7 @@ class WorkerRecord(NamedTuple):
         return self.worker.id, self.worker.publishers[0].dp_rank
 
 
-def pack_worker(worker: Worker, lease_s: float) -> tuple[str, bytes]:
+def pack_worker(worker: Worker, lease_s: float, renewal: int = 0) -> tuple[str, bytes]:
     """(key, record) of a worker with exactly one publisher. Errors: ``ConfigError`` that names the field."""
     check_worker(worker)
     if len(worker.publishers) != 1 or not worker.incarnation:
@@ -59,6 +62,7 @@ def pack_worker(worker: Worker, lease_s: float) -> tuple[str, bytes]:
         "events": publisher.events,
         "replay": publisher.replay,
         "lease_s": float(lease_s),
+        "renewal": renewal,
         **{name: getattr(worker, name) for name in _TEXTS},
     }
     return worker_key(worker.tenant, worker.name, publisher.dp_rank), msgpack.packb(record)
@@ -75,10 +79,10 @@ def unpack_worker(key: str, record: bytes) -> WorkerRecord | None:
         return None
     if not isinstance(fields, dict) or not fields.keys() >= _FIELDS or fields["version"] != VERSION:
         return None
-    lease_s, tenant, name, dp_rank = fields["lease_s"], *parsed
+    lease_s, renewal, tenant, name, dp_rank = fields["lease_s"], fields.get("renewal", 0), *parsed
     if not all(isinstance(fields[text], str) for text in (*_TEXTS, "events", "replay")):
         return None
-    if type(lease_s) is not float or not MIN_LEASE_S <= lease_s <= MAX_LEASE_S:
+    if type(lease_s) is not float or not MIN_LEASE_S <= lease_s <= MAX_LEASE_S or type(renewal) is not int:
         return None
     try:
         worker = Worker(
@@ -88,7 +92,7 @@ def unpack_worker(key: str, record: bytes) -> WorkerRecord | None:
             publishers=(Publisher(dp_rank, fields["events"], fields["replay"]),),
             **{text: fields[text] for text in _TEXTS},
         )
-        return WorkerRecord(check_worker(worker), lease_s) if worker.incarnation else None
+        return WorkerRecord(check_worker(worker), lease_s, renewal) if worker.incarnation else None
     except ConfigError:
         return None
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvpool.discovery.worker import Worker
-from kvpool.discovery.worker_record import REQUEST_LEASE_S, WorkerRecord, merge_ranks, unpack_worker
+from kvpool.discovery.worker_record import ENDED, REQUEST_LEASE_S, WorkerRecord, merge_ranks, unpack_worker
 from kvpool.errors import AnnouncementsRefused, KVPoolError
 from kvpool.key.key import is_request_key, is_traffic_key, request_key, tenant_prefix, workers_prefix
 from kvpool.store.store import Store
@@ -36,7 +36,8 @@ logger = logging.getLogger("kvpool.index")
 @dataclass
 class _Known:
     record: WorkerRecord
-    missing: bool = False  # since the pool was lost, which proves nothing yet
+    ends_s: float  # its lease, by this watch's clock; not before it ends in the pool
+    missing: bool = False  # which proves nothing before that
 
 
 @dataclass
@@ -44,24 +45,29 @@ class _Tenant:
     known: dict[str, _Known] = field(default_factory=dict)  # by key
     refused: bool = False  # its announcements cannot be read
     next_s: float = 0.0  # next reading
-    unproven_since_s: float | None = None  # a missing record proves nothing until a lease later
     unreadable_records: int = 0
+
+    def grant(self, now_s: float) -> None:
+        """Give each worker a whole lease to announce itself again."""
+        for known in self.known.values():
+            known.ends_s = max(known.ends_s, now_s + known.record.lease_s)
 
 
 class WorkerWatch:
     """Reads the records of all workers every ``interval_s`` seconds, from its own thread.
 
     ``on_worker(worker, keep_s)``: called for every worker in every round, failed rounds included; keep the
-    worker for ``keep_s`` seconds unless told otherwise. ``on_gone(worker_id)``: it stopped, or its lease
+    worker for ``keep_s`` seconds unless told otherwise. ``on_gone(worker_id)``: it withdrew, or its lease
     ended. ``on_pool_lost(tenant)``: the pool lost this tenant's data; None: its server restarted.
     ``incomplete()``: (worker id, data-parallel rank) of incomplete ranks; a few announced ones are requested
     each round, each followed by ``on_requested(worker_id, dp_rank)``. ``tenants``: watch only these, listed
     or not; None: all in the pool's list, read every 5 seconds. ``life``: the pool's ``Store.server_run_id``
     when the caller's state was saved; empty: no saved state.
 
-    A missing record means a stopped worker, unless workers had no chance to renew it. After an outage,
-    restart or flush of the pool, each worker gets a lease from the first answered round. The same holds for
-    one tenant whose announcements are unreadable, at no cost to other tenants.
+    A worker that stops says so (``ENDED``). A record that is missing was evicted, or its lease ended: its worker
+    is kept until the lease ends that began when this watch first saw the last renewal. After an outage, restart
+    or flush of the pool, each worker gets a lease from the first answered round. The same holds for one tenant
+    whose announcements are unreadable, at no cost to other tenants.
 
     Callbacks run in the watch's thread and must not block for long; their exceptions are logged. Each problem
     and each outage is logged once. The store must stay open until ``close`` has returned.
@@ -79,6 +85,7 @@ class WorkerWatch:
         tenants: Sequence[str] | None = None,
         interval_s: float = INTERVAL_S,
         life: str = "",
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._on_worker, self._on_gone, self._on_pool_lost = on_worker, on_gone, on_pool_lost
@@ -87,7 +94,7 @@ class WorkerWatch:
         self._tenants = {tenant: _Tenant() for tenant in sorted(set(tenants or ()))}
         for tenant in self._tenants:
             tenant_prefix(tenant)  # validates the tenant
-        self._interval_s = interval_s
+        self._interval_s, self._clock = interval_s, clock
         self.rounds = 0  # answered rounds whose callbacks have all run
         self.life = life  # of the pool, at the last reading
         self._closing = threading.Event()
@@ -151,14 +158,14 @@ class WorkerWatch:
         started_anew = bool(self.life and life and life != self.life)
         if started_anew or self._away:
             for tenant in self._tenants.values():
-                tenant.unproven_since_s = time.monotonic()
+                tenant.grant(self._clock())
         self.life = life or self.life
         if started_anew:
             self._pool_lost(None)
         return started_anew
 
     def _list_tenants(self) -> None:
-        if not self._all_tenants or time.monotonic() < self._list_at_s:
+        if not self._all_tenants or self._clock() < self._list_at_s:
             return
         try:
             listed = self._store.announcing_tenants()
@@ -168,41 +175,46 @@ class WorkerWatch:
         # Tenants with known workers are read until those workers are gone.
         kept = {name: tenant for name, tenant in self._tenants.items() if tenant.known or name in listed}
         self._tenants = kept | {name: _Tenant() for name in listed if name not in kept}
-        self._list_at_s = time.monotonic() + TENANTS_INTERVAL_S
+        self._list_at_s = self._clock() + TENANTS_INTERVAL_S
 
     def _look_at(self, name: str, tenant: _Tenant, started_anew: bool) -> None:
         """Read one tenant's announcements. Errors: ``KVPoolError`` when the pool does not answer."""
-        now_s = time.monotonic()
-        if now_s < tenant.next_s:
+        began_s = self._clock()
+        if began_s < tenant.next_s:
             return
         try:
-            records = self._store.announcements(workers_prefix(name))
-            found = {
-                key: announced
-                for key, record in records.items()
-                if not is_request_key(key) and (announced := self._unpacked(key, record))
-            }
+            announced = self._store.announcements(workers_prefix(name))
+            records = {key: record for key, record in announced.items() if not is_request_key(key)}
+            ended = {key for key, record in records.items() if record == ENDED}
+            tenant.known = {key: known for key, known in tenant.known.items() if key not in ended}
+            read = {key: self._unpacked(key, record) for key, record in records.items() if key not in ended}
+            found = {key: record for key, record in read.items() if record is not None}
             emptied = not started_anew and self._is_emptied(name, tenant, found)
         except AnnouncementsRefused as error:
             if not tenant.refused:
                 logger.warning("workers of tenant %s cannot be read; those known are kept: %s", name, error)
-            ended_s = time.monotonic()
+            ended_s = self._clock()
             tenant.refused = True
-            tenant.next_s = ended_s + max(REFUSED_S, REFUSED_TIMES * (ended_s - now_s))
+            tenant.next_s = ended_s + max(REFUSED_S, REFUSED_TIMES * (ended_s - began_s))
             return
+        now_s = self._clock()
         if tenant.refused:
             logger.warning("workers of tenant %s can be read again", name)
-            tenant.refused, tenant.unproven_since_s = False, now_s
-        tenant.unreadable_records = sum(not is_request_key(key) for key in records) - len(found)
+        if tenant.refused or emptied:
+            tenant.grant(now_s)
+        tenant.refused, tenant.unreadable_records = False, len(read) - len(found)
         if emptied:
-            tenant.unproven_since_s = now_s
             self._pool_lost(name)
         for key in tenant.known.keys() - found.keys():
             known = tenant.known[key]
             known.missing = True
-            if tenant.unproven_since_s is None or now_s >= tenant.unproven_since_s + known.record.lease_s:
+            if now_s >= known.ends_s:
                 del tenant.known[key]
-        tenant.known |= {key: _Known(announced) for key, announced in found.items()}
+        for key, record in found.items():
+            known = tenant.known.setdefault(key, _Known(record, now_s + record.lease_s))
+            if known.record != record:
+                known.record, known.ends_s = record, now_s + record.lease_s
+            known.missing = False
         if self._all_tenants and not tenant.known:
             tenant.next_s = now_s + TENANTS_INTERVAL_S  # most tenants in the list have no worker any more
 
@@ -231,7 +243,7 @@ class WorkerWatch:
 
     def _request(self) -> None:
         """Request incomplete ranks, longest unrequested first."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         incomplete = set(self._incomplete())
         ranks = {
             key: rank

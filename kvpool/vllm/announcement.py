@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvpool.config import PoolConfig, hash_seed
 from kvpool.discovery.announcer import Announcer
-from kvpool.discovery.facts import announce_facts
+from kvpool.discovery.facts import KEEP_EVERY_S, announce_facts, keep_facts
 from kvpool.discovery.worker import Publisher, Worker
 from kvpool.errors import KVPoolError
 from kvpool.key.hashing import seed_id
@@ -219,6 +219,7 @@ class EngineAnnouncer:
         self._current: Namespace | None = None  # of the engine
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
+        self._left = threading.Event()  # the current namespace
         self._announcer: Announcer | None = None
         self._announced: Namespace | None = None  # whose facts are in the pool
 
@@ -228,10 +229,11 @@ class EngineAnnouncer:
 
     def enter(self, store: Store, namespace: Namespace) -> None:
         """Continue in ``namespace``. Does not block."""
-        self._current = namespace
+        self.leave()
+        self._current, self._left = namespace, threading.Event()
         self._thread = threading.Thread(
             target=self._announce_after,
-            args=(self._thread, store, namespace),
+            args=(self._thread, store, namespace, self._left),
             name="kvpool-announcing",
             daemon=True,
         )
@@ -240,10 +242,12 @@ class EngineAnnouncer:
     def leave(self) -> None:
         """Continue without a namespace; the announcement stays."""
         self._current = None
+        self._left.set()
 
     def close(self, store: Store) -> None:
         """Withdraw the engine. Blocks for ``CLOSE_S`` at most, plus the withdrawal."""
         self._closed.set()
+        self._left.set()
         if self._thread is not None:
             self._thread.join(CLOSE_S)
         if self._announcer is not None:
@@ -252,7 +256,9 @@ class EngineAnnouncer:
         self._withdraw_epoch(store)
         self._current = None
 
-    def _announce_after(self, earlier: threading.Thread | None, store: Store, namespace: Namespace) -> None:
+    def _announce_after(
+        self, earlier: threading.Thread | None, store: Store, namespace: Namespace, left: threading.Event
+    ) -> None:
         if earlier is not None:
             earlier.join()
         if namespace is not self._current:  # closed meanwhile, or in another namespace
@@ -264,8 +270,12 @@ class EngineAnnouncer:
             self._announce_worker(store, self._describe, namespace)
         if self._closed.is_set() and self._announcer is not None:  # it took longer than close() waits
             self._announcer.close()
-        while not has_facts and not self._closed.wait(FACTS_RETRY_S) and namespace is self._current:
-            has_facts = self._announce_facts(store, namespace, logging.DEBUG)
+        while not left.wait(KEEP_EVERY_S if has_facts else FACTS_RETRY_S):
+            if has_facts:
+                with contextlib.suppress(KVPoolError):  # loads and lookups already log the pool's state
+                    keep_facts(store, namespace, self._model)
+            else:
+                has_facts = self._announce_facts(store, namespace, logging.DEBUG)
 
     def _announce_facts(self, store: Store, namespace: Namespace, level: int = logging.WARNING) -> bool:
         """Record the facts, and log how this worker's differ from earlier ones. ``level``: of a failure."""

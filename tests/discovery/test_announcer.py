@@ -13,9 +13,9 @@ from kvpool.discovery import announcer as announcer_module
 from kvpool.discovery.announcer import Announcer
 from kvpool.discovery.worker import Publisher, Worker
 from kvpool.discovery.worker_record import pack_worker
-from kvpool.key.key import request_key, workers_prefix
+from kvpool.key.key import request_key
 from kvpool.store.store import Store
-from tests.support.announced_workers import KEY, LEASE_S, Watched, announced, watching, worker
+from tests.support.announced_workers import KEY, LEASE_S, Watched, announced, records, watching, worker
 from tests.support.deadlines import eventually
 from tests.support.memory_store import MemoryStore
 from tests.support.servers import Server
@@ -57,14 +57,15 @@ def test_an_engine_that_fails_at_once_does_not_take_the_name_of_one_that_runs(
 ) -> None:
     """As one does whose ports for events are those of the one that runs."""
     monkeypatch.setattr(announcer_module, "TAKE_OVER_S", 30.0)
+    monkeypatch.setattr(announcer_module, "READ_S", 600.0)  # each renewal is another record
     with announced(store, worker("a", "one"), lease_s=600):  # none that ends on a busy machine
-        assert eventually(lambda: bool(store.announcements(workers_prefix("default"))))
-        record = store.announcements(workers_prefix("default"))
+        assert eventually(lambda: bool(records(store)))
+        record = records(store)
         with closing(Announcer(store, worker("a", "two"))) as second:
             assert eventually(lambda: second._has_waited), "it has seen the one that runs"
-            assert store.announcements(workers_prefix("default")) == record
-        assert store.announcements(workers_prefix("default")) == record
-    assert not store.announcements(workers_prefix("default"))
+            assert records(store) == record
+        assert records(store) == record
+    assert not records(store)
 
 
 def test_a_pool_that_is_away_asks_for_nothing(server: Server) -> None:
@@ -79,11 +80,38 @@ def test_a_pool_that_is_away_asks_for_nothing(server: Server) -> None:
             announcer.close()
 
 
+def test_a_record_that_was_evicted_is_written_again_soon(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announcer_module, "READ_S", 600.0)  # its own thread writes once
+    with closing(Announcer(store, worker(), lease_s=600)) as one:
+        assert eventually(lambda: one._written)
+        assert one._write(), "nothing was missing: the next renewal is as late as ever"
+        store.withdraw(KEY)
+        assert not one._write(), "it looks again soon"
+        assert list(records(store)) == [KEY]
+        assert one._write()
+
+
+def test_a_refused_renewal_is_tried_again_soon(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a full server refuses them that evicts nothing."""
+    monkeypatch.setattr(announcer_module, "READ_S", 600.0)
+    monkeypatch.setattr(announcer_module, "RETRY_S", 0.05)
+    with open_store(server.url) as store:
+        server.client.config_set("maxmemory", "1")
+        with announced(store, worker(), lease_s=600) as said:
+            assert eventually(lambda: bool(said))
+            assert "OOM" in said[0] or "memory" in said[0]
+            server.client.config_set("maxmemory", "0")
+            assert eventually(lambda: list(records(store)) == [KEY])
+
+
 def test_a_pool_that_does_not_let_a_record_be_withdrawn_is_said(server: Server) -> None:
-    server.client.execute_command("ACL", "SETUSER", "u", "on", ">p", "~kvpool:default:*", "+@all", "-unlink")
+    server.client.execute_command("ACL", "SETUSER", "u", "on", ">p", "~kvpool:default:*", "+@all")
     with open_store(server.url.replace("://", "://u:p@")) as store:
-        with announced(store, worker("a")) as said:
-            assert eventually(lambda: bool(store.announcements(workers_prefix("default"))))
+        with announced(store, worker("a"), lease_s=600) as said:  # it is not renewed meanwhile
+            assert eventually(lambda: bool(records(store)))
+            server.client.execute_command("ACL", "SETUSER", "u", "-set")
         (sentence,) = said
         assert "worker a is not withdrawn, and announced until its lease ends: " in sentence
 

@@ -8,22 +8,23 @@ from typing import Any
 import msgpack
 import pytest
 
-from kvpool.discovery.worker_record import WorkerRecord, merge_ranks, pack_worker, unpack_worker
+from kvpool.discovery.worker_record import ENDED, WorkerRecord, merge_ranks, pack_worker, unpack_worker
 from tests.support.announced_workers import FIELDS, KEY, worker
 
 
 def test_golden_record() -> None:
-    key, record = pack_worker(worker(), 10)
+    key, record = pack_worker(worker(), 10, 7)
     assert key == KEY
-    assert msgpack.unpackb(record) == FIELDS
+    assert msgpack.unpackb(record) == {**FIELDS, "renewal": 7}
     assert record.hex() == (
-        "8ba776657273696f6e01ac626c6f636b5f746f6b656e7310a66576656e7473b37463703a2f2f31302e302e302e373a35353630"
-        "a67265706c6179b37463703a2f2f31302e302e302e373a35363630a76c656173655f73cb4024000000000000a56d6f64656ca1"
+        "8ca776657273696f6e01ac626c6f636b5f746f6b656e7310a66576656e7473b37463703a2f2f31302e302e302e373a35353630"
+        "a67265706c6179b37463703a2f2f31302e302e302e373a35363630a76c656173655f73cb4024000000000000a772656e6577616c07"
+        "a56d6f64656ca1"
         "6dae686173685f616c676f726974686dab7368613235365f63626f72ac686173685f736565645f6964b0303132333435363738"
         "39616263646566a761646472657373b4687474703a2f2f31302e302e302e373a38303030ab696e6361726e6174696f6ea36f6e"
         "65a96e616d657370616365d9206162616261626162616261626162616261626162616261626162616261626162"
     )
-    assert unpack_worker(key, record) == WorkerRecord(worker(), 10.0)
+    assert unpack_worker(key, record) == WorkerRecord(worker(), 10.0, 7)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,7 @@ def test_golden_record() -> None:
         {"a_field_of_a_later_version": 3},
         {"events": "ipc:///run/events"},
         {"lease_s": 1.0},
+        {"renewal": 3},
     ],
 )
 def test_a_record_may_say_less_or_more(changed: dict[str, Any]) -> None:
@@ -55,6 +57,7 @@ def test_a_record_may_say_less_or_more(changed: dict[str, Any]) -> None:
         {"events": b"tcp://host:1"},
         {"replay": None},
         {"lease_s": 10},
+        {"renewal": "3"},
         {"lease_s": 0.5},
         {"lease_s": float("nan")},
         {"lease_s": 1e9},
@@ -95,6 +98,7 @@ def test_what_is_no_record_is_none() -> None:
     ):
         assert unpack_worker(key, good) is None
     assert unpack_worker(KEY, b"\xc1") is None
+    assert unpack_worker(KEY, ENDED) is None
     assert unpack_worker(KEY, msgpack.packb([1])) is None
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from kvpool.discovery.announcer import Announcer
 from kvpool.discovery.worker import Publisher, Worker
+from kvpool.discovery.worker_record import ENDED
 from kvpool.discovery.worker_watch import WorkerWatch
+from kvpool.key.key import workers_prefix
 from kvpool.store.store import Store
 from tests.support.deadlines import eventually
 
@@ -43,6 +46,12 @@ def announced(store: Store, one: Worker, lease_s: float = LEASE_S) -> Iterator[l
         yield said
     finally:
         announcer.close()
+
+
+def records(store: Store, tenant: str = "default") -> dict[str, bytes]:
+    """What is announced of the tenant's workers, without those that withdrew."""
+    found = store.announcements(workers_prefix(tenant))
+    return {key: record for key, record in found.items() if record != ENDED}
 
 
 class Watched:
@@ -83,12 +92,17 @@ class Watched:
 
 @contextmanager
 def watching(
-    store: Store, told: Watched, tenants: list[str] | None = None, life: str = "", incomplete: Any = ()
+    store: Store,
+    told: Watched,
+    tenants: list[str] | None = None,
+    life: str = "",
+    incomplete: Any = (),
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[WorkerWatch]:
     """``incomplete``: ranks that are asked for all they hold, again and again."""
     watch = WorkerWatch(
         store, on_worker=told.on_worker, on_gone=told.on_gone, on_pool_lost=told.on_pool_lost, tenants=tenants,
-        interval_s=0.05, life=life, incomplete=lambda: set(incomplete),
+        interval_s=0.05, life=life, clock=clock, incomplete=lambda: set(incomplete),
         on_requested=lambda worker_id, dp_rank: told.asked.append((worker_id, dp_rank)),
     )  # fmt: skip
     try:

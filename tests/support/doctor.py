@@ -11,6 +11,7 @@ from kvpool import open_store
 from kvpool.discovery.announcer import Announcer
 from kvpool.discovery.worker import Publisher, Worker
 from kvpool.key.hashing import seed_id
+from tests.support.announced_workers import records
 from tests.support.command_line import kvpool
 from tests.support.deadlines import eventually
 
@@ -43,5 +44,5 @@ def announced(url: str, *workers: Worker) -> Iterator[None]:
     with open_store(url) as store, contextlib.ExitStack() as announcers:
         for one in workers:
             announcers.callback(Announcer(store, one).close)
-        assert eventually(lambda: len(store.announcements("kvpool:default:worker:")) == len(workers))
+        assert eventually(lambda: len(records(store)) == len(workers))
         yield

@@ -16,6 +16,7 @@ from kvpool.errors import StoreUnavailable
 from kvpool.key.hashing import seed_id
 from kvpool.key.key import Namespace
 from kvpool.store import Store, open_store
+from kvpool.vllm import announcement
 from kvpool.vllm.announcement import EngineAnnouncer
 from tests.support.deadlines import eventually
 from tests.support.servers import Server, started
@@ -199,6 +200,22 @@ def test_facts_that_a_pool_does_not_take_yet_are_announced_when_it_comes(tmp_pat
         with started(server):
             assert eventually(lambda: namespace.facts_key in announced(store, namespace))
             announcer.close(store)
+
+
+def test_facts_that_a_server_evicts_are_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announcement, "KEEP_EVERY_S", 0.05)
+    config = PoolConfig.load({"pool": f"file://{tmp_path}/pool"}, {})
+    one, other = (Namespace(config.tenant, {"weights": name}) for name in "vw")
+    with open_store(config.pool) as store:
+        announcer = EngineAnnouncer(config, "m", None)
+        for namespace in (one, other):
+            announcer.enter(store, namespace)
+            assert eventually(lambda of=namespace: of.facts_key in announced(store, of))
+            store.withdraw(namespace.facts_key)  # says nothing, as an eviction
+            assert eventually(lambda of=namespace: of.facts_key in announced(store, of))
+        announcer.close(store)
 
 
 def announced(store: Store, namespace: Namespace) -> Container[str]:

@@ -20,13 +20,14 @@ from kvpool.config import PoolConfig
 from kvpool.discovery import announcer
 from kvpool.discovery.worker import Publisher, Worker
 from kvpool.discovery.worker_record import unpack_worker
-from kvpool.key.key import EPOCH_FACT, Fact, Namespace, request_key
+from kvpool.key.key import EPOCH_FACT, FACTS_SUFFIX, Fact, Namespace, request_key
 from kvpool.store import open_store
 from kvpool.store.server import documents as server_announcements
 from kvpool.transfer.mover import Finished
 from kvpool.vllm.announcement import Announcement
 from kvpool.vllm.plan import BlockRef, Group, LoadPlan, PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.worker import WorkerHalf
+from tests.support.announced_workers import records
 from tests.support.deadlines import ends_within, eventually
 from tests.support.devices import SlowDevice
 from tests.support.misbehaving import Peer, misbehaving
@@ -86,7 +87,7 @@ def test_the_first_rank_announces_the_worker_until_it_is_closed(
         else:
             assert not eventually(lambda: bool(store.announcements("kvpool:default:")), within_s=0.5)
         worker.close()
-        assert store.announcements("kvpool:default:worker:") == {}
+        assert records(store) == {}
 
 
 def test_a_request_of_an_index_is_reported_while_it_stands(
@@ -259,7 +260,7 @@ def test_a_stage_moves_nothing_before_it_has_the_facts_of_all(cache: torch.Tenso
         assert announced is not None
         assert announced.worker.namespace == namespace.hex
         worker.close()
-        assert store.announcements("kvpool:default:worker:") == {}
+        assert records(store) == {}
 
 
 def test_a_load_is_reported_with_the_time_that_it_is_known_to_have_taken(
@@ -445,7 +446,8 @@ def test_in_another_epoch_a_worker_moves_what_is_of_it_alone_and_says_so(
         assert eventually(lambda: after[0].facts_key not in store.announcements("kvpool:default:"))
         assert after[1].facts_key in store.announcements("kvpool:default:")
         worker.close()
-        assert set(store.announcements("kvpool:default:")) == {before.facts_key}
+        assert records(store) == {}
+        assert set(store.announcements("kvpool:default:", FACTS_SUFFIX)) == {before.facts_key}
 
 
 def test_a_worker_that_finds_other_weights_moves_nothing_until_an_epoch_begins(

@@ -17,7 +17,7 @@ from kvpool.cli.doctor.rules import Finding, judge
 from kvpool.cli.doctor.server import host_findings, server_findings
 from kvpool.discovery.facts import announced_namespaces, describe_differences
 from kvpool.discovery.worker import Worker
-from kvpool.discovery.worker_record import merge_ranks, unpack_worker
+from kvpool.discovery.worker_record import ENDED, merge_ranks, unpack_worker
 from kvpool.errors import KVPoolError, StoreUnavailable
 from kvpool.key.key import Namespace, is_request_key, workers_prefix
 from kvpool.store import Store, StoreURL, open_for_inspection
@@ -128,7 +128,7 @@ def _sharing(store: Store, tenant: str) -> Iterator[Finding]:
 def _announced(store: Store, tenant: str) -> tuple[list[Worker], list[str]]:
     """A tenant's announced workers, and faults of their records."""
     announced = store.announcements(workers_prefix(tenant))
-    records = {key: record for key, record in announced.items() if not is_request_key(key)}
+    records = {key: one for key, one in announced.items() if one != ENDED and not is_request_key(key)}
     found = [one for key, record in records.items() if (one := unpack_worker(key, record)) is not None]
     workers, problems = merge_ranks(found)
     if len(found) < len(records):

@@ -287,8 +287,9 @@ SETTINGS: dict[str, tuple[Rule, ...]] = {
     "maxmemory-policy": (
         Rule("fail", lambda of: of.value == "noeviction", "maxmemory-policy is noeviction: once it is full, nothing "
              "new can be kept"),
-        Rule("warn", lambda of: of.value in ("allkeys-random", "volatile-random", "volatile-ttl"), "maxmemory-policy "
-             "is {of.value}: blocks in use are evicted as soon as others"),
+        Rule("fail", lambda of: of.value in ("allkeys-random", "volatile-random", "volatile-ttl"), "maxmemory-policy "
+             "is {of.value}: once it is full, it evicts announcements of live workers, and blocks in use as soon as "
+             "others"),
     ),
     "save": (
         Rule("warn", lambda of: of.value, "save is on: a cache is written to disk for nothing, the fork for it takes "

@@ -33,7 +33,7 @@ MAX_TENANTS = 4096
 READ_AT_ONCE = 32  # documents per request: 2 MiB of replies at most
 INDEX_LEASE_MS = int(MAX_LEASE_S * 1e3)  # longer than any announcement
 LIST_LEASE_MS = 86_400_000  # of a tenant in the list
-REGISTER_S = 3600.0  # renewal of both
+REGISTER_S = 60.0  # renewal of both: an index that starts finds a tenant whose entry was evicted
 CLOCK_S = 10.0  # reuse of the measured clock offset
 
 logger = logging.getLogger("kvpool")
