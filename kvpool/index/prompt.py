@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 TOKEN_NBYTES = 4  # of a token in a request
 MAX_PROMPT_BLOCKS = 1 << 22
 MAX_PROMPT_TOKENS = 1 << 22
-# Fields of a request that its template reads beside messages and tools.
+# Fields of a request that its template reads beside messages and tools. Of equal names vLLM takes the request's, not
+# ``chat_template_kwargs``'; the first two have a default, which counts, too.
+_WITH_DEFAULT = ("add_generation_prompt", "continue_final_message")
 _OPTIONS = ("continue_final_message", "documents", "reasoning_effort")
 
 
@@ -25,7 +27,7 @@ class Chat:
     """Text only: prompts with images or sound have no text form to hash.
 
     ``messages``: maps with ``role`` and ``content`` (text, a list of text parts, or None); ``name``; of an
-    assistant ``reasoning`` and ``tool_calls``; of a tool ``tool_call_id``. Other keys are ignored. ``tools``: as
+    assistant ``reasoning`` (or ``reasoning_content``) and ``tool_calls``; of a tool ``tool_call_id``. ``tools``: as
     in the request. ``template_options``: more arguments of the template, such as ``{"enable_thinking": False}``.
     """
 
@@ -41,10 +43,12 @@ class Chat:
             return cls(body)
         if not isinstance(body, Mapping) or not isinstance(body.get("messages"), Sequence):
             raise ConfigError('a chat is a list of messages, or an object with "messages"')
-        options = {name: body[name] for name in _OPTIONS if body.get(name) is not None}
-        if "reasoning_effort" in options:  # as vLLM does for templates that have only a switch
-            options["enable_thinking"] = options["reasoning_effort"] != "none"
-        options |= body.get("chat_template_kwargs") or {}
+        given = body.get("chat_template_kwargs") or {}
+        options = {name: value for name, value in given.items() if name not in _WITH_DEFAULT}
+        effort = body.get("reasoning_effort")
+        if effort is not None and "enable_thinking" not in options:  # for templates that have only a switch
+            options["enable_thinking"] = effort != "none"
+        options |= {name: body[name] for name in _OPTIONS if body.get(name) is not None}
         generation = body.get("add_generation_prompt")
         return cls(
             body["messages"],
@@ -52,6 +56,12 @@ class Chat:
             True if generation is None else bool(generation),
             options,
         )
+
+
+def reasoning_of(message: Mapping[str, Any]) -> Any:
+    """Of an assistant: ``reasoning_content`` is its former name."""
+    reasoning = message.get("reasoning")
+    return message.get("reasoning_content") if reasoning is None else reasoning
 
 
 def text_parts(content: Any) -> list[str]:

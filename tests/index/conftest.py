@@ -29,7 +29,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[Names]:
 
 @pytest.fixture(scope="session")
 def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """See ``tests.support.vllm_server``: tokens of the cases of ``tests.support.prompts``, and metrics pages."""
+    """See ``tests.support.vllm_server``: what it says of the cases of ``tests.support.prompts``."""
     from tests.support.prompts import CASES
     from tests.support.tiny_tokenizer import write_tokenizer
 
@@ -37,7 +37,7 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     cases = [(template, kind, {"model": folder, **body}) for template, kind, body in CASES]
     ended = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.support.vllm_server", folder],
-        input=json.dumps(cases), capture_output=True, text=True, timeout=240, check=False,
+        input=json.dumps(cases), capture_output=True, text=True, timeout=600, check=False,
         cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-3000:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from tests.support import chat_shapes
 from tests.support.tiny_tokenizer import EITHER, PARTS, PLAIN
 
 TEMPLATES = {"plain": PLAIN, "parts": PARTS, "either": EITHER}
@@ -94,6 +95,7 @@ BODIES: dict[str, dict[str, Any]] = {
         ]
     },
 }  # fmt: skip
+SHAPES = list(chat_shapes.shapes(seed=1, count=400))
 USER = {"role": "user", "content": "x"}
 TEXTS = ["the user asks", " x", "<|im_start|>user\n\u00e9", "a" * 3000]
 NAMES: list[tuple[str, str]] = []
@@ -104,3 +106,6 @@ for (_template, _source), (_name, _body) in itertools.product(TEMPLATES.items(),
 for _text in TEXTS:
     NAMES.append(("text", _text))
     CASES.append((PLAIN, "completions", {"prompt": _text}))
+for _number, (_template, _body) in enumerate(SHAPES):
+    NAMES.append(("shape", str(_number)))
+    CASES.append((chat_shapes.TEMPLATES[_template], "chat/completions", _body))

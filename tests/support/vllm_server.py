@@ -3,16 +3,23 @@
     python -m tests.support.vllm_server FOLDER < CASES
 
 CASES: a JSON list of ``[chat template, kind, body]``, with the kind ``completions`` or ``chat/completions``. Prints a
-JSON object: ``tokens`` of each case, and the metrics ``pages`` of a server with two engines by what it is doing.
+JSON object: ``tokens`` of each case (null: it is refused), ``in_parts``: whether content has parts in each of
+``chat_shapes.templates()``, and the metrics ``pages`` of a server with two engines by what it is doing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import sys
+from functools import cache
 from typing import Any
+
+from pydantic import ValidationError
+
+from tests.support.chat_shapes import templates
 
 
 def configured(folder: str) -> Any:
@@ -23,31 +30,46 @@ def configured(folder: str) -> Any:
     ).create_engine_config()
 
 
-async def render(config: Any, cases: list[tuple[str, str, dict[str, Any]]]) -> list[list[int]]:
+async def render(config: Any, cases: list[tuple[str, str, dict[str, Any]]]) -> list[list[int] | None]:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.exceptions import VLLMValidationError
     from vllm.renderers.online_renderer import OnlineRenderer
     from vllm.renderers.registry import renderer_from_config
 
     renderer = renderer_from_config(config)
-    found = []
-    for template, kind, body in cases:
-        online: Any = OnlineRenderer(
+
+    @cache
+    def rendering(template: str) -> Any:
+        return OnlineRenderer(
             config.model_config,
             renderer,
             request_logger=None,
             chat_template=template,
             chat_template_content_format="auto",
         )
-        if kind == "completions":
-            answer = await online.render_completion(CompletionRequest(**body))
-        else:
-            answer = await online.render_chat(ChatCompletionRequest(**body))
-            assert isinstance(answer, tuple), answer
-            answer = answer[1]
+
+    found: list[list[int] | None] = []
+    for template, kind, body in cases:
+        online = rendering(template)
+        try:
+            if kind == "completions":
+                answer = await online.render_completion(CompletionRequest(**body))
+            else:
+                _, answer = await online.render_chat(ChatCompletionRequest(**body))
+        except (VLLMValidationError, ValidationError):
+            found.append(None)
+            continue
         assert isinstance(answer, list), answer
         found.append(list(answer[0]["prompt_token_ids"]))
     return found
+
+
+def in_parts() -> list[bool]:
+    from vllm.renderers import hf
+
+    logging.disable()  # it tells each template that it cannot read
+    return [hf._detect_content_format(source, default="string") == "openai" for source in templates()]
 
 
 def pages(config: Any) -> dict[str, str]:
@@ -75,7 +97,11 @@ if __name__ == "__main__":
     out = sys.stdout
     sys.stdout = sys.stderr  # vLLM logs there
     vllm_config = configured(sys.argv[1])
-    answer = {"tokens": asyncio.run(render(vllm_config, json.load(sys.stdin))), "pages": pages(vllm_config)}
+    answer = {
+        "tokens": asyncio.run(render(vllm_config, json.load(sys.stdin))),
+        "pages": pages(vllm_config),
+        "in_parts": in_parts(),
+    }
     json.dump(answer, out)
     out.flush()
     os._exit(0)  # whatever threads it has

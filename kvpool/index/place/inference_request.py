@@ -31,8 +31,11 @@ MAX_NAME_NBYTES = 4096
 
 # With these an engine's tokens differ from a bare tokenizer's.
 _RENDERED_BY_ENGINE = frozenset(
-    ("add_special_tokens", "chat_template", "mm_processor_kwargs", "prompt_embeds", "truncate_prompt_tokens")
-)
+    (
+        "add_special_tokens", "chat_template", "mm_processor_kwargs", "prompt_embeds", "suffix",
+        "truncate_prompt_tokens",
+    )
+)  # fmt: skip
 # Fields that do not change the tokens.
 _NOT_OF_PROMPT = frozenset(
     (
@@ -42,6 +45,7 @@ _NOT_OF_PROMPT = frozenset(
     )
 )  # fmt: skip
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_TOKENS = "prompt_token_ids"  # in kv_transfer_params: an engine takes them in place of the prompt
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 _PROMPT = msgspec.json.Decoder(str | list[_Token])  # ten times as fast as a check of each token in Python
 _PROMPTS = msgspec.json.Decoder(list[str | list[_Token]])
@@ -93,6 +97,8 @@ def read_request(
             return request
         request = request._replace(cache_salt=_text(fields, "cache_salt"))
         if path not in (COMPLETIONS, CHAT) or _RENDERED_BY_ENGINE & fields.keys():
+            return request
+        if _TOKENS in (msgspec.json.decode(fields.get("kv_transfer_params", b"null")) or ()):
             return request
         return request._replace(prompt=_prompt(request, fields))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ConfigError) as error:

@@ -1,8 +1,8 @@
 """``Tokenizer``: vLLM's tokens of text and chats, for one model.
 
 As vLLM 0.32 makes them for a Hugging Face tokenizer in ``/v1/completions`` and ``/v1/chat/completions``
-(``vllm/renderers/hf.py``, ``chat_utils.py``); a test compares both. Models with renderers of their own in
-vLLM (Mistral's tokenizer, gpt-oss, DeepSeek V3.2) are excluded.
+(``vllm/renderers/hf.py``, ``chat_utils.py``); a test compares both. What is not followed here is a ``ConfigError``:
+the tokens of such a chat are asked of a worker.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvpool.errors import ConfigError
 from kvpool.index.place.token_cache import TokenCache
-from kvpool.index.prompt import Chat, Prompt, text_parts
+from kvpool.index.prompt import Chat, Prompt, reasoning_of, text_parts
 from kvpool.text import missing_extra
+
+if TYPE_CHECKING:
+    from kvpool.index.place.chat_template import ChatTemplate
 
 _ROLES = ("assistant", "developer", "system", "tool", "user")
 _BILLING = "x-anthropic-billing-header"  # a first line that differs in each request; vLLM leaves it out
@@ -31,17 +34,28 @@ _RESERVED = frozenset(
         "truncation",
     )
 )  # fmt: skip
-_PROBE = "kvpool"
+_UNSET = (None, "auto")  # vLLM's, in a template's options
+# Options that are arguments of the library's method, not variables of the template.
+_ARGUMENTS = frozenset(("continue_final_message", "documents"))
+# Fields of other parts than text: on a text, they are not the template's business.
+_OF_PARTS = frozenset(
+    (
+        "audio_embeds", "audio_url", "closed", "data", "file", "image_embeds", "image_pil", "image_url", "input_audio",
+        "name", "prompt_cache_breakpoint", "refusal", "text", "thinking", "type", "uuid", "video_embeds", "video_url",
+    )
+)  # fmt: skip
+# Chats of these are rendered by code in vLLM, not by a template.
+_RENDERED_BY_CODE = ("DeepseekV32", "DeepseekV4", "GptOss", "Inkling", "KimiK3", "MoonshotKimia")
 THREADS = 2  # long texts must not hold up other work in threads
 
 
 class Tokenizer:
     """Made by ``load``. Any thread; a call takes time with its text's length."""
 
-    def __init__(self, model: str, tokenizer: Any) -> None:
-        self._model = model
+    def __init__(self, model: str, tokenizer: Any, why_not: str = "") -> None:
+        """``why_not``: chats are made; empty: they are."""
+        self._model, self._why_not = model, why_not
         self._tokenizer = tokenizer
-        self._takes_parts: dict[str, bool] = {}  # by template; concurrent writes are equal
         # The first call sets fields that later calls only read.
         self._before, self._behind = _ends(self._plain("a", special=True), self._plain("a"))
         self._cache = TokenCache(self._plain_fast, tokenizer.added_tokens_decoder.values())
@@ -58,11 +72,12 @@ class Tokenizer:
             raise missing_extra(error) from error
         try:
             tokenizer: Any = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+            why_not = _why_no_chats(source, tokenizer)
         except Exception as error:  # of many kinds: files, the hub, unknown classes
             raise ConfigError(f"no tokenizer for {model} in {source}: {_why(source, error)}") from error
         if not tokenizer.is_fast:
             raise ConfigError(f"the tokenizer in {source} is not a fast one: send token ids for {model}")
-        return cls(model, tokenizer)
+        return cls(model, tokenizer, why_not)
 
     def of_text(self, text: str) -> array[int]:
         """As for the ``prompt`` of ``/v1/completions``: with the tokenizer's special tokens."""
@@ -71,14 +86,21 @@ class Tokenizer:
 
     def of_chat(self, chat: Chat) -> array[int]:
         """As for the ``messages`` of ``/v1/chat/completions``. Errors: ``ConfigError``, also the template's own."""
+        if self._why_not:
+            raise ConfigError(f"chats of {self._model} are rendered by its workers: {self._why_not}")
         if reserved := sorted(_RESERVED & chat.template_options.keys()):
             raise ConfigError(f"the template options of a chat cannot hold {', '.join(reserved)}")
         tools = None if chat.tools is None else [_tool(tool) for tool in chat.tools]
         template = self._template(tools)
-        conversation = [_message(message, self._parts(template)) for message in chat.messages]
-        if not any(quoted in template for quoted in ('"developer"', "'developer'")):
+        conversation = [_message(message, template.takes_parts) for message in chat.messages]
+        if not template.knows_developers:
             conversation = _without_developer(conversation)
-        options = {name: value for name, value in chat.template_options.items() if value is not None}
+        read = template.variables | _ARGUMENTS
+        options = {
+            name: value
+            for name, value in chat.template_options.items()
+            if name in read and value not in _UNSET
+        }
         text = self._render(template, conversation, tools, chat.add_generation_prompt, options)
         return self._encode(text)
 
@@ -97,18 +119,25 @@ class Tokenizer:
         except (TypeError, UnicodeEncodeError) as error:  # half of a surrogate pair, not valid text in Rust
             raise ConfigError("the prompt is not Unicode text") from error
 
-    def _template(self, tools: list[dict[str, Any]] | None) -> str:
+    def _template(self, tools: list[dict[str, Any]] | None) -> ChatTemplate:
+        from kvpool.index.place.chat_template import ChatTemplate  # it imports jinja2, of the extra
+
         try:
-            template: str = self._tokenizer.get_chat_template(None, tools=tools)
+            source: str = self._tokenizer.get_chat_template(None, tools=tools)
         except ValueError as error:
             raise ConfigError(
                 f"the tokenizer of {self._model} has no chat template: send text or token ids"
             ) from error
-        return template
+        try:
+            return ChatTemplate.of(source)
+        except Exception as error:  # of Jinja, or of a library that compiles templates otherwise
+            raise ConfigError(
+                f"the chat template of {self._model} cannot be read: {_first_line(error)}"
+            ) from error
 
     def _render(
         self,
-        template: str,
+        template: ChatTemplate,
         conversation: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None,
         add_generation_prompt: bool,
@@ -116,7 +145,7 @@ class Tokenizer:
     ) -> str:
         try:
             text: str = self._tokenizer.apply_chat_template(
-                conversation, tools=tools, chat_template=template, tokenize=False,
+                conversation, tools=tools, chat_template=template.source, tokenize=False,
                 add_generation_prompt=add_generation_prompt, **options,
             )  # fmt: skip
         except Exception as error:  # a template's error concerns its input
@@ -124,20 +153,6 @@ class Tokenizer:
                 f"the chat template of {self._model} refuses this chat: {_first_line(error)}"
             ) from error
         return text
-
-    def _parts(self, template: str) -> bool:
-        """Whether the template takes content as a list of parts: vLLM reads its loops, we try."""
-        takes = self._takes_parts.get(template)
-        if takes is None:
-            parts = [{"type": "text", "text": _PROBE}]
-            try:
-                text = self._render(template, [{"role": "user", "content": parts}], None, False, {})
-            except ConfigError:
-                takes = False
-            else:
-                takes = _PROBE in text and str(parts[0]) not in text and json.dumps(parts[0]) not in text
-            self._takes_parts[template] = takes
-        return takes
 
 
 class Tokenizers:
@@ -174,36 +189,51 @@ def _ends(whole: list[int], body: list[int]) -> tuple[array[int], array[int]]:
     raise ConfigError("the tokenizer changes a text where it adds special tokens: send token ids")
 
 
-def _message(message: Any, in_parts: bool) -> dict[str, Any]:
+def _message(message: Any, takes_parts: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ConfigError(f"a message has a role ({', '.join(_ROLES)}) and a content, not {message!r:.60}")
-    role = message["role"]
-    texts = text_parts(message.get("content"))
+    role, content = message["role"], message.get("content")
+    parts = [
+        {"type": "text", "text": text, **extra}
+        for text, extra in zip(text_parts(content), _extras(content), strict=True)
+    ]
     if role == "system":
-        texts = [text for text in map(_without_billing, texts) if text is not None]
-    made: dict[str, Any] = {"role": role}
-    if in_parts and role != "tool":  # vLLM joins a tool's parts under any template
-        made["content"] = [{"type": "text", "text": text} for text in texts]
-    else:
-        made["content"] = "\n".join(texts)
+        parts = [kept for part in parts if (kept := _without_billing(part)) is not None]
+    made: dict[str, Any] = {"role": role, "content": parts}
+    if not takes_parts:  # vLLM leaves out empty texts only here
+        made["content"] = "\n".join(part["text"] for part in parts if part["text"])
+    elif role == "tool":
+        made["content"] = "\n".join(part["text"] for part in parts)
     if role == "assistant":
         if calls := message.get("tool_calls"):
             made["tool_calls"] = [_tool_call(call) for call in calls]
-        if (reasoning := message.get("reasoning")) is not None:
+        if (reasoning := reasoning_of(message)) is not None:
             made |= {"reasoning": reasoning, "reasoning_content": reasoning}
     elif role == "tool" and "tool_call_id" in message:
         made["tool_call_id"] = message["tool_call_id"]
-    elif role == "developer":
-        made["tools"] = None
-    if isinstance(message.get("name"), str):
-        made["name"] = message["name"]
+    made |= {name: message[name] for name in ("name", "task") if isinstance(message.get(name), str)}
+    if role == "developer":
+        if message.get("tools"):
+            raise ConfigError("a developer's own tools are known to workers only")
+        made["tools"] = message.get("tools")
     return made
 
 
-def _without_billing(text: str) -> str | None:
+def _extras(content: Any) -> list[dict[str, Any]]:
+    """Of each part: fields of its own, which templates may read."""
+    parts = [content] if isinstance(content, str) else content or ()
+    found = [{} if isinstance(part, str) else dict(part) for part in parts]
+    if any(part.keys() & _OF_PARTS - {"type", "text"} for part in found):
+        raise ConfigError("a part that is more than text has no tokens here")
+    return [{name: part[name] for name in part if name not in _OF_PARTS} for part in found]
+
+
+def _without_billing(part: dict[str, Any]) -> dict[str, Any] | None:
+    text: str = part["text"]
     if not text.startswith(_BILLING):
-        return text
-    return text.partition("\n")[2] or None
+        return part
+    rest = text.partition("\n")[2]
+    return {**part, "text": rest} if rest else None
 
 
 def _tool_call(call: Any) -> dict[str, Any]:
@@ -214,11 +244,22 @@ def _tool_call(call: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments) if arguments else {}
-        except ValueError:
+        except json.JSONDecodeError:
             arguments = {}  # as in vLLM: a bad call of the past does not end a conversation
+        except (RecursionError, ValueError) as error:  # nested too deeply; a number of thousands of digits
+            raise ConfigError(f"the arguments of a tool call cannot be read: {error!s:.60}") from error
     if not isinstance(arguments, Mapping):
         arguments = {}
-    return {**call, "function": {**function, "arguments": arguments}}
+    # The order of vLLM's request model, in which templates may dump a call; fields that it does not know follow.
+    return _ordered(
+        {**call, "function": _ordered({**function, "arguments": arguments}, "arguments", "name")},
+        "id", "function", "type",
+    )  # fmt: skip
+
+
+def _ordered(fields: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """These first, if they are there."""
+    return {name: fields[name] for name in names if name in fields} | dict(fields)
 
 
 def _tool(tool: Any) -> dict[str, Any]:
@@ -226,10 +267,15 @@ def _tool(tool: Any) -> dict[str, Any]:
     function = tool.get("function") if isinstance(tool, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise ConfigError(f"a tool is a function with a name, not {tool!r:.60}")
+    deferred = tool.get("defer_loading")
+    own = function.get("defer_loading")
+    switches = {"strict": function.get("strict"), "defer_loading": deferred if own is None else own}
+    if any(type(value) not in (bool, type(None)) for value in (*switches.values(), deferred)):
+        raise ConfigError("strict and defer_loading of a tool are true or false")
     made = {name: function.get(name) for name in ("name", "description", "parameters")}
-    if function.get("strict") is not None:
-        made["strict"] = function["strict"]
-    return {"type": "function", "function": made}
+    made |= {name: value for name, value in switches.items() if value is not None}
+    whole = {"type": "function", "function": made}
+    return whole if deferred is None else {**whole, "defer_loading": deferred}
 
 
 def _without_developer(conversation: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -248,6 +294,34 @@ def _without_developer(conversation: Sequence[dict[str, Any]]) -> list[dict[str,
     texts = ["\n".join(text_parts(renamed[place]["content"])) for place in places]
     merged = {"role": "system", "content": "\n\n".join(text for text in texts if text)}
     return [merged, *(message for message in renamed if message["role"] != "system")]
+
+
+def _why_no_chats(source: str, tokenizer: Any) -> str:
+    """Why vLLM renders this model's chats otherwise than with the tokenizer's template; empty: it does not."""
+    for architecture in _file_of(source, "config.json").get("architectures") or ():
+        if str(architecture).startswith(_RENDERED_BY_CODE):
+            return f"vLLM has code for {architecture}"
+    if _file_of(source, "tekken.json"):
+        return "vLLM has code for Mistral's tokenizers"
+    # vLLM prefers a processor's template for chats without tools.
+    template = _file_of(source, "chat_template.json").get("chat_template")
+    if template is not None and template != tokenizer.chat_template:
+        return "its chat_template.json differs from the template of its tokenizer"
+    return ""
+
+
+def _file_of(source: str, name: str) -> dict[str, Any]:
+    """A JSON object of the model; empty: it has none."""
+    from transformers.utils.hub import cached_file
+
+    path = cached_file(
+        source, name,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )  # fmt: skip
+    found = {} if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
+    return found if isinstance(found, dict) else {}
 
 
 def _why(source: str, error: Exception) -> str:

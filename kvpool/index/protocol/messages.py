@@ -19,7 +19,7 @@ from kvpool.index import bounded_json
 from kvpool.index.answer import FleetStatus, IndexStatus, Lookup, PublisherStatus, Row, WorkerStatus
 from kvpool.index.place.load import Load
 from kvpool.index.place.ranking import Pick, Ranking, named_pick
-from kvpool.index.prompt import TOKEN_NBYTES, Chat, Prompt, PromptFields, text_parts
+from kvpool.index.prompt import TOKEN_NBYTES, Chat, Prompt, PromptFields, reasoning_of, text_parts
 from kvpool.key.hashing import len_tokens
 from kvpool.v1 import index_pb2 as pb
 
@@ -153,7 +153,7 @@ def _encode_chat(chat: Chat) -> Any:
                     role=one["role"],
                     content=text_parts(one.get("content")),
                     name=one.get("name") or "",
-                    reasoning=one.get("reasoning") or "",
+                    reasoning=reasoning_of(one) or "",
                     tool_calls_json=_json(one.get("tool_calls")),
                     tool_call_id=one.get("tool_call_id") or "",
                 )

@@ -1,10 +1,10 @@
-"""``named_model``: what of a request says its model, and what does not."""
+"""What of a request says its model, and which prompts only an engine makes tokens of."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvpool.index.place.inference_request import MAX_PARTS, named_model
+from kvpool.index.place.inference_request import MAX_PARTS, named_model, read_request
 
 SPEECH = "/v1/audio/transcriptions"
 
@@ -50,3 +50,18 @@ END = b"--x--\r\n"
 )  # fmt: skip
 def test_what_names_a_model(path: str, body: bytes, model: str) -> None:
     assert named_model(path, body) == model
+
+
+@pytest.mark.parametrize(
+    ("field", "is_known"),
+    [
+        ('"suffix": "x"', False),
+        ('"kv_transfer_params": {"prompt_token_ids": [1]}', False),
+        ('"kv_transfer_params": {"do_remote_decode": true}', True),
+        ('"kv_transfer_params": null', True),
+        ('"stream": true', True),
+    ],
+)
+def test_a_prompt_that_an_engine_changes_has_no_tokens_here(field: str, is_known: bool) -> None:
+    request = read_request("/v1/completions", f'{{"model": "m", "prompt": "x", {field}}}'.encode())
+    assert (request.prompt is not None) == is_known

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import warnings
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ from kvpool.index.place.tokenizer import Tokenizer
 from kvpool.index.prompt import Prompt
 from kvpool.index.protocol.messages import decode_prompt
 from kvpool.v1 import index_pb2 as pb
-from tests.support.prompts import BODIES, NAMES, TEMPLATES, TEXTS, TOOLS, USER
+from tests.support import chat_shapes
+from tests.support.prompts import BODIES, NAMES, SHAPES, TEMPLATES, TEXTS, TOOLS, USER
 from tests.support.tiny_tokenizer import write_tokenizer
 
 
@@ -36,8 +39,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def vllm_tokens(vllm_server: Any) -> dict[tuple[str, str], list[int]]:
-    """What vLLM's server makes of each body with each template, and of each text."""
+def vllm_tokens(vllm_server: Any) -> dict[tuple[str, str], Any]:
+    """What vLLM's server makes of each body with each template, and of each text; None: it refuses."""
     return dict(zip(NAMES, vllm_server["tokens"], strict=True))
 
 
@@ -54,6 +57,54 @@ def test_a_chat_has_the_tokens_that_vllm_gives_it(
         assert isinstance(received, Chat)
         assert list(tokenizer.of_chat(received)) == vllm_tokens[template, name], name
     assert len({tuple(vllm_tokens[template, name]) for name in BODIES}) > 5
+
+
+def test_chats_of_all_shapes_have_the_tokens_that_vllm_gives_them_or_none(
+    vllm_tokens: dict[tuple[str, str], Any], tmp_path: Path
+) -> None:
+    """None: a worker is asked for them."""
+    tokenizers = {
+        name: Tokenizer.load("m", str(write_tokenizer(tmp_path / name, source)))
+        for name, source in chat_shapes.TEMPLATES.items()
+    }
+    equal: Counter[str] = Counter()
+    for number, (template, body) in enumerate(SHAPES):
+        theirs = vllm_tokens["shape", str(number)]
+        try:
+            made = list(tokenizers[template].of_chat(Chat.of_request(body)))
+        except ConfigError:
+            continue
+        if theirs is not None:
+            assert made == theirs, json.dumps(body)
+            equal[template] += 1
+    assert sum(equal.values()) > len(SHAPES) * 0.7
+    assert equal.keys() == chat_shapes.TEMPLATES.keys()
+
+
+@pytest.mark.parametrize(
+    ("file", "fields", "says"),
+    [
+        (
+            "config.json",
+            {"architectures": ["DeepseekV32ForCausalLM"]},
+            "vLLM has code for DeepseekV32ForCausalLM",
+        ),
+        ("config.json", {"architectures": ["GptOssForCausalLM"]}, "vLLM has code for GptOssForCausalLM"),
+        ("tekken.json", {"version": 1}, "vLLM has code for Mistral's tokenizers"),
+        ("chat_template.json", {"chat_template": "x"}, "chat_template.json differs from the template"),
+    ],
+)
+def test_chats_that_vllm_renders_otherwise_are_left_to_workers(
+    file: str, fields: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    folder = write_tokenizer(tmp_path)
+    path = folder / file
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | fields))
+    tokenizer = Tokenizer.load("m", str(folder))
+    with pytest.raises(ConfigError, match=f"chats of m are rendered by its workers: .*{says}"):
+        tokenizer.of_chat(Chat([USER]))
+    if file != "tekken.json":
+        assert tokenizer.of_text("x")
 
 
 def test_text_has_the_tokens_that_vllm_gives_it(
@@ -104,6 +155,11 @@ def test_where_there_is_no_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (Chat([USER], tools=[{"type": "function"}]), "a tool is a function with a name"),
         (Chat([{"role": "assistant", "tool_calls": [{"type": "custom"}]}]), "a tool call is of a function"),
         (Chat([{"role": "user", "content": "\ud800"}]), "not Unicode text"),
+        (Chat([USER], tools=[{"function": {"name": "f"}, "defer_loading": 1}]), "are true or false"),
+        (Chat([{"role": "developer", "content": "x", "tools": TOOLS}]), "a developer's own tools"),
+        (Chat([{"role": "user", "content": [{"type": "text", "text": "x", "uuid": "1"}]}]), "more than text"),
+        (Chat([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 100_000}}]}]),
+         "the arguments of a tool call cannot be read"),
     ],
 )  # fmt: skip
 def test_chats_that_make_no_sense(folder: Path, chat: Chat, says: str) -> None:
