@@ -1,4 +1,5 @@
-"""Networks that fail: a server in a network of its own, whose packets can be dropped, and a resolver whose names hang.
+"""Networks that fail: a server in a network of its own, whose packets can be dropped, an address that drops them, and
+resolvers whose names hang or lead there first.
 
 The first needs root, and a kernel that has network namespaces and iptables; ``missing`` says what is not there.
 """
@@ -122,6 +123,29 @@ def _network() -> Iterator[tuple[str, str]]:
 
 def _run(*command: str) -> None:
     subprocess.run(command, check=True, capture_output=True, timeout=_TIMEOUT_S)
+
+
+SILENT = "127.0.0.2"
+
+
+@contextmanager
+def silent(port: int) -> Iterator[None]:
+    """``SILENT``:``port`` answers no connect: its listener takes one connection, and has it."""
+    with contextlib.ExitStack() as sockets:
+        listener = sockets.enter_context(socket.create_server((SILENT, port), backlog=0))
+        for _ in range(3):
+            filler = sockets.enter_context(socket.socket())
+            filler.setblocking(False)
+            filler.connect_ex(listener.getsockname())
+        yield
+
+
+def two_addresses(host: str, port: Any = 0, *_: Any, **__: Any) -> list[Any]:
+    """In the place of the system's resolver: each host is ``SILENT`` first, and then this one."""
+    return [
+        (socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (address, port))
+        for address in (SILENT, "127.0.0.1")
+    ]
 
 
 WITHIN_S = 60.0
