@@ -117,6 +117,17 @@ class IoExecutor:
     def close(self, timeout_s: float) -> bool:
         """Cancels everything and joins the threads, for 0 to 3600 s. False: some thread is stuck; call again."""
 
+class RefusedSize:
+    """Records that a server's limits do not let through (kvpool/_native/store/refused_size.h). Any thread."""
+
+    def __init__(self) -> None: ...
+    # Why a record of so many bytes is not worth a connection now; empty: move it.
+    def why(self, nbytes: int) -> str: ...
+    # The server ended a connection with such a record under way; ``said``: in its own words about the protocol.
+    def ended(self, nbytes: int, words: str, said: bool) -> None: ...
+    def moved(self, nbytes: int) -> None: ...
+    def forget(self) -> None: ...
+
 class RefusedDirectory(Exception):
     """Why a directory is not taken for a pool, and what to do; without its name."""
 

@@ -92,7 +92,7 @@ EPOCHS = Metric(
 )
 REFUSED_KEYS = Metric(
     "kvpool_refused_keys_total",
-    "Keys that were faults at once, because the pool's server is known to be away.",
+    "Keys that were faults at once: the pool's server is known to be away, or to end connections for such blocks.",
 )
 GATE_DECISIONS = Metric(
     "kvpool_gate_decisions_total",

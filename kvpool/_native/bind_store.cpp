@@ -1,4 +1,5 @@
-// Python bindings of store/: batches, the executor, its stores of files and of servers.
+// Python bindings of store/: batches, the executor, its stores of files and of servers. Over 400 lines because they
+// share how buffers, orphans and the system's errors cross into Python.
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -26,6 +27,7 @@
 #include "store/file.h"
 #include "store/io_executor.h"
 #include "store/lookup.h"
+#include "store/refused_size.h"
 #include "store/resp.h"
 #include "store/tls.h"
 
@@ -365,6 +367,20 @@ void bind_store(nb::module_& m) {
       .def("lookup", &PyIoExecutor::lookup, "prefix"_a, "groups"_a, "timeout_s"_a)
       .def("counters", &PyIoExecutor::counters)
       .def("close", &PyIoExecutor::close, "timeout_s"_a);
+
+  nb::class_<RefusedSize>(m, "RefusedSize")
+      .def(nb::init<>())
+      .def(
+          "why", [](RefusedSize& sizes, std::size_t nbytes) { return sizes.why(nbytes, Clock::now()); },
+          "nbytes"_a)
+      .def(
+          "ended",
+          [](RefusedSize& sizes, std::size_t nbytes, std::string words, bool said) {
+            sizes.ended(nbytes, std::move(words), said, Clock::now());
+          },
+          "nbytes"_a, "words"_a, "said"_a)
+      .def("moved", &RefusedSize::moved, "nbytes"_a)
+      .def("forget", &RefusedSize::forget);
 
   m.def("open_file_executor", &open_file_executor, "root"_a, "capacity_nbytes"_a.none(), "threads"_a,
         "lock_patience_s"_a = std::chrono::duration<double>(kLockPatience).count());

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 from kvpool import _native
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.key.key import MAX_HASH_NBYTES, MAX_INDEX, MIN_HASH_NBYTES
+from kvpool.store.advice import block_advice
 
 MAX_TIMEOUT_S = 3600.0
 END_OF_ALL = 1 << 63  # tokens; beyond every prompt
@@ -119,7 +120,8 @@ class Batch:
                 raise StoreUnavailable(f"{self._name}: still under way; the store does not answer")
         results = self._running.results()
         if _native.FAULT in results:
-            raise StoreUnavailable(f"{self._name}: {self._running.error() or 'the store failed'}")
+            why = self._running.error() or "the store failed"
+            raise StoreUnavailable(f"{self._name}: {why}{block_advice(why)}")
         if _native.TIMED_OUT in results:
             raise StoreUnavailable(f"{self._name}: no answer within {self._timeout_s:g} s")
         if _native.CANCELLED in results:

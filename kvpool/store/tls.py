@@ -1,4 +1,4 @@
-"""TLS settings of connections to a server: authorities, client certificate, and advice on a fault."""
+"""TLS settings of connections to a server: authorities and client certificate."""
 
 from __future__ import annotations
 
@@ -47,35 +47,3 @@ def _trust_system(context: ssl.SSLContext) -> None:
         context.load_verify_locations(system)
     else:
         context.set_default_verify_paths()
-
-
-# A phrase of OpenSSL's words or ours -> what to change. The first match counts.
-_ADVICE = {
-    "certificate has expired": "renew the server's certificate",
-    "certificate is not yet valid": "correct the server's certificate, or this host's clock",
-    "hostname mismatch": "write a name that the server's certificate holds, or have one issued for this name",
-    "ip address mismatch": "write a name or address that the server's certificate holds, or have one issued for this",
-    "certificate verify failed": "name the file of the authority that signed the server's certificate: ?ca=/path.pem",
-    "certificate required": "the server demands a client certificate: add ?cert=/path.pem&key=/path.pem",
-    "handshake failure": "if the server demands a client certificate, add ?cert=/path.pem&key=/path.pem",
-    "alert unknown ca": "use a client certificate of an authority that the server trusts",
-    "alert bad certificate": "use a client certificate of an authority that the server trusts",
-    "alert certificate expired": "renew the client certificate",
-    "wrong version number": "the port speaks no TLS: write valkey://, or the port that the server has for TLS",
-    "number of clients": "raise the server's maxclients, or write fewer ?connections=",
-    "protected mode": "set a password at the server, or its bind and protected-mode no",
-    "hangs up": "do what it says, or ask its operator",
-    "not known": "check the name of the host",
-    "name resolution": "check the name of the host, and the name servers of this one",
-    "no address associated": "check the name of the host",
-    "tls handshake": "check that the server runs there below its maxclients, and that this is its port for TLS",
-    "connection reset by peer": "if this is the server's port for TLS, write valkeys://",
-    "closed the connection": "if this is the server's port for TLS, write valkeys://",
-}
-_OTHERWISE = "check that the server runs there"
-
-
-def advice(words: str) -> str:
-    """What to change after a failed connection with ``words``, for the end of a line."""
-    folded = words.lower()
-    return next((advised for sign, advised in _ADVICE.items() if sign in folded), _OTHERWISE)

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from kvpool import _native
 from kvpool.errors import ConfigError, StoreUnavailable
+from kvpool.store.advice import advice
 from kvpool.store.batch import DataPath
 from kvpool.store.server.connection import KeptServer, client_of, library_version
 from kvpool.store.server.documents import SLOT, ServerDocuments
@@ -29,7 +30,6 @@ from kvpool.store.server.server import (
 )
 from kvpool.store.server.topology import Primaries, TopologyWatch
 from kvpool.store.store import DEFAULT_TIMEOUT_S, Store, StoredBlock, Usage
-from kvpool.store.tls import advice
 from kvpool.store.url import StoreURL
 
 # Error prefixes of a permanent refusal.

@@ -190,7 +190,18 @@ void RespConnection::end_redirected(Redirect&& redirect, std::string words) {
   end_item(*redirect.request, Status::kFault, std::move(words));
 }
 
+RefusedSize* RespConnection::refused(Kind kind) const {
+  if (kind == Kind::kPut) return &node_->puts;
+  return kind == Kind::kGet ? &node_->gets : nullptr;
+}
+
 void RespConnection::add(std::unique_ptr<Request> request) {
+  if (RefusedSize* const sizes = refused(request->kind)) {
+    if (std::string why = sizes->why(request->item->buffer().size(), Clock::now()); !why.empty()) {
+      counts_.refused.fetch_add(1, std::memory_order_relaxed);
+      return end_item(*request, Status::kFault, std::move(why));
+    }
+  }
   request->cost_left = request->cost();
   in_flight_nbytes_ += request->cost_left;
   if (requests_.empty()) moved_at_ = Clock::now();

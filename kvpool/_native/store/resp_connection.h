@@ -117,6 +117,8 @@ class RespConnection {
   bool is_open() const;
   // The link's capacity, within bounds.
   std::size_t send_window_nbytes() const;
+  // Of the server's records in the direction that `kind` moves; none: it moves none.
+  RefusedSize* refused(Request::Kind kind) const;
   bool is_quiet(Clock::time_point now) const;
   bool is_silent(const Request& request, Clock::time_point now) const;
 
@@ -128,6 +130,7 @@ class RespConnection {
   // Wait of requests for a dial's first attempt: unbounded before any connection stood.
   Clock::duration grace() const;
   void fail_all();
+  void end_by_server(std::string_view why);
   void lose(Cause cause, std::string_view why);
   void again(std::unique_ptr<Request> request);
   static void end_item(Request& request, Status status, std::string words);
@@ -153,7 +156,7 @@ class RespConnection {
   void on_body(Request& request, std::size_t nbytes);
   std::string on_token(Request& request, const RespToken& token);
   std::string shown(std::string_view words) const { return kvpool::shown(words, password_); }
-  std::string unasked(const RespToken& token, const char* otherwise) const;
+  std::string unasked(const RespToken& token, const char* otherwise);
   std::string on_error(Request& request, std::string_view text);
   bool note_refusal(Request& request, std::string_view word, std::string_view text);
   void go_on(Request& answered, Request::Kind kind);
@@ -184,6 +187,7 @@ class RespConnection {
   std::optional<Dial> dial_;  // at most one of dial_ and socket_
   Stream socket_;
   RespParser parser_;
+  std::string said_;  // an error that may be why the server hangs up, in its words
   bool is_wanted_ = role_ == Role::kReads;  // dial it
   bool readable_ = false;                   // by poll()
   bool is_full_ = false;                    // the socket did not take all bytes

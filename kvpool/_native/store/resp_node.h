@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "store/refused_size.h"
 #include "store/resp_dial.h"
 
 namespace kvpool {
@@ -38,6 +39,8 @@ class RespNode {
   std::atomic<unsigned> up{0};             // standing connections that are not suspect, of all I/O threads
   std::atomic<std::uint64_t> silences{0};  // number of its connections that fell silent
   std::atomic_flag resolving;              // an I/O thread is in the resolver, which may block it
+  RefusedSize puts;                        // records whose puts, or gets, end its connections
+  RefusedSize gets;
 
   std::vector<SocketAddress> addresses() const {
     const std::lock_guard lock(mutex_);

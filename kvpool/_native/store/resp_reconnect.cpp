@@ -46,6 +46,7 @@ void RespConnection::dial(Clock::time_point now) {
       dial_.reset();
       round_trip_ = shortest_round_trip(socket_.fd());
       parser_.reset();
+      said_.clear();
       readable_ = false;
       failing_ = false;
       stood_ = true;
@@ -59,6 +60,8 @@ void RespConnection::dial(Clock::time_point now) {
     case Dial::State::kFailed:
       last_error_ = dial_->error();
       dial_.reset();
+      node_->puts.forget();
+      node_->gets.forget();
       counts_.failed_dials.fetch_add(1, std::memory_order_relaxed);
       ++attempts_;
       back_off();
@@ -141,6 +144,25 @@ void RespConnection::hang_up() {
   socket_.reset();
   count_up(false);
   counts_.disconnections.fetch_add(1, std::memory_order_relaxed);
+}
+
+// The server hung up, perhaps on the largest record under way.
+void RespConnection::end_by_server(std::string_view why) {
+  std::string words = said_.empty() ? std::string(why) : hung_up(said_);
+  const Request* largest = nullptr;
+  for (const auto& request : requests_) {
+    if (!request->on_the_wire() || !request->item || refused(request->kind) == nullptr) continue;
+    if (largest == nullptr || request->item->buffer().size() > largest->item->buffer().size()) {
+      largest = request.get();
+    }
+  }
+  if (largest != nullptr) {
+    const std::size_t nbytes = largest->item->buffer().size();
+    words += ", with " + std::to_string(nbytes) + " bytes of a block under way";
+    refused(largest->kind)
+        ->ended(nbytes, settings_.endpoint.name() + ": " + words, !said_.empty(), Clock::now());
+  }
+  lose(Cause::kServer, words);
 }
 
 // Drops the connection and its sent requests, whose replies are lost; unsent ones wait for the next.

@@ -38,7 +38,7 @@ bool RespConnection::send_some() {
     const std::string why = socket_.error();
     // A closing server's last words may still be readable.
     if (!awaiting() || !receive_some()) {
-      if (socket_) lose(Cause::kServer, why);
+      if (socket_) end_by_server(why);
     }
     return true;
   }

@@ -64,7 +64,7 @@ bool RespConnection::receive_some() {
   }
   const Stream::Result result = socket_.receive({parts, count});
   if (result.state != Stream::State::kMoved) {
-    if (result.state != Stream::State::kBlocked) lose(Cause::kServer, std::string(socket_.error()));
+    if (result.state != Stream::State::kBlocked) end_by_server(socket_.error());
     return false;
   }
   if (!up_) {
@@ -75,7 +75,7 @@ bool RespConnection::receive_some() {
   const std::size_t straight = std::min(got, direct);
   if (straight != 0) on_body(*front, straight);
   std::string why = parse_replies({scratch_.data(), got - straight});
-  if (!why.empty()) lose(Cause::kServer, why);
+  if (!why.empty()) said_.empty() ? lose(Cause::kServer, why) : end_by_server(why);
   return true;
 }
 
@@ -188,8 +188,9 @@ std::string RespConnection::on_token(Request& request, const RespToken& token) {
 }
 
 // Why a reply that no command has earned ends the connection: an error says it itself.
-std::string RespConnection::unasked(const RespToken& token, const char* otherwise) const {
-  return token.kind == RespKind::kError ? hung_up(shown(token.text)) : otherwise;
+std::string RespConnection::unasked(const RespToken& token, const char* otherwise) {
+  if (token.kind == RespKind::kError) said_ = shown(token.text);
+  return otherwise;
 }
 
 // A complete error reply refuses this command, and no other.
@@ -298,6 +299,8 @@ void RespConnection::on_put_error(Request& request, std::string_view error) {
   const std::string_view text = reason_of(error);
   const std::string_view word = first_word(text);
   if (note_refusal(request, word, text) || request.outcome != Status::kOk) return;
+  // The whole put can be in the sockets when the server gives up on its begin.
+  if (text.find("Protocol error") != std::string_view::npos) said_ = shown(text);
   request.outcome = word == "OOM" ? Status::kNoRoom : Status::kFault;
   if (request.outcome == Status::kFault) request.words = settings_.endpoint.name() + ": " + shown(text);
 }
@@ -308,6 +311,9 @@ void RespConnection::end_front(Status status, std::string words) {
   std::unique_ptr<Request> look;
   if (front.item) {
     if (status == Status::kOk || status == Status::kPresent) look = look_at(front);
+    if (RefusedSize* const sizes = refused(front.kind); sizes != nullptr && status == Status::kOk) {
+      sizes->moved(front.item->buffer().size());
+    }
     front.item->finish(status, std::move(words));
     front.item.reset();
   }

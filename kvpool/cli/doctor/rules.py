@@ -251,6 +251,7 @@ NOTICES = (
 WANTED = {
     "maxmemory": "1gb", "maxmemory-policy": "allkeys-lru", "save": '""', "appendonly": "no",
     "client-output-buffer-limit": "normal 256mb 64mb 10", "maxmemory-clients": "20%", "lazyfree-lazy-user-flush": "yes",
+    "proto-max-bulk-len": "512mb", "client-query-buffer-limit": "1gb",
     "hash-max-listpack-value": "64", "io-threads": "1", "timeout": "0", "tcp-keepalive": "60",
 }  # fmt: skip
 NOT_LIVE = {"io-threads"}  # CONFIG SET may not change these
@@ -258,6 +259,8 @@ NOT_LIVE = {"io-threads"}  # CONFIG SET may not change these
 _LEAST_CLIENTS_NBYTES = 32 * MIB
 # A reply above the hard limit ends its connection, however fast the reader is.
 _LEAST_REPLY_NBYTES = 16 * MIB
+# A block is one value of a put; below it a server ends the connection.
+_LEAST_VALUE_NBYTES = 16 * MIB
 _MOST_LISTPACK_NBYTES = 4096
 
 
@@ -312,6 +315,14 @@ SETTINGS: dict[str, tuple[Rule, ...]] = {
         Rule("fail", lambda of: _clients_mib(of) < _LEAST_CLIENTS_NBYTES / MIB and f"{_clients_mib(of):.3g}",
              "maxmemory-clients allows {it} MiB for all clients together: it ends connections on which large blocks "
              "arrive, each of which takes twice its size"),
+    ),
+    "proto-max-bulk-len": (
+        Rule("fail", lambda of: int(of.value) < _LEAST_VALUE_NBYTES and f"{int(of.value) / MIB:.3g}",
+             "proto-max-bulk-len is {it} MiB: it ends connections on which larger blocks arrive, and never keeps one"),
+    ),
+    "client-query-buffer-limit": (
+        Rule("fail", lambda of: int(of.value) < _LEAST_VALUE_NBYTES and f"{int(of.value) / MIB:.3g}",
+             "client-query-buffer-limit is {it} MiB: it ends connections of larger blocks without a word"),
     ),
     "lazyfree-lazy-user-flush": (
         Rule("warn", lambda of: of.value != "yes", "lazyfree-lazy-user-flush is no: a FLUSHALL blocks all clients "

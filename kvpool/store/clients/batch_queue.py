@@ -133,6 +133,7 @@ class BatchQueue:
         self._queue: deque[QueuedBatch] = deque()
         self._closing = False
         self._failures = 0
+        self.puts_refused, self.gets_refused = _native.RefusedSize(), _native.RefusedSize()
         self._breaker = _Breaker()
         self._probing = False  # a thread dials to close the breaker
         self._counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
@@ -266,6 +267,8 @@ class BatchQueue:
                 self._breaker = _Breaker()
                 return
             self._counters["failed_dials"] += 1
+            self.puts_refused.forget()
+            self.gets_refused.forget()
             pause_s = min(max(2 * self._breaker.pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
             self._open_breaker(_Breaker(failure, pause_s, time.monotonic() + pause_s))
 

@@ -21,6 +21,7 @@ from kvpool.store.clients.link import (
     Command,
     ErrorReply,
     Link,
+    LinkEnded,
     LinkFault,
     LinkSilent,
     found,
@@ -157,11 +158,36 @@ class LinkThread:
         assert batch.views is not None
         views = batch.views[start:end]
         if batch.operation == _native.PUT:
-            return self._put(batch, keys, views)
+            return self._move(batch, keys, views)
         if batch.operation == _native.PUT_ABSENT:
             return self._put_absent(batch, keys, views)
         assert batch.operation == _native.GET, batch.operation
-        return self._get(batch, keys, views)
+        return self._move(batch, keys, views)
+
+    def _move(self, batch: QueuedBatch, keys: Sequence[bytes], views: Sequence[memoryview]) -> _Outcome:
+        """Put or get, but for records that end connections."""
+        is_get = batch.operation == _native.GET
+        refused = self._queue.gets_refused if is_get else self._queue.puts_refused
+        whys = [refused.why(view.nbytes) for view in views]
+        places = [place for place, why in enumerate(whys) if not why]
+        statuses, fault = [_native.FAULT] * len(keys), next(filter(None, whys), None)
+        self._queue.count("refused", len(keys) - len(places))
+        if not places:
+            return statuses, fault
+        wanted = [views[place] for place in places]
+        try:
+            call = self._get if is_get else self._put
+            found, words = call(batch, [keys[place] for place in places], wanted)
+        except LinkEnded as error:
+            nbytes = max(view.nbytes for view in wanted)
+            text = f"{str(error).rstrip('.')}, with {nbytes} bytes of a block under way"
+            refused.ended(nbytes, text, error.said)
+            raise LinkEnded(text, error.said) from error
+        for place, status in zip(places, found, strict=True):
+            statuses[place] = status
+            if status == _native.OK:
+                refused.moved(views[place].nbytes)
+        return statuses, fault or words
 
     def _ask(self, batch: QueuedBatch, verb: bytes, keys: Sequence[bytes]) -> _Outcome:
         replies = self._exchange(batch, [(verb, key) for key in keys])
@@ -195,7 +221,7 @@ class LinkThread:
         statuses = [_native.PRESENT if answer == _native.OK else answer for answer in answers]
         missing = [place for place, status in enumerate(statuses) if status == _native.MISS]
         if missing:
-            kept, put_fault = self._put(
+            kept, put_fault = self._move(
                 batch, [keys[place] for place in missing], [views[place] for place in missing]
             )
             for place, status in zip(missing, kept, strict=True):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpool.errors import ConfigError
-from kvpool.store.clients.link import Command, ErrorReply, LinkFault, LinkRefused, LinkSilent
+from kvpool.store.clients.link import Command, ErrorReply, LinkEnded, LinkFault, LinkRefused, LinkSilent
 from kvpool.store.clients.redis import RedisLink
 from kvpool.store.server.connection import introduction
 from kvpool.store.tls import Tls
@@ -79,6 +79,8 @@ class GlideLink:
             replies = self._client.exec(batch, raise_on_error=False, options=options)
         except glide_sync.TimeoutError as error:
             raise LinkSilent(_words(error)) from error
+        except (glide_sync.ConnectionError, glide_sync.ClosingError) as error:
+            raise LinkEnded(_words(error)) from error
         except glide_sync.GlideError as error:
             raise LinkFault(_words(error)) from error
         return [

@@ -26,6 +26,14 @@ class LinkSilent(LinkFault):
     """No answer in time: the next call to this server would wait as long."""
 
 
+class LinkEnded(LinkFault):
+    """The server ended the connection before all replies came; ``said``: in words about the protocol."""
+
+    def __init__(self, words: str, said: bool = False) -> None:
+        super().__init__(words)
+        self.said = said
+
+
 class LinkRefused(LinkFault):
     """The server refuses us: user, password, database or rights."""
 

@@ -12,8 +12,8 @@ from typing import Any
 import redis
 from redis.connection import PythonRespSerializer
 
-from kvpool.store.clients.link import Command, ErrorReply, LinkFault, LinkRefused, LinkSilent
-from kvpool.store.server.connection import Bounded, deadline
+from kvpool.store.clients.link import Command, ErrorReply, LinkEnded, LinkFault, LinkRefused, LinkSilent
+from kvpool.store.server.connection import HUNG_UP, Bounded, deadline
 from kvpool.store.url import StoreURL
 
 MAX_STEP_S = 60.0  # each call has a shorter deadline of its own
@@ -77,7 +77,10 @@ class RedisLink:
             # While bytes move, the server is slow but not silent.
             is_silent = time.monotonic() - link.moved_s >= timeout_s / 2
             raise (LinkSilent if is_silent else LinkFault)(_words(error)) from _alone(error)
-        except (redis.RedisError, OSError) as error:
+        except (redis.ConnectionError, OSError) as error:
+            words = _words(error)
+            raise LinkEnded(words, HUNG_UP in words) from _alone(error)
+        except redis.RedisError as error:
             raise LinkFault(_words(error)) from _alone(error)
 
     def drop(self) -> None:

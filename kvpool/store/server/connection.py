@@ -44,6 +44,7 @@ _NAME_CHARS = 100
 # Of replies in a step, or of one tenant's announcements, wherever no blocks are read: 32,768 ranks, their
 # names and their records are about 20 MiB.
 MAX_REPLIES_NBYTES = 32 << 20
+HUNG_UP = " and hangs up"  # ends the text of an error that a server explained
 
 
 @functools.cache
@@ -112,7 +113,7 @@ class Bounded(Connection):
         self._max_replies_nbytes = max_replies_nbytes
         self.socket: DeadlineSocket | None = None
         self._dialled_s = float("inf")  # deadline of the whole dial
-        self._said = ""  # during a dial: the server's error, if that was its last reply
+        self._said = ""  # its last reply, if that is an error with which servers hang up
 
     def connect(self) -> None:
         if self._sock is not None:
@@ -129,15 +130,16 @@ class Bounded(Connection):
         super().send_packed_command(command, check_health)  # type: ignore[no-untyped-call]
 
     def read_response(self, *arguments: Any, **settings: Any) -> Any:
-        """As redis-py's; the error with which a server ends a dial is the ``ConnectionError``'s reason."""
+        """As redis-py's; the error with which a server hangs up is the ``ConnectionError``'s reason."""
         try:
             reply = super().read_response(*arguments, **settings)
         except redis.ResponseError as error:
-            self._said = str(error) if self._dialled_s < float("inf") else ""
+            is_last = self._dialled_s < float("inf") or "Protocol error" in str(error)
+            self._said = str(error) if is_last else ""
             raise
         except redis.ConnectionError as error:
             if type(error) is redis.ConnectionError and self._said:
-                raise redis.ConnectionError(f'the server says "{self._said}" and hangs up') from error
+                raise redis.ConnectionError(f'the server says "{self._said}"{HUNG_UP}') from error
             raise
         self._said = ""
         return reply

@@ -84,6 +84,8 @@ WRONG = [
     ("maxmemory-clients", "0", "warn", "maxmemory-clients is 0"),
     ("maxmemory-clients", "1%", "fail", "maxmemory-clients allows 10.2 MiB"),
     ("maxmemory-clients", "20mb", "fail", "maxmemory-clients allows 20 MiB"),
+    ("proto-max-bulk-len", "2mb", "fail", "proto-max-bulk-len is 2 MiB"),
+    ("client-query-buffer-limit", "2mb", "fail", "client-query-buffer-limit is 2 MiB"),
     ("lazyfree-lazy-user-flush", "no", "warn", "lazyfree-lazy-user-flush"),
     ("hash-max-listpack-value", "1048576", "warn", "hash-max-listpack-value is 1048576"),
     ("io-threads", "2", "warn", "io-threads is 2"),
