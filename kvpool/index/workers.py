@@ -159,7 +159,7 @@ class Workers:
                 raise SnapshotRefused(f"worker {state.worker.id} was named by an unknown source")
             expires_at_s = None if lease_s is None else now_s + lease_s
             entries.append(self.enter(state.worker, source, expires_at_s, index, known))
-            if entries[-1].partition.index is not index:
+            if entries[-1].partition is not entries[0].partition or entries[0].partition.index is not index:
                 raise SnapshotRefused("workers of one table do not belong together")
         for namespace in namespaces[:MAX_NAMESPACES] if entries else ():
             entries[0].partition.namespaces.setdefault(namespace, 0)
@@ -269,7 +269,9 @@ class Workers:
         partitions = self.models.get(name, ())
         partition = _find(partitions, worker)
         if partition is None:
-            index = restored or PrefixIndex(block_tokens=worker.block_tokens, **self._options)
+            index = restored
+            if index is None:
+                index = PrefixIndex(block_tokens=worker.block_tokens, **self._options)
             partition = Partition(Key.of(worker), index, self._seed, self._clock)
             self.models[name] = (*partitions, partition)
         try:

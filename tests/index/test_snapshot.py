@@ -144,6 +144,14 @@ def test_who_comes_back_and_for_how_long() -> None:
     assert leases(age_s=100, life=None) == {}
 
 
+def test_workers_whose_table_is_empty_come_back() -> None:
+    fleet = Fleet()
+    for place, name in enumerate("ab"):
+        fleet.add(a_worker(name, port=6000 + 10 * place), "call")
+    back, _ = restored(taken(fleet))
+    assert sorted(worker.name for worker in back.followed()) == ["a", "b"]
+
+
 def test_the_pool_comes_back_while_it_is_the_same_one() -> None:
     fleet = a_fleet(Clock())
     for life, then, blocks in [("x", "x", 2), ("x", "y", 0), ("", "", 0), ("x", "", 0), ("", "x", 0)]:
