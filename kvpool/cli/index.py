@@ -257,7 +257,8 @@ async def _serve(
         if settings.proxy is not None and proxy_stats is not None:
             proxy = Proxy(
                 placer, fleet.limits, server.health, proxy_stats,
-                tenant=(settings.tenants or [DEFAULT_TENANT])[0], tls=tls, worker_tls=worker_tls,
+                tenant=(settings.tenants or [DEFAULT_TENANT])[0], tls=tls,
+                names=[*settings.http_name, settings.proxy.rpartition(":")[0]], worker_tls=worker_tls,
                 response_s=settings.response_timeout, tracing=tracing,
             )  # fmt: skip
             parts.push_async_callback(proxy.stop)

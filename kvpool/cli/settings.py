@@ -122,9 +122,10 @@ class FleetSettings:
     worker_ca: Annotated[str | None, option(SECURITY, "FILE",
         "The authority that certificates of workers at https:// are of, PEM. Without it: those of the system.")] = None
     http_name: Annotated[list[str], option(SECURITY, "NAME",
-        "A name by which --http is asked where there are no --tokens, such as index.example.com; once for each. "
-        "Addresses, names without a dot, and those ending with .svc, .local, .internal or .localhost need none: other "
-        "names may be of a page that a browser takes for the index's.")] = field(default_factory=list)
+        "A name of this host, such as index.example.com; once for each. --http without --tokens, and browsers' pages "
+        "at kvpool router, ask by it, an address, a name without a dot, or one that ends with .svc, .local, .internal "
+        "or .localhost: other names may be of a page that a browser takes for this host's.")
+    ] = field(default_factory=list)
     drain: Annotated[float, option(LIFE, "SECONDS",
         "After SIGTERM, how long requests are still answered while health says no, so that callers go elsewhere; a "
         "second SIGTERM ends it.", min=0, max=3600)] = 5.0

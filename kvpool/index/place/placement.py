@@ -22,6 +22,8 @@ OURS = (DESTINATION, WORKER, MATCHED, BLOCKS, REASON, RANK)  # dropped from requ
 MAX_BODY_NBYTES = 16 << 20
 RETRY_AFTER_S = 1
 _KINDS = {
+    403: "PermissionDeniedError",
+    404: "NotFoundError",
     413: "BadRequestError",
     429: "RateLimitError",
     500: "InternalServerError",

@@ -8,7 +8,6 @@ interpreter's lock held: hence ``MAX_OBJECTS`` and ``MAX_VALUES``.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 from collections.abc import Awaitable, Callable, Collection
 from functools import partial
 from typing import Any
@@ -22,6 +21,7 @@ from kvpool.index import bounded_json, limits
 from kvpool.index.client.tls import ServerTls
 from kvpool.index.limits import CallMemory, Work
 from kvpool.index.protocol.messages import REPLIES
+from kvpool.index.serve import pages
 from kvpool.index.serve.auth import EVERYTHING, Permissions
 from kvpool.index.serve.calls import owner_of, take_reply
 from kvpool.index.serve.listener import (
@@ -53,9 +53,6 @@ GONE = {
     "/register": "call RegisterWorker of gRPC, or let the worker announce itself",
     "/unregister": "call RemoveWorker of gRPC",
 }
-
-# Of names without an authority on the internet: no site has one.
-_PRIVATE = (".localhost", ".local", ".internal", ".svc")
 
 _STATUSES = {  # by gRPC's name
     "UNAUTHENTICATED": 401,
@@ -115,8 +112,10 @@ class HttpServer:
             if request.path == HEALTH:  # open to all: so no body is read
                 return await call(HttpRequest(b"", host=host), EVERYTHING)
             caller = self._index.calls.auth.authenticate(request.headers.get("authorization"))
-            if self._index.calls.auth.is_open:  # a page has no token
-                _check_host(request.headers.get("host", ""), self._names)
+            name = pages.foreign_name(request.headers, self._names)
+            if name and self._index.calls.auth.is_open:  # a page has no token
+                line = f"this index is not called {name}: start it with --http-name, or ask its address"
+                raise Refused(403, "PERMISSION_DENIED", line)
             if request.method == "POST":
                 _check_site(request)
             owner = owner_of(caller, host)
@@ -213,28 +212,9 @@ def _print(kind: Any, packed: bytes) -> bytes:
     return msgspec.json.encode(fields)
 
 
-def _check_host(host: str, names: Collection[str]) -> None:
-    """Refuse a page whose own name leads here (DNS rebinding): to a browser it is of this site. Errors: ``Refused``."""
-    name = host[1:].partition("]")[0] if host[:1] == "[" else host.partition(":")[0]
-    name = name.lower().rstrip(".")
-    if "." not in name or name.endswith(_PRIVATE) or name in names:
-        return
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        line = (
-            f"this index is not called {ascii(name)[1:-1]:.80}: start it with --http-name, or ask its address"
-        )
-        raise Refused(403, "PERMISSION_DENIED", line) from None
-
-
 def _check_site(request: web.BaseRequest) -> None:
     """Refuse browsers' requests from pages of other sites: a ``Route`` reserves. Errors: ``Refused``."""
-    headers = request.headers
-    if headers.get("content-type", "").partition(";")[0].strip().lower() != JSON:
+    if not pages.is_json(request.headers):
         raise Refused(415, "INVALID_ARGUMENT", f"send JSON, with Content-Type: {JSON}")
-    site, origin = headers.get("sec-fetch-site"), headers.get("origin")
-    if site is None and origin is not None and origin.partition("://")[2] != headers.get("host"):
-        site = "cross-site"  # of a browser without the header
-    if site not in (None, "same-origin"):
+    if pages.is_of_another_site(request.headers):
         raise Refused(403, "PERMISSION_DENIED", "pages of other sites may not call an index")

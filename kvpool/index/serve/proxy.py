@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from kvpool.index.place.placement import Refusal
 from kvpool.index.place.placer import Placer
 from kvpool.index.place.worker_connection import WorkerConnector
 from kvpool.index.request_stats import ProxyStats
+from kvpool.index.serve import pages
 from kvpool.index.serve.health import Health
 from kvpool.index.serve.listener import SERVER, HttpListener
 from kvpool.index.serve.proxy_forwarding import RESPONSE_S, Forwarding, Reply
@@ -51,7 +52,8 @@ _NOT_OF_KEY = frozenset(
 class Proxy:
     """One event loop: ``start``, ``leave`` and ``finish`` before its end, ``stop``.
 
-    ``health``: of the index, for ``/health``. ``tenant``: of the workers. ``tls``: None: without.
+    ``health``: of the index, for ``/health``. ``tenant``: of the workers. ``names``: by which browsers' pages may
+    ask, beside addresses and private names. ``tls``: None: without.
     ``worker_tls``: for workers at https; None: the system's authorities. ``response_s``: longest silence of a
     worker. ``tracing``: of requests, each until the end of its response.
     """
@@ -64,6 +66,7 @@ class Proxy:
         stats: ProxyStats,
         *,
         tenant: str,
+        names: Collection[str] = (),
         tls: ServerTls | None = None,
         worker_tls: ssl.SSLContext | None = None,
         response_s: float = RESPONSE_S,
@@ -71,6 +74,7 @@ class Proxy:
     ) -> None:
         self._placer, self._limits, self._health, self._stats = placer, limits, health, stats
         self._tenant, self._worker_tls = tenant, worker_tls
+        self._names = {name.lower() for name in names}
         self._tracing = tracing or Tracing()
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=response_s)
         self._model_lists = ModelLists()
@@ -136,6 +140,7 @@ class Proxy:
         self._idle.clear()
         outcome = "gone"
         try:
+            self._check_page(request)
             with self._limits.calls(limits.REQUESTS, f"{request.remote}:0", None):
                 forwarding = self._forwarding(request)
                 lists_models = request.path == MODELS and request.method == "GET"
@@ -158,6 +163,21 @@ class Proxy:
             self._under_way -= 1
             if not self._under_way:
                 self._idle.set()
+
+    def _check_page(self, request: web.BaseRequest) -> None:
+        """Refuse what changes a worker's state, from pages that may not: vLLM's own calls for operators take any body,
+        and no key. Browsers name the ``Origin`` of such requests, others have none. Errors: ``Refusal``.
+        """
+        headers = request.headers
+        if request.method in ("GET", "HEAD", "OPTIONS") or "origin" not in headers:
+            return
+        if name := pages.foreign_name(headers, self._names):
+            raise Refusal(
+                403,
+                f"this router is not called {name} by pages: start it with --http-name, or ask its address",
+            )
+        if pages.is_of_another_site(headers) and pages.is_simple(headers):
+            raise Refusal(403, "pages of other sites send JSON or a key to a router")
 
     def _forwarding(self, request: web.BaseRequest) -> Forwarding:
         assert self._session is not None

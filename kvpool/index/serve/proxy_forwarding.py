@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import posixpath
 import time
 from typing import NamedTuple
+from urllib.parse import unquote
 
 import aiohttp
 from aiohttp import web
@@ -38,6 +40,7 @@ _OF_CONNECTION = frozenset(
     )
 )  # fmt: skip
 _NOT_FORWARDED = _OF_CONNECTION | {"content-length", "expect", "host", *OURS}
+_BETWEEN_ENGINES = "/inference/"
 _NAMES_URL = ("location", "content-location")
 _NOT_RETURNED = _OF_CONNECTION | {*OURS}
 # The worker has not begun to answer.
@@ -80,6 +83,8 @@ class Forwarding:
         url = self._request.rel_url
         if not url.raw_path.startswith("/") or self._request.method == "CONNECT":
             raise Refusal(400, "a request names a path, such as /v1/chat/completions")
+        if _is_between_engines(url.raw_path):
+            raise Refusal(404, "paths under /inference/ are for engines")
         try:
             await self._read()
             placement = await self._place(self._body)
@@ -310,6 +315,13 @@ class Forwarding:
         if self._placement is not None:
             self._placer.release(self._placement)
             self._placement = None
+
+
+def _is_between_engines(raw_path: str) -> bool:
+    """Of --enable-scale-out: callers could end each other's requests there. However it is spelled."""
+    return posixpath.normpath("/" + unquote(raw_path).replace("\\", "/").lstrip("/")).startswith(
+        _BETWEEN_ENGINES
+    )
 
 
 def _without(headers: CIMultiDictProxy[str], names: frozenset[str]) -> CIMultiDict[str]:
