@@ -19,6 +19,8 @@ MAX_WORKERS = 16384  # of one index
 DEFAULT_ALGORITHM = "sha256_cbor"
 MAX_NAME_NBYTES = 256
 MAX_TEXT_NBYTES = 1024  # of a model's name, an address, an endpoint
+MAX_SERVED = 64  # names of a worker beside its model's
+MAX_SERVED_NBYTES = 8192  # of all of them
 MAX_PUBLISHERS = 1024
 PUSH_GONE = (
     "events are no longer pushed: name the publisher's tcp://HOST:PORT, or let the worker announce itself"
@@ -50,7 +52,7 @@ class Worker:
     ``block_tokens``: tokens of a hashed block. ``hash_seed_id``: ``kvpool.key.hashing.seed_id`` of its seed.
     ``address``: of its API, such as ``http://10.0.0.7:8000``; empty: unknown. ``incarnation``: differs at
     each start; empty: the index detects restarts. ``namespace``: 32 hex digits, of the pool blocks it can
-    load; empty: none.
+    load; empty: none. ``names``: by which requests may call ``model``, too: vLLM's further served names.
     """
 
     name: str
@@ -63,6 +65,7 @@ class Worker:
     address: str = ""
     incarnation: str = ""
     namespace: str = ""
+    names: tuple[str, ...] = ()
 
     @property
     def id(self) -> str:
@@ -105,6 +108,12 @@ def check_worker(worker: Worker) -> Worker:
         raise ConfigError(f"{who}: hash_seed_id is 16 hex digits, not {worker.hash_seed_id!r:.40}")
     if worker.namespace and _NAMESPACE.fullmatch(worker.namespace) is None:
         raise ConfigError(f"{who}: namespace is 32 hex digits or nothing, not {worker.namespace!r:.60}")
+    if not isinstance(worker.names, tuple) or len(worker.names) > MAX_SERVED:
+        raise ConfigError(f"{who}: names are up to {MAX_SERVED}, beside the model's")
+    for name in worker.names:
+        _text(f"{who}: names", name, MAX_TEXT_NBYTES, empty=False)
+    if sum(len(name.encode()) for name in worker.names) > MAX_SERVED_NBYTES:
+        raise ConfigError(f"{who}: names have at most {MAX_SERVED_NBYTES} bytes in all")
     if not 1 <= len(worker.publishers) <= MAX_PUBLISHERS:
         raise ConfigError(
             f"{who} has {len(worker.publishers)} publishers: name 1 to {MAX_PUBLISHERS}, one for each rank"

@@ -29,6 +29,7 @@ READ_S = DEFAULT_LEASE_S / RENEWALS  # longer leases are renewed as often, becau
 # rank may be requested again: no request outlives its answer.
 REQUEST_LEASE_S = 5.0
 
+NAMES = "names"  # as lines of one text, left out if empty: an earlier index reads no record with a list
 _TEXTS = ("model", "hash_algorithm", "hash_seed_id", "address", "incarnation", "namespace")
 _FIELDS = {"version", "block_tokens", "events", "replay", "lease_s", *_TEXTS}
 
@@ -65,6 +66,8 @@ def pack_worker(worker: Worker, lease_s: float, renewal: int = 0) -> tuple[str, 
         "renewal": renewal,
         **{name: getattr(worker, name) for name in _TEXTS},
     }
+    if worker.names:
+        record[NAMES] = "\n".join(worker.names)
     return worker_key(worker.tenant, worker.name, publisher.dp_rank), msgpack.packb(record)
 
 
@@ -80,7 +83,10 @@ def unpack_worker(key: str, record: bytes) -> WorkerRecord | None:
     if not isinstance(fields, dict) or not fields.keys() >= _FIELDS or fields["version"] != VERSION:
         return None
     lease_s, renewal, tenant, name, dp_rank = fields["lease_s"], fields.get("renewal", 0), *parsed
-    if not all(isinstance(fields[text], str) for text in (*_TEXTS, "events", "replay")):
+    names = fields.get(NAMES, "")
+    if not all(
+        isinstance(text, str) for text in (*(fields[one] for one in (*_TEXTS, "events", "replay")), names)
+    ):
         return None
     if type(lease_s) is not float or not MIN_LEASE_S <= lease_s <= MAX_LEASE_S or type(renewal) is not int:
         return None
@@ -90,6 +96,7 @@ def unpack_worker(key: str, record: bytes) -> WorkerRecord | None:
             tenant=tenant,
             block_tokens=fields["block_tokens"],
             publishers=(Publisher(dp_rank, fields["events"], fields["replay"]),),
+            names=tuple(names.split("\n")) if names else (),
             **{text: fields[text] for text in _TEXTS},
         )
         return WorkerRecord(check_worker(worker), lease_s, renewal) if worker.incarnation else None
@@ -100,8 +107,8 @@ def unpack_worker(key: str, record: bytes) -> WorkerRecord | None:
 def merge_ranks(announced: Iterable[WorkerRecord]) -> tuple[dict[str, Worker], list[str]]:
     """Merge ranks into workers, by id; and a sentence for each rank that contradicts its worker.
 
-    Ranks of one tenant and name form one worker if they agree on all but publisher, incarnation and
-    namespace; the lowest rank decides. The worker's incarnation changes whenever a rank's does, or a rank
+    Ranks of one tenant and name form one worker if they agree on all but publisher, incarnation, namespace
+    and names; the lowest rank decides. The worker's incarnation changes whenever a rank's does, or a rank
     comes or goes. Ranks whose caches were reset have different namespaces; the worker then has none.
     """
     ranks: dict[str, list[Worker]] = {}

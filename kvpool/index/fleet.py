@@ -6,7 +6,7 @@ Threads: any; no I/O but log lines. ``_lock`` guards ``_workers`` and the member
 ``_present``, ``_ranks`` and ``_models`` are read without it, as whole values. ``Rank.lock`` guards the rank's
 holder in the table and its fields; it is taken after ``_lock``, never before. Applying a batch holds a rank's
 lock, up to 0.3 s for 34 MiB, and a leaving rank makes ``_lock`` wait for that. An event loop calls only
-``ask`` with ``at_once``, ``followed``, ``incomplete``, ``lasts``, ``rank``, ``ranks_of``, ``start`` and ``models``,
+``ask`` with ``at_once``, ``followed``, ``incomplete``, ``lasts``, ``rank``, ``ranks_of``, ``start`` and ``names``,
 which take neither.
 """
 
@@ -16,16 +16,17 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from kvpool.discovery.networks import WorkerNetworks
-from kvpool.discovery.worker import DEFAULT_TENANT, MAX_TEXT_NBYTES, Worker, check_worker
+from kvpool.discovery.worker import Worker, check_worker
 from kvpool.errors import ConfigError, KVPoolError, UnknownModel
 from kvpool.index.answer import FleetTotals, Lookup, WorkerStatus
 from kvpool.index.limits import Limits
-from kvpool.index.partition import Answer, Partition, Pool, merged
+from kvpool.index.names import Name, Serving
+from kvpool.index.partition import Answer, Pool, merged
 from kvpool.index.prompt import Prompt, PromptFields, as_prompt
 from kvpool.index.rank import Rank, pool_holder
 from kvpool.index.snapshot import PartitionState, Snapshot, pack
@@ -37,10 +38,8 @@ from kvpool.index.workers import (
     Source,
     Workers,
     is_same_start,
-    unknown_model,
 )
 from kvpool.key.hashing import seed_id
-from kvpool.key.key import check_tenant
 from kvpool.text import counted
 
 if TYPE_CHECKING:
@@ -100,6 +99,7 @@ class Fleet:
         self._lock = threading.Lock()
         workers = self._workers = Workers(self._options, seed, clock, tenant_share, self.limits)
         self._present, self._ranks, self._models = workers.present, workers.ranks, workers.models
+        self.names = workers.names
 
     @property
     def seed_id(self) -> str:
@@ -325,6 +325,12 @@ class Fleet:
         entry = self._present.get(start[0])
         return entry is not None and entry.worker.incarnation == start[1]
 
+    def read_names(self, start: tuple[str, str], names: Iterable[Name]) -> None:
+        """What a worker in this ``start`` serves, as it lists it now."""
+        with self._lock:
+            if self.lasts(start):
+                self._workers.names.read(start[0], names)
+
     def ranks_of(self, worker_id: str) -> list[tuple[str, int]]:
         """(worker, data-parallel rank) of a present worker; empty: unknown."""
         entry = self._present.get(worker_id)
@@ -353,42 +359,26 @@ class Fleet:
         """``lookup`` per partition: several only if workers of the model hash differently. ``NotAtOnce``: too slow."""
         prompt = model if isinstance(model, Prompt) and not fields else as_prompt(model, fields)
         candidates = None if prompt.workers is None else prompt.candidates()
-        return [one.answer(hashes, candidates, at_once=at_once) for one, hashes in self._asked(prompt)]
+        return [
+            one.partition.answer(
+                one.members if candidates is None else one.members.among(candidates), hashes, at_once=at_once
+            )
+            for one, hashes in self._asked(prompt)
+        ]
 
-    def _asked(self, prompt: Prompt) -> list[tuple[Partition, Buffer]]:
-        partitions = self._partitions(prompt.tenant, prompt.model)
+    def _asked(self, prompt: Prompt) -> list[tuple[Serving, Buffer]]:
+        serving = self.names.serving(prompt.tenant, prompt.model)
         hashes = prompt.checked_hashes()
         if len(prompt.multimodal) > MAX_MULTIMODAL:
             raise ConfigError(
                 f"a prompt has at most {MAX_MULTIMODAL} multimodal items, not {len(prompt.multimodal)}"
             )
         if hashes is not None:
-            return [(partition, hashes) for partition in partitions]
-        asked = [(partition, partition.hashes(prompt)) for partition in partitions if partition.hasher]
-        if partitions and not asked:
+            return [(one, hashes) for one in serving]
+        asked = [(one, one.partition.hashes(prompt, one.lora)) for one in serving if one.partition.hasher]
+        if serving and not asked:
             raise UnknownModel(
-                f'the workers of model "{prompt.model}" {partitions[0].no_hasher}, '
+                f'the workers of model "{prompt.model}" {serving[0].partition.no_hasher}, '
                 "or send block hashes instead of tokens"
             )
         return asked
-
-    def check_model(self, model: str, tenant: str = DEFAULT_TENANT) -> None:
-        """Errors: as ``lookup``, for a model or tenant."""
-        self._partitions(tenant, model)
-
-    def models(self, tenant: str) -> list[str]:
-        return [name for owner, name in list(self._models) if owner == tenant]
-
-    def _partitions(self, tenant: str, model: str) -> tuple[Partition, ...]:
-        if isinstance(model, str) and (partitions := self._models.get((tenant, model))) is not None:
-            return partitions
-        check_tenant(tenant)
-        if not isinstance(model, str) or not model or len(model) > MAX_TEXT_NBYTES:
-            raise ConfigError(f"name the model, with at most {MAX_TEXT_NBYTES} characters")
-        models = self.models(tenant)
-        if not models:  # names no other tenant: the caller may have no access to it
-            raise UnknownModel(
-                f'unknown model "{model}": this index follows no worker of tenant "{tenant}"; kvpool top shows whom it '
-                "follows, kvpool doctor why not others"
-            )
-        raise UnknownModel(unknown_model(model, models))

@@ -68,6 +68,11 @@ class Members:
     def __len__(self) -> int:
         return len(self.ranks)
 
+    def among(self, workers: frozenset[str]) -> Members:
+        """Of these workers, by name; itself if there are no others."""
+        ranks = [rank for rank in self.ranks if rank.worker.name in workers]
+        return self if len(ranks) == len(self.ranks) else Members(ranks, are_all=False)
+
     @cached_property
     def keys(self) -> tuple[tuple[str, int], ...]:
         return tuple((rank.worker.id, rank.publisher.dp_rank) for rank in self.ranks)
@@ -124,20 +129,22 @@ class Partition:
             except ConfigError:  # the case that check_worker leaves: xxhash_cbor without a seed
                 self.no_hasher = f"hash with {key.hash_algorithm}, which needs a seed: {ONE_SEED}"
 
-    def hashes(self, prompt: Prompt) -> Buffer:
-        """Of a prompt in tokens; needs ``hasher``."""
+    def hashes(self, prompt: Prompt, lora: tuple[str, str] | None = None) -> Buffer:
+        """Of a prompt in tokens; needs ``hasher``. ``lora``: of its model, unless the prompt names one."""
         assert self.hasher is not None
         assert prompt.token_ids is not None
         return self.hasher.hashes64(
-            prompt.token_ids, lora=prompt.lora, cache_salt=prompt.cache_salt, multimodal=prompt.multimodal
+            prompt.token_ids,
+            lora=prompt.lora or lora,
+            cache_salt=prompt.cache_salt,
+            multimodal=prompt.multimodal,
         )
 
-    def answer(self, hashes: Buffer, candidates: frozenset[str] | None, *, at_once: bool = False) -> Answer:
-        """A row for every rank of the candidates; None: of all.
+    def answer(self, members: Members, hashes: Buffer, *, at_once: bool = False) -> Answer:
+        """A row for each of these ranks.
 
         ``at_once``: waits for no batch, takes about 1 ms, or raises ``NotAtOnce``. Errors: as ``PrefixIndex.match``.
         """
-        members = self.members if candidates is None else self._among(candidates)
         table, rows, now_ms = self.index.native, members.rows, int(self._clock() * 1000)
         try:  # not refusals(): a context manager takes 1 us, as long as a short lookup
             answer = rows.answer(table, hashes, now_ms, at_once)
@@ -155,9 +162,6 @@ class Partition:
         except REFUSED as error:
             raise refusal(error) from error
         return Answer(members, answer, hashes)
-
-    def _among(self, candidates: frozenset[str]) -> Members:
-        return Members((rank for rank in self.members.ranks if rank.worker.name in candidates), are_all=False)
 
 
 def merged(answers: Sequence[Answer]) -> Lookup:

@@ -151,6 +151,7 @@ def _pack_worker(state: WorkerState) -> list[Any]:
             ]
             for rank in state.ranks
         ],
+        *([list(worker.names)] if worker.names else []),  # which an earlier index cannot read
     ]
 
 
@@ -175,12 +176,13 @@ def _read(head: Any, images: memoryview) -> Snapshot:
 
 
 def _read_worker(fields: Sequence[Any]) -> WorkerState:
-    *texts, block_tokens, source, lease_left_s, ranks = fields
+    texts, (block_tokens, source, lease_left_s, ranks, *more) = fields[: len(_TEXTS)], fields[len(_TEXTS) :]
     states = tuple(map(_read_rank, ranks))
     worker = Worker(
         **dict(zip(_TEXTS, map(_text, texts), strict=True)),
         block_tokens=block_tokens,
         publishers=tuple(state.publisher for state in states),
+        names=tuple(map(_text, more[0])) if more else (),  # of an earlier version: none
     )
     if not isinstance(lease_left_s, float | None):
         raise TypeError("a lease is no number of seconds")

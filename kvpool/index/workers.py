@@ -22,11 +22,11 @@ from kvpool.discovery.networks import one_spelling
 from kvpool.discovery.worker import MAX_PUBLISHERS, MAX_WORKERS, Worker
 from kvpool.errors import ConfigError, KVPoolError, SnapshotRefused
 from kvpool.index.limits import Limits
+from kvpool.index.names import Names
 from kvpool.index.partition import Key, Members, Partition
 from kvpool.index.rank import Rank, pool_holder, unhashed
 from kvpool.index.snapshot import PartitionState, RankState, Snapshot, WorkerState
 from kvpool.index.table import PrefixIndex
-from kvpool.text import nearest, unknown
 
 Source = Literal["pool", "flag", "call"]
 SOURCES: tuple[Source, ...] = ("pool", "flag", "call")
@@ -38,7 +38,6 @@ RANK_NBYTES = 8 << 10  # of memory beside the tables
 MAX_NAMESPACES = 1024  # of a partition
 MAX_LEASE_S = 86400.0
 MORE = "remove some of its workers, or give the index a larger --tenant-share"
-MAX_NAMED = 10  # of the known models, in an error
 # How long a restored worker waits for its announcement in the pool: as long as a watch keeps unreadable
 # workers (kvpool.discovery.worker_watch).
 RESTORED_LEASE_S = 60.0
@@ -94,6 +93,7 @@ class Workers:
         self.present: dict[str, Present] = {}  # by worker's id
         self.ranks: dict[tuple[str, int], Rank] = {}
         self.models: dict[tuple[str, str], tuple[Partition, ...]] = {}
+        self.names = Names(self.models, limits)
         self.departed: Counter[str] = Counter()
         self._next_holder = 0
 
@@ -131,6 +131,7 @@ class Workers:
         except KVPoolError as error:
             for entry in self.present.values():
                 self._limits.give(len(entry.ranks) * RANK_NBYTES, entry.worker.tenant)
+                self.names.leave(entry.worker.id)
             for known in (self.present, self.ranks, self.models, self._used, self._followed):
                 known.clear()
             raise SnapshotRefused(f"this snapshot cannot be followed: {error}") from error
@@ -177,6 +178,7 @@ class Workers:
             for rank in entry.ranks:
                 rank.rename(worker)
             entry.partition.members = Members(entry.partition.members.ranks)
+            self.names.enter(worker, entry.partition)
 
     def make_room(self, worker: Worker, known: Present | None) -> None:
         """Check every limit before any change; models and partitions without workers make room.
@@ -296,11 +298,13 @@ class Workers:
         for endpoint in _endpoints(worker):
             self._followed.setdefault(endpoint, Counter())[worker.tenant] += 1
         self.present[worker.id] = entry = Present(worker, source, expires_at_s, partition, tuple(ranks))
+        self.names.enter(worker, partition)
         return entry
 
     def forget(self, entry: Present) -> None:
         partition = entry.partition
         self._limits.give(len(entry.ranks) * RANK_NBYTES, entry.worker.tenant)
+        self.names.leave(entry.worker.id)
         del self.present[entry.worker.id]
         self._count(entry.worker, -1)
         for endpoint in _endpoints(entry.worker):
@@ -388,10 +392,3 @@ def is_same_start(known: Worker, worker: Worker) -> bool:
 
 def _find(partitions: Iterable[Partition], worker: Worker) -> Partition | None:
     return next((one for one in partitions if one.key == Key.of(worker)), None)
-
-
-def unknown_model(name: str, known: Iterable[str]) -> str:
-    names = sorted(known)
-    if len(names) <= MAX_NAMED or nearest(name, names) is not None:
-        return unknown("model", name, names)
-    return f'unknown model "{name}"; {len(names)} are known, among them {", ".join(names[:MAX_NAMED])}'

@@ -234,7 +234,7 @@ class ReleaseResponse(_message.Message):
     def __init__(self, released: bool = ...) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("name", "tenant", "model", "hash_algorithm", "hash_seed_id", "block_tokens", "address", "incarnation", "namespace", "publishers")
+    __slots__ = ("name", "tenant", "model", "hash_algorithm", "hash_seed_id", "block_tokens", "address", "incarnation", "namespace", "publishers", "names")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -245,6 +245,7 @@ class Worker(_message.Message):
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     PUBLISHERS_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
     name: str
     tenant: str
     model: str
@@ -255,7 +256,8 @@ class Worker(_message.Message):
     incarnation: str
     namespace: str
     publishers: _containers.RepeatedCompositeFieldContainer[Publisher]
-    def __init__(self, name: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., hash_algorithm: _Optional[str] = ..., hash_seed_id: _Optional[str] = ..., block_tokens: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., namespace: _Optional[str] = ..., publishers: _Optional[_Iterable[_Union[Publisher, _Mapping]]] = ...) -> None: ...
+    names: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., hash_algorithm: _Optional[str] = ..., hash_seed_id: _Optional[str] = ..., block_tokens: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., namespace: _Optional[str] = ..., publishers: _Optional[_Iterable[_Union[Publisher, _Mapping]]] = ..., names: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Publisher(_message.Message):
     __slots__ = ("dp_rank", "events", "replay")

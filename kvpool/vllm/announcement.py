@@ -27,7 +27,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from kvpool.config import PoolConfig, hash_seed
 from kvpool.discovery.announcer import Announcer
 from kvpool.discovery.facts import KEEP_EVERY_S, announce_facts, keep_facts
-from kvpool.discovery.worker import Publisher, Worker
+from kvpool.discovery.worker import MAX_SERVED, MAX_SERVED_NBYTES, Publisher, Worker
 from kvpool.errors import KVPoolError
 from kvpool.key.hashing import seed_id
 from kvpool.key.key import EPOCH_FACT, Namespace
@@ -60,10 +60,11 @@ def describe(config: VllmConfig, cache: KVCacheConfig, settings: PoolConfig, nam
     dp_rank = _dp_rank(config)
     where = _where(config, host, dp_rank)
     served = config.model_config.served_model_name
+    model = served[0] if isinstance(served, list) else served or config.model_config.model
     _, hash_block_tokens = internals.block_sizes(config, cache)
     worker = Worker(
         name=settings.worker or where.name or http,
-        model=served[0] if isinstance(served, list) else served or config.model_config.model,
+        model=model,
         block_tokens=hash_block_tokens,
         hash_seed_id=seed_id(hash_seed()),
         publishers=(Publisher(dp_rank, where.events, where.replay),),
@@ -72,19 +73,21 @@ def describe(config: VllmConfig, cache: KVCacheConfig, settings: PoolConfig, nam
         address=f"{command.scheme}://{http}",
         incarnation=secrets.token_hex(8),
         namespace=namespace,
+        names=_further(command.served, model),
     )
     return Announcement(worker, where.problems, where.events_off)
 
 
 class _Command(NamedTuple):
-    """A server's HTTP address by its command line.
+    """A server's HTTP address and served names by its command line.
 
     ``sys.argv`` is the same in all of an engine's processes, forked or spawned
-    (``multiprocessing.spawn.get_preparation_data``); vLLM's configuration lacks its HTTP address.
+    (``multiprocessing.spawn.get_preparation_data``); vLLM's configuration lacks the address, and all names but one.
     """
 
     port: int = HTTP_PORT
     scheme: str = "http"
+    served: Sequence[str] = ()
 
     @classmethod
     def read(cls, arguments: Sequence[str]) -> _Command:
@@ -92,11 +95,28 @@ class _Command(NamedTuple):
         for text, after in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
             option, separator, value = text.partition("=")
             given[option.replace("_", "-")] = value if separator else after
+        at = [
+            place for place, text in enumerate(arguments) if text.replace("_", "-") == "--served-model-name"
+        ]
+        behind = arguments[at[-1] + 1 :] if at else ()
         port = given.get("--port", "")
         return cls(
             int(port) if re.fullmatch("[0-9]{1,5}", port) and 1 <= int(port) <= 65535 else HTTP_PORT,
             "https" if given.get("--ssl-certfile") else "http",
+            list(itertools.takewhile(lambda text: not text.startswith("-"), behind)),
         )
+
+
+def _further(served: Sequence[str], model: str) -> tuple[str, ...]:
+    """Names beside the model's, as many as a record has room for: an index reads all in ``/v1/models``."""
+    names: list[str] = []
+    left_nbytes = MAX_SERVED_NBYTES
+    for name in dict.fromkeys(served if model in served else ()):
+        if name not in ("", model) and name.isprintable() and len(names) < MAX_SERVED:
+            left_nbytes -= len(name.encode())
+            if left_nbytes >= 0:
+                names.append(name)
+    return tuple(names)
 
 
 class _Where(NamedTuple):

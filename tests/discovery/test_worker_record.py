@@ -27,6 +27,24 @@ def test_golden_record() -> None:
     assert unpack_worker(key, record) == WorkerRecord(worker(), 10.0, 7)
 
 
+def test_names_are_lines_of_one_text_for_indexes_that_read_no_lists() -> None:
+    named = worker(names=("gpt-4", "org/model, the second"))
+    key, record = pack_worker(named, 10)
+    fields = msgpack.unpackb(record, max_map_len=64, max_array_len=0, max_ext_len=0)
+    assert fields == {**FIELDS, "names": "gpt-4\norg/model, the second"}
+    assert unpack_worker(key, record) == WorkerRecord(named, 10.0)
+    full = worker(names=tuple(f"{number:0128}" for number in range(64)))
+    assert unpack_worker(*pack_worker(full, 10)) == WorkerRecord(full, 10.0)
+
+
+def test_ranks_of_which_one_names_less_are_one_worker() -> None:
+    """As while an engine of an earlier version is replaced."""
+    ranks = [WorkerRecord(worker(dp_rank=rank, names=names), 10) for rank, names in ((0, ("n",)), (1, ()))]
+    workers, problems = merge_ranks(ranks)
+    assert problems == []
+    assert [(one.names, len(one.publishers)) for one in workers.values()] == [(("n",), 2)]
+
+
 @pytest.mark.parametrize(
     "changed",
     [
@@ -73,6 +91,11 @@ def test_a_record_may_say_less_or_more(changed: dict[str, Any]) -> None:
         {"incarnation": ""},
         {"namespace": "ab"},
         {"namespace": False},
+        {"names": 3},
+        {"names": "a\n\nb"},
+        {"names": "a\tb"},
+        {"names": "\n".join(map(str, range(65)))},
+        {"names": "\n".join("x" * 1000 for _ in range(9))},
         {"more": [1]},
         {"more": msgpack.ExtType(1, b"x")},
         {"more": "x" * (16 << 10)},

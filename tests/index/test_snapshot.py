@@ -152,6 +152,15 @@ def test_workers_whose_table_is_empty_come_back() -> None:
     assert sorted(worker.name for worker in back.followed()) == ["a", "b"]
 
 
+def test_the_names_of_a_worker_come_back() -> None:
+    fleet = Fleet()
+    fleet.add(a_worker("a", names=("gpt-4", "x")), "call")
+    fleet.add(a_worker("b", port=6000), "call")
+    back, _ = restored(taken(fleet))
+    assert {worker.name: worker.names for worker in back.followed()} == {"a": ("gpt-4", "x"), "b": ()}
+    assert [row.worker for row in back.lookup("x", hashes64=packed64([1]))] == ["a"]
+
+
 def test_the_pool_comes_back_while_it_is_the_same_one() -> None:
     fleet = a_fleet(Clock())
     for life, then, blocks in [("x", "x", 2), ("x", "y", 0), ("", "", 0), ("x", "", 0), ("", "x", 0)]:

@@ -32,6 +32,15 @@ def render_bytes(body: dict[str, Any]) -> list[int]:
     return list(prompt.encode())
 
 
+def card(name: str, **more: Any) -> dict[str, Any]:
+    """Of a model, as vLLM lists it."""
+    return {"id": name, "object": "model", "created": 7, "owned_by": "vllm", **more}
+
+
+def adapter(name: str, path: str, of: str) -> dict[str, Any]:
+    return card(name, root=path, parent=of)
+
+
 class ScriptedWorker:
     """``bodies``: of the requests that it served. ``hold``: answers wait for it; ``hold_parts``: so do those of a
     stream behind the first. ``given_up``: requests whose caller has gone. ``reply``: the body of an answer; None: what
@@ -52,6 +61,7 @@ class ScriptedWorker:
         self.status = self.health_status = 200
         self.given_up = 0
         self.responses: set[str] = set()  # that it keeps
+        self.cards: list[dict[str, Any]] | None = None  # of its models; None: it takes every name
         self.reply: bytes | None = None
         self.reply_headers: dict[str, str] = {}
         self.hold = threading.Event()
@@ -115,6 +125,8 @@ class ScriptedWorker:
 
     async def _render(self, request: web.Request) -> web.Response:
         self.rendered += 1
+        if (missing := self._missing(await request.read())) is not None:
+            return missing
         await asyncio.sleep(self.render_delay_s)
         if self.render is None or self.render_status != 200:
             return web.Response(status=404 if self.render is None else self.render_status)
@@ -132,6 +144,18 @@ class ScriptedWorker:
         self.responses.add(said["id"])
         return previous is None or previous in self.responses
 
+    def _missing(self, body: bytes) -> web.Response | None:
+        """vLLM's answer for a model that it does not serve."""
+        try:
+            name = json.loads(body).get("model")
+        except (ValueError, AttributeError, RecursionError):
+            return None
+        if not name or self.cards is None or name in (one["id"] for one in self.cards):
+            return None
+        said = f"The model `{name}` does not exist. Valid aliases: {self.cards[0]['id']}."
+        error = {"message": said, "type": "NotFoundError", "param": "model", "code": 404}
+        return web.json_response({"error": error}, status=404)
+
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         try:
             return await self._answered(request)
@@ -148,7 +172,9 @@ class ScriptedWorker:
             "worker": self.name, "sha256": hashlib.sha256(body).hexdigest(), "path": request.path,
         }  # fmt: skip
         if request.path == "/v1/models":
-            said |= {"object": "list", "data": [{"id": "m", "object": "model", "root": "m"}]}
+            said |= {"object": "list", "data": self.cards or [card("m", root="m")]}
+        elif (missing := self._missing(body)) is not None:
+            return missing
         try:
             streams = bool(json.loads(body).get("stream"))
         except (ValueError, AttributeError, RecursionError):

@@ -67,6 +67,34 @@ def test_what_is_announced(described: Described) -> None:
     assert again.worker.incarnation != worker.incarnation
 
 
+@pytest.mark.parametrize(
+    ("command", "names"),
+    [
+        ("vllm serve model", ()),
+        ("vllm serve model --served-model-name tiny", ()),
+        ("vllm serve model --served-model-name tiny gpt-4 org/x --port 8001 other", ("gpt-4", "org/x")),
+        ("vllm serve model --served_model_name tiny gpt-4 tiny gpt-4", ("gpt-4",)),
+        ("vllm serve model --served-model-name old --served-model-name tiny new", ("new",)),
+        ("vllm serve model --served-model-name=tiny", ()),
+        ("vllm serve model --served-model-name another name", ()),
+        ("vllm serve model --served-model-name", ()),
+        ("vllm serve m --served-model-name tiny \ud800 b\x07 c", ("c",)),
+        (f"x --served-model-name tiny {' '.join(map(str, range(99)))}", tuple(map(str, range(64)))),
+        (
+            f"x --served-model-name tiny {' '.join(str(one) * 1000 for one in range(10))}",
+            tuple(str(one) * 1000 for one in range(8)),
+        ),
+    ],
+)
+def test_all_served_names_of_the_command_are_announced(
+    described: Described, monkeypatch: pytest.MonkeyPatch, command: str, names: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr("sys.argv", command.split(" "))
+    worker = described(EVENTS).worker
+    assert (worker.model, worker.names) == ("tiny", names)
+    assert pack_worker(check_worker(worker), 10.0)
+
+
 def test_settings_name_the_worker_and_its_address(described: Described) -> None:
     settings = {"advertise_host": "fd00::7", "http_port": 8001, "worker": "blue"}
     worker = described(EVENTS, settings=settings).worker

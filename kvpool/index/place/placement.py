@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,6 +10,8 @@ import msgspec
 
 from kvpool.errors import KVPoolError
 from kvpool.index.limits import INFERENCE, Limits
+from kvpool.index.place.load import EJECTED
+from kvpool.index.place.ranking import Pick
 from kvpool.index.request_stats import Outcome
 
 # Headers of requests and responses.
@@ -60,6 +63,23 @@ def hold(limits: Limits, have_nbytes: int, nbytes: int, host: str) -> None:
         raise Refusal(503, "too many requests are being read: send it again later")
 
 
+def fit(picks: Sequence[Pick], max_waiting: int | None) -> Sequence[Pick]:
+    """Candidates for a request. ``max_waiting``: as in ``Placer``. Errors: ``Refusal``."""
+    awake = [pick for pick in picks if not pick.asleep]
+    if not awake:
+        raise Refusal(503, "all workers sleep" if picks else "no worker has joined the index")
+    # If none is reachable, the index itself may be cut off.
+    reachable = [pick for pick in awake if not pick.unreachable] or awake
+    # If all fail, the fault may be the requests'.
+    well = [pick for pick in reachable if pick.reserved_cost < EJECTED] or reachable
+    if max_waiting is None:
+        return well
+    taking = [pick for pick in well if pick.waiting < max_waiting]
+    if not taking:
+        raise Refusal(429, f"each worker has {max_waiting} or more requests waiting")
+    return taking
+
+
 class Target(NamedTuple):
     """A worker for a request. ``endpoint``: ``IP:PORT``; ``address``: its URL. ``dp_rank``: None: its only
     rank. ``matched_blocks``: of the prompt, need no compute.
@@ -77,6 +97,7 @@ class Placement:
     """``targets``: the best first, each with its own endpoint; empty: any worker. ``prompt_blocks``: 0:
     unknown. ``detail``: more on the reason; may be empty. ``reservation``: of the best, for
     ``Placer.release``; empty: none. ``held_blocks``: of the prompt, the most of any rank or the pool.
+    ``model``: as the request names it; empty: none.
     """
 
     tenant: str
@@ -87,3 +108,4 @@ class Placement:
     reservation: str = ""
     made_s: float = 0.0
     held_blocks: int = 0
+    model: str = ""

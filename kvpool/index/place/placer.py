@@ -23,8 +23,8 @@ from kvpool.errors import ConfigError, KVPoolError, UnknownModel
 from kvpool.index.fleet import Fleet
 from kvpool.index.place.endpoints import Endpoints, Url, parse_url
 from kvpool.index.place.inference_request import InferenceRequest, named_model, read_request
-from kvpool.index.place.load import EJECTED, NO_HASH
-from kvpool.index.place.placement import BLOCKS, MATCHED, REASON, WORKER, Placement, Refusal, Target
+from kvpool.index.place.load import NO_HASH
+from kvpool.index.place.placement import BLOCKS, MATCHED, REASON, WORKER, Placement, Refusal, Target, fit
 from kvpool.index.place.ranking import NativeRanking, Pick
 from kvpool.index.place.renderer import NoTokens, Renderer, Start
 from kvpool.index.place.router import Router
@@ -91,7 +91,7 @@ class Placer:
         self._stats, self._serves, self._tracing = stats or RequestStats(), serves, tracing or Tracing()
         self._timeout_s, self._max_waiting, self._max_endpoints = timeout_s, max_waiting, max_endpoints
         self._shows = shows
-        self.stored = StoredResponses()
+        self.stored, self.names = StoredResponses(), fleet.names
         self._threads = ThreadPoolExecutor(THREADS, "kvpool-place")
         self._under_way = 0
 
@@ -136,7 +136,7 @@ class Placer:
                     self._stats.record_placement(time.perf_counter() - began_s, outcome)
 
     def models(self, tenant: str) -> list[str]:
-        """The models by name, without adapters, which only workers know."""
+        """The models by name, without other names and adapters of them."""
         return sorted({one.model for one in self._fleet.followed() if one.tenant == tenant and one.address})
 
     def headers(self, placement: Placement, target: Target | None = None) -> list[tuple[str, str]]:
@@ -152,8 +152,10 @@ class Placer:
 
     def record(self, placement: Placement, target: Target, status: int | None) -> None:
         """A target's answer to the request; None: none. Failures in a row eject its worker."""
-        failed = status is None or status in FAILED
-        self._router.record(f"{placement.tenant}/{target.worker}", failed=failed)
+        worker_id, failed = f"{placement.tenant}/{target.worker}", status is None or status in FAILED
+        self._router.record(worker_id, failed=failed)
+        if status is not None and (status == 404 or status < 300):
+            self.names.note(worker_id, placement.model, served=status != 404)
 
     def release(self, placement: Placement) -> None:
         self._release(placement.tenant, placement.reservation)
@@ -196,7 +198,8 @@ class Placer:
                 detail = f"{detail}; {error}" if detail else str(error)
         if ranking is None:
             ranking = await self._by_load(request)
-        return await self._placement(ranking, tenant, reason, detail, ends_s)
+        placement = await self._placement(ranking, tenant, reason, detail, ends_s)
+        return replace(placement, model=request.model)
 
     async def _read(
         self, path: str, body: bytes, tenant: str, workers: Sequence[str] | None, ends_s: float
@@ -205,7 +208,7 @@ class Placer:
             """Any thread; takes time with the body's size. Errors: ``NotAtOnce``."""
             try:
                 request = read_request(path, body, tenant, workers)
-                self._fleet.check_model(request.model, tenant)
+                self.names.check(tenant, request.model)
             except UnknownModel as error:
                 return _Ranked(request, None, "unknown-model", str(error))
             except ConfigError as error:  # an unreadable body, or no name of a model
@@ -213,7 +216,10 @@ class Placer:
             prompt = request.prompt
             try:
                 if prompt is not None and prompt.token_ids is None:
-                    prompt = self._tokenizers.tokens(prompt) if prompt.model in self._tokenizers else None
+                    model = prompt.model
+                    if model not in self._tokenizers:
+                        model = self.names.model(tenant, model)
+                    prompt = self._tokenizers.tokens(prompt, model) if model in self._tokenizers else None
             except ConfigError as error:  # images, or a chat that the template refuses
                 return _Ranked(request, None, "no-tokens", str(error), needs_render=True)
             if prompt is None:
@@ -221,7 +227,7 @@ class Placer:
             return self._ranked(request, prompt, at_once)
 
         def unread() -> InferenceRequest:
-            has_several = len(self._fleet.models(tenant)) > 1  # only then its model matters
+            has_several = self.names.are_several(tenant)  # only then its model matters
             model = named_model(path, body) if has_several else ""
             return InferenceRequest(path, len(body), tenant, workers, model)
 
@@ -279,9 +285,9 @@ class Placer:
 
     async def _by_load(self, request: InferenceRequest, *, takes_turn: bool = True) -> NativeRanking:
         """Among the workers of its model; among all if none has it. Errors: ``Refusal``."""
-        models = self._fleet.models(request.tenant)
-        if request.model in models:
-            models = [request.model]
+        models = [request.model]
+        if not self.names.knows(request.tenant, request.model):
+            models = self.names.models(request.tenant)
 
         def rank(at_once: bool) -> _Ranked:
             ranking = self._router.rank(
@@ -337,7 +343,7 @@ class Placer:
     ) -> Placement:
         picks, reservation = (unpacked := ranking.unpack()).picks, unpacked.reservation
         try:
-            placed = await self._resolved(self._fit(picks), tenant, ends_s)
+            placed = await self._resolved(fit(picks, self._max_waiting), tenant, ends_s)
         except BaseException:
             self._release(tenant, reservation)
             raise
@@ -364,22 +370,6 @@ class Placer:
         return Placement(
             tenant, reason, targets, prompt_blocks, detail, reservation, time.monotonic(), held_blocks
         )
-
-    def _fit(self, picks: Sequence[Pick]) -> Sequence[Pick]:
-        """Candidates for the request. Errors: ``Refusal``."""
-        awake = [pick for pick in picks if not pick.asleep]
-        if not awake:
-            raise Refusal(503, "all workers sleep" if picks else "no worker has joined the index")
-        # If none is reachable, the index itself may be cut off.
-        reachable = [pick for pick in awake if not pick.unreachable] or awake
-        # If all fail, the fault may be the requests'.
-        well = [pick for pick in reachable if pick.reserved_cost < EJECTED] or reachable
-        if self._max_waiting is None:
-            return well
-        fit = [pick for pick in well if pick.waiting < self._max_waiting]
-        if not fit:
-            raise Refusal(429, f"each worker has {self._max_waiting} or more requests waiting")
-        return fit
 
     async def _resolved(self, picks: Sequence[Pick], tenant: str, ends_s: float) -> dict[str, Pick]:
         """The best pick at each endpoint, in order. Errors: ``Refusal``."""

@@ -1,4 +1,5 @@
-"""``Scraper``: reads metrics and health of a fleet's workers, each once a second, in the index's event loop.
+"""``Scraper``: reads metrics and health of a fleet's workers, each once a second, and the names that they serve,
+in the index's event loop.
 
 Each worker has a task, so a slow page delays no other. ``MAX_AT_A_TIME`` pages are under way at most,
 ``MAX_OF_TENANT`` per tenant. A thread parses pages, ``Resolver`` resolves names; the event loop owns all state.
@@ -24,11 +25,14 @@ from kvpool.index.limits import Work
 from kvpool.index.place.endpoints import parse_url
 from kvpool.index.place.load import Load, LoadBoard
 from kvpool.index.place.metrics_page import BadPage, PoolCost, read_page
+from kvpool.index.place.model_list import read_names
 from kvpool.index.place.renderer import KEEP_ALIVE_S
 from kvpool.index.place.worker_connection import WorkerConnector, why_not
 from kvpool.index.resolver import Resolver
 
 INTERVAL_S = 1.0
+# Between readings of names: with MAX_BACKOFF_S and DEADLINE_S below 25 s. A doubted worker is read sooner.
+NAMES_S, DOUBTED_S = 10.0, 2.0
 DEADLINE_S = 2.0  # for all of a page
 MAX_BACKOFF_S = 10.0
 MAX_AT_A_TIME = 32
@@ -40,7 +44,7 @@ logger = logging.getLogger("kvpool.index")
 
 
 class Scraper:
-    """Writes the load of each worker of ``fleet`` to ``loads``, and its sleep to ``fleet``.
+    """Writes the load of each worker of ``fleet`` to ``loads``, its sleep and its names to ``fleet``.
 
     Workers without an HTTP URL are left out. ``tls``: for workers at https; None: the system's authorities.
     ``check``: ``Router.check``, told each answer to ``GET /health``; None: nobody asks. 5xx fails; no answer says
@@ -108,6 +112,7 @@ class Scraper:
         part = random.random()  # of the first pause: spreads workers that came together
         costs = {rank: PoolCost() for rank in ranks}
         tenant = worker_id.partition("/")[0]
+        names_s = -NAMES_S  # when they were read
         while True:
             try:
                 async with self._work.turn(tenant):
@@ -131,8 +136,31 @@ class Scraper:
                         with anyio.fail_after(DEADLINE_S):
                             status, _ = await self._get(address, tenant, "/health")
                     self._check(worker_id, failed=status >= 500)
+            names_s = await self._read_names(worker_id, address, names_s)
             await asyncio.sleep(part * min(self._interval_s * 2 ** min(failures, 16), MAX_BACKOFF_S))
             part = 1.0
+
+    async def _read_names(self, worker_id: str, address: str, last_s: float) -> float:
+        """What a worker lists, if it is time; returns when that was. Names stay where it lists nothing readable."""
+        now_s, tenant = time.monotonic(), worker_id.partition("/")[0]
+        is_due = now_s - last_s >= NAMES_S
+        if not is_due and not (now_s - last_s >= DOUBTED_S and self._fleet.names.take_doubt(worker_id)):
+            return last_s
+        start = self._fleet.start(worker_id)  # the list of a later one is not this one's
+        try:
+            async with self._work.turn(tenant):
+                with anyio.fail_after(DEADLINE_S):
+                    status, page = await self._get(address, tenant, "/v1/models")
+                if status != 200:
+                    raise BadPage(f"{address.rstrip('/')}/v1/models answers with HTTP status {status}")
+                await asyncio.get_running_loop().run_in_executor(self._parser, self._learn, start, page)
+        except Exception as error:  # of as many kinds
+            if last_s < 0 and isinstance(error, BadPage):
+                logger.info("worker %s: only its announced names are known: %s", worker_id, why_not(error))
+        return now_s
+
+    def _learn(self, start: tuple[str, str], page: bytes) -> None:
+        self._fleet.read_names(start, read_names(page))
 
     async def _take(
         self, worker_id: str, address: str, ranks: tuple[int, ...], costs: Mapping[int, PoolCost]

@@ -163,18 +163,18 @@ class Tokenizers:
     def __contains__(self, model: str) -> bool:
         return model in self._by_model
 
-    def tokens(self, prompt: Prompt) -> Prompt:
-        """The prompt in tokens. Any thread; time grows with the text. Errors: ``ConfigError``."""
-        tokenizer = self._by_model[prompt.model]
+    def tokens(self, prompt: Prompt, model: str) -> Prompt:
+        """The prompt in tokens of ``model``. Any thread; time grows with the text. Errors: ``ConfigError``."""
+        tokenizer = self._by_model[model]
         if isinstance(prompt.chat, Chat):
             token_ids = tokenizer.of_chat(prompt.chat)
         else:
             token_ids = tokenizer.of_text(prompt.text or "")
         return replace(prompt, token_ids=token_ids, text=None, chat=None)
 
-    async def in_tokens(self, prompt: Prompt) -> Prompt:
+    async def in_tokens(self, prompt: Prompt, model: str) -> Prompt:
         """``tokens``, in a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self.tokens, prompt)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self.tokens, prompt, model)
 
     def close(self) -> None:
         """Blocks as long as the longest text takes."""

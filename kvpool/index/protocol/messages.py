@@ -294,6 +294,7 @@ def decode_worker(message: Any, default_seed_id: str) -> Worker:
         message,
         hash_seed_id=message.hash_seed_id or default_seed_id,
         publishers=tuple(_copied(Publisher, Publisher, one) for one in message.publishers),
+        names=tuple(message.names),
         tenant=message.tenant or DEFAULT_TENANT,
         hash_algorithm=message.hash_algorithm or DEFAULT_ALGORITHM,
     )

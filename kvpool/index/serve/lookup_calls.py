@@ -179,13 +179,14 @@ async def in_tokens(prompt: Prompt, fleet: Fleet, tokenizers: Tokenizers) -> Pro
     """The prompt with tokens instead of text. Errors: ``UnknownModel``; ``ConfigError`` without a tokenizer."""
     if prompt.text is None and prompt.chat is None:
         return prompt
-    fleet.check_model(prompt.model, prompt.tenant)
-    if prompt.model not in tokenizers:
+    fleet.names.check(prompt.tenant, prompt.model)
+    model = prompt.model
+    if model not in tokenizers and (model := fleet.names.model(prompt.tenant, model)) not in tokenizers:
         raise ConfigError(
-            f'this index has no tokenizer for "{prompt.model}": start it with '
-            f"--tokenizer {prompt.model}=FOLDER, or send token_ids"
+            f'this index has no tokenizer for "{model}": start it with '
+            f"--tokenizer {model}=FOLDER, or send token_ids"
         )
-    return await tokenizers.in_tokens(prompt)
+    return await tokenizers.in_tokens(prompt, model)
 
 
 def _tenant(lookup: PackedLookup) -> str | None:

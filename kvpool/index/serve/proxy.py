@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
@@ -20,6 +20,7 @@ from kvpool.errors import ConfigError, KVPoolError
 from kvpool.index import bounded_json, limits
 from kvpool.index.client.tls import ServerTls
 from kvpool.index.limits import Kind, Limits
+from kvpool.index.names import Name
 from kvpool.index.place.placement import Refusal
 from kvpool.index.place.placer import Placer
 from kvpool.index.place.worker_connection import WorkerConnector
@@ -36,6 +37,7 @@ CONNECT_S = 1.0  # for a worker to accept a connection, before the next one is t
 WORKER_KEEP_ALIVE_S = 4.0  # less than the 5 s after which vLLM closes an idle connection
 LIST_S = 2.0  # for all workers
 MAX_ASKED = 64  # models
+MAX_LISTED = 4096  # names beside them
 MAX_LIST_NBYTES = 256 << 10  # of a worker: one of 500 adapters
 AT_ONCE = 16
 KEEP_S = 1.0  # lifetime of an answer, for equal requests
@@ -145,8 +147,8 @@ class Proxy:
                 forwarding = self._forwarding(request)
                 lists_models = request.path == MODELS and request.method == "GET"
                 response: web.StreamResponse
-                if lists_models and len(models := self._placer.models(self._tenant)) > 1:
-                    response = await self._model_lists.get(models, request, self._forwarding)
+                if lists_models and (listing := self._listing()) is not None:
+                    response = await self._model_lists.get(listing, request, self._forwarding)
                 else:
                     response = await forwarding.run()
             outcome = "broken" if forwarding.is_broken else f"{response.status // 100}xx"
@@ -179,6 +181,13 @@ class Proxy:
         if pages.is_of_another_site(headers) and pages.is_simple(headers):
             raise Refusal(403, "pages of other sites send JSON or a key to a router")
 
+    def _listing(self) -> _Listing | None:
+        """None: one model and no other name, so that any worker lists all."""
+        models, others = self._placer.models(self._tenant), self._placer.names.others(self._tenant)
+        if not models or (len(models) == 1 and not others):
+            return None
+        return _Listing(tuple(models), tuple(others[:MAX_LISTED]))
+
     def _forwarding(self, request: web.BaseRequest) -> Forwarding:
         assert self._session is not None
         return Forwarding(request, self._session, self._placer, self._limits, self._stats, self._tenant)
@@ -193,14 +202,23 @@ class _List(msgspec.Struct):
 
 
 _LIST = msgspec.json.Decoder(_List)
-_Key = tuple[str, tuple[str, ...], tuple[tuple[str, str], ...]]
+
+
+class _Listing(NamedTuple):
+    """``others``: names beside the models, each with its model."""
+
+    models: tuple[str, ...]
+    others: tuple[tuple[Name, str], ...]
+
+
+_Key = tuple[str, _Listing, tuple[tuple[str, str], ...]]
 
 
 class ModelLists:
-    """The reply to ``GET /v1/models`` before workers of several models, remembered for ``KEEP_S``.
+    """The reply to ``GET /v1/models`` before workers that serve several names, remembered for ``KEEP_S``.
 
-    Only workers know adapters, lengths and callers' keys: one worker of each model gets the request, and
-    their lists are merged. ``_known``: by request, replies and those under way.
+    Only workers know lengths and callers' keys: one worker of each model gets the request, and their lists are
+    merged with the names of other workers. ``_known``: by request, replies and those under way.
     """
 
     def __init__(self) -> None:
@@ -208,17 +226,17 @@ class ModelLists:
 
     async def get(
         self,
-        models: Sequence[str],
+        listing: _Listing,
         request: web.BaseRequest,
         forwarding: Callable[[web.BaseRequest], Forwarding],
     ) -> web.Response:
         """Errors: ``Refusal``; no worker has answered."""
         sent = ((name.lower(), value) for name, value in request.headers.items())
         asked = sorted(one for one in sent if one[0] not in _NOT_OF_KEY)
-        key = (request.query_string, tuple(models), tuple(asked))
+        key = (request.query_string, listing, tuple(asked))
         task = self._known.get(key)
         if task is None:
-            task = asyncio.create_task(_model_list(models, lambda: forwarding(request)))
+            task = asyncio.create_task(_model_list(listing, lambda: forwarding(request)))
             self._known[key] = task
             task.add_done_callback(partial(self._keep, key))
         reply = await asyncio.shield(task)
@@ -239,13 +257,13 @@ class ModelLists:
             asyncio.get_running_loop().call_later(KEEP_S, self._known.pop, key)
 
 
-async def _model_list(models: Sequence[str], forward: Callable[[], Forwarding]) -> Reply:
-    """The lists of the workers of ``models``, each model once, in the form of OpenAI's API.
+async def _model_list(listing: _Listing, forward: Callable[[], Forwarding]) -> Reply:
+    """The lists of the workers of all models, each name once, in the form of OpenAI's API.
 
     A model without an answer in time is listed by its name. A model whose worker refuses, as for want of a
     key, is left out; if all refuse, that is the answer. Errors: ``Refusal``; none has answered.
     """
-    turn = asyncio.Semaphore(AT_ONCE)
+    models, turn = listing.models, asyncio.Semaphore(AT_ONCE)
 
     async def ask(model: str) -> Reply | Refusal:
         async with turn:
@@ -266,18 +284,30 @@ async def _model_list(models: Sequence[str], forward: Callable[[], Forwarding]) 
     whole = [one for one in replies.values() if isinstance(one, Reply)]
     if not whole:
         raise next(one for one in replies.values() if isinstance(one, Refusal))
-    if all(400 <= one.status < 500 for one in whole):
+    if all(map(_refuses, whole)):
         return whole[0]
     listed: dict[str, dict[str, Any]] = {}
     for model in models:
         for one in _listed(model, replies.get(model)):
             listed.setdefault(one["id"], one)
+    for name, model in listing.others:
+        if not _refuses(replies.get(model)):
+            of = {"root": name.adapter, "parent": model} if name.adapter else {}
+            listed.setdefault(name.text, _card(name.text) | of)
     body = msgspec.json.encode({"object": "list", "data": list(listed.values())})
     return Reply(200, "application/json", body)
 
 
+def _refuses(answer: Reply | Refusal | None) -> bool:
+    return isinstance(answer, Reply) and 400 <= answer.status < 500
+
+
+def _card(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "kvpool"}
+
+
 def _listed(model: str, answer: Reply | Refusal | None) -> list[dict[str, Any]]:
-    if isinstance(answer, Reply) and 400 <= answer.status < 500:
+    if _refuses(answer):
         return []
     if isinstance(answer, Reply) and answer.status == 200:
         try:
@@ -285,4 +315,4 @@ def _listed(model: str, answer: Reply | Refusal | None) -> list[dict[str, Any]]:
             return [one for one in _LIST.decode(answer.body).data if isinstance(one.get("id"), str)]
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ConfigError):
             pass
-    return [{"id": model, "object": "model", "created": 0, "owned_by": "kvpool"}]
+    return [_card(model)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import posixpath
+import re
 import time
 from typing import NamedTuple
 from urllib.parse import unquote
@@ -46,6 +47,9 @@ _NOT_RETURNED = _OF_CONNECTION | {*OURS}
 # The worker has not begun to answer.
 _UNREACHABLE = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 _LOST = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)
+_NO_MODEL = re.compile(
+    rb"The model `[^`]{0,8192}` does not exist"
+)  # vllm/entrypoints/serve/engine/serving.py
 
 logger = logging.getLogger("kvpool.index")
 
@@ -88,7 +92,7 @@ class Forwarding:
         try:
             await self._read()
             placement = await self._place(self._body)
-            reply, target = await self._send(placement)
+            reply, placement, target = await self._send(placement)
             try:
                 return await self._relay(reply, placement, target)
             finally:
@@ -102,7 +106,7 @@ class Forwarding:
         Errors: ``Refusal``.
         """
         try:
-            reply, target = await self._send(await self._place(like), _NOT_FORWARDED | {"accept-encoding"})
+            reply, _, target = await self._send(await self._place(like), _NOT_FORWARDED | {"accept-encoding"})
             try:
                 body = await reply.content.read(most_nbytes + 1)
                 while len(body) <= most_nbytes and (more := await reply.content.readany()):
@@ -164,13 +168,14 @@ class Forwarding:
 
     async def _send(
         self, placement: Placement, not_forwarded: frozenset[str] = _NOT_FORWARDED
-    ) -> tuple[aiohttp.ClientResponse, Target]:
-        """The first response, and its worker. Errors: ``Refusal``."""
-        left = list(placement.targets)
-        headers = self._forwarded(not_forwarded)
-        may_repeat = True
+    ) -> tuple[aiohttp.ClientResponse, Placement, Target]:
+        """The first response, its placement and its worker. Errors: ``Refusal``."""
+        left, tried = list(placement.targets), set()
+        headers, path = self._forwarded(not_forwarded), self._request.rel_url.raw_path
+        may_repeat = may_place = True
         while True:
             target = left.pop(0)
+            tried.add(target.worker)
             sending = Sending(self._body)
             retry: Retry
             try:
@@ -204,10 +209,16 @@ class Forwarding:
                 if not 200 <= reply.status <= 599:  # such as 101, for a request that asks for no upgrade
                     reply.close()
                     raise Refusal(502, f"worker {target.worker} answers with HTTP status {reply.status}")
-                # Another worker may keep the response that it names.
-                elsewhere = reply.status == 404 and is_of_responses(self._request.rel_url.raw_path)
+                # Another worker may keep the response that it names, or serve its model.
+                lacks_model = reply.status == 404 and await self._lacks_model(reply, target)
+                elsewhere = lacks_model or (reply.status == 404 and is_of_responses(path))
+                if lacks_model and self._denied(placement, target) and not left and may_place:
+                    may_place = False  # once more: others may serve the name that all of these have listed
+                    self._release()
+                    placement = await self._place(self._body)
+                    left = [one for one in placement.targets if one.worker not in tried]
                 if not (elsewhere or reply.status in (429, 503)) or not left:
-                    return reply, target
+                    return reply, placement, target
                 reply.release()
                 retry = "404" if elsewhere else "503" if reply.status == 503 else "429"
                 why = f"it answers with {reply.status}"
@@ -215,6 +226,19 @@ class Forwarding:
             if not left:
                 raise Refusal(503, f"worker {target.worker} cannot be reached: {why}")
             self._stats.record_retry(retry)
+
+    def _denied(self, placement: Placement, target: Target) -> bool:
+        """Whether the worker listed the name that it now denies."""
+        return self._placer.names.deny(f"{self._tenant}/{target.worker}", placement.model)
+
+    async def _lacks_model(self, reply: aiohttp.ClientResponse, target: Target) -> bool:
+        """Whether an answer of 404 is for the request's model. Errors: ``Refusal``."""
+        if reply.content_length is None or reply.content_length > WHOLE_NBYTES:
+            return False
+        try:
+            return _NO_MODEL.search(await reply.read()) is not None
+        except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+            raise Refusal(502, _incomplete(target, error)) from error
 
     def _forwarded(self, not_forwarded: frozenset[str]) -> CIMultiDict[str]:
         """The request's headers with its origin, as proxies write it: only the last address is certain."""

@@ -417,7 +417,7 @@ ROWS = st.builds(Row, TEXT, U32, TEXT, U32, U32, U32, U32, U32, U64, U32, st.boo
 PUBLISHERS = st.lists(st.builds(Publisher, U32, TEXT, TEXT), max_size=3).map(tuple)
 WORKERS = st.builds(
     Worker, name=TEXT, model=TEXT, block_tokens=U32, hash_seed_id=SOME, publishers=PUBLISHERS, tenant=SOME,
-    hash_algorithm=SOME, address=TEXT, incarnation=TEXT, namespace=TEXT,
+    hash_algorithm=SOME, address=TEXT, incarnation=TEXT, namespace=TEXT, names=st.lists(TEXT, max_size=3).map(tuple),
 )  # fmt: skip
 STATUSES = st.builds(
     WorkerStatus, worker=WORKERS, source=TEXT, lease_left_ms=U32,

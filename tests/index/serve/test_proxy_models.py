@@ -15,13 +15,9 @@ from tests.support.deadlines import eventually
 from tests.support.fleets import a_worker
 from tests.support.fronts import ProxyCluster, join, proxy_cluster
 from tests.support.http_client import get
-from tests.support.openai_worker import ScriptedWorker, scripted
+from tests.support.openai_worker import ScriptedWorker, card, scripted
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
-
-
-def card(name: str, **more: Any) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 7, "owned_by": "vllm", **more}
 
 
 def lists(worker: ScriptedWorker, *cards: dict[str, Any]) -> None:

@@ -1,0 +1,37 @@
+"""``read_names``: the names in a worker's ``GET /v1/models``. Pure.
+
+vLLM lists its served names, and each LoRA adapter with its path as ``root`` and its model as ``parent``
+(``vllm/entrypoints/openai/models/serving.py``).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvpool.errors import ConfigError
+from kvpool.index import bounded_json
+from kvpool.index.names import Name
+from kvpool.index.place.metrics_page import BadPage
+
+
+class _Card(msgspec.Struct):
+    id: str
+    root: str | None = None
+    parent: str | None = None
+
+
+class _Cards(msgspec.Struct):
+    data: list[_Card]
+
+
+_CARDS = msgspec.json.Decoder(_Cards)
+
+
+def read_names(page: bytes) -> list[Name]:
+    """Errors: ``BadPage``."""
+    try:
+        bounded_json.check(page)
+        cards = _CARDS.decode(page).data
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ConfigError) as error:
+        raise BadPage(f"its list of models cannot be read: {error!s:.200}") from error
+    return [Name(card.id, (card.root or "") if card.parent else "") for card in cards]
