@@ -31,7 +31,7 @@ def test_names_are_lines_of_one_text_for_indexes_that_read_no_lists() -> None:
     named = worker(names=("gpt-4", "org/model, the second"))
     key, record = pack_worker(named, 10)
     fields = msgpack.unpackb(record, max_map_len=64, max_array_len=0, max_ext_len=0)
-    assert fields == {**FIELDS, "names": "gpt-4\norg/model, the second"}
+    assert fields == {**FIELDS, "renewal": 0, "names": "gpt-4\norg/model, the second"}
     assert unpack_worker(key, record) == WorkerRecord(named, 10.0)
     full = worker(names=tuple(f"{number:0128}" for number in range(64)))
     assert unpack_worker(*pack_worker(full, 10)) == WorkerRecord(full, 10.0)
