@@ -26,6 +26,7 @@ FIND_S = 8.0  # for all servers
 LAST_SLOT = 16383
 MAX_NODES = 1000
 MAX_RANGES = LAST_SLOT + 1
+SHOWN_NODES = 4  # in an error
 PAUSE_S = 0.5  # between two rounds: at most two a second, however much fails
 WAIT_S = 60.0
 JOIN_S = 5.0
@@ -142,7 +143,9 @@ class Primaries:
             named: Any = sentinel.sentinel_get_master_addr_by_name(self._url.service)
         if named is None:
             raise ConfigError(f"{self._name}: {host}:{port} knows no service {self._url.service!r}")
-        primary = _server(*named[:2])
+        primary = _address(*named[:2])
+        if primary is None:
+            raise _Implausible("it names a server without an address")
         with self._asking(self._at(*primary)) as server:
             role = server.role()
         if not isinstance(role, list) or not role or role[0] not in (b"master", "master"):
@@ -215,19 +218,28 @@ def _as_it_is(reply: Any, **_: Any) -> Any:
 
 
 def _primaries(reply: Any, asked: str) -> list[Primary]:
-    """Parse CLUSTER SLOTS: ``[[first, last, [host, port, ...], ...], ...]``; no host: the ``asked`` one."""
+    """Parse CLUSTER SLOTS: ``[[first, last, [host, port, id, [name, value, ...]], ...], ...]``.
+
+    No host: the ``asked`` one. A node without a usable address is left out, with its slots: a later map has it.
+    """
     if not isinstance(reply, list) or len(reply) > MAX_RANGES:
         raise _Implausible("its reply to CLUSTER SLOTS makes no sense")
     slots: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    left_out: set[str] = set()
     for entry in reply:
         try:
-            first, last, (host, port, *_), *_ = entry
+            first, last, (host, port, *more), *_ = entry
         except (TypeError, ValueError) as error:
             raise _Implausible("its reply to CLUSTER SLOTS makes no sense") from error
-        primary = _server(host or asked, port)
         if not (type(first) is int and type(last) is int and 0 <= first <= last <= LAST_SLOT):
             raise _Implausible("its reply to CLUSTER SLOTS names slots that there are not")
-        slots.setdefault(primary, []).append((first, last))
+        primary = _address(host or asked, port) or _address(_ip(more), port)
+        if primary is None:
+            left_out.add(f"{_text(host)!r:.80}:{port!r:.10}")
+        else:
+            slots.setdefault(primary, []).append((first, last))
+    if left_out and not slots:
+        raise _Implausible(f"its nodes have no address: {', '.join(sorted(left_out)[:SHOWN_NODES])}")
     if not slots:
         raise _Implausible("no node of the cluster serves any slot")
     if len(slots) > MAX_NODES:
@@ -235,8 +247,23 @@ def _primaries(reply: Any, asked: str) -> list[Primary]:
     return [Primary(*server, ranges) for server, ranges in sorted(slots.items())]
 
 
-def _server(host: Any, port: Any) -> tuple[str, int]:
-    host = host.decode("ascii", "replace") if isinstance(host, bytes) else host
-    if not isinstance(host, str) or type(port) is not int or not 1 <= port <= 65535:
-        raise _Implausible("it names a server without an address")
+def _ip(more: Sequence[Any]) -> Any:
+    """A node's numeric address beside its preferred one, which it may not know yet."""
+    described = more[1] if len(more) > 1 and isinstance(more[1], list) else []
+    return dict(zip(described[::2], described[1::2], strict=False)).get(b"ip")
+
+
+def _address(host: Any, port: Any) -> tuple[str, int] | None:
+    host = _text(host)
+    if (
+        not isinstance(host, str)
+        or not _native.is_host(host)
+        or type(port) is not int
+        or not 1 <= port <= 65535
+    ):
+        return None
     return host, port
+
+
+def _text(host: Any) -> Any:
+    return host.decode("ascii", "replace") if isinstance(host, bytes) else host
