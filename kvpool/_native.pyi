@@ -1,6 +1,6 @@
 """Types of the C++ core (``kvpool/_native/*.cpp``)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from typing_extensions import Buffer
@@ -179,6 +179,21 @@ class Topology:
 
 # Whether it can be the host of a node: a name or a numeric address.
 def is_host(host: str) -> bool: ...
+
+class Replies:
+    """A server's replies (RESP2) as bytes, int, list, None, or ``to_error(words)``, from pieces of any size."""
+
+    def __init__(self, to_error: Callable[[bytes], object]) -> None: ...
+
+    # ValueError: no RESP2, or beyond a limit of store/resp_parser.h. It is useless from then on.
+    def feed(self, data: Buffer) -> None: ...
+
+    # Whether a whole reply is there for take(); RuntimeError of take() without.
+    def ready(self) -> bool: ...
+    def take(self) -> Any: ...
+
+    # Whether all that was fed is taken.
+    def empty(self) -> bool: ...
 
 # Several servers: none is asked before the first install(). The topology is closed with the executor.
 def open_routed_resp_executor(settings: ServerSettings) -> tuple[IoExecutor, Topology]: ...

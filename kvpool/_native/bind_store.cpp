@@ -410,7 +410,6 @@ void bind_store(nb::module_& m) {
           "timeout_s"_a)
       .def("close", &Topology::close)
       .def("closed", &Topology::closed);
-  m.def("is_host", &is_host, "host"_a);
   m.def("open_routed_resp_executor", &open_routed_resp_executor, "settings"_a);
 }
 

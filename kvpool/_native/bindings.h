@@ -102,6 +102,7 @@ auto without_gil(Body body) {
 
 void bind_index(nb::module_& m);
 void bind_key(nb::module_& m);
+void bind_replies(nb::module_& m);
 void bind_store(nb::module_& m);
 
 }  // namespace kvpool

@@ -1,4 +1,4 @@
-// The extension module: each room has its own binding file, and nothing but bindings is beside them.
+// The extension module: each room has its own binding files, and nothing but bindings is beside them.
 
 #include <chrono>
 
@@ -24,6 +24,7 @@ NB_MODULE(_native, m) {
 
   kvpool::bind_key(m);
   kvpool::bind_store(m);
+  kvpool::bind_replies(m);
   kvpool::bind_index(m);
   nanobind::module_::import_("atexit").attr("register")(nanobind::cpp_function(&end_interpreter));
 }

@@ -32,6 +32,7 @@ from kvpool.errors import (
     StoreUnavailable,
 )
 from kvpool.store.server.deadline_socket import DeadlineSocket, Room, dialled, under_tls
+from kvpool.store.server.replies import Replies
 from kvpool.store.url import StoreURL
 
 # Deadline of all calls of this thread (monotonic).
@@ -107,6 +108,7 @@ class Bounded(Connection):
             socket_connect_timeout=step_s,
             retry=Retry(NoBackoff(), 0),
             redis_connect_func=Bounded._greet,
+            parser_class=Replies,
             **settings,
         )  # type: ignore[no-untyped-call]
         self._url, self._role, self.step_s = url, role, step_s

@@ -1,7 +1,8 @@
-"""What the servers of a cluster say of its nodes: one bad entry costs its slots alone."""
+"""What the servers of a cluster say of its nodes: one bad entry costs its slots, and a large map costs little."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from kvpool import open_store
 from kvpool.errors import StoreUnavailable
 from kvpool.store import StoreURL
+from kvpool.store.server import topology
 from kvpool.store.server.topology import Primaries, Primary
 from tests.support.conformance import keys
 from tests.support.misbehaving import Harm, Misbehaving, Peer, misbehaving
@@ -92,3 +94,29 @@ def test_a_cluster_that_prefers_names_serves_all_keys_before_it_knows_them_all(
         with open_store(cluster.url) as store:
             assert store.put_many(keys(40), [b"value"] * 40, timeout_s=60) == [True] * 40
             assert all(server.client.dbsize() for server in cluster.servers)
+
+
+def test_a_map_of_all_slots_is_read_without_a_call_for_each_of_its_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A call of Python takes its turn beside busy threads, and there are 230,000 parts."""
+    ranges = [[slot, slot, [b"10.0.0.%d" % (slot % 100), 6379, b"i" * 40, [b"hostname", b"a.test"]]]
+              for slot in range(LAST + 1)]  # fmt: skip
+    monkeypatch.setattr(topology, "TIMEOUT_S", 60.0)
+    monkeypatch.setattr(topology, "FIND_S", 60.0)
+    calls = 0
+
+    def count(frame: Any, event: str, of: Any) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    with misbehaving() as server:
+        server.misbehave(maps(ranges))
+        before = sys.getprofile()
+        sys.setprofile(count)
+        try:
+            found = read_from(server)
+        finally:
+            sys.setprofile(before)
+    assert (len(found), sum(len(one.slots) for one in found)) == (100, LAST + 1)
+    assert calls < 5 * (LAST + 1)
