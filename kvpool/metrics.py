@@ -111,7 +111,8 @@ GATE_LOAD_SECONDS = Metric(
 )
 # Outcome of a request, and the source of its prompt's tokens.
 REQUEST_RESULTS = (
-    "hit", "miss", "engine_cache", "load_failed", "no_answer", "too_slow", "too_short", "without", "switched_off",
+    "hit", "miss", "engine_cache", "load_failed", "no_answer", "no_room", "too_slow", "too_short", "without",
+    "switched_off",
 )  # fmt: skip
 TOKEN_SOURCES = ("pool", "engine_cache", "computed")
 REQUESTS = Metric(

@@ -33,7 +33,7 @@ FLOORS = (
     {"__init__"},  # the public names
     {"vllm", "sglang"},
     {"vllm.internals"},
-    {"vllm.support", "vllm.events", "vllm.weights", "vllm.announcement", "vllm.store_queue"},
+    {"vllm.support", "vllm.events", "vllm.weights", "vllm.announcement", "vllm.loads", "vllm.store_queue"},
     {"vllm.identity", "vllm.lookups", "vllm.stores"},
     {"vllm.requests"},
     {"vllm.metrics"},

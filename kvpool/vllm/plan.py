@@ -135,6 +135,26 @@ def records_to_load(group: Group, local_tokens: int, hit_tokens: int) -> range:
     return range(first, hit_tokens // group.record_tokens)
 
 
+class Room(NamedTuple):
+    """Blocks of a request with a load. ``behind``: that it takes besides, to be computed from nothing."""
+
+    loaded: int  # with the local blocks before them, which might be free
+    behind: int
+
+
+def room_of_load(groups: Sequence[Group], hit_tokens: int, tokens: int, step_tokens: int) -> Room:
+    """The blocks that a prompt of ``tokens`` takes with a load up to ``hit_tokens``, in steps of ``step_tokens``."""
+    loaded = needed = 0
+    for group in groups:
+        first, most = 0, -(-tokens // group.block_tokens)
+        if group.window is not None:
+            first = max(0, hit_tokens - group.window + 1) // group.block_tokens
+            most = min(most, -(-(group.window - 1 + step_tokens) // group.block_tokens) + 1)
+        loaded += (held := hit_tokens // group.block_tokens - first)
+        needed += max(held, most)
+    return Room(loaded, needed - loaded)
+
+
 def blocks_lacking(group: Group, table: Sequence[int], record: int, local_tokens: int) -> tuple[int, ...]:
     """A record's target blocks, given ``local_tokens``; 0: the engine has the block, or keeps none here."""
     start = record * group.blocks_per_record

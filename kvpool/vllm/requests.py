@@ -9,7 +9,7 @@ Threads: the engine's scheduler thread only.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,6 @@ class RequestState:
     loads_first: bool = False  # counted at the end of its load
     offered: tuple[int, int] | None = None  # (local tokens, tokens with the pool)
     loading: bool = False
-    alone: bool = False  # it waited its time for others' loads
     admitted: bool = False  # the cost gate admits its lookup's hit
     load_tokens: int = 0  # of the load in flight
     load_s: float = 0.0
@@ -63,38 +62,6 @@ class RequestState:
             return bytes
         tag = self.adapter.tag if self.adapter.done else None  # another thread may set it to None
         return None if tag is None else functools.partial(pool_hash, tag=tag)
-
-
-LoadedRecord = tuple[int, bytes]  # group, hash
-
-
-class LoadedRecords:
-    """The records on their way into the engine's own cache, each by the first request that lacked it."""
-
-    def __init__(self) -> None:
-        self._by: dict[LoadedRecord, str] = {}
-        self._of: dict[str, list[LoadedRecord]] = {}
-        self._landed: list[str] = []
-
-    def begin(self, request_id: str, record: LoadedRecord) -> None:
-        if self._by.setdefault(record, request_id) == request_id:
-            self._of.setdefault(request_id, []).append(record)
-
-    def come(self, request_id: str, records: Iterable[LoadedRecord]) -> bool:
-        """Whether other requests load all of ``records``: wait, and they are in the engine's cache."""
-        return bool(self._by) and all(self._by.get(one, request_id) != request_id for one in records)
-
-    def landed(self, request_id: str) -> None:
-        """A load ended. vLLM caches its blocks when it schedules the next step."""
-        self._landed.append(request_id)
-
-    def step_planned(self) -> None:
-        while self._landed:
-            self.end(self._landed.pop())
-
-    def end(self, request_id: str) -> None:
-        for record in self._of.pop(request_id, ()):
-            del self._by[record]
 
 
 FIELD = "kvpool"

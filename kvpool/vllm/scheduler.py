@@ -19,7 +19,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.logger import init_logger
@@ -39,6 +39,7 @@ from kvpool.vllm.events import CacheResync, removed_event
 from kvpool.vllm.gate import MIN_STEP_TOKENS, CostGate
 from kvpool.vllm.guard import RequestFaults, guarded
 from kvpool.vllm.identity import EngineNamespace
+from kvpool.vllm.loads import Loads
 from kvpool.vllm.lookups import Lookups, RequestLookup
 from kvpool.vllm.metrics import Outcomes
 from kvpool.vllm.plan import (
@@ -47,11 +48,9 @@ from kvpool.vllm.plan import (
     LoadPlan,
     PoolMetadata,
     PoolWorkerMetadata,
-    blocks_lacking,
     longest_hit,
-    records_to_load,
 )
-from kvpool.vllm.requests import WITHOUT_POOL, LoadedRecord, LoadedRecords, ParamsReader, RequestState
+from kvpool.vllm.requests import WITHOUT_POOL, ParamsReader, RequestState
 from kvpool.vllm.stores import StorePlanner
 from kvpool.vllm.weights import Adapters
 
@@ -111,7 +110,12 @@ class SchedulerHalf:
             clock=time.monotonic,
             tracing=Tracing.of_process(),
         )
-        self._records = LoadedRecords()
+        self._loads_under_way = Loads(
+            self._groups,
+            hash_block_tokens=hash_block_tokens,
+            step_tokens=step_tokens,
+            patience_s=config.lookup_timeout_s,
+        )
         self._new_loads: list[LoadPlan] = []
         self._cancelled: list[str] = []
         self._store_planner = StorePlanner(
@@ -154,7 +158,7 @@ class SchedulerHalf:
         now = time.monotonic()
         state.result = "no_answer"
         if self._namespace.current is None or not state.checked:
-            if state.waiting_since is None or now - state.waiting_since < self._config.lookup_timeout_s:
+            if self._in_time(state, now):
                 return self._wait(state, now)
             self._outcomes.waited(state, now, answered=False)
             return NO_OFFER
@@ -174,19 +178,21 @@ class SchedulerHalf:
                 max_tokens=max_tokens,
                 align_tokens=self._align_tokens,
             )
-        if (
-            hit > local_tokens
-            and not state.alone
-            and self._records.come(request.request_id, self._lacking(request, local_tokens, hit))
-        ):
-            if state.waiting_since is None or now - state.waiting_since < self._config.lookup_timeout_s:
-                return self._wait(state, now)
-            state.alone = True
+        if request.num_preemptions and local_tokens and hit - local_tokens < MIN_STEP_TOKENS:
+            hit = local_tokens  # memory is short, and a load holds blocks without progress
+        if hit > local_tokens and self._loads_under_way.bring(request, local_tokens, hit):
+            return self._wait(state, now)
+        room = hit == local_tokens or self._loads_under_way.leave_room(request, hit)
+        if not room and self._loads_under_way.under_way() and self._in_time(state, now):
+            return self._wait(state, now)
         self._outcomes.waited(state, now, answered=present is not None)
         if present is None:
             return NO_OFFER
         state.result = "miss"
         if hit == local_tokens:
+            return NO_OFFER
+        if not room:
+            state.result = "no_room"
             return NO_OFFER
         if not self._admits(state):
             state.result = "too_slow"
@@ -203,12 +209,6 @@ class SchedulerHalf:
         if not max_tokens:
             return "too_short"
         return "engine_cache" if local_tokens >= max_tokens else ""
-
-    def _lacking(self, request: Request, local_tokens: int, hit_tokens: int) -> Iterator[LoadedRecord]:
-        """The first record that each group lacks of a hit."""
-        for index, group in enumerate(self._groups):
-            if lacking := records_to_load(group, local_tokens, hit_tokens):
-                yield index, internals.record_hashes(request, self._hash_block_tokens, group)[lacking.start]
 
     def _admits(self, state: RequestState) -> bool:
         """Whether the cost gate admits the load; asked once per lookup."""
@@ -253,24 +253,16 @@ class SchedulerHalf:
             # The engine counts on other tokens than the lookup found.
             self.counters.add(metrics.OFFER_MISMATCHES)
             return []
-        blocks: list[BlockRef] = []
-        local_tokens, _ = offered
+        local_tokens, hit = offered
         if (in_pool := state.pool_hash) is None:
             return []
-        for index, group in enumerate(self._groups):
-            hashes = internals.record_hashes(request, self._hash_block_tokens, group)
-            for i in records_to_load(group, local_tokens, local_tokens + external_tokens):
-                ids = blocks_lacking(group, tables[index], i, local_tokens)
-                if any(ids):
-                    blocks.append(BlockRef(in_pool(hashes[i]), index, ids))
-                    self._records.begin(request.request_id, (index, hashes[i]))
-        return blocks
+        return self._loads_under_way.begin(request, tables, local_tokens, hit, in_pool)
 
     def plan(self, output: SchedulerOutput) -> PoolMetadata:
         computes = output.total_num_scheduled_tokens > 0
         step = PoolMetadata(loads=self._new_loads, cancelled=self._cancelled, idle=not computes)
         self._new_loads, self._cancelled = [], []
-        self._records.step_planned()
+        self._loads_under_way.scheduled(output.num_scheduled_tokens)
         self._namespace.add_to(step, computes=computes)
         if self._gate is not None:
             step.timed = self._time_step(self._gate, output)
@@ -331,7 +323,8 @@ class SchedulerHalf:
                         self._gate.loaded(state.load_tokens if ok else 0, state.load_s)
                 state.loading = False
                 state.refused |= not ok
-                self._records.landed(request_id)
+                if not ok:
+                    self._loads_under_way.fail(request_id)
         if report is None:
             return
         self._resync_asked |= report.asked
@@ -351,7 +344,7 @@ class SchedulerHalf:
         state = self._requests.pop(request.request_id, None)
         self._store_planner.finished(request.request_id)
         if state is not None:
-            self._records.end(request.request_id)
+            self._loads_under_way.end(request.request_id)
             if state.lookup is not None:
                 state.lookup.cancel()
             if state.adapter is not None and not (state.checked and state.identified):
@@ -389,6 +382,9 @@ class SchedulerHalf:
     def _max_tokens(self, request: Request) -> int:
         """The longest usable prefix: at least one token is left to compute."""
         return int((request.num_tokens - 1) // self._align_tokens * self._align_tokens)
+
+    def _in_time(self, state: RequestState, now: float) -> bool:
+        return state.waiting_since is None or now - state.waiting_since < self._config.lookup_timeout_s
 
     @staticmethod
     def _wait(state: RequestState, now: float) -> tuple[int | None, bool]:
@@ -428,6 +424,7 @@ class SchedulerHalf:
     def bind_block_pool(self, block_pool: BlockPool) -> None:
         """Bind the engine's own cache. kvpool only holds references to its blocks while workers copy them."""
         self._block_pool = block_pool
+        self._loads_under_way.bind(block_pool)
         self._cache_resync.bind(block_pool)
         self._store_planner.bind(block_pool)
 

@@ -658,15 +658,37 @@ def test_a_burst_with_one_prefix_loads_it_once(
     shape = Shape(overlapping=overlapping, windowed=windowed, slots=24)
     common = list(range(40))
     generated(engine(shape), "stored", [*common, 45])
-
-    def burst(without_pool: int | None) -> ScriptedEngine:
-        one = engine(shape, without_pool=without_pool)
-        for number in range(2 if windowed else 16):
-            one.add(f"burst{number}", [*common, number, number], 6)
-        one.drain()
-        return one
-
-    cold, computing = burst(None), burst(0)
+    prompts = [[*common, number, number] for number in range(16)]
+    cold, computing = arriving_at_once(engine, shape, prompts)
     loaded = cold.counters()[metrics.LOADED_TOKENS.name]
     assert len(common) <= loaded <= 1.2 * len(common)
     assert cold.steps <= 1.4 * computing.steps
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+@pytest.mark.parametrize("own", [2, 3])
+def test_loads_leave_each_other_room_to_go_on(
+    world: World, engine: Callable[..., ScriptedEngine], overlapping: bool, own: int
+) -> None:
+    """With a window, vLLM admits two loads that fill its memory; each then waited for blocks of the other for ever."""
+    shape = Shape(overlapping=overlapping, windowed=True, slots=24)
+    prompts = [[number, *range(39), *[number] * own] for number in range(8)]
+    stored = engine(shape)
+    for number, prompt in enumerate(prompts):
+        generated(stored, f"stored{number}", prompt)
+    cold, computing = arriving_at_once(engine, shape, prompts)
+    assert cold.loads == len(prompts)
+    assert cold.starved == 0
+    assert cold.steps <= 1.4 * computing.steps
+
+
+def arriving_at_once(
+    engine: Callable[..., ScriptedEngine], shape: Shape, prompts: list[list[int]]
+) -> tuple[ScriptedEngine, ScriptedEngine]:
+    """A cold engine on the pool, and one without it, that have answered all ``prompts``."""
+    engines = engine(shape), engine(shape, without_pool=0)
+    for one in engines:
+        for number, prompt in enumerate(prompts):
+            one.add(f"burst{number}", prompt, 6)
+        one.drain()
+    return engines

@@ -1,0 +1,110 @@
+"""An engine's loads, from the allocation of their blocks until their requests are scheduled.
+
+What one load brings, other requests wait for: they find it in the engine's own cache. A load of a model with
+sliding windows starts only beside enough free blocks. vLLM (0.30 to 0.33) counts blocks before the window as
+memory that such a request holds, and a request behind its load is not preempted: two loads that fill the memory
+would wait for each other for ever.
+
+Threads: the engine's scheduler thread only.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.request import Request
+
+from kvpool.vllm import internals
+from kvpool.vllm.plan import BlockRef, Group, Room, blocks_lacking, records_to_load, room_of_load
+
+Record = tuple[int, bytes]  # group, hash
+
+
+@dataclass(slots=True)
+class _Load:
+    began_s: float
+    room: Room
+    records: list[Record]  # that no earlier load brings
+
+
+class Loads:
+    """``step_tokens``: most of a step. ``patience_s``: longest wait for another request's load."""
+
+    def __init__(
+        self, groups: Sequence[Group], *, hash_block_tokens: int, step_tokens: int, patience_s: float
+    ) -> None:
+        self._groups, self._hash_block_tokens = list(groups), hash_block_tokens
+        self._step_tokens, self._patience_s = step_tokens, patience_s
+        self._windowed = any(group.window is not None for group in groups)
+        self._loads: dict[str, _Load] = {}
+        self._by: dict[Record, str] = {}
+        self._block_pool: BlockPool | None = None
+
+    def bind(self, block_pool: BlockPool) -> None:
+        self._block_pool = block_pool
+
+    def bring(self, request: Request, local_tokens: int, hit_tokens: int) -> bool:
+        """Whether other requests load the first record that each group lacks: ask again in a later step."""
+        now_s = time.monotonic()
+        return all(
+            (owner := self._by.get(record, request.request_id)) != request.request_id
+            and now_s - self._loads[owner].began_s < self._patience_s
+            for record in self._lacking(request, local_tokens, hit_tokens)
+        )
+
+    def _lacking(self, request: Request, local_tokens: int, hit_tokens: int) -> Iterator[Record]:
+        for index, group in enumerate(self._groups):
+            if lacking := records_to_load(group, local_tokens, hit_tokens):
+                yield index, internals.record_hashes(request, self._hash_block_tokens, group)[lacking.start]
+
+    def leave_room(self, request: Request, hit_tokens: int) -> bool:
+        """Whether any load, if it failed, could be computed from nothing beside the others and this one."""
+        if self._block_pool is None or not self._windowed:
+            return True
+        room = room_of_load(self._groups, hit_tokens, request.num_tokens, self._step_tokens)
+        behind = max(one.behind for one in (room, *(load.room for load in self._loads.values())))
+        return room.loaded + behind <= self._block_pool.get_num_free_blocks()
+
+    def under_way(self) -> bool:
+        return bool(self._loads)
+
+    def begin(
+        self,
+        request: Request,
+        tables: Sequence[Sequence[int]],
+        local_tokens: int,
+        hit_tokens: int,
+        pool_hash: Callable[[bytes], bytes],
+    ) -> list[BlockRef]:
+        """The records to load into the blocks of ``tables``."""
+        name, blocks = request.request_id, []
+        self.end(name)
+        room = room_of_load(self._groups, hit_tokens, request.num_tokens, self._step_tokens)
+        load = self._loads[name] = _Load(time.monotonic(), room, [])
+        for index, group in enumerate(self._groups):
+            hashes = internals.record_hashes(request, self._hash_block_tokens, group)
+            for i in records_to_load(group, local_tokens, hit_tokens):
+                ids = blocks_lacking(group, tables[index], i, local_tokens)
+                if any(ids):
+                    blocks.append(BlockRef(pool_hash(hashes[i]), index, ids))
+                    if self._by.setdefault((index, hashes[i]), name) == name:
+                        load.records.append((index, hashes[i]))
+        return blocks
+
+    def fail(self, request_id: str) -> None:
+        """A load failed: nobody waits for it, nor for others of its records, until its request is scheduled."""
+        if (load := self._loads.get(request_id)) is not None:
+            load.began_s, load.room = -math.inf, Room(0, 0)
+
+    def scheduled(self, request_ids: Container[str]) -> None:
+        for name in [one for one in self._loads if one in request_ids]:
+            self.end(name)
+
+    def end(self, request_id: str) -> None:
+        if (load := self._loads.pop(request_id, None)) is not None:
+            for record in load.records:
+                del self._by[record]
