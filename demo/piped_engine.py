@@ -6,6 +6,8 @@ options, so that nothing the engine prints can be mistaken for an answer. Comman
 - ``{"do": "generate", "tokens": [...], "max_tokens": 16}``: ``{"tokens", "cached_tokens", "pool_tokens",
   "first_token_s", "finished_s"}``, both since the request was added; with ``"transfer_params"``, the request's
   ``kv_transfer_params``, with ``"cache_salt"`` its salt, and with ``"adapter": [name, number, path]`` a LoRA adapter;
+- ``{"do": "burst", "prompts": [[...]], "max_tokens": 16, "n": 1}``: all at once, ``n`` answers to each; ``{"steps"}``,
+  of the engine, that gave tokens; ``"transfer_params"`` as above;
 - ``{"do": "abort", "tokens": [...], "once": PATH}``: the request is aborted as soon as there is that file;
 - ``{"do": "call", "method": "sleep", "arguments": [1], "more": {}}``: calls a method of ``vllm.LLM``; ``{"answer"}``,
   null for what JSON cannot say;
@@ -51,6 +53,8 @@ def main() -> None:
 def _answer(engine: Any, command: dict[str, Any]) -> dict[str, Any]:
     if command["do"] == "metrics":
         return _metrics()
+    if command["do"] == "burst":
+        return _burst(engine, **{key: command[key] for key in command if key != "do"})
     if command["do"] == "abort":
         return _abort(engine, command["tokens"], Path(command["once"]))
     if command["do"] == "call":
@@ -79,6 +83,15 @@ def _generate(engine: Any, command: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _burst(engine: Any, prompts: Sequence[list[int]], max_tokens: int, **more: Any) -> dict[str, Any]:
+    for tokens in prompts:
+        _add(engine, tokens, max_tokens, **more)
+    core, steps = engine.llm_engine, 0
+    while core.has_unfinished_requests():
+        steps += bool(core.step())
+    return {"steps": steps}
+
+
 def _abort(engine: Any, tokens: list[int], once: Path) -> dict[str, Any]:
     core, name = engine.llm_engine, _add(engine, tokens, 16)
     deadline = time.monotonic() + ABORT_WAIT_S
@@ -97,6 +110,7 @@ def _add(
     transfer_params: Any = None,
     cache_salt: str | None = None,
     adapter: Sequence[Any] | None = None,
+    n: int = 1,
 ) -> str:
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
@@ -104,7 +118,12 @@ def _add(
     name = f"request-{time.monotonic_ns()}"
     extra = None if transfer_params is None else {"kv_transfer_params": transfer_params}
     sampling = SamplingParams(
-        temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args=extra
+        n=n,
+        temperature=float(n > 1),
+        max_tokens=max_tokens,
+        ignore_eos=True,
+        detokenize=False,
+        extra_args=extra,
     )
     salted = {} if cache_salt is None else {"cache_salt": cache_salt}
     lora = LoRARequest(*adapter) if adapter else None
