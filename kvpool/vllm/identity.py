@@ -78,15 +78,10 @@ def engine_facts(
     kv_dtype = str(caching.cache_dtype)
     if kv_dtype == "auto":
         kv_dtype = str(model.dtype)
-    model_class = internals.model_class(model)
     facts: dict[str, Fact] = {
         "engine": "vllm",
-        "model_config": digest_of(_model_config(model.hf_config)),
-        "implementation": f"{model_class.__module__}:{model_class.__qualname__}",
-        "runner": f"{model.runner_type}, {model.convert_type}",
+        **_model_facts(model),
         "rope": rope_fact(internals.rotary_embeddings(), model.dtype),
-        "weights_dtype": str(model.dtype).removeprefix("torch."),
-        "quantization": str(model.quantization or ""),
         "hash_algorithm": str(caching.prefix_caching_hash_algo),
         "hash_seed": seed_id(hash_seed()),
         "hash_block_tokens": hash_block_tokens,
@@ -100,17 +95,30 @@ def engine_facts(
         "blocks_per_record": blocks_per_record,
         **weights,
     }
-    if (multimodal := getattr(model, "multimodal_config", None)) is not None:
-        settings = {name: getattr(multimodal, name, None) for name in _MULTIMODAL_SETTINGS}
-        if any(name in model_class.__module__ for name in _CUT_BY_LENGTH):
-            settings["max_model_len"] = model.max_model_len
-        facts["multimodal"] = digest_of([settings, _processor(model)])
     facts |= scale_facts(config) | settings_facts(config)
     # The layers of each group, because versions of vLLM group a hybrid model differently.
     for index, group in enumerate(cache.kv_cache_groups):
         facts[f"group{index}.layer_names"] = digest_of(list(group.layer_names))
     groups = support.groups_of(cache, blocks_per_record)
     return facts | layout_of(groups, layers, kv_dtype.removeprefix("torch.")).facts()
+
+
+def _model_facts(model: ModelConfig) -> dict[str, Fact]:
+    """What the configuration says of the model, after all overrides."""
+    model_class = internals.model_class(model)
+    facts: dict[str, Fact] = {
+        "model_config": digest_of(_model_config(model.hf_config)),
+        "implementation": f"{model_class.__module__}:{model_class.__qualname__}",
+        "runner": f"{model.runner_type}, {model.convert_type}",
+        "weights_dtype": str(model.dtype).removeprefix("torch."),
+        "quantization": str(model.quantization or ""),
+    }
+    if (multimodal := getattr(model, "multimodal_config", None)) is not None:
+        settings = {name: getattr(multimodal, name, None) for name in _MULTIMODAL_SETTINGS}
+        if any(name in model_class.__module__ for name in _CUT_BY_LENGTH):
+            settings["max_model_len"] = model.max_model_len
+        facts["multimodal"] = digest_of([settings, _processor(model)])
+    return facts
 
 
 def layout_of(groups: Sequence[Group], layers: Sequence[Sequence[torch.Tensor]], kv_dtype: str) -> Layout:
@@ -251,9 +259,12 @@ def tier_facts(
 ) -> dict[str, Fact]:
     """Every fact of what vLLM gives a tier (``vllm/v1/kv_offload/config.py``), of ``engine`` and of ``cache``.
 
+    In this process no layer is built: settings stand for attention backends and rotary embeddings.
+
     The tensor-parallel size is left out where a row is equal for all (``_is_same_for_all_ranks``). Errors:
     ``EngineRefused``.
     """
+    support.refuse_tier(engine, cache)
     parallel = config.parallel
     facts: dict[str, Fact] = {
         "engine": "vllm",
@@ -274,8 +285,19 @@ def tier_facts(
         "decode_context_parallel": parallel.dcp_size,
         "device": current_platform.device_type,
     }
+    # The device decides on kernels, and on how a page is laid out, where no setting does.
     if current_platform.device_type == "cpu":
         facts["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
+    else:
+        facts["device_capability"] = str(current_platform.get_device_capability())
+    attention = getattr(engine, "attention_config", None)
+    backends = [str(getattr(attention, name, None)) for name in ("backend", "backend_per_kind")]
+    facts["attention_backend"] = digest_of(backends)
+    facts["skipped_layers"] = digest_of(getattr(engine.cache_config, "kv_cache_dtype_skip_layers", None))
+    if (model := engine.model_config) is not None:
+        facts |= _model_facts(model)
+        if support.ropes_of_length(model):
+            facts["max_model_len"] = model.max_model_len
     if config.model.dtype in support.FP8_KV_DTYPES:
         facts["fp8_format"] = _fp8_format()
     if not _is_same_for_all_ranks(config):
@@ -284,7 +306,6 @@ def tier_facts(
         facts[f"group{index}.block_tokens"] = group.tokens_per_block
         facts[f"group{index}.layers"] = digest_of(list(group.layer_names))
     for index, group in enumerate(cache.kv_cache_groups):
-        support.refuse_states(index, group)
         facts[f"cache{index}.specs"] = digest_of([_spec(one) for one in internals.layer_specs(group)])
     if (drafts := support.drafts_with_layers(engine)) is not None:
         facts["drafts"] = digest_of([drafts.method, drafts.model])

@@ -6,6 +6,7 @@ Supported: vLLM 0.30 to 0.33. Versions are distinguished by feature, never by ve
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -43,7 +44,7 @@ _DRAFTS_OF_TOKENS = ("ngram", "ngram_gpu", "suffix")
 
 def refuse_unsupported(config: VllmConfig) -> None:
     """Check the configuration. Errors: ``EngineRefused``, one sentence with the setting to change."""
-    for sentence in _refusals(config):
+    for sentence in itertools.chain(_refusals(config), _refusals_of_all(config)):
         raise EngineRefused(sentence)
 
 
@@ -87,11 +88,6 @@ def _refusals(config: VllmConfig) -> Iterator[str]:
     ):
         if size != 1:
             yield f"{name} {size} is not supported yet; set it to 1"
-    if getattr(config, "weight_transfer_config", None) is not None:
-        yield (
-            "--weight-transfer-config lets a trainer change the weights while requests run, so blocks of old and new "
-            "weights would be taken for each other; remove it, or remove --kv-transfer-config"
-        )
     # Drafts need no support: a block is stored once its tokens are accepted (``plan.records_to_store``).
     if (drafts := drafts_with_layers(config)) is not None:
         yield (
@@ -104,8 +100,23 @@ def _refusals(config: VllmConfig) -> Iterator[str]:
             f"a block's hash covers {ahead} tokens behind the block, which other workers do not hash; "
             'add "disable_lookahead_block_hashes": true to --speculative-config'
         )
-    if config.model_config.is_encoder_decoder:
-        yield "encoder-decoder models are not supported; remove --kv-transfer-config"
+    if str(caching.cache_dtype) not in PLAIN_KV_DTYPES + FP8_KV_DTYPES:
+        supported = ", ".join(PLAIN_KV_DTYPES + FP8_KV_DTYPES)
+        yield f"--kv-cache-dtype {caching.cache_dtype} is not supported yet; supported are {supported}"
+    if config.lora_config is not None and not internals.hash_tags():
+        yield (
+            "this version of vLLM hashes an adapter's name and not its path, so adapters of one name would be taken "
+            "for each other by other workers; use vLLM 0.31 or newer, or remove --enable-lora"
+        )
+
+
+def _refusals_of_all(config: VllmConfig) -> Iterator[str]:
+    """Of the connector and the tier: K and V that no hash and no fact tells apart, and answers that need them all."""
+    if getattr(config, "weight_transfer_config", None) is not None:
+        yield (
+            "--weight-transfer-config lets a trainer change the weights while requests run, so blocks of old and new "
+            "weights would be taken for each other; remove it, or remove --kv-transfer-config"
+        )
     # A block's hash covers only its own and earlier tokens.
     if getattr(config, "diffusion_config", None) is not None:
         yield (
@@ -117,32 +128,44 @@ def _refusals(config: VllmConfig) -> Iterator[str]:
             "attention_config.use_non_causal: the K and V of a token depend on those behind it, which are not in the "
             "block's hash; remove it, or --kv-transfer-config"
         )
-    if kinds := _moving_ropes(config.model_config):
-        yield (
-            f"the model runs on Transformers' implementation, whose rope of type {min(kinds)} follows the longest "
-            "request of a batch, so equal prompts have different keys; use --model-impl vllm where there is one, or "
-            "remove --kv-transfer-config"
-        )
-    if str(caching.cache_dtype) not in PLAIN_KV_DTYPES + FP8_KV_DTYPES:
-        supported = ", ".join(PLAIN_KV_DTYPES + FP8_KV_DTYPES)
-        yield f"--kv-cache-dtype {caching.cache_dtype} is not supported yet; supported are {supported}"
     # Before 0.32: each engine derives its scales from its first tokens.
-    if getattr(caching, "calculate_kv_scales", False):
+    if getattr(config.cache_config, "calculate_kv_scales", False):
         yield (
             "--calculate-kv-scales gives each engine scales of its own, so its blocks mean other numbers elsewhere; "
             "remove it, and use a checkpoint with KV scales or none"
         )
-    if config.lora_config is not None and not internals.hash_tags():
+    # What these answer of a prompt's tokens is not in its blocks.
+    if getattr(getattr(config, "aux_output_config", None), "enabled", False):
         yield (
-            "this version of vLLM hashes an adapter's name and not its path, so adapters of one name would be taken "
-            "for each other by other workers; use vLLM 0.31 or newer, or remove --enable-lora"
+            "--enable-return-routed-experts answers with what was computed for each token of a prompt, and the engine "
+            "would end at the first hit; remove it, or remove --kv-transfer-config"
         )
+    if (model := config.model_config) is not None:
+        if model.is_encoder_decoder:
+            yield "encoder-decoder models are not supported; remove --kv-transfer-config"
+        if not model.is_prefix_caching_supported:
+            yield (
+                "vLLM supports no prefix caching for this model, whose answers need all tokens of a prompt; remove "
+                "--enable-prefix-caching and --kv-transfer-config"
+            )
+        if kinds := _moving_ropes(model):
+            yield (
+                f"the model runs on Transformers' implementation, whose rope of type {min(kinds)} follows the longest "
+                "request of a batch, so equal prompts have different keys; use --model-impl vllm where there is one, "
+                "or remove --kv-transfer-config"
+            )
 
 
 def _moving_ropes(model: ModelConfig) -> set[str]:
     """Kinds of Transformers' rotary embeddings that follow the longest request of each batch."""
-    if not internals.model_class(model).__module__.startswith("vllm.model_executor.models.transformers"):
-        return set()
+    transformers = internals.model_class(model).__module__.startswith(
+        "vllm.model_executor.models.transformers"
+    )
+    return ropes_of_length(model) if transformers else set()
+
+
+def ropes_of_length(model: ModelConfig) -> set[str]:
+    """Kinds of the model's rotary embeddings that depend on a length besides the token's place."""
     config: Any = model.hf_text_config
     found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     of_layers = [one for one in found.values() if isinstance(one, Mapping)]
@@ -180,14 +203,23 @@ def groups_of(config: KVCacheConfig, blocks_per_record: int = 1, tensor_parallel
     return [dataclasses.replace(group, blocks_per_record=blocks_per_record) for group in groups]
 
 
-def refuse_states(index: int, group: KVCacheGroupSpec) -> None:
-    """For the tier, whose pages have as many bytes for states of any type, order and number of rows."""
-    for spec in internals.layer_specs(group):
-        if not isinstance(spec, AttentionSpec):
-            raise EngineRefused(
-                f"KV-cache group {index} is of kind {type(spec).__name__}, which KVPoolTier does not support yet: "
-                "states of other types and lengths have as many bytes; remove KVPoolTier from secondary_tiers"
-            )
+def refuse_tier(config: VllmConfig, cache: KVCacheConfig) -> None:
+    """Check what an engine with the tier is; vLLM tells it too little of some. Errors: ``EngineRefused``."""
+    for sentence in _refusals_of_all(config):
+        raise EngineRefused(sentence)
+    if config.lora_config is not None:
+        raise EngineRefused(
+            "KVPoolTier sees no adapter's files, so blocks of adapters with one name and path would be taken for each "
+            "other; use KVPoolConnector, or remove --enable-lora"
+        )
+    for index, group in enumerate(cache.kv_cache_groups):
+        for spec in internals.layer_specs(group):
+            # Pages have as many bytes for states of any type, order and number of rows.
+            if not isinstance(spec, AttentionSpec):
+                raise EngineRefused(
+                    f"KV-cache group {index} is of kind {type(spec).__name__}, which KVPoolTier does not support yet: "
+                    "states of other types and lengths have as many bytes; remove KVPoolTier from secondary_tiers"
+                )
 
 
 def _refuse_uncommon_mla(index: int, group: KVCacheGroupSpec) -> None:

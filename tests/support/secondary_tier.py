@@ -100,12 +100,13 @@ def create_tier(
     described: OffloadingSpec,
     layer: KVCacheSpec = PLAIN,
     speculation: object = None,
+    engine: VllmConfig | None = None,
 ) -> SecondaryTierManager:
     """As an engine's connector makes it, which has these locals; all layers of the engine are like ``layer``."""
     kv_cache_config = KVCacheConfig(  # noqa: F841
         num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer.0"], layer)]
     )
-    vllm_config = copy.copy(_engine())
+    vllm_config = copy.copy(engine or _engine())
     vllm_config.speculative_config = speculation  # type: ignore[assignment]
     return SecondaryTierFactory.create_secondary_tier(entry, view, described)
 

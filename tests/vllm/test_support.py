@@ -85,6 +85,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ),
     ("attention_config.use_non_causal", True, "use_non_causal: .* not in the block's hash; remove it"),
     ("diffusion_config", object(), "diffusion models compute"),
+    ("aux_output_config", types.SimpleNamespace(enabled=True), "--enable-return-routed-experts"),
 ]
 
 
@@ -95,6 +96,22 @@ def test_a_setting_is_refused_by_name(engine_config: Any, setting: str, value: A
     setattr(functools.reduce(getattr, section, config), name, value)
     with pytest.raises(EngineRefused, match=words):
         refuse_unsupported(config)
+
+
+def test_a_model_without_prefix_caching_is_refused_though_it_is_switched_on(engine_config: Any) -> None:
+    """Poolings such as the mean of all tokens: vLLM warns, and answers with what it computed behind a hit."""
+    for pooling, refused in (("LAST", False), ("MEAN", True)):
+        config = engine_config(
+            runner="pooling",
+            convert="embed",
+            pooler_config={"seq_pooling_type": pooling},
+            enable_prefix_caching=True,
+        )
+        if not refused:
+            refuse_unsupported(config)
+            continue
+        with pytest.raises(EngineRefused, match=r"no prefix caching for this model.*--enable-prefix-caching"):
+            refuse_unsupported(config)
 
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}

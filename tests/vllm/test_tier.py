@@ -6,6 +6,7 @@ Over 400 lines because all calls of vLLM's interface share one scripted primary 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
@@ -77,8 +78,8 @@ def opened() -> Iterator[Opened]:
     """``made``, of tiers that are shut down in the end."""
     with ExitStack() as stack:
 
-        def start(*arguments: Any) -> Driven:
-            driven = made(*arguments)
+        def start(*arguments: Any, **engine: Any) -> Driven:
+            driven = made(*arguments, **engine)
 
             def end() -> None:
                 with suppress(KVPoolError, RuntimeError):
@@ -291,6 +292,69 @@ def test_engines_of_other_layers_share_nothing_though_rows_have_as_many_bytes(
     assert same.look_up([key(1)]) == [HIT], "drafts of tokens have no layers"
     for driven in (plain, differs, same):
         driven.tier.shutdown()
+
+
+def longrope(config: Any, max_model_len: int) -> Any:
+    """Its factors are chosen by the length of the engine."""
+    config.model_config.hf_text_config.rope_parameters = {"rope_type": "longrope"}
+    config.model_config.max_model_len = max_model_len
+    return config
+
+
+def with_setting(config: Any, setting: str, value: object) -> Any:
+    *section, name = setting.split(".")
+    setattr(functools.reduce(getattr, section, config), name, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("this", "other"),
+    [
+        (lambda make: make(), lambda make: make(hf_overrides={"rms_norm_eps": 0.5})),
+        (lambda make: make(), lambda make: make(dtype="bfloat16")),
+        (lambda make: make(), lambda make: with_setting(make(), "model_config.quantization", "fp8")),
+        (lambda make: make(), lambda make: with_setting(make(), "attention_config.backend", "FLASHINFER")),
+        (
+            lambda make: make(),
+            lambda make: with_setting(make(), "cache_config.kv_cache_dtype_skip_layers", ["1"]),
+        ),
+        (lambda make: longrope(make(), 2048), lambda make: longrope(make(), 4096)),
+    ],
+    ids=["overrides", "a type of weights", "quantization", "a backend", "layers left out", "a length"],
+)
+def test_engines_that_compute_otherwise_share_nothing_under_one_name(
+    this: Callable[[Any], Any],
+    other: Callable[[Any], Any],
+    engine_config: Any,
+    server: Server,
+    opened: Opened,
+) -> None:
+    """Whatever their operators called them in ``model_id``: vLLM tells a tier of none of it."""
+    plain, same, differs = (
+        opened(entry(server.url), engine=configured(engine_config)) for configured in (this, this, other)
+    )
+    stored(plain, [1])
+    assert same.look_up([key(1)]) == [HIT]
+    assert differs.look_up([key(1)]) == [MISS]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "words"),
+    [
+        ("lora_config", object(), "sees no adapter's files.*--enable-lora"),
+        ("aux_output_config", SimpleNamespace(enabled=True), "--enable-return-routed-experts"),
+        ("attention_config.use_non_causal", True, "use_non_causal"),
+        ("diffusion_config", object(), "diffusion models compute"),
+        ("weight_transfer_config", object(), "--weight-transfer-config"),
+        ("cache_config.calculate_kv_scales", True, "--calculate-kv-scales"),
+    ],
+)
+def test_engines_whose_blocks_no_key_tells_apart_are_refused_by_name(
+    setting: str, value: object, words: str, engine_config: Any, server: Server
+) -> None:
+    with pytest.raises(EngineRefused, match=words) as caught:
+        made(entry(server.url), engine=with_setting(engine_config(), setting, value))
+    assert "\n" not in str(caught.value)
 
 
 def test_states_are_refused_by_name(server: Server) -> None:

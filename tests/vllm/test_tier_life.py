@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, rule
 from vllm.v1.kv_offload.base import OffloadKey
 
+from kvpool import metrics
 from kvpool.errors import StoreUnavailable
 from tests.support.lifecycle import MOODS, TroubledStore
 from tests.support.soak import ENGINES, NUMBERS, RARELY, SEARCH_S, Life, live, live_long
 from tests.support.tier_life import (
     COST_A_JOB,
     RECORD_NBYTES,
+    ROW_NBYTES,
     STUMBLES,
     DirectoryPool,
     Pool,
@@ -360,3 +362,16 @@ def test_a_shutdown_does_not_wait_for_ever(
     will_end(pool.now_s())
     for one in (first, second):
         one.shut_down()
+
+
+def test_a_burst_with_one_prefix_loads_it_once(engine: Callable[[], TieredEngine]) -> None:
+    """Requests share a chunk's question and its way into main memory, and vLLM its copy to the device."""
+    computed(engine(), "stored")
+    cold = engine()
+    for number in range(16):
+        cold.add(f"burst{number}", [*PROMPT, *chunks(0, 0, [number])])
+    for _ in range(40):
+        cold.step()
+    counts = cold.tier.counters.take()
+    assert counts[metrics.LOADED_BYTES.name] == len(PROMPT) * ROW_NBYTES
+    assert counts[metrics.LOOKUP_BLOCKS.name] == len(PROMPT) + 16, "those of their own are asked for, too"
