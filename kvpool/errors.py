@@ -30,6 +30,10 @@ class RepliesTooLarge(StoreUnavailable):
     """A server's reply exceeds the limit and was not read to its end. Other data there stays readable."""
 
 
+class NoThread(StoreUnavailable):
+    """The system starts no further thread for this process; what the thread was for did not begin."""
+
+
 class StoreClosed(StoreUnavailable):
     """This process closed the store; every further call fails."""
 

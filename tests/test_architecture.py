@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 # has no floor of its own; "store.__init__" is the file that a package's name imports.
 FLOORS = (
     {"_native", "v1"},  # built and generated
-    {"errors", "metrics", "text", "tracing"},
+    {"errors", "metrics", "text", "threads", "tracing"},
     {"key"},
     {"config"},
     {"store"},

@@ -247,8 +247,8 @@ auto with_os_errors(Open open) {
     const nb::object raised = nb::borrow(PyExc_OSError)(error.error_number(), error.what());
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
   } catch (const std::system_error& error) {
-    errno = error.code().value();
-    PyErr_SetFromErrno(PyExc_OSError);
+    const nb::object raised = nb::borrow(PyExc_OSError)(error.code().value(), error.what());
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(raised.ptr())), raised.ptr());
   }
   throw nb::python_error();
 }

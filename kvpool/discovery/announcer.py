@@ -25,9 +25,10 @@ from kvpool.discovery.worker_record import (
     pack_worker,
     unpack_worker,
 )
-from kvpool.errors import KVPoolError
+from kvpool.errors import KVPoolError, NoThread
 from kvpool.key.key import request_key, traffic_key
 from kvpool.store.store import Store
+from kvpool.threads import start_thread
 
 RETRY_S = 1.0  # after a failure or an eviction; a shorter lease retries sooner
 TAKE_OVER_S = 2.0  # a record of the same name is replaced this much later
@@ -101,7 +102,7 @@ class Announcer(_Writer):
         self._away = False  # the last try failed
         self._warned_twin = ""
         self._has_waited = False
-        self._thread.start()
+        start_thread(self._thread)
 
     @property
     def requested(self) -> bool:
@@ -199,7 +200,8 @@ class TrafficAnnouncer(_Writer):
             return
         self._received = (windows, self._clock())
         if self._thread.ident is None:
-            self._thread.start()
+            with contextlib.suppress(NoThread):  # the next call tries again
+                start_thread(self._thread)
 
     def _write(self) -> bool:
         windows, received_s = self._received

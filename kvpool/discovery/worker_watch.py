@@ -18,6 +18,7 @@ from kvpool.discovery.worker_record import ENDED, REQUEST_LEASE_S, WorkerRecord,
 from kvpool.errors import AnnouncementsRefused, KVPoolError
 from kvpool.key.key import is_request_key, is_traffic_key, request_key, tenant_prefix, workers_prefix
 from kvpool.store.store import Store
+from kvpool.threads import start_thread
 
 REQUEST = b"tell all you hold"
 REQUEST_EVERY_S = 2.0  # renewal of a request
@@ -105,7 +106,7 @@ class WorkerWatch:
         self._list_at_s = 0.0
         self._logged: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="kvpool-watch", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     @property
     def unreadable_records(self) -> int:

@@ -19,7 +19,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
 
-from kvpool.errors import KVPoolError
+from kvpool.errors import KVPoolError, NoThread
+from kvpool.threads import start_thread
 
 FRESH_S = 5.0  # lifetime of addresses
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0  # of failed names
@@ -109,9 +110,25 @@ class Resolver:
                 del self._line[key]
                 self._running[key[0]] += 1
                 name = self._names[key]
-                threading.Thread(
+                thread = threading.Thread(
                     target=self._look_up, args=(name,), name="kvpool-resolver", daemon=True
-                ).start()
+                )
+                try:
+                    start_thread(thread)
+                except NoThread as error:
+                    self._note_end(name, ())
+                    name.answer.set_exception(Unresolved(f"the name {name.host} is not looked up: {error}"))
+
+    def _note_end(self, name: _Name, found: Addresses) -> None:
+        name.under_way = False
+        if found:
+            name.failures, name.until = 0, self._clock() + FRESH_S
+        else:
+            backoff_s = min(MIN_BACKOFF_S * 2 ** min(name.failures, 16), MAX_BACKOFF_S)
+            name.failures, name.until = name.failures + 1, self._clock() + backoff_s
+        self._running[name.owner] -= 1
+        if not self._running[name.owner]:
+            del self._running[name.owner]
 
     # ---- in a thread of the name's own
 
@@ -127,15 +144,7 @@ class Resolver:
         except (OSError, UnicodeError) as error:  # UnicodeError: a label that is too long
             why = (error.strerror if isinstance(error, OSError) else str(error)) or "no reason given"
         with self._lock:
-            name.under_way = False
-            if found:
-                name.failures, name.until = 0, self._clock() + FRESH_S
-            else:
-                backoff_s = min(MIN_BACKOFF_S * 2 ** min(name.failures, 16), MAX_BACKOFF_S)
-                name.failures, name.until = name.failures + 1, self._clock() + backoff_s
-            self._running[name.owner] -= 1
-            if not self._running[name.owner]:
-                del self._running[name.owner]
+            self._note_end(name, found)
             self._start()
         if found:
             name.answer.set_result(found)

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvpool.errors import ConfigError
+from kvpool.threads import start_thread
 
 TIMEOUT_S = 60.0
 WHOLE_NBYTES = 64 << 20  # smaller checkpoints are read in full
@@ -158,7 +159,7 @@ class _Reading:
     @staticmethod
     def _start(work: Any) -> threading.Thread:
         thread = threading.Thread(target=work, name="kvpool-checkpoint", daemon=True)
-        thread.start()
+        start_thread(thread)
         return thread
 
     def _make(self) -> None:

@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from kvpool.threads import ADVICE, NO_THREAD
+
 # Phrase, in lower case -> what to change. The first match counts.
+# Of what this host or process has too little of.
+_HOST = {
+    NO_THREAD: ADVICE,
+    "too many open files in system": "raise the host's limit of open files (sysctl fs.file-max)",
+    "too many open files": "raise this process's limit of open files (ulimit -n)",
+    "cannot allocate memory": "raise the limit of memory of this process or container (ulimit -v)",
+}
 # Of a record whose connection ended.
 _BLOCKS = {
     "invalid bulk length": "raise the server's proto-max-bulk-len above the size of a block",
@@ -39,12 +48,17 @@ _OTHERWISE = "check that the server runs there"
 
 def advice(words: str) -> str:
     """After a failed connection with ``words``, for the end of a line."""
-    return _match(_DIALS, words) or _OTHERWISE
+    return host_advice(words) or _match(_DIALS, words) or _OTHERWISE
+
+
+def host_advice(words: str) -> str:
+    """After a failure with ``words`` for which this host or process has too little of something; else empty."""
+    return "" if ADVICE in words else _match(_HOST, words)
 
 
 def block_advice(words: str) -> str:
     """After a fault of blocks, with what parts it from ``words``; empty: none is known."""
-    found = _match(_BLOCKS, words)
+    found = host_advice(words) or _match(_BLOCKS, words)
     return found and f"; {found}"
 
 

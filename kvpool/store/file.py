@@ -21,6 +21,7 @@ import msgpack
 from kvpool import _native
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.key.key import KEY_PREFIX, found_key, parse_tenant
+from kvpool.store.advice import host_advice
 from kvpool.store.store import (
     MAX_ANNOUNCEMENT_KEY_CHARS,
     MAX_ANNOUNCEMENTS,
@@ -352,8 +353,9 @@ def _mapped(name: str, action: str, *, opening: bool = False) -> Iterator[None]:
     except _native.RefusedDirectory as error:
         raise (ConfigError if opening else StoreUnavailable)(f"{name}: {error}") from error
     except OSError as error:
-        text = f"{name}: {action}: {error.strerror or error}"
+        words = error.strerror or str(error)
+        text = f"{name}: {action}: {words}"
         advice = next((text for kind, text in _ADVICE.items() if isinstance(error, kind)), None)
         if opening and advice is not None:
             raise ConfigError(f"{text}; {advice}") from error
-        raise StoreUnavailable(f"{text}; {advice or 'check the disk'}") from error
+        raise StoreUnavailable(f"{text}; {advice or host_advice(words) or 'check the disk'}") from error

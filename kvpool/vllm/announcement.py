@@ -28,10 +28,11 @@ from kvpool.config import PoolConfig, hash_seed
 from kvpool.discovery.announcer import Announcer
 from kvpool.discovery.facts import KEEP_EVERY_S, announce_facts, keep_facts
 from kvpool.discovery.worker import MAX_SERVED, MAX_SERVED_NBYTES, Publisher, Worker
-from kvpool.errors import KVPoolError
+from kvpool.errors import KVPoolError, NoThread
 from kvpool.key.hashing import seed_id
 from kvpool.key.key import EPOCH_FACT, Namespace
 from kvpool.store import Store, StoreURL
+from kvpool.threads import start_thread
 from kvpool.vllm import internals
 
 logger = init_logger("vllm.kvpool")
@@ -251,13 +252,18 @@ class EngineAnnouncer:
         """Continue in ``namespace``. Does not block."""
         self.leave()
         self._current, self._left = namespace, threading.Event()
-        self._thread = threading.Thread(
+        fresh = threading.Thread(
             target=self._announce_after,
             args=(self._thread, store, namespace, self._left),
             name="kvpool-announcing",
             daemon=True,
         )
-        self._thread.start()
+        try:
+            start_thread(fresh)
+        except NoThread as error:  # never reaches the engine
+            logger.warning("kvpool: this engine is not announced: %s", error)
+        else:
+            self._thread = fresh
 
     def leave(self) -> None:
         """Continue without a namespace; the announcement stays."""

@@ -129,7 +129,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             facts = engine_facts(
                 self._vllm_config, cache, weights.facts, layers, self._config.blocks_per_record
             )
-        except ConfigError as error:
+        except (ConfigError, StoreUnavailable) as error:
             self._worker.switch_off(str(error))
             return
         self._worker.register(

@@ -35,10 +35,11 @@ from vllm.config import ModelConfig, VllmConfig
 from vllm.logger import init_logger
 
 from kvpool.config import PoolConfig
-from kvpool.errors import ConfigError, EngineRefused
+from kvpool.errors import ConfigError, EngineRefused, NoThread
 from kvpool.key.checkpoint import LOADED_SUFFIXES, CheckpointDigest, checkpoint_digest
 from kvpool.key.key import Fact
 from kvpool.text import counted
+from kvpool.threads import start_thread
 from kvpool.vllm import internals
 
 logger = init_logger("vllm.kvpool")
@@ -251,8 +252,16 @@ class Adapters:
             self._waiting.append(check)
             start, self._reading = not self._reading, True
         if start:
-            threading.Thread(target=self._read, name="kvpool-adapters", daemon=True).start()
+            self._start()
         return check
+
+    def _start(self) -> None:
+        try:
+            start_thread(threading.Thread(target=self._read, name="kvpool-adapters", daemon=True))
+        except NoThread as error:  # never reaches the engine
+            logger.warning("kvpool: adapters go without the pool: %s", error)
+            while (check := self._next()) is not None:
+                check.tag, check.cause, check.done = None, "unreadable", True
 
     def close(self) -> None:
         """Drop waiting checks; the thread ends after its present read."""

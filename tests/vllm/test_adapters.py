@@ -212,3 +212,18 @@ def test_blocks_that_are_computed_before_the_adapter_is_known_are_stored_when_it
     assert not {block.block_hash for block in stored} & set(asked.block_hashes)
     assert NAMESPACE.keys([block.block_hash for block in stored], 0, 0)
     scheduler.close()
+
+
+def test_an_adapter_that_no_thread_can_read_goes_without_the_pool_until_one_can(
+    engine: Callable[..., Adapters], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, lora = engine(), Lora(write(tmp_path / "a", 1))
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as without_threads:
+        without_threads.setattr(threading.Thread, "start", refuse)
+        check = reading.check(lora)
+    assert (check.done, check.tag, check.cause) == (True, None, "unreadable")
+    assert checked(reading, lora).tag is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Container
 from pathlib import Path
 from types import SimpleNamespace
@@ -243,6 +244,25 @@ def test_facts_that_a_server_evicts_are_written_again(
             assert eventually(lambda of=namespace: of.facts_key in announced(store, of))
             store.withdraw(namespace.facts_key)  # says nothing, as an eviction
             assert eventually(lambda of=namespace: of.facts_key in announced(store, of))
+        announcer.close(store)
+
+
+def test_an_engine_that_can_start_no_thread_runs_unannounced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = PoolConfig.load({"pool": f"file://{tmp_path}/pool"}, {})
+    namespace = Namespace(config.tenant, {"weights": "w"})
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with open_store(config.pool) as store:
+        announcer = EngineAnnouncer(config, "m", None)
+        with monkeypatch.context() as without_threads:
+            without_threads.setattr(threading.Thread, "start", refuse)
+            announcer.enter(store, namespace)
+        announcer.enter(store, namespace)
+        assert eventually(lambda: namespace.facts_key in announced(store, namespace))
         announcer.close(store)
 
 

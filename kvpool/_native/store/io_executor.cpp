@@ -7,6 +7,7 @@
 
 #include <mutex>
 #include <stdexcept>
+#include <system_error>
 #include <thread>
 
 #include "store/executor_core.h"
@@ -158,6 +159,9 @@ IoExecutor::IoExecutor(std::unique_ptr<Backend> backend, unsigned threads)
         body(*core);
         core->end_thread();
       });
+    } catch (const std::system_error& error) {
+      core_->end_thread();
+      throw std::system_error(error.code(), "no thread could be started");
     } catch (...) {
       core_->end_thread();
       throw;

@@ -24,6 +24,7 @@ from kvpool.store import open_store
 from kvpool.store.store import Store, Usage
 from kvpool.store.url import StoreURL
 from kvpool.text import MAX_NBYTES
+from kvpool.threads import start_thread
 
 RETRY_S = 2.0  # between two connection attempts
 EVERY_S = 5.0  # between two reads of usage and requests
@@ -93,7 +94,7 @@ class PoolFollower:
         if self._store is not None:
             self._follow(self._store)
         self._thread = threading.Thread(target=self._run, name="kvpool-pool", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def close(self) -> None:
         """Idempotent. Blocks for ``CLOSE_S`` seconds at most."""

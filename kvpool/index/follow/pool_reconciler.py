@@ -32,6 +32,7 @@ from kvpool.index.fleet import Fleet
 from kvpool.index.partition import Pool
 from kvpool.key.key import KEY_PREFIX, Fact, FoundKey, namespace_prefix, rank_key, split_key, tenant_prefix
 from kvpool.store.store import LOOK_KEYS, Notices, Store
+from kvpool.threads import start_thread
 
 DEFAULT_KEYS_PER_S = 20_000
 MAX_KEYS_PER_S = 10_000_000
@@ -103,7 +104,7 @@ class PoolReconciler:
         self._said: set[str] = set()  # present troubles
         self._totals = ReconcilerTotals()
         self._thread = threading.Thread(target=self._run, name="kvpool-reconciler", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def pool_lost(self, tenant: str | None = None) -> None:
         """Forget the pool's blocks of this tenant, and start a round; None: of all tenants. Any thread."""

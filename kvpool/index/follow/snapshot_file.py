@@ -19,6 +19,7 @@ from pathlib import Path
 
 from kvpool.errors import ConfigError, KVPoolError, SnapshotRefused
 from kvpool.index.snapshot import MAX_NBYTES, Snapshot, unpack
+from kvpool.threads import start_thread
 
 DEFAULT_EVERY_S = 60.0
 MIN_EVERY_S = 0.1
@@ -53,7 +54,7 @@ class SnapshotFile:
         self._closing = threading.Event()
         self._failed = False
         self._thread = threading.Thread(target=self._run, name="kvpool-snapshot", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def close(self) -> None:
         """Write once more and end the thread. Idempotent. Blocks for at most ``CLOSE_S`` seconds."""

@@ -29,6 +29,7 @@ from kvpool.index.limits import Limits
 from kvpool.index.rank import Rank
 from kvpool.index.resolver import Resolver
 from kvpool.index.sequence import Sequence
+from kvpool.threads import start_thread
 
 PROBE_S = 1.0  # period of replay requests to an idle publisher
 ANSWER_S = 2.0  # longest silence within a replay
@@ -74,7 +75,7 @@ class Subscriber:
         self.ignored_messages = 0  # not a batch
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="kvpool-subscriber", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
 
     def follow(self, worker: Worker, ranks: Collection[Rank]) -> None:
         """Subscribe to a worker's publishers, from each rank's position; replaces those of the same id."""

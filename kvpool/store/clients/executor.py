@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvpool import _native
+from kvpool.errors import NoThread
 from kvpool.key.key import parse_key
 from kvpool.store.batch import LookupGroup
 from kvpool.store.clients.batch_queue import BatchQueue, Probe, QueuedBatch, Slice
@@ -32,6 +33,7 @@ from kvpool.store.clients.link import (
 )
 from kvpool.store.clients.lookup_keys import LookupKeys
 from kvpool.store.url import StoreURL
+from kvpool.threads import start_thread
 
 PROBE_S = 0.5  # dial of an unreachable server; under TLS DIAL_S, because it enters a busy interpreter dozens of times
 MAX_CALL_S = 4.0  # per call, so that close() can wait for it
@@ -56,8 +58,13 @@ class ClientExecutor:
             threading.Thread(target=thread.run, name=f"kvpool-{url.client}-{index}", daemon=True)
             for index, thread in enumerate(threads)
         ]
-        for started in self._threads:
-            started.start()
+        try:
+            for thread in self._threads:
+                start_thread(thread)
+        except NoThread:
+            self._threads = [thread for thread in self._threads if thread.ident is not None]
+            self.close(DIAL_S)
+            raise
 
     def submit(
         self, op: int, keys: Sequence[str], buffers: Sequence[Any] | None, timeout_s: float

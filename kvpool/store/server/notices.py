@@ -15,12 +15,13 @@ import time
 from contextlib import closing
 from typing import Any
 
-from kvpool.errors import KVPoolError, RepliesTooLarge
+from kvpool.errors import KVPoolError, NoThread, RepliesTooLarge
 from kvpool.key.key import KEY_PREFIX, is_key
 from kvpool.store.server.connection import connect, deadline
 from kvpool.store.server.topology import Primaries
 from kvpool.store.store import Invalidations
 from kvpool.store.url import StoreURL
+from kvpool.threads import start_thread
 
 TIMEOUT_S = 2.0  # of the connect and each reply
 POLL_S = 0.25  # latency of a subscriber's end
@@ -124,7 +125,11 @@ class _Subscriber:
         """Start the thread if none runs and the pause is over."""
         if (self._thread is None or not self._thread.is_alive()) and time.monotonic() >= self._again_s:
             self._thread = threading.Thread(target=self._run, name="kvpool-notices", daemon=True)
-            self._thread.start()
+            try:
+                start_thread(self._thread)
+            except NoThread as error:
+                self._thread, self.problem = None, f"{self._name}: {error}"
+                self._again_s = time.monotonic() + RETRY_S
 
     def dismiss(self) -> None:
         self._dismissed.set()

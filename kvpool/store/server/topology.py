@@ -17,6 +17,7 @@ from kvpool import _native
 from kvpool.errors import ConfigError, KVPoolError, StoreUnavailable
 from kvpool.store.server.connection import connect, deadline
 from kvpool.store.url import StoreURL
+from kvpool.threads import start_thread
 
 if TYPE_CHECKING:
     import redis
@@ -180,7 +181,7 @@ class TopologyWatch:
         self._thread = threading.Thread(
             target=self._run, args=(is_current,), name="kvpool-topology", daemon=True
         )
-        self._thread.start()
+        start_thread(self._thread)
 
     def close(self) -> None:
         """End the thread; blocks for a reading in progress: a second or two per silent server."""
