@@ -274,6 +274,11 @@ INDEX_PLACEMENTS = Metric(
     "Requests of proxies, by why they went where they did, or were refused.",
     "outcome",
 )
+INDEX_PROMPTLESS = Metric(
+    "kvpool_index_promptless_placements_total",
+    "Requests of proxies that were placed without their prompt, by why.",
+    "reason",
+)
 INDEX_PLACEMENT_SECONDS = Metric(
     "kvpool_index_placement_seconds", "Time in the index until a proxy was told where to send a request."
 )

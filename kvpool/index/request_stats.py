@@ -21,6 +21,24 @@ Result = Literal["answered", "wrong", "unknown", "failed"]
 # Why a placed request went to its worker; the last two: why it got none.
 Outcome = Literal["prefix", "load", "no-tokens", "unknown-model", "unreadable", "failed", "no-worker", "busy"]
 OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
+# Why a request was placed without its prompt.
+Promptless = Literal[
+    "no-body",  # none was shown: a GET, or a proxy that keeps bodies to itself
+    "unreadable",  # a body that is no request
+    "too-large",  # a body of more than is read
+    "unknown-model",
+    "no-prompt",  # a path on which prompts have no tokens, such as embeddings
+    "no-render",  # the workers have no /render there
+    "refused",  # by a worker's /render
+    "large-answer",  # a worker's /render says more than is read
+    "no-answer",  # no worker's /render answers
+    "late",  # tokens that were not made in time
+    "busy",  # with other prompts
+    "unmatched",  # its tokens cannot be looked up
+    "no-worker",  # none is known yet
+    "failed",  # a fault of ours
+]
+PROMPTLESS: tuple[Promptless, ...] = get_args(Promptless)
 RESULTS: tuple[Result, ...] = ("answered", "wrong", "unknown", "failed")
 SECONDS = (50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0)
 RATIOS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
@@ -92,6 +110,7 @@ class RequestTotals:
     refused: Counter[str] = field(default_factory=Counter)  # by gRPC status name
     streams: int = 0
     placements: Counter[str] = field(default_factory=lambda: _zeros(OUTCOMES))  # requests of proxies
+    promptless: Counter[str] = field(default_factory=lambda: _zeros(PROMPTLESS))  # of these, by why
     placement_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     placed: PlacedRequests = field(default_factory=PlacedRequests)
     reuse: Reuse = field(default_factory=Reuse)  # of lookups and placements
@@ -109,6 +128,15 @@ class ProxyTotals:
 
 def _zeros(names: Sequence[str]) -> Counter[str]:
     return Counter(dict.fromkeys(names, 0))
+
+
+def outcome_of(promptless: Promptless | None) -> Outcome:
+    """Of a placed request that no worker has a block of."""
+    if promptless is None:
+        return "load"
+    if promptless in ("no-body", "unreadable", "too-large"):
+        return "unreadable"
+    return "unknown-model" if promptless == "unknown-model" else "no-tokens"
 
 
 def result_of(error: BaseException) -> Result:
@@ -149,9 +177,14 @@ class RequestStats:
         with self._lock:
             self._totals.streams += change
 
-    def record_placement(self, seconds: float, outcome: Outcome) -> None:
+    def record_placement(
+        self, seconds: float, outcome: Outcome, promptless: Promptless | None = None
+    ) -> None:
+        """``promptless``: of a request that was placed without its prompt."""
         with self._lock:
             self._totals.placements[outcome] += 1
+            if promptless is not None:
+                self._totals.promptless[promptless] += 1
             self._totals.placement_seconds.add(seconds)
 
     def record_placed(self, prompt_blocks: int = 0, matched_blocks: int = 0, held_blocks: int = 0) -> None:

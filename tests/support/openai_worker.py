@@ -44,7 +44,8 @@ def adapter(name: str, path: str, of: str) -> dict[str, Any]:
 class ScriptedWorker:
     """``bodies``: of the requests that it served. ``hold``: answers wait for it; ``hold_parts``: so do those of a
     stream behind the first. ``given_up``: requests whose caller has gone. ``reply``: the body of an answer; None: what
-    it was asked. ``render``: None: there is none. ``tls``: to serve with.
+    it was asked. ``render``: None: there is none; ``hold_render``: renders wait for it; ``features``: of their
+    answers, with ``pixels_nbytes`` where all is asked for. ``tls``: to serve with.
     """
 
     def __init__(
@@ -58,6 +59,10 @@ class ScriptedWorker:
         self.render: Render | None = render_bytes
         self.render_status = 200
         self.render_delay_s = 0.0
+        self.hold_render = threading.Event()
+        self.hold_render.set()
+        self.pixels_nbytes = 0
+        self.features: dict[str, Any] | None = None
         self.status = self.health_status = 200
         self.given_up = 0
         self.responses: set[str] = set()  # that it keeps
@@ -128,9 +133,13 @@ class ScriptedWorker:
         if (missing := self._missing(await request.read())) is not None:
             return missing
         await asyncio.sleep(self.render_delay_s)
+        await _set(self.hold_render)
         if self.render is None or self.render_status != 200:
             return web.Response(status=404 if self.render is None else self.render_status)
-        made = {"token_ids": self.render(await request.json())}
+        body = await request.json()
+        made: dict[str, Any] = {"token_ids": self.render(body), "features": self.features}
+        if self.pixels_nbytes and body.get("mm_payload") != "none":
+            made["features"] = {"kwargs_data": {"image": ["A" * self.pixels_nbytes]}}
         return web.json_response([made] if request.path == "/v1/completions/render" else made)
 
     def _keeps(self, path: str, body: bytes, said: dict[str, Any]) -> bool:
@@ -212,6 +221,7 @@ def scripted(*names: str) -> Iterator[list[ScriptedWorker]]:
         for worker in workers:
             worker.hold.set()
             worker.hold_parts.set()
+            worker.hold_render.set()
             worker.stop()
 
 

@@ -4,7 +4,8 @@
 
 CASES: a JSON list of ``[chat template, kind, body]``, with the kind ``completions`` or ``chat/completions``. Prints a
 JSON object: ``tokens`` of each case (null: it is refused), ``in_parts``: whether content has parts in each of
-``chat_shapes.templates()``, and the metrics ``pages`` of a server with two engines by what it is doing.
+``chat_shapes.templates()``, ``payloads``: what each kind of request takes for pixels that it wants, and the metrics
+``pages`` of a server with two engines by what it is doing.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from kvpool.index.place.renderer import without_pixels
 from tests.support.chat_shapes import templates
 
 
@@ -65,6 +67,24 @@ async def render(config: Any, cases: list[tuple[str, str, dict[str, Any]]]) -> l
     return found
 
 
+def payloads() -> list[str]:
+    """What requests say of pixels, by our field, for each path that is rendered."""
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+
+    messages = [{"role": "user", "content": "x"}]
+    asked: list[tuple[Any, dict[str, Any]]] = [
+        (ChatCompletionRequest, {"messages": messages}),
+        (CompletionRequest, {"prompt": "x"}),
+        (ResponsesRequest, {"input": "x"}),
+        (AnthropicMessagesRequest, {"messages": messages, "max_tokens": 1}),
+    ]
+    bodies = (without_pixels(json.dumps({"model": "m", **body}).encode()) for _, body in asked)
+    return [kind(**json.loads(body)).mm_payload for (kind, _), body in zip(asked, bodies, strict=True)]
+
+
 def in_parts() -> list[bool]:
     from vllm.renderers import hf
 
@@ -100,6 +120,7 @@ if __name__ == "__main__":
     answer = {
         "tokens": asyncio.run(render(vllm_config, json.load(sys.stdin))),
         "pages": pages(vllm_config),
+        "payloads": payloads(),
         "in_parts": in_parts(),
     }
     json.dump(answer, out)

@@ -9,6 +9,7 @@ import asyncio
 import ipaddress
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import lru_cache
 from typing import NamedTuple
@@ -17,6 +18,8 @@ from urllib.parse import urlsplit
 from kvpool.discovery.worker import Worker
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.index.fleet import Fleet
+from kvpool.index.place.placement import Refusal
+from kvpool.index.place.ranking import Pick
 from kvpool.index.resolver import Addresses, Resolver, Unresolved
 from kvpool.text import redact
 
@@ -97,6 +100,24 @@ class Endpoints:
         if not found.done() and (tenant, url.host) not in self._known:
             await asyncio.wait({asyncio.wrap_future(found)}, timeout=timeout_s)
         return self._endpoint(url, tenant, found, timeout_s)
+
+    async def of_picks(self, picks: Sequence[Pick], tenant: str, ends_s: float, most: int) -> dict[str, Pick]:
+        """The best pick at each endpoint, in order, ``most`` of them. ``ends_s``: monotonic. Errors: ``Refusal``."""
+        placed: dict[str, Pick] = {}
+        why = ""
+        for pick in picks:
+            try:
+                left_s = max(0.01, ends_s - time.monotonic())
+                endpoint = await self.resolve(pick.row.address, tenant, left_s)
+            except KVPoolError as error:
+                why = why or str(error)
+                continue
+            placed.setdefault(endpoint, pick)
+            if len(placed) == most:
+                break
+        if not placed:
+            raise Refusal(503, f"no worker can be addressed: {why}")
+        return placed
 
     async def names_at(self, wanted: frozenset[str], tenant: str, timeout_s: float) -> list[str]:
         """A tenant's workers at these ``IP:PORT``. Waits for first lookups only if none is found without."""

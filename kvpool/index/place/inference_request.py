@@ -17,6 +17,7 @@ from kvpool.discovery.worker import DEFAULT_TENANT
 from kvpool.errors import ConfigError
 from kvpool.index import bounded_json
 from kvpool.index.prompt import TOKEN_NBYTES, Chat, Prompt
+from kvpool.index.request_stats import Promptless
 
 # An engine renders the tokens of these paths, under "/render" behind the path (vLLM 0.32).
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -103,6 +104,13 @@ def read_request(
         return request._replace(prompt=_prompt(request, fields))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ConfigError) as error:
         raise ConfigError(f"the body cannot be read: {error!s:.200}") from error
+
+
+def why_unread(body: bytes) -> Promptless:
+    """Of a body that ``read_request`` does not read."""
+    if not body:
+        return "no-body"
+    return "too-large" if len(body) > MAX_READ_NBYTES else "unreadable"
 
 
 def _prompt(request: InferenceRequest, fields: dict[str, msgspec.Raw]) -> Prompt:

@@ -12,7 +12,7 @@ from kvpool.errors import KVPoolError
 from kvpool.index.limits import INFERENCE, Limits
 from kvpool.index.place.load import EJECTED
 from kvpool.index.place.ranking import Pick
-from kvpool.index.request_stats import Outcome
+from kvpool.index.request_stats import Outcome, Promptless
 
 # Headers of requests and responses.
 DESTINATION = "x-gateway-destination-endpoint"
@@ -97,7 +97,8 @@ class Placement:
     """``targets``: the best first, each with its own endpoint; empty: any worker. ``prompt_blocks``: 0:
     unknown. ``detail``: more on the reason; may be empty. ``reservation``: of the best, for
     ``Placer.release``; empty: none. ``held_blocks``: of the prompt, the most of any rank or the pool.
-    ``model``: as the request names it; empty: none.
+    ``promptless``: why it was placed without its prompt; None: with it. ``model``: as the request names it;
+    empty: none.
     """
 
     tenant: str
@@ -108,4 +109,5 @@ class Placement:
     reservation: str = ""
     made_s: float = 0.0
     held_blocks: int = 0
+    promptless: Promptless | None = None
     model: str = ""

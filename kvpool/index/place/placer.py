@@ -22,16 +22,16 @@ from typing import NamedTuple
 from kvpool.errors import ConfigError, KVPoolError, UnknownModel
 from kvpool.index.fleet import Fleet
 from kvpool.index.place.endpoints import Endpoints, Url, parse_url
-from kvpool.index.place.inference_request import InferenceRequest, named_model, read_request
+from kvpool.index.place.inference_request import InferenceRequest, named_model, read_request, why_unread
 from kvpool.index.place.load import NO_HASH
 from kvpool.index.place.placement import BLOCKS, MATCHED, REASON, WORKER, Placement, Refusal, Target, fit
-from kvpool.index.place.ranking import NativeRanking, Pick
+from kvpool.index.place.ranking import NativeRanking
 from kvpool.index.place.renderer import NoTokens, Renderer, Start
 from kvpool.index.place.router import Router
 from kvpool.index.place.stored_responses import StoredResponses
 from kvpool.index.place.tokenizer import Tokenizers
 from kvpool.index.prompt import Prompt
-from kvpool.index.request_stats import Outcome, RequestStats
+from kvpool.index.request_stats import Outcome, Promptless, RequestStats, outcome_of
 from kvpool.index.table import NotAtOnce
 from kvpool.tracing import Tracing
 
@@ -50,13 +50,13 @@ logger = logging.getLogger("kvpool.index")
 
 
 class _Ranked(NamedTuple):
-    """A request with its ranking; None: by load, for ``reason``. ``needs_render``: tokens come from a
-    worker's /render.
+    """A request with its ranking; None: by load, ``promptless``. ``needs_render``: tokens come from a worker's
+    /render.
     """
 
     request: InferenceRequest
     ranking: NativeRanking | None = None
-    reason: Outcome = "load"
+    promptless: Promptless | None = None
     detail: str = ""
     needs_render: bool = False
 
@@ -112,10 +112,11 @@ class Placer:
         """
         began_s = time.perf_counter()
         outcome: Outcome | None = None  # None: the request was given up
+        promptless: Promptless | None = None
         with self._tracing.span("kvpool.place", headers) as span:
             try:
                 placement = await self._place(path, headers, body, tenant, subset)
-                outcome = placement.reason
+                outcome, promptless = placement.reason, placement.promptless
                 best = placement.targets[0]
                 blocks, held = placement.prompt_blocks, placement.held_blocks
                 self._stats.record_placed(blocks, best.matched_blocks if blocks else 0, held if blocks else 0)
@@ -125,15 +126,16 @@ class Placer:
                 outcome = "busy" if refusal.status == 429 else "no-worker"
                 if outcome == "busy" or subset is not None or self._serves():
                     raise
+                promptless = "no-worker"
                 return Placement(tenant, "load", detail=str(refusal))
             except Exception:
                 logger.exception("a request was not placed")
-                outcome = "failed"
+                outcome = promptless = "failed"
                 return Placement(tenant, "failed")
             finally:
                 span.set(outcome=outcome or "given up", tenant=tenant)
                 if outcome:
-                    self._stats.record_placement(time.perf_counter() - began_s, outcome)
+                    self._stats.record_placement(time.perf_counter() - began_s, outcome, promptless)
 
     def models(self, tenant: str) -> list[str]:
         """The models by name, without other names and adapters of them."""
@@ -189,17 +191,17 @@ class Placer:
         keeper = self.stored.worker(tenant, path, body)
         if keeper and keeper in (workers or (keeper,)) and self._fleet.ranks_of(f"{tenant}/{keeper}"):
             workers = [keeper]
-        request, ranking, reason, detail, needs_render = await self._read(path, body, tenant, workers, ends_s)
-        if needs_render:
+        ranked = await self._read(path, body, tenant, workers, ends_s)
+        if ranked.needs_render:
             try:
-                ranking = await self._rendered(request, headers, body, ends_s)
-                reason, detail = "load", ""
+                ranked = await self._rendered(ranked.request, headers, body, ends_s)
             except NoTokens as error:
-                detail = f"{detail}; {error}" if detail else str(error)
-        if ranking is None:
-            ranking = await self._by_load(request)
-        placement = await self._placement(ranking, tenant, reason, detail, ends_s)
-        return replace(placement, model=request.model)
+                detail = f"{ranked.detail}; {error}" if ranked.detail else str(error)
+                ranked = ranked._replace(promptless=error.reason, detail=detail)
+        if ranked.ranking is None:
+            ranked = ranked._replace(ranking=await self._by_load(ranked.request))
+        placement = await self._placement(ranked, tenant, ends_s)
+        return replace(placement, model=ranked.request.model)
 
     async def _read(
         self, path: str, body: bytes, tenant: str, workers: Sequence[str] | None, ends_s: float
@@ -212,7 +214,7 @@ class Placer:
             except UnknownModel as error:
                 return _Ranked(request, None, "unknown-model", str(error))
             except ConfigError as error:  # an unreadable body, or no name of a model
-                return _Ranked(unread(), None, "unreadable", str(error))
+                return _Ranked(unread(), None, why_unread(body), str(error))
             prompt = request.prompt
             try:
                 if prompt is not None and prompt.token_ids is None:
@@ -221,9 +223,9 @@ class Placer:
                         model = self.names.model(tenant, model)
                     prompt = self._tokenizers.tokens(prompt, model) if model in self._tokenizers else None
             except ConfigError as error:  # images, or a chat that the template refuses
-                return _Ranked(request, None, "no-tokens", str(error), needs_render=True)
+                return _Ranked(request, None, "refused", str(error), needs_render=True)
             if prompt is None:
-                return _Ranked(request, None, "no-tokens", needs_render=True)
+                return _Ranked(request, None, "no-prompt", needs_render=True)
             return self._ranked(request, prompt, at_once)
 
         def unread() -> InferenceRequest:
@@ -234,17 +236,14 @@ class Placer:
         if len(body) <= INLINE_NBYTES:
             with suppress(NotAtOnce):
                 return read(True)
-        detail = f"{MAX_UNDER_WAY} other bodies are being read"
-        if self._under_way < MAX_UNDER_WAY:
-            if (ranked := await self._in_thread(read, tenant, ends_s)) is not None:
-                return ranked
-            detail = f"its tokens were not made within {self._timeout_s:g} s"
-        return _Ranked(unread(), None, "no-tokens", detail)
+        if self._under_way >= MAX_UNDER_WAY:
+            return _Ranked(unread(), None, "busy", f"{MAX_UNDER_WAY} other bodies are being read")
+        return await self._in_thread(read, tenant, ends_s) or self._late(unread())
 
     async def _rendered(
         self, request: InferenceRequest, headers: Mapping[str, str], body: bytes, ends_s: float
-    ) -> NativeRanking | None:
-        """By the tokens that a worker renders; None: by load. Errors: ``NoTokens``."""
+    ) -> _Ranked:
+        """By the tokens that a worker renders. Errors: ``NoTokens``."""
         prompt = await self._renderer.prompt(
             request,
             body,
@@ -256,13 +255,21 @@ class Placer:
         prompt = prompt if request.workers is None else replace(prompt, workers=request.workers)
         if prompt.nbytes <= INLINE_TOKENS_NBYTES:
             with suppress(NotAtOnce):
-                return self._ranked(request, prompt, True).ranking
-        ranked = await self._in_thread(partial(self._ranked, request, prompt), request.tenant, ends_s)
-        return ranked.ranking if ranked else None
+                return self._ranked(request, prompt, True)
+        work = partial(self._ranked, request, prompt)
+        return await self._in_thread(work, request.tenant, ends_s) or self._late(request)
 
-    async def _renders(self, request: InferenceRequest, without: Collection[str]) -> tuple[Url, Start]:
-        """The least busy worker, at none of these endpoints. Errors: ``KVPoolError``."""
-        for pick in (await self._by_load(request, takes_turn=False)).unpack().picks:
+    def _late(self, request: InferenceRequest) -> _Ranked:
+        return _Ranked(request, None, "late", f"its tokens were not made within {self._timeout_s:g} s")
+
+    async def _renders(
+        self, request: InferenceRequest, without: Collection[str], renders: Counter[str]
+    ) -> tuple[Url, Start]:
+        """The worker with the fewest of these renders, of equals the least busy one, at none of these endpoints.
+        Errors: ``KVPoolError``.
+        """
+        picks = (await self._by_load(request, takes_turn=False)).unpack().picks
+        for pick in sorted(picks, key=lambda one: renders[f"{request.tenant}/{one.worker}"]):
             if pick.unreachable:
                 continue
             with suppress(KVPoolError):
@@ -270,7 +277,7 @@ class Placer:
                 if endpoint not in without:
                     start = self._fleet.start(f"{request.tenant}/{pick.worker}")
                     return parse_url(pick.address)._replace(endpoint=endpoint), start
-        raise NoTokens("no worker can be asked for its tokens")
+        raise NoTokens("no-answer", "no worker can be asked for its tokens")
 
     def _ranked(self, request: InferenceRequest, prompt: Prompt, at_once: bool) -> _Ranked:
         try:
@@ -279,8 +286,8 @@ class Placer:
             )
         except NotAtOnce:
             raise
-        except KVPoolError:  # hashes that cannot be made, too many blocks, too much work
-            return _Ranked(request)
+        except KVPoolError as error:  # hashes that cannot be made, too many blocks, too much work
+            return _Ranked(request, None, "unmatched", str(error))
         return _Ranked(request, ranking)
 
     async def _by_load(self, request: InferenceRequest, *, takes_turn: bool = True) -> NativeRanking:
@@ -338,12 +345,13 @@ class Placer:
 
     # ---- ranking -> placement
 
-    async def _placement(
-        self, ranking: NativeRanking, tenant: str, reason: Outcome, detail: str, ends_s: float
-    ) -> Placement:
+    async def _placement(self, ranked: _Ranked, tenant: str, ends_s: float) -> Placement:
+        ranking, reason = ranked.ranking, outcome_of(ranked.promptless)
+        assert ranking is not None
         picks, reservation = (unpacked := ranking.unpack()).picks, unpacked.reservation
         try:
-            placed = await self._resolved(fit(picks, self._max_waiting), tenant, ends_s)
+            fitting = fit(picks, self._max_waiting)
+            placed = await self._endpoints.of_picks(fitting, tenant, ends_s, self._max_endpoints)
         except BaseException:
             self._release(tenant, reservation)
             raise
@@ -368,23 +376,6 @@ class Placer:
         prompt_blocks = first.row.prompt_blocks if reason in ("load", "prefix") else 0
         held_blocks = max(matched, *ranking.matched()[2:])
         return Placement(
-            tenant, reason, targets, prompt_blocks, detail, reservation, time.monotonic(), held_blocks
-        )
-
-    async def _resolved(self, picks: Sequence[Pick], tenant: str, ends_s: float) -> dict[str, Pick]:
-        """The best pick at each endpoint, in order. Errors: ``Refusal``."""
-        placed: dict[str, Pick] = {}
-        why = ""
-        for pick in picks:
-            try:
-                left_s = max(0.01, ends_s - time.monotonic())
-                endpoint = await self._endpoints.resolve(pick.row.address, tenant, left_s)
-            except KVPoolError as error:
-                why = why or str(error)
-                continue
-            placed.setdefault(endpoint, pick)
-            if len(placed) == self._max_endpoints:
-                break
-        if not placed:
-            raise Refusal(503, f"no worker can be addressed: {why}")
-        return placed
+            tenant, reason, targets, prompt_blocks, ranked.detail, reservation, time.monotonic(), held_blocks,
+            ranked.promptless,
+        )  # fmt: skip

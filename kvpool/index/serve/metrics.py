@@ -88,6 +88,7 @@ class Exporter(Collector):
         streams = metrics.INDEX_STREAMS
         yield GaugeMetricFamily(streams.name, streams.help, value=totals.streams)
         yield _by_label(CounterMetricFamily, metrics.INDEX_PLACEMENTS, totals.placements)
+        yield _by_label(CounterMetricFamily, metrics.INDEX_PROMPTLESS, totals.promptless)
         yield _histograms(metrics.INDEX_PLACEMENT_SECONDS, {"": totals.placement_seconds})
         yield _histograms(metrics.INDEX_LOOKUP_SECONDS, {"": totals.seconds})
         yield _histograms(metrics.INDEX_MATCHED_RATIO, totals.ratios)

@@ -162,3 +162,18 @@ async def test_the_workers_that_could_not_be_reached_are_remembered_within_a_lim
     for name in ("one", "two", "one", "three"):
         kept._set_aside(name)
     assert list(kept._away) == ["one", "three"]
+
+
+@pytest.mark.anyio
+async def test_workers_share_the_renders_of_prompts_that_come_at_once() -> None:
+    with scripted("a", "b") as workers:
+        for worker in workers:
+            worker.hold_render.clear()
+        async with placing(workers) as there:
+            made = [asyncio.create_task(there.reason()) for _ in range(8)]
+            while sum(rendered(workers)) < 8:
+                await asyncio.sleep(0.01)
+            assert rendered(workers) == [4, 4]
+            for worker in workers:
+                worker.hold_render.set()
+            assert await asyncio.gather(*made) == ["load"] * 8

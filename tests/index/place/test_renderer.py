@@ -18,25 +18,38 @@ from kvpool.index.place.endpoints import Url, parse_url
 from kvpool.index.place.inference_request import read_request
 from kvpool.index.place.renderer import NoTokens, Renderer
 from kvpool.index.prompt import Prompt
-from tests.support.openai_worker import ScriptedWorker, scripted
+from tests.support.openai_worker import ScriptedWorker, scripted, that_accepts_nothing
 
 COMPLETIONS, MESSAGES = "/v1/completions", "/v1/messages"
 
 
+class Clock:
+    now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
 async def tokens_of(
-    rendering: Renderer, text: str, *workers: ScriptedWorker, path: str = COMPLETIONS
+    rendering: Renderer,
+    text: str,
+    *workers: ScriptedWorker,
+    path: str = COMPLETIONS,
+    tenant: str = "default",
+    lasts: bool = True,
+    timeout_s: float = 60.0,
 ) -> list[int]:
     """The tokens of a text, of the first of these workers that is not named as one not to ask."""
 
-    async def ask(without: Any) -> tuple[Url, tuple[str, str]]:
+    async def ask(without: Any, renders: Any) -> tuple[Url, tuple[str, str]]:
         for worker in workers:
             if worker.at not in without:
                 return parse_url(f"http://{worker.at}"), (worker.name, "")
-        raise NoTokens("no other worker")
+        raise NoTokens("no-answer", "no other worker")
 
     body = json.dumps({"model": "m", "prompt": text}).encode()
-    request = read_request(path, body)
-    prompt = await rendering.prompt(request, body, {}, ask, lambda start: True, 60.0)
+    request = read_request(path, body, tenant)
+    prompt = await rendering.prompt(request, body, {}, ask, lambda start: lasts, timeout_s)
     assert isinstance(prompt.token_ids, array)
     return list(prompt.token_ids)
 
@@ -141,3 +154,126 @@ async def test_tokens_that_are_none_are_no_tokens(made: Any) -> None:
         async with opened() as rendering:
             with pytest.raises(NoTokens, match="a list that holds no tokens"):
                 await tokens_of(rendering, "x", a)
+
+
+@pytest.mark.anyio
+async def test_images_are_asked_for_without_their_pixels() -> None:
+    """Four of 720p are 29 MiB in an answer; above 32 MiB no answer is read."""
+    with scripted("a") as (a,):
+        a.pixels_nbytes = renderer.MAX_RENDERED_NBYTES
+        async with opened() as rendering:
+            assert await tokens_of(rendering, "a picture", a) == list(b"a picture")
+
+
+def test_the_requests_of_vllm_know_the_field_that_leaves_pixels_out(vllm_server: dict[str, Any]) -> None:
+    assert vllm_server["payloads"] == ["none"] * 4
+
+
+@pytest.mark.parametrize(
+    ("made", "reason", "says"),
+    [
+        (400, "refused", "HTTP status 400"),
+        (501, "refused", "HTTP status 501"),
+        ([1] * 100_000, "large-answer", "answers with more than"),
+        ([-1], "no-answer", "holds no tokens"),
+    ],
+)
+@pytest.mark.anyio
+async def test_a_prompt_that_a_worker_does_not_render_is_remembered(
+    made: Any, reason: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(renderer, "MAX_RENDERED_NBYTES", 100_000)
+    clock = Clock()
+    with scripted("a") as (a,):
+        if isinstance(made, int):
+            a.render_status = made
+        else:
+            a.render = lambda _: made
+        async with opened(clock=clock) as rendering:
+            for asked, lasts, later_s in ((1, True, 0.0), (1, True, 0.0), (2, False, 0.0), (3, True, 301.0)):
+                clock.now_s += later_s
+                with pytest.raises(NoTokens, match=says) as caught:
+                    await tokens_of(rendering, "x", a, lasts=lasts)
+                assert (caught.value.reason, a.rendered) == (reason, asked)
+
+
+@pytest.mark.anyio
+async def test_a_fault_of_a_worker_is_not_remembered_of_a_prompt() -> None:
+    with scripted("a") as (a,):
+        async with opened() as rendering:
+            for status in (500, 401, 429):
+                a.render_status = status
+                with pytest.raises(NoTokens):
+                    await tokens_of(rendering, "x", a)
+            a.render_status = 200
+            assert await tokens_of(rendering, "x", a) == list(b"x")
+
+
+@pytest.mark.anyio
+async def test_more_prompts_than_can_be_made_at_once_wait_in_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renderer, "MAX_UNDER_WAY", 3)
+    monkeypatch.setattr(renderer, "MAX_OF_TENANT", 2)
+    limits = Limits()
+    with scripted("a") as (a,):
+        a.hold_render.clear()
+        async with opened(limits=limits) as rendering:
+            texts = [f"text {number}" for number in range(8)]
+            made = [asyncio.create_task(tokens_of(rendering, text, a)) for text in texts]
+            while a.rendered < 2:
+                await asyncio.sleep(0.01)
+            other = asyncio.create_task(tokens_of(rendering, "another's", a, tenant="other"))
+            while a.rendered < 3:
+                await asyncio.sleep(0.01)
+            assert limits.used_nbytes > 0, "bodies, which their requests may have given up"
+            a.hold_render.set()
+            assert await asyncio.gather(*made) == [list(text.encode()) for text in texts]
+            assert await other == list(b"another's")
+            assert (limits.used_nbytes, rendering._renders) == (0, {})
+
+
+@pytest.mark.anyio
+async def test_prompts_whose_turn_does_not_come_in_time_cost_no_render_and_are_told_once_in_a_while(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(renderer, "MAX_UNDER_WAY", 1)
+    clock = Clock()
+    with scripted("a") as (a,):
+        a.hold_render.clear()
+        async with opened(clock=clock) as rendering:
+            first = asyncio.create_task(tokens_of(rendering, "first", a))
+            while not a.rendered:
+                await asyncio.sleep(0.01)
+            for number in range(6):
+                clock.now_s += 61 if number == 5 else 0
+                with pytest.raises(NoTokens) as caught:
+                    await tokens_of(rendering, f"text {number}", a, timeout_s=0.01)
+                assert caught.value.reason in ("busy", "late")
+            while len(rendering._under_way) > 1:
+                await asyncio.sleep(0.01)
+            a.hold_render.set()
+            assert await first == list(b"first")
+            assert a.rendered == 1
+    told = [record.getMessage() for record in caplog.records]
+    assert [text.partition(":")[2].split(";")[0] for text in told] == [
+        " 1, the last of m",
+        " 5, the last of m",
+    ]
+    assert all("--tokenizer m=FOLDER" in text for text in told)
+
+
+@pytest.mark.parametrize(("passes_s", "is_away"), [(0.0, True), (10.0, False)])
+@pytest.mark.anyio
+async def test_a_connection_that_was_late_for_this_loop_s_own_sake_is_no_sign_of_its_worker(
+    passes_s: float, is_away: bool
+) -> None:
+    class Passing(Clock):
+        def __call__(self) -> float:
+            self.now_s += passes_s
+            return self.now_s
+
+    with that_accepts_nothing() as port:
+        async with opened(clock=Passing()) as rendering:
+            with pytest.raises(NoTokens) as caught:
+                await tokens_of(rendering, "x", ScriptedWorker("full", port))
+            assert caught.value.reason == "no-answer"
+            assert bool(rendering._away) is is_away
