@@ -218,6 +218,11 @@ class Names:
     def models(self, tenant: str) -> list[str]:
         return [name for owner, name in list(self._models) if owner == tenant]
 
+    def default(self, tenant: str) -> str:
+        """The model of a request that names none, for which each engine takes its own; empty: there are several."""
+        models = self.models(tenant)
+        return models[0] if len(models) == 1 else ""
+
     def are_several(self, tenant: str) -> bool:
         """Whether requests of a tenant may name one or another."""
         return len(self.models(tenant)) > 1 or bool(self._servers.get(tenant))

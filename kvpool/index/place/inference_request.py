@@ -6,6 +6,7 @@ Other fields stay undecoded. An unreadable request is placed by load: its engine
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
@@ -21,7 +22,9 @@ from kvpool.index.request_stats import Promptless
 
 # An engine renders the tokens of these paths, under "/render" behind the path (vLLM 0.32).
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-RENDERED = frozenset((COMPLETIONS, CHAT, "/v1/responses", "/v1/messages"))
+RENDERED = frozenset((COMPLETIONS, CHAT, "/v1/responses", "/v1/messages", "/cohere/v2/chat"))
+BATCH = "/v1/chat/completions/batch"  # of chats, whose options are those of a chat
+GENERATE = "/inference/v1/generate"  # from tokens
 MODELS = "/v1/models/"  # with the name behind it
 
 MAX_READ_NBYTES = 4 << 20  # of a body: larger ones hold images or sound, and take long to decode
@@ -33,8 +36,8 @@ MAX_NAME_NBYTES = 4096
 # With these an engine's tokens differ from a bare tokenizer's.
 _RENDERED_BY_ENGINE = frozenset(
     (
-        "add_special_tokens", "chat_template", "mm_processor_kwargs", "prompt_embeds", "suffix",
-        "truncate_prompt_tokens",
+        "add_special_tokens", "chat_template", "content_parts", "features", "mm_processor_kwargs", "prompt_embeds",
+        "suffix", "truncate_prompt_tokens",
     )
 )  # fmt: skip
 # Fields that do not change the tokens.
@@ -47,6 +50,8 @@ _NOT_OF_PROMPT = frozenset(
 )  # fmt: skip
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _TOKENS = "prompt_token_ids"  # in kv_transfer_params: an engine takes them in place of the prompt
+_PARAMS = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
+_RAWS = msgspec.json.Decoder(list[msgspec.Raw])
 _Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 _PROMPT = msgspec.json.Decoder(str | list[_Token])  # ten times as fast as a check of each token in Python
 _PROMPTS = msgspec.json.Decoder(list[str | list[_Token]])
@@ -63,9 +68,26 @@ class _Named(msgspec.Struct):
 _NAMED = msgspec.json.Decoder(_Named)
 
 
+def engine_path(target: str) -> str:
+    """The path by which an engine routes a request: uvicorn decodes escapes, once; starlette compares the rest."""
+    return unquote(target.partition("?")[0])
+
+
+def engine_json(body: bytes) -> bytes:
+    """JSON in UTF-8. Engines read it by Python's ``json``: also with a byte-order mark, in UTF-16 and in UTF-32."""
+    encoding = json.detect_encoding(body[:4])
+    if encoding == "utf-8":
+        return body
+    try:
+        return body.decode(encoding).encode()
+    except UnicodeError:
+        return body
+
+
 class InferenceRequest(NamedTuple):
-    """``nbytes``: of its body. ``workers``: candidates by name; None: all. ``model``: as the request names
-    it; empty: none. ``prompt``: the first of several; None: only an engine knows its tokens.
+    """``path``: by which its tokens are made. ``nbytes``: of its body. ``workers``: candidates by name; None: all.
+    ``model``: as the request names it; empty: none. ``prompt``: the first of several; None: only an engine knows
+    its tokens. ``body``: for ``path``, with the first of several chats.
     """
 
     path: str
@@ -75,6 +97,7 @@ class InferenceRequest(NamedTuple):
     model: str = ""
     prompt: Prompt | None = None
     cache_salt: str | None = None
+    body: bytes = b""
 
     @property
     def tokens_estimate(self) -> int:
@@ -84,22 +107,33 @@ class InferenceRequest(NamedTuple):
 
 
 def read_request(
-    path: str, body: bytes, tenant: str = DEFAULT_TENANT, workers: Sequence[str] | None = None
+    path: str,
+    body: bytes,
+    tenant: str = DEFAULT_TENANT,
+    workers: Sequence[str] | None = None,
+    default: str = "",
 ) -> InferenceRequest:
-    """``body``: as sent to ``path``. Errors: ``ConfigError``; such a request can still be placed by load."""
-    path = path.partition("?")[0]
+    """``path``, ``body``: of ``engine_path``, ``engine_json``. ``default``: model where it names none. Errors:
+    ``ConfigError``; such a request can still be placed by load.
+    """
     if len(body) > MAX_READ_NBYTES:
         raise ConfigError(f"a body of {len(body)} bytes is not read, {MAX_READ_NBYTES} at most")
     try:
         bounded_json.check(body)
         fields = _FIELDS.decode(body)
-        request = InferenceRequest(path, len(body), tenant, workers, _text(fields, "model") or "")
-        if path not in RENDERED:
+        nbytes = len(body)
+        if path == BATCH:
+            path, chats = CHAT, _RAWS.decode(fields.get("messages", b"[]"))
+            fields["messages"] = chats[0] if chats else msgspec.Raw(b"[]")
+            body = msgspec.json.encode(fields)
+        model = _text(fields, "model") or default
+        request = InferenceRequest(path, nbytes, tenant, workers, model, body=body)
+        if path not in RENDERED and path != GENERATE:
             return request
         request = request._replace(cache_salt=_text(fields, "cache_salt"))
-        if path not in (COMPLETIONS, CHAT) or _RENDERED_BY_ENGINE & fields.keys():
+        if path not in (COMPLETIONS, CHAT, GENERATE) or _RENDERED_BY_ENGINE & fields.keys():
             return request
-        if _TOKENS in (msgspec.json.decode(fields.get("kv_transfer_params", b"null")) or ()):
+        if _TOKENS in (_PARAMS.decode(fields.get("kv_transfer_params", b"null")) or ()):
             return request
         return request._replace(prompt=_prompt(request, fields))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ConfigError) as error:
@@ -123,7 +157,7 @@ def _prompt(request: InferenceRequest, fields: dict[str, msgspec.Raw]) -> Prompt
         }
         chat = Chat.of_request(body)
     else:
-        raw = fields.get("prompt", b"null")
+        raw = fields.get("token_ids" if request.path == GENERATE else "prompt", b"null")
         try:
             prompt = _PROMPT.decode(raw)
         except msgspec.ValidationError:
@@ -161,9 +195,8 @@ def named_model(path: str, body: bytes) -> str:
     JSON takes 0.6 ms a MiB of text, at most 3.6 (numbers of one digit); a form 1 to 2 ms a MiB, at most 6
     (dashes); both hold the interpreter's lock, for bodies of up to 16 MiB.
     """
-    path = path.partition("?")[0]
     if path.startswith(MODELS):
-        return unquote(path[len(MODELS) :])
+        return path[len(MODELS) :]
     if body.startswith(_FORM):
         return _model_of_form(body)
     try:

@@ -22,7 +22,14 @@ from typing import NamedTuple
 from kvpool.errors import ConfigError, KVPoolError, UnknownModel
 from kvpool.index.fleet import Fleet
 from kvpool.index.place.endpoints import Endpoints, Url, parse_url
-from kvpool.index.place.inference_request import InferenceRequest, named_model, read_request, why_unread
+from kvpool.index.place.inference_request import (
+    InferenceRequest,
+    engine_json,
+    engine_path,
+    named_model,
+    read_request,
+    why_unread,
+)
 from kvpool.index.place.load import NO_HASH
 from kvpool.index.place.placement import BLOCKS, MATCHED, REASON, WORKER, Placement, Refusal, Target, fit
 from kvpool.index.place.ranking import NativeRanking
@@ -183,6 +190,7 @@ class Placer:
         subset: frozenset[str] | None,
     ) -> Placement:
         ends_s = time.monotonic() + self._timeout_s
+        path, body = engine_path(path), engine_json(body)
         workers: Sequence[str] | None = None
         if subset is not None:
             workers = await self._endpoints.names_at(subset, tenant, self._timeout_s)
@@ -194,7 +202,7 @@ class Placer:
         ranked = await self._read(path, body, tenant, workers, ends_s)
         if ranked.needs_render:
             try:
-                ranked = await self._rendered(ranked.request, headers, body, ends_s)
+                ranked = await self._rendered(ranked.request, headers, ends_s)
             except NoTokens as error:
                 detail = f"{ranked.detail}; {error}" if ranked.detail else str(error)
                 ranked = ranked._replace(promptless=error.reason, detail=detail)
@@ -209,7 +217,7 @@ class Placer:
         def read(at_once: bool) -> _Ranked:
             """Any thread; takes time with the body's size. Errors: ``NotAtOnce``."""
             try:
-                request = read_request(path, body, tenant, workers)
+                request = read_request(path, body, tenant, workers, self.names.default(tenant))
                 self.names.check(tenant, request.model)
             except UnknownModel as error:
                 return _Ranked(request, None, "unknown-model", str(error))
@@ -241,12 +249,12 @@ class Placer:
         return await self._in_thread(read, tenant, ends_s) or self._late(unread())
 
     async def _rendered(
-        self, request: InferenceRequest, headers: Mapping[str, str], body: bytes, ends_s: float
+        self, request: InferenceRequest, headers: Mapping[str, str], ends_s: float
     ) -> _Ranked:
         """By the tokens that a worker renders. Errors: ``NoTokens``."""
         prompt = await self._renderer.prompt(
             request,
-            body,
+            request.body,
             headers,
             partial(self._renders, request),
             self._fleet.lasts,

@@ -14,11 +14,12 @@ _ID = rb"(resp_[\w-]{1,128})"  # vllm/entrypoints/openai/responses/protocol.py
 _ANSWERED = re.compile(rb'"id"\s*:\s*"' + _ID + rb'"')
 # Text within a string of JSON has a backslash before each quote.
 _PREVIOUS = re.compile(rb'"previous_response_id"\s*:\s*"' + _ID + rb'"')
-_AT_PATH = re.compile(RESPONSES.encode() + b"/" + _ID + rb"(?:[/?]|$)")
+_AT_PATH = re.compile(RESPONSES.encode() + b"/" + _ID + rb"(?:/|$)")
 
 
 def is_of_responses(path: str) -> bool:
-    return path.partition("?")[0] == RESPONSES or path.startswith(RESPONSES + "/")
+    """``path``: of ``engine_path``."""
+    return path == RESPONSES or path.startswith(RESPONSES + "/")
 
 
 class StoredResponses:

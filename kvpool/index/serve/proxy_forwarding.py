@@ -20,6 +20,7 @@ from yarl import URL
 
 from kvpool.index.limits import INFERENCE, Limits
 from kvpool.index.place.endpoints import parse_url
+from kvpool.index.place.inference_request import engine_path
 from kvpool.index.place.placement import MAX_BODY_NBYTES, OURS, RANK, Placement, Refusal, Target, hold
 from kvpool.index.place.placer import Placer
 from kvpool.index.place.stored_responses import is_of_responses
@@ -171,7 +172,7 @@ class Forwarding:
     ) -> tuple[aiohttp.ClientResponse, Placement, Target]:
         """The first response, its placement and its worker. Errors: ``Refusal``."""
         left, tried = list(placement.targets), set()
-        headers, path = self._forwarded(not_forwarded), self._request.rel_url.raw_path
+        headers, path = self._forwarded(not_forwarded), engine_path(self._request.rel_url.raw_path)
         may_repeat = may_place = True
         while True:
             target = left.pop(0)
@@ -290,7 +291,7 @@ class Forwarding:
         for name in _NAMES_URL:
             if name in headers:
                 headers[name] = _without_worker(headers[name], target)
-        path, status = self._request.rel_url.raw_path, reply.status
+        path, status = engine_path(self._request.rel_url.raw_path), reply.status
         self._learns = LEARNS if status // 100 == 2 and is_of_responses(path) else 0
         has_body = self._request.method != "HEAD" and reply.status not in (204, 304)
         if has_body and reply.content_length is not None and reply.content_length <= WHOLE_NBYTES:

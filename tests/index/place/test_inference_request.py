@@ -1,10 +1,31 @@
-"""What of a request says its model, and which prompts only an engine makes tokens of."""
+"""What of a request an engine reads: its path, its body, its model and its prompt; and what it does not read."""
 
 from __future__ import annotations
 
+import contextlib
+import http.client
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
-from kvpool.index.place.inference_request import MAX_PARTS, named_model, read_request
+from kvpool.errors import ConfigError
+from kvpool.index.place.inference_request import (
+    BATCH,
+    CHAT,
+    COMPLETIONS,
+    GENERATE,
+    MAX_PARTS,
+    engine_json,
+    engine_path,
+    named_model,
+    read_request,
+)
+from kvpool.index.prompt import Chat
+from tests.support.deadlines import eventually
 
 SPEECH = "/v1/audio/transcriptions"
 
@@ -49,7 +70,7 @@ END = b"--x--\r\n"
     ],
 )  # fmt: skip
 def test_what_names_a_model(path: str, body: bytes, model: str) -> None:
-    assert named_model(path, body) == model
+    assert named_model(engine_path(path), engine_json(body)) == model
 
 
 @pytest.mark.parametrize(
@@ -65,3 +86,119 @@ def test_what_names_a_model(path: str, body: bytes, model: str) -> None:
 def test_a_prompt_that_an_engine_changes_has_no_tokens_here(field: str, is_known: bool) -> None:
     request = read_request("/v1/completions", f'{{"model": "m", "prompt": "x", {field}}}'.encode())
     assert (request.prompt is not None) == is_known
+
+
+PROMPT = '{"model": "m", "prompt": "é世"}'
+ENCODED = {
+    "utf-8": PROMPT.encode(), "utf-8-sig": PROMPT.encode("utf-8-sig"), "utf-16": PROMPT.encode("utf-16"),
+    "utf-16-le": PROMPT.encode("utf-16-le"), "utf-16-be": PROMPT.encode("utf-16-be"),
+    "utf-32": PROMPT.encode("utf-32"), "utf-32-le": PROMPT.encode("utf-32-le"),
+    "utf-32-be": PROMPT.encode("utf-32-be"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("body", ENCODED.values(), ids=ENCODED.keys())
+def test_a_body_is_read_in_each_encoding_that_an_engine_reads(body: bytes) -> None:
+    assert json.loads(body) == json.loads(PROMPT)
+    request = read_request(COMPLETIONS, engine_json(body))
+    assert request.prompt is not None
+    assert (request.model, request.prompt.text) == ("m", "é世")
+    assert named_model(COMPLETIONS, engine_json(body)) == "m"
+
+
+@pytest.mark.parametrize("body", [b"\0", b"\xff\xfe{", b"\0{\xd8\0\0}", b"\xff\xfe\0\0{", b"{}", b""])
+def test_a_body_that_no_engine_reads_is_read_as_it_is(body: bytes) -> None:
+    assert engine_json(body) == body
+
+
+BOTH = [{"role": "user", "content": "one"}], [{"role": "user", "content": "two"}]
+
+
+def test_a_batch_of_chats_has_the_tokens_of_its_first_one() -> None:
+    whole = json.dumps({"model": "m", "messages": BOTH, "top_p": 0.5, "cache_salt": "s"}).encode()
+    request = read_request(BATCH, whole)
+    assert (request.path, request.nbytes, request.cache_salt) == (CHAT, len(whole), "s")
+    assert request.prompt is not None
+    assert request.prompt.chat == Chat(BOTH[0])
+    assert json.loads(request.body) == {"model": "m", "messages": BOTH[0], "top_p": 0.5, "cache_salt": "s"}
+    templated = read_request(BATCH, json.dumps({"messages": BOTH, "chat_template": "x"}).encode())
+    assert (templated.prompt, json.loads(templated.body)["messages"]) == (None, BOTH[0])
+
+
+@pytest.mark.parametrize("messages", ["3", "[3]", "{}", "[]x", "null"])
+def test_a_batch_without_chats_is_not_read(messages: str) -> None:
+    with pytest.raises(ConfigError, match="the body cannot be read"):
+        read_request(BATCH, f'{{"messages": {messages}}}'.encode())
+
+
+def test_a_request_to_generate_from_tokens_has_these() -> None:
+    request = read_request(GENERATE, b'{"token_ids": [1, 2, 3], "model": "m", "cache_salt": "s"}')
+    assert request.prompt is not None
+    assert (request.prompt.token_ids, request.prompt.cache_salt) == ([1, 2, 3], "s")
+    assert read_request(GENERATE, b'{"token_ids": [1], "features": {}}').prompt is None
+
+
+@pytest.mark.parametrize("model", ["", '"model": "",', '"model": null,'])
+def test_a_request_without_a_model_is_for_the_only_one(model: str) -> None:
+    body = f'{{{model} "prompt": "x"}}'.encode()
+    assert read_request(COMPLETIONS, body, default="only").prompt.model == "only"  # type: ignore[union-attr]
+    assert read_request(COMPLETIONS, body.replace(b'""', b'"m"')).model in ("", "m")
+
+
+# ---- beside the server that vLLM uses
+
+ROUTED = {
+    "/v1/completions": "/v1/completions", "/v1/completions?a=/b": "/v1/completions",
+    "/v1/%63ompletions": "/v1/completions", "/v1%2Fcompletions": "/v1/completions",
+    "/v1/%2563ompletions": None, "//v1/completions": None, "/v1//completions": None, "/v1/./completions": None,
+    "/v1/completions/": None, "/V1/completions": None, "/v1/completions;x": None, "/v1/completions%3Fx": None,
+    "/v1/%FFcompletions": None, "/v1/completions%00": None,
+}  # fmt: skip
+
+
+@pytest.mark.vllm
+def test_paths_and_bodies_are_read_as_uvicorn_and_starlette_read_them() -> None:
+    """``None``: the server routes it nowhere, or answers with a redirect."""
+    with served() as port:
+        for target, path in ROUTED.items():
+            status, said = sent(port, target, ENCODED["utf-8"])
+            assert (said.get("path") if status == 200 else None) == path, target
+            assert (engine_path(target) == "/v1/completions") == (path is not None), target
+        for body in ENCODED.values():
+            assert sent(port, "/v1/completions", body)[1]["prompt"] == "é世"
+
+
+@contextlib.contextmanager
+def served() -> Iterator[int]:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse
+    from starlette.routing import Route
+
+    async def completions(request: Request) -> JSONResponse:
+        return JSONResponse({"path": request.scope["path"], **await request.json()})
+
+    app = Starlette(routes=[Route("/v1/completions", completions, methods=["POST"])])
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, loop="asyncio", log_level="error"))
+    thread = threading.Thread(target=server.run, args=([listening],))
+    thread.start()
+    try:
+        assert eventually(lambda: server.started)
+        yield listening.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(60)
+        listening.close()
+
+
+def sent(port: int, target: str, body: bytes) -> tuple[int, dict[str, Any]]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request("POST", target, body, {"content-type": "application/json"})
+        reply = connection.getresponse()
+        said = reply.read()
+        return reply.status, json.loads(said) if reply.status == 200 else {}
+    finally:
+        connection.close()
