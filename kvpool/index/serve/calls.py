@@ -177,24 +177,38 @@ class Calls:
     ) -> bytes:
         """The one request of a call; the call ends without it after ``REQUEST_S``.
 
-        ``memory``: without room for the largest request, the call ends after ``LATE_S``. The status ends the
-        read: gRPC never frees the buffers of a cancelled read. Errors: ``ConfigError`` without a request.
+        ``memory``: without room for the largest request, the call ends after ``LATE_S``. Errors: ``ConfigError``
+        without a request.
         """
-        loop = asyncio.get_running_loop()
-        error = NotTaken(f"the request did not arrive within {REQUEST_S:g} s")
-        timers = [loop.call_later(REQUEST_S, self._end_late, name, context, error)]
-        if memory is not None:
-            timers.append(loop.call_later(LATE_S, self._check_room, name, context, memory))
-        try:
-            packed = await context.read()
-        finally:
-            for timer in timers:
-                timer.cancel()
+        with ExitStack() as timers:
+            if memory is not None:
+                late = asyncio.get_running_loop().call_later
+                timers.callback(late(LATE_S, self._check_room, name, context, memory).cancel)
+            packed = await self.next_message(name, context)
         if memory is not None:
             memory.give()
         if packed is grpc.aio.EOF:
             raise ConfigError("the call ended without a request")
         return bytes(packed)
+
+    async def next_message(
+        self,
+        name: str,
+        context: grpc.aio.ServicerContext,
+        what: str = "request",
+        seconds: float | None = None,
+    ) -> Any:
+        """The next message, or ``grpc.aio.EOF``; the call ends without either after ``seconds``; None: ``REQUEST_S``.
+
+        ``what``: for that error. The status ends the read: gRPC never frees the buffers of a cancelled read.
+        """
+        seconds = REQUEST_S if seconds is None else seconds
+        error = NotTaken(f"the {what} did not arrive within {seconds:g} s")
+        timer = asyncio.get_running_loop().call_later(seconds, self._end_late, name, context, error)
+        try:
+            return await context.read()
+        finally:
+            timer.cancel()
 
     def _check_room(self, name: str, context: grpc.aio.ServicerContext, memory: CallMemory) -> None:
         if not memory.take(self.limits.limit_of_request_nbytes(MAX_REQUEST_NBYTES)):

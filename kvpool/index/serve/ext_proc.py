@@ -49,6 +49,8 @@ CALLS_OF_CONNECTION = 1024
 MAX_HEADERS = 1000  # of a request or a response; Envoy takes 100 by default
 MAX_HEADERS_NBYTES = 256 << 10  # with the metadata beside them; Envoy takes 60 KiB
 MAX_MESSAGE_NBYTES = MAX_BODY_NBYTES + (1 << 20)  # a slightly larger body is answered with 413
+BODY_S = 60.0  # for a message of a body: a caller may be slow, and Envoy waits 30 s for all of it
+RESPONSE_S = 3600.0  # for a message of a response: a generation may take long
 STOP_TIMEOUT_S = 5.0
 
 SERVED = "x-gateway-destination-endpoint-served"
@@ -125,14 +127,15 @@ class ExtProcServer:
         host = context.peer().rpartition(":")[0]
         exchange = Exchange(self._placer, self._limits, tenant, host)
         try:
-            # Headers come with the call; a body or a response may be long in coming.
+            # Headers come with the call. gRPC holds a message of which a part has come, and does not say so.
             packed: Any = await self._calls.receive("Process", context, memory)
             while packed is not grpc.aio.EOF:
                 answering = exchange.answer(_message(packed))
                 del packed  # a body; the next message comes with the response
                 for reply in await answering:
                     await context.write(reply.SerializeToString())
-                packed = await context.read()
+                due = ("body", BODY_S) if exchange.awaits_body else ("response", RESPONSE_S)
+                packed = await self._calls.next_message("Process", context, *due)
         finally:
             exchange.close()
 
@@ -155,6 +158,10 @@ class Exchange:
         self._mode = _MODE.BUFFERED
         self._response_mode = _MODE.NONE
         self._placement: Placement | None = None  # with a reservation to release
+
+    @property
+    def awaits_body(self) -> bool:
+        return not self._is_placed
 
     def close(self) -> None:
         self._forget_body()

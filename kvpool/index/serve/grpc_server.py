@@ -18,6 +18,7 @@ from kvpool.index.serve.listener import open_listening
 from kvpool.v1 import health_pb2, index_pb2, reflection_pb2
 
 REFLECTION = "grpc.reflection.v1alpha.ServerReflection"
+_REFLECT = "ServerReflectionInfo"
 _NOT_FOUND: int = grpc.StatusCode.NOT_FOUND.value[0]
 # Of all calls, refused ones included: bounds the memory of calls. Honest callers meet ``Limits.calls`` first.
 MAX_CALLS = 8192
@@ -87,15 +88,15 @@ def reflection_handlers(calls: Calls) -> dict[str, grpc.RpcMethodHandler]:
     files = _files()
 
     async def serve(context: grpc.aio.ServicerContext) -> None:
-        while (request := await context.read()) is not grpc.aio.EOF:
+        while (request := await calls.next_message(_REFLECT, context)) is not grpc.aio.EOF:
             await context.write(_answer(request, files))
 
     handler = grpc.stream_stream_rpc_method_handler(
-        calls.stream("ServerReflectionInfo", None, serve),
+        calls.stream(_REFLECT, None, serve),
         reflection_pb2.ServerReflectionRequest.FromString,
         reflection_pb2.ServerReflectionResponse.SerializeToString,
     )
-    return {"ServerReflectionInfo": handler}
+    return {_REFLECT: handler}
 
 
 def _files() -> dict[str, bytes]:

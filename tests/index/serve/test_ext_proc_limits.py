@@ -222,6 +222,23 @@ def test_a_call_whose_headers_do_not_come_ends_and_one_that_waits_for_its_body_g
         assert destinations(call.ask(body())) == ["127.0.0.1:9001"]
 
 
+@pytest.mark.parametrize(("late_s", "what"), [("BODY_S", "body"), ("RESPONSE_S", "response")])
+@pytest.mark.parametrize("mode", [pb.ProcessingMode.BUFFERED, pb.ProcessingMode.FULL_DUPLEX_STREAMED])
+def test_a_call_whose_body_or_response_does_not_come_ends(
+    monkeypatch: pytest.MonkeyPatch, late_s: str, what: str, mode: int
+) -> None:
+    """gRPC held what had come of it for as long as its caller liked: 1,000 unfinished MiB were a GiB."""
+    monkeypatch.setattr(ext_proc, late_s, 0.5)
+    with picking("a") as index, calling(index) as channel:
+        late = Call(channel)
+        late.say(headers(mode), *([body()] if what == "response" else []))
+        with pytest.raises(grpc.RpcError):
+            list(late._replies)
+        assert late._replies.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert late._replies.details() == f"the {what} did not arrive within 0.5 s"
+        assert eventually(lambda: index.held_nbytes() == 0)
+
+
 def test_an_old_connection_is_ended_and_calls_over_it_go_on() -> None:
     with picking("a", max_connection_age_s=0.3) as index, calling(index) as channel:
         call = until_told(channel)

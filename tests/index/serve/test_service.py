@@ -24,6 +24,7 @@ from kvpool.index.fleet import Fleet
 from kvpool.index.prompt import MAX_PROMPT_BLOCKS
 from kvpool.index.protocol.messages import SERVICE, encode_worker
 from kvpool.index.request_stats import RequestStats
+from kvpool.index.serve import calls
 from kvpool.index.serve import service as service_module
 from kvpool.index.serve.service import IndexServer
 from kvpool.index.snapshot import Snapshot, pack, unpack
@@ -304,6 +305,21 @@ def test_reflection(channel: grpc.Channel) -> None:
     names = {service.name for service in listed.list_services_response.service}
     assert {"kvpool.v1.IndexService", "grpc.health.v1.Health"} <= names
     assert pb.DESCRIPTOR.serialized_pb in described.file_descriptor_response.file_descriptor_proto
+
+
+def test_a_call_for_reflection_without_a_request_ends(
+    channel: grpc.Channel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes no token, and gRPC holds a part of a request for as long as the call lasts."""
+    monkeypatch.setattr(calls, "REQUEST_S", 0.5)
+    sent = threading.Event()
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    call = stub.ServerReflectionInfo(iter(lambda: sent.wait(WAIT_S), True), timeout=WAIT_S)
+    try:
+        assert call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert call.details() == "the request did not arrive within 0.5 s"
+    finally:
+        sent.set()
 
 
 def test_a_call_under_way_is_answered_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
