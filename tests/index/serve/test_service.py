@@ -310,7 +310,7 @@ def test_reflection(channel: grpc.Channel) -> None:
 def test_a_call_for_reflection_without_a_request_ends(
     channel: grpc.Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes no token, and gRPC holds a part of a request for as long as the call lasts."""
+    """gRPC holds a part of a request for as long as the call lasts."""
     monkeypatch.setattr(calls, "REQUEST_S", 0.5)
     sent = threading.Event()
     stub = reflection_pb2_grpc.ServerReflectionStub(channel)
