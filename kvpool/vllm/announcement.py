@@ -172,15 +172,15 @@ def _where(config: VllmConfig, host: str, dp_rank: int) -> _Where:
 
 
 def local_host(pool: str) -> str:
-    """This host's address on the route to the pool's server; without a route the loopback. Sends nothing."""
+    """This host's address on the first route to the pool's server; without one the loopback. Sends nothing."""
     url = StoreURL.parse(pool)
     if not url.host:
         return LOOPBACK
-    with contextlib.suppress(OSError):
-        family, _, _, _, address = socket.getaddrinfo(url.host, url.port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
+    with contextlib.suppress(socket.gaierror):
+        for family, _, _, _, address in socket.getaddrinfo(url.host, url.port, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
     return LOOPBACK
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Container
 from pathlib import Path
@@ -142,6 +143,16 @@ def test_the_host_is_the_one_that_faces_the_pool(described: Described) -> None:
     assert local_host("valkey://localhost:1") in ("127.0.0.1", "::1")
     assert local_host("valkey://name.invalid:1") == "127.0.0.1"
     assert local_host("valkey+unix:///socket") == "127.0.0.1"
+
+
+def test_an_address_of_the_pool_without_a_route_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the IPv6 address of a name is, on a host that has IPv4 alone."""
+    monkeypatch.setattr(announcement, "LOOPBACK", "without a route")
+    routed = [
+        (socket.AF_INET, socket.SOCK_DGRAM, 0, "", (one, 1)) for one in ("255.255.255.255", "127.0.0.1")
+    ]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: routed)
+    assert announcement.local_host("valkey://two.test:1") == "127.0.0.1"
 
 
 def test_a_data_parallel_rank_has_the_ports_that_vllm_gives_it(described: Described) -> None:
