@@ -96,6 +96,10 @@ def _run(app: typer.Typer, program: str) -> NoReturn:
             raise
         end(str(needed), EXIT_FAILED, "MissingPackage")
     except Exception as error:
+        if type(error).__name__ == "UnsupportedDigestmodError":  # hashlib's, of a module without types
+            from kvpool.store.advice import NO_PROVIDER
+
+            end(f"Python's OpenSSL offers no SHA-256: {error}; {NO_PROVIDER}", EXIT_FAILED, "NoProvider")
         # Wrong options, as click words them; anything else is a fault of ours and keeps its trace.
         if not hasattr(error, "format_message"):
             raise

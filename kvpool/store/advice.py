@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from kvpool.threads import ADVICE, NO_THREAD
 
+# With "default_properties = fips=yes" and no provider that has it.
+NO_PROVIDER = (
+    "OpenSSL's configuration wants a provider that is not active, as for FIPS: activate it in the file that "
+    "OPENSSL_CONF names, or name another file for this process"
+)
 # Phrase, in lower case -> what to change. The first match counts.
 # Of what this host or process has too little of.
 _HOST = {
     NO_THREAD: ADVICE,
     "too many open files in system": "raise the host's limit of open files (sysctl fs.file-max)",
     "too many open files": "raise this process's limit of open files (ulimit -n)",
+    "library has no ciphers": NO_PROVIDER,
     "cannot allocate memory": "raise the limit of memory of this process or container (ulimit -v)",
 }
 # Of a record whose connection ended.
@@ -54,6 +60,12 @@ def advice(words: str) -> str:
 def host_advice(words: str) -> str:
     """After a failure with ``words`` for which this host or process has too little of something; else empty."""
     return "" if ADVICE in words else _match(_HOST, words)
+
+
+def advised(words: str) -> str:
+    """``words``, with ``host_advice`` behind them."""
+    found = host_advice(words)
+    return f"{words}; {found}" if found else words
 
 
 def block_advice(words: str) -> str:

@@ -6,6 +6,8 @@ import ssl
 from dataclasses import dataclass
 
 from kvpool import _native
+from kvpool.errors import ConfigError
+from kvpool.store.advice import advised
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,8 @@ class Tls:
         return self.ca, self.cert, self.key
 
     def context(self) -> ssl.SSLContext:
-        """For a client in Python; reads the files again. Errors: ``OSError``."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        """For a client in Python; reads the files again. Errors: ``OSError``, ``ConfigError``."""
+        context = new_context(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.hostname_checks_common_name = False
         if self.ca:
@@ -37,6 +39,15 @@ class Tls:
                 self.cert, self.key, password=""
             )  # without it OpenSSL would prompt on the terminal
         return context
+
+
+def new_context(protocol: int) -> ssl.SSLContext:
+    """Errors: ``ConfigError`` where OpenSSL's configuration leaves no TLS."""
+    try:
+        return ssl.SSLContext(protocol)
+    except ssl.SSLError as error:
+        reason = (error.reason or str(error)).replace("_", " ").lower()
+        raise ConfigError(advised(f"OpenSSL offers no TLS: {reason}")) from error
 
 
 def _trust_system(context: ssl.SSLContext) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from kvpool import _native
 from kvpool.errors import ConfigError, StoreUnavailable
-from kvpool.store.advice import advice
+from kvpool.store.advice import advice, advised
 from kvpool.store.batch import DataPath
 from kvpool.store.server.connection import KeptServer, client_of, library_version
 from kvpool.store.server.documents import SLOT, ServerDocuments
@@ -145,7 +145,7 @@ def _open_many(
     try:
         engine, topology = _native.open_routed_resp_executor(_of_any_server(url))
     except _native.TlsError as error:
-        raise ConfigError(f"{name}: {error}") from error
+        raise ConfigError(advised(f"{name}: {error}")) from error
     try:
         return engine, TopologyWatch(topology, primaries, must_answer)
     except BaseException:
@@ -157,7 +157,7 @@ def _open_one(url: StoreURL, name: str) -> _native.IoExecutor:
     try:
         return _native.open_resp_executor(url.host, url.port, url.path, _of_any_server(url))
     except _native.TlsError as error:
-        raise ConfigError(f"{name}: {error}") from error
+        raise ConfigError(advised(f"{name}: {error}")) from error
     except _native.RespError as error:
         if any(sign in str(error) for sign in _SETTINGS):
             raise ConfigError(

@@ -92,10 +92,11 @@ std::string tls_words() {
 void TlsContext::Free::operator()(ssl_ctx_st* context) const { SSL_CTX_free(context); }
 void TlsContext::FreeSession::operator()(ssl_st* ssl) const { SSL_free(ssl); }
 
-TlsContext::TlsContext(const TlsFiles& files) : context_(SSL_CTX_new(TLS_client_method())) {
+TlsContext::TlsContext(const TlsFiles& files) {
   ERR_clear_error();
+  context_.reset(SSL_CTX_new(TLS_client_method()));
   SSL_CTX* context = context_.get();
-  if (context == nullptr) throw TlsError("OpenSSL has no TLS: " + tls_words());
+  if (context == nullptr) throw TlsError("OpenSSL offers no TLS: " + tls_words());
   SSL_CTX_set_min_proto_version(context, TLS1_2_VERSION);
   SSL_CTX_set_options(context, SSL_OP_NO_RENEGOTIATION | SSL_OP_NO_COMPRESSION);
   SSL_CTX_set_verify(context, SSL_VERIFY_PEER, nullptr);

@@ -23,6 +23,7 @@ from kvpool.cli.options import IndexConnection
 from kvpool.discovery.worker import Worker
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.index.client.channel import without_advice
+from kvpool.store.tls import Tls
 
 TIMEOUT_S = 3.0
 MAX_NBYTES = 16 << 20
@@ -118,7 +119,7 @@ def _get(url: str, tls_ca: str | None) -> SimpleNamespace:
     away: object
     try:
         if url.startswith("https://"):
-            context = ssl.create_default_context(cafile=tls_ca)
+            context = Tls(ca=tls_ca or "").context()
             handlers.append(urllib.request.HTTPSHandler(context=context))
         with urllib.request.build_opener(*handlers).open(url, timeout=TIMEOUT_S) as reply:
             return SimpleNamespace(away="", status=reply.status, body=reply.read(MAX_NBYTES))
@@ -127,7 +128,7 @@ def _get(url: str, tls_ca: str | None) -> SimpleNamespace:
             return SimpleNamespace(away="", status=error.code, body=error.read(MAX_NBYTES))
     except urllib.error.URLError as error:
         away = error.reason
-    except (OSError, http.client.HTTPException, ValueError) as error:
+    except (OSError, http.client.HTTPException, ValueError) as error:  # ConfigError, too
         away = error
     return SimpleNamespace(away=_words(away), status=0, body=b"")
 

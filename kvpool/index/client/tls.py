@@ -14,6 +14,7 @@ from pathlib import Path
 import grpc
 
 from kvpool.errors import ConfigError
+from kvpool.store.tls import new_context
 
 MAX_PEM_NBYTES = 1 << 20
 
@@ -73,7 +74,7 @@ class ServerTls:
 
     def _read(self) -> tuple[Callable[[], grpc.ServerCertificateConfiguration], ssl.SSLContext]:
         chain, private = _pem("--tls-cert", self._cert), _pem("--tls-key", self._key)
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context = new_context(ssl.PROTOCOL_TLS_SERVER)
         _judge_chain(context, f"--tls-cert {self._cert} and --tls-key {self._key}", self._cert, self._key)
         authorities = None
         if self._client_ca:
@@ -88,7 +89,7 @@ def channel_credentials(ca: str, cert: str = "", key: str = "") -> grpc.ChannelC
 
     ``cert`` and ``key``: of the client, both or none. Errors: ``ConfigError`` with the file.
     """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context = new_context(ssl.PROTOCOL_TLS_CLIENT)
     authorities = _authorities(context, "tls_ca", ca)
     if not cert:
         return grpc.ssl_channel_credentials(authorities)
@@ -99,7 +100,7 @@ def channel_credentials(ca: str, cert: str = "", key: str = "") -> grpc.ChannelC
 
 def trusting(option: str, ca: str) -> ssl.SSLContext:
     """Trusts these authorities alone. Errors: ``ConfigError`` with the option and the file."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context = new_context(ssl.PROTOCOL_TLS_CLIENT)
     _authorities(context, option, ca)
     return context
 
