@@ -1,7 +1,9 @@
 // Puts of the file backend: reservation, temporary file, bytes, rename. See file.h.
 #include <fcntl.h>
+#include <linux/fs.h>
 #include <sys/file.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -17,6 +19,11 @@ using namespace std::chrono_literals;
 
 constexpr int kMaxAttempts = 3;  // of a put whose directories vanish meanwhile
 constexpr auto kPutCounting = 5ms;
+
+// renameat2() by its number: musl has had it since 1.2.5 only.
+int rename2(const char* from, const char* to, unsigned flags) {
+  return static_cast<int>(syscall(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, flags));
+}
 
 bool no_space(int error) { return error == ENOSPC || error == EDQUOT; }
 
@@ -182,14 +189,14 @@ int FileIoThread::publish(Temporary& temporary, const std::string& path, std::ui
   const char* to = path.c_str();
   bool made_folder = false;
   for (;;) {
-    if (renameat2(AT_FDCWD, from, AT_FDCWD, to, RENAME_NOREPLACE) == 0) break;
+    if (rename2(from, to, RENAME_NOREPLACE) == 0) break;
     if (errno == EEXIST) {
-      if (renameat2(AT_FDCWD, from, AT_FDCWD, to, RENAME_EXCHANGE) == 0) {
+      if (rename2(from, to, RENAME_EXCHANGE) == 0) {
         struct stat old;
         if (lstat(from, &old) != 0) break;
         if (S_ISDIR(old.st_mode)) {
           if (rmdir(from) == 0) break;
-          renameat2(AT_FDCWD, from, AT_FDCWD, to, RENAME_EXCHANGE);
+          rename2(from, to, RENAME_EXCHANGE);
           return EISDIR;
         }
         if (unlink(from) == 0 && S_ISREG(old.st_mode))
