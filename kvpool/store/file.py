@@ -37,6 +37,8 @@ MAX_FILE_NBYTES = MAX_DOCUMENT_NBYTES + MAX_ANNOUNCEMENT_KEY_CHARS + 128
 # A writer that dies between write and rename leaves a temporary file; it is deleted after this long.
 ORPHAN_AGE_S = 3600.0
 
+MOUNTS = Path("/proc/mounts")
+_ESCAPED = re.compile(r"\\([0-7]{3})")  # a space, tab, line's end or backslash of a place
 _FILE_NAME = re.compile(r"[0-9a-f]{32}")
 _NAME_BESIDE = re.compile(r"\.[0-9a-f]{32}\.[0-9]+\.[0-9a-f]{16}")
 _ADVICE = {
@@ -47,26 +49,41 @@ _ADVICE = {
 
 
 class FileSystem(NamedTuple):
-    """Of a pool: where it is mounted, and its bytes. ``reserve_nbytes``: a pool leaves so many free for others."""
+    """Of a pool: where it is mounted, and its bytes.
+
+    ``kind``: as in ``mount``; empty: unknown. ``huge``: pages of tmpfs. ``reserve_nbytes``: left free for others.
+    """
 
     place: str
+    kind: str
+    huge: str
     total_nbytes: int
     free_nbytes: int
     reserve_nbytes: int
 
     @classmethod
-    def of(cls, path: str) -> FileSystem:
+    def of(cls, path: str, mounts: Path = MOUNTS) -> FileSystem:
         """Blocks for some system calls. Zeros where the system does not tell."""
-        place = Path(path).resolve()
-        while not place.is_mount():
-            place = place.parent
-        return cls(str(place), *_native.file_system(path))
+        return cls(*_mount(Path(path).resolve(), mounts), *_native.file_system(path))
 
     def room_nbytes(self, stored_nbytes: int) -> int:
         """How large a pool of ``stored_nbytes`` can become beside what others keep now."""
         if not self.reserve_nbytes:
             return MAX_NBYTES
         return max(0, stored_nbytes + self.free_nbytes - self.reserve_nbytes)
+
+
+def _mount(path: Path, mounts: Path) -> tuple[str, str, str]:
+    """Place, kind and huge pages; of several mounts over each other, of the last."""
+    found = "/", "", "never"
+    with contextlib.suppress(OSError):
+        for line in mounts.read_text().splitlines():
+            _, escaped, kind, options, *_ = line.split(" ")
+            place = _ESCAPED.sub(lambda match: chr(int(match[1], 8)), escaped)
+            if path.is_relative_to(place) and len(place) >= len(found[0]):
+                given = dict(one.partition("=")[::2] for one in options.split(","))
+                found = place, kind, given.get("huge", "never")
+    return found
 
 
 class FileStore(Store):

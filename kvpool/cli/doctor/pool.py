@@ -30,7 +30,6 @@ MAX_DIFFERENCES_SHOWN = 8
 CONNECT_S = 1.0
 MAX_ENDPOINTS = 64  # per worker
 AT_ONCE = 16
-MOUNTS = Path("/proc/mounts")
 
 
 def pool_findings(text: str, tenant: str) -> tuple[list[Finding], list[Worker] | None]:
@@ -97,19 +96,8 @@ def _directory(url: StoreURL, stored_nbytes: int) -> Iterator[Finding]:
         room_mib=system.room_nbytes(stored_nbytes) / 2**20,
     )
     yield from judge("pool", rules.DIRECTORY, directory)
-    yield from file_system_findings(url.path)
-
-
-def file_system_findings(path: str, mounts: Path = MOUNTS) -> Iterator[Finding]:
-    mount = SimpleNamespace(place="", kind="", huge="never")
-    for line in mounts.read_text().splitlines():
-        _, escaped, kind, options, *_ = line.split(" ")
-        place = escaped.replace("\\040", " ")
-        inside = path == place or path.startswith(place.rstrip("/") + "/")
-        if inside and len(place) >= len(mount.place):
-            given = dict(one.partition("=")[::2] for one in options.split(","))
-            mount = SimpleNamespace(place=place, kind=kind, huge=given.get("huge", "never"))
-    yield from judge("pool", rules.FILE_SYSTEM, mount, first=True)
+    if system.kind:
+        yield from judge("pool", rules.FILE_SYSTEM, system, first=True)
 
 
 def _sharing(store: Store, tenant: str) -> Iterator[Finding]:

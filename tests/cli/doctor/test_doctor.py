@@ -16,13 +16,13 @@ import pytest
 from demo.engine_process import free_ports
 from demo.index_process import IndexProcess
 from kvpool import IndexClient, Namespace, open_store
-from kvpool.cli.doctor.pool import file_system_findings
-from kvpool.cli.doctor.rules import SETTINGS, WANTED, Finding
+from kvpool.cli.doctor.rules import FILE_SYSTEM, SETTINGS, WANTED, Finding, judge
 from kvpool.cli.doctor.server import CONGESTION_CONTROL, host_findings, server_findings
 from kvpool.discovery.facts import announce_facts
 from kvpool.discovery.worker import Publisher
 from kvpool.errors import StoreUnavailable
 from kvpool.index.rank import UNHASHED
+from kvpool.store.file import FileSystem
 from kvpool.store.url import StoreURL
 from tests.support.command_line import kvpool, refused
 from tests.support.deadlines import eventually
@@ -303,12 +303,28 @@ def test_a_directory(tmp_path: Path) -> None:
 )
 def test_the_file_system_of_a_directory_is_judged(tmp_path: Path, mounts: str, says: str | None) -> None:
     (tmp_path / "mounts").write_text(f"{mounts}\n")
-    found = list(file_system_findings("/mem/p q/pool", tmp_path / "mounts"))
+    system = FileSystem.of("/mem/p q/pool", tmp_path / "mounts")
+    found = list(judge("pool", FILE_SYSTEM, system, first=True))
     assert [says in finding.says for finding in found] == ([] if says is None else [True])
     for finding in found:
         assert says == "it is on a disk" or finding.change.startswith(
             "mount -o remount,huge=within_size /mem "
         )
+
+
+def test_the_file_system_of_a_link_is_the_one_that_it_leads_to(tmp_path: Path) -> None:
+    """Named by doctor and by a store that lacks room: both ask one function."""
+    real = tmp_path / "of\tmemory"
+    real.mkdir()
+    (tmp_path / "link").symlink_to(real)
+    escaped = str(real).replace("\t", "\\011")
+    (tmp_path / "mounts").write_text(
+        f"/dev/vda / ext4 rw 0 0\ntmpfs {escaped} tmpfs rw,huge=within_size 0 0\n"
+    )
+    system = FileSystem.of(f"{tmp_path}/link/pool", tmp_path / "mounts")
+    assert (system.place, system.kind, system.huge) == (str(real), "tmpfs", "within_size")
+    unknown = FileSystem.of(f"{tmp_path}/link/pool", tmp_path / "no mounts")
+    assert (unknown.place, unknown.kind) == ("/", "")
 
 
 def test_namespaces_that_differ_are_told_apart(tmp_path: Path) -> None:
