@@ -279,6 +279,11 @@ INDEX_PROMPTLESS = Metric(
     "Requests of proxies that were placed without their prompt, by why.",
     "reason",
 )
+INDEX_TOKEN_CHECKS = Metric(
+    "kvpool_index_token_checks_total",
+    "Prompts whose tokens were made here and compared with those of a worker, by result.",
+    "result",
+)
 INDEX_PLACEMENT_SECONDS = Metric(
     "kvpool_index_placement_seconds", "Time in the index until a proxy was told where to send a request."
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import subprocess
 import threading
@@ -21,6 +22,16 @@ def eventually(condition: Callable[[], bool], *, within_s: float = 60.0) -> bool
         threading.Event().wait(pause_s)
         pause_s = min(1.1 * pause_s, 0.05)  # what is waited for needs the cores
     return True
+
+
+async def until(condition: Callable[[], bool], *, within_s: float = 60.0) -> None:
+    """``eventually``, while the event loop runs on. Errors: ``TimeoutError``."""
+
+    async def wait() -> None:
+        while not condition():
+            await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(wait(), within_s)
 
 
 def raises(error: type[Exception], call: Callable[[], object]) -> bool:

@@ -15,6 +15,7 @@ from kvpool.index.place.placer import INLINE_NBYTES, Placer
 from kvpool.index.place.ranking import Ranking
 from kvpool.index.place.renderer import Renderer
 from kvpool.index.place.router import Costs, Router
+from kvpool.index.place.token_checks import TokenChecks
 from kvpool.index.place.tokenizer import Tokenizers
 from kvpool.index.resolver import Resolver
 from kvpool.key.hashing import BlockHasher
@@ -53,11 +54,17 @@ class Placing:
 
 @asynccontextmanager
 async def placer_of(
-    fleet: Fleet, tokenizers: Tokenizers | None = None, *, timeout_s: float = 60.0, tls: Any = None
+    fleet: Fleet,
+    tokenizers: Tokenizers | None = None,
+    *,
+    timeout_s: float = 60.0,
+    tls: Any = None,
+    checks: TokenChecks | None = None,
 ) -> AsyncIterator[tuple[Placer, Router]]:
     """``tls``: of the workers that make tokens."""
     router, renderer, tokenizers = Router(fleet), Renderer(tls=tls), tokenizers or Tokenizers()
-    placer = Placer(fleet, router, tokenizers, renderer, Endpoints(fleet, Resolver()), timeout_s=timeout_s)
+    endpoints = Endpoints(fleet, Resolver())
+    placer = Placer(fleet, router, tokenizers, renderer, endpoints, timeout_s=timeout_s, checks=checks)
     try:
         yield placer, router
     finally:

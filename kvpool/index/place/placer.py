@@ -3,7 +3,8 @@
     body -> InferenceRequest -> Tokenizers, or Renderer: Prompt -> Router: Ranking -> Endpoints: Placement
 
 A request is placed by its prompt if the tokens are known in time, else by load. It is refused only if no
-worker could take it: engines report all other faults. One event loop.
+worker could take it: engines report all other faults. One event loop. Over 400 lines because the steps of a placement
+stand here in their order.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ from kvpool.index.place.inference_request import (
 from kvpool.index.place.load import NO_HASH
 from kvpool.index.place.placement import BLOCKS, MATCHED, REASON, WORKER, Placement, Refusal, Target, fit
 from kvpool.index.place.ranking import NativeRanking
-from kvpool.index.place.renderer import NoTokens, Renderer, Start
+from kvpool.index.place.renderer import RENDER_S, NoTokens, Renderer, Start
 from kvpool.index.place.router import Router
 from kvpool.index.place.stored_responses import StoredResponses
+from kvpool.index.place.token_checks import TokenChecks
 from kvpool.index.place.tokenizer import Tokenizers
 from kvpool.index.prompt import Prompt
 from kvpool.index.request_stats import Outcome, Promptless, RequestStats, outcome_of
@@ -58,7 +60,7 @@ logger = logging.getLogger("kvpool.index")
 
 class _Ranked(NamedTuple):
     """A request with its ranking; None: by load, ``promptless``. ``needs_render``: tokens come from a worker's
-    /render.
+    /render; ``has_own``: else from a tokenizer that differs.
     """
 
     request: InferenceRequest
@@ -66,6 +68,7 @@ class _Ranked(NamedTuple):
     promptless: Promptless | None = None
     detail: str = ""
     needs_render: bool = False
+    has_own: bool = False
 
 
 class Placer:
@@ -74,7 +77,8 @@ class Placer:
     ``tokenizers``: by model; workers render other models' tokens. ``serves``: whether the index is warm;
     until then a request without a worker may go to any. ``timeout_s``: of a whole placement. ``max_waiting``:
     waiting requests at which a worker takes no more; None: any number. ``max_endpoints``: of a placement,
-    1 to ``MAX_ENDPOINTS``. ``shows``: whether ``headers`` name a request's worker and reason.
+    1 to ``MAX_ENDPOINTS``. ``shows``: whether ``headers`` name a request's worker and reason. ``checks``: None: its
+    own.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class Placer:
         max_waiting: int | None = None,
         max_endpoints: int = MAX_ENDPOINTS,
         shows: bool = True,
+        checks: TokenChecks | None = None,
     ) -> None:
         self._fleet, self._router, self._endpoints = fleet, router, endpoints
         self._tokenizers, self._renderer = tokenizers, renderer
@@ -99,11 +104,13 @@ class Placer:
         self._timeout_s, self._max_waiting, self._max_endpoints = timeout_s, max_waiting, max_endpoints
         self._shows = shows
         self.stored, self.names = StoredResponses(), fleet.names
+        self._checks = checks or TokenChecks(tokenizers, self._stats)
         self._threads = ThreadPoolExecutor(THREADS, "kvpool-place")
         self._under_way = 0
 
     def close(self) -> None:
         """Blocks until running reads of bodies end."""
+        self._checks.close()
         self._threads.shutdown(cancel_futures=True)
 
     async def place(
@@ -206,14 +213,28 @@ class Placer:
             except NoTokens as error:
                 detail = f"{ranked.detail}; {error}" if ranked.detail else str(error)
                 ranked = ranked._replace(promptless=error.reason, detail=detail)
+                if ranked.has_own:  # up to where they differ they find what is there
+                    ranked = await self._read(path, body, tenant, workers, ends_s, trusts=True)
+        if ranked.request.prompt is not None:
+            model = self._with_tokenizer(ranked.request.prompt)
+            self._checks.offer(ranked.request, model, partial(self._prompt, headers, RENDER_S))
         if ranked.ranking is None:
             ranked = ranked._replace(ranking=await self._by_load(ranked.request))
         placement = await self._placement(ranked, tenant, ends_s)
         return replace(placement, model=ranked.request.model)
 
     async def _read(
-        self, path: str, body: bytes, tenant: str, workers: Sequence[str] | None, ends_s: float
+        self,
+        path: str,
+        body: bytes,
+        tenant: str,
+        workers: Sequence[str] | None,
+        ends_s: float,
+        *,
+        trusts: bool = False,
     ) -> _Ranked:
+        """``trusts``: tokens that may differ from a worker's are better than none."""
+
         def read(at_once: bool) -> _Ranked:
             """Any thread; takes time with the body's size. Errors: ``NotAtOnce``."""
             try:
@@ -224,16 +245,17 @@ class Placer:
             except ConfigError as error:  # an unreadable body, or no name of a model
                 return _Ranked(unread(), None, why_unread(body), str(error))
             prompt = request.prompt
+            has_own = False
             try:
                 if prompt is not None and prompt.token_ids is None:
-                    model = prompt.model
-                    if model not in self._tokenizers:
-                        model = self.names.model(tenant, model)
-                    prompt = self._tokenizers.tokens(prompt, model) if model in self._tokenizers else None
+                    model = self._with_tokenizer(prompt)
+                    has_own = model in self._tokenizers and not trusts
+                    makes = self._checks.trusts(model) or trusts
+                    prompt = self._tokenizers.tokens(prompt, model) if makes else None
             except ConfigError as error:  # images, or a chat that the template refuses
                 return _Ranked(request, None, "refused", str(error), needs_render=True)
             if prompt is None:
-                return _Ranked(request, None, "no-prompt", needs_render=True)
+                return _Ranked(request, None, "no-prompt", needs_render=True, has_own=has_own)
             return self._ranked(request, prompt, at_once)
 
         def unread() -> InferenceRequest:
@@ -252,20 +274,26 @@ class Placer:
         self, request: InferenceRequest, headers: Mapping[str, str], ends_s: float
     ) -> _Ranked:
         """By the tokens that a worker renders. Errors: ``NoTokens``."""
-        prompt = await self._renderer.prompt(
-            request,
-            request.body,
-            headers,
-            partial(self._renders, request),
-            self._fleet.lasts,
-            max(0.0, ends_s - time.monotonic()),
-        )
+        prompt = await self._prompt(headers, max(0.0, ends_s - time.monotonic()), request)
         prompt = prompt if request.workers is None else replace(prompt, workers=request.workers)
         if prompt.nbytes <= INLINE_TOKENS_NBYTES:
             with suppress(NotAtOnce):
                 return self._ranked(request, prompt, True)
         work = partial(self._ranked, request, prompt)
         return await self._in_thread(work, request.tenant, ends_s) or self._late(request)
+
+    async def _prompt(
+        self, headers: Mapping[str, str], timeout_s: float, request: InferenceRequest
+    ) -> Prompt:
+        choose = partial(self._renders, request)
+        return await self._renderer.prompt(
+            request, request.body, headers, choose, self._fleet.lasts, timeout_s
+        )
+
+    def _with_tokenizer(self, prompt: Prompt) -> str:
+        """The model whose tokenizer makes the prompt's tokens, if it has one. Any thread."""
+        known = prompt.model in self._tokenizers
+        return prompt.model if known else self.names.model(prompt.tenant, prompt.model)
 
     def _late(self, request: InferenceRequest) -> _Ranked:
         return _Ranked(request, None, "late", f"its tokens were not made within {self._timeout_s:g} s")

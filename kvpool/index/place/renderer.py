@@ -30,6 +30,7 @@ from kvpool.index.place.inference_request import RENDERED, InferenceRequest, pro
 from kvpool.index.place.worker_connection import WorkerConnector, why_not
 from kvpool.index.prompt import MAX_PROMPT_TOKENS, Prompt
 from kvpool.index.request_stats import Promptless
+from kvpool.text import counted
 
 if TYPE_CHECKING:
     from kvpool.key.hashing import Multimodal
@@ -203,9 +204,9 @@ class Renderer:
         if (now_s := self._clock()) - self._warned_s < WARN_S:
             return
         logger.warning(
-            "prompts that were placed by load, for workers did not make their tokens in time: %d, the last of %s; "
-            "start kvpool with --tokenizer %s=FOLDER, or raise --place-timeout (a render takes %.2g s)",
-            self._missed, model, model, self._took_s,
+            "placed by load, for workers did not make their tokens in time: %s, the last of %s; start kvpool with "
+            "--tokenizer %s=FOLDER, or raise --place-timeout",
+            counted(self._missed, "prompt"), model, model,
         )  # fmt: skip
         self._missed, self._warned_s = 0, now_s
 
@@ -295,8 +296,8 @@ class Renderer:
             if reply.status in _NO_RENDER:
                 if key not in self._without:
                     logger.warning(
-                        "%s of %s answers with HTTP status %d, so texts are placed by load: start kvpool with "
-                        "--tokenizer, or the workers with --enable-scale-out",
+                        "%s of %s answers with HTTP status %d, so texts without a --tokenizer are placed by load: "
+                        "start kvpool with --tokenizer, or the workers with --enable-scale-out",
                         url, request.model, reply.status,
                     )  # fmt: skip
                 self._without[key] = self._clock() + WITHOUT_S

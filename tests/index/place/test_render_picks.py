@@ -17,6 +17,7 @@ from kvpool.index.place.placement import Placement
 from kvpool.index.place.placer import Placer
 from kvpool.index.place.renderer import Renderer
 from kvpool.index.place.router import Router
+from tests.support.deadlines import until
 from tests.support.openai_worker import ScriptedWorker, scripted, that_accepts_nothing
 from tests.support.placing import placer_of
 
@@ -171,8 +172,7 @@ async def test_workers_share_the_renders_of_prompts_that_come_at_once() -> None:
             worker.hold_render.clear()
         async with placing(workers) as there:
             made = [asyncio.create_task(there.reason()) for _ in range(8)]
-            while sum(rendered(workers)) < 8:
-                await asyncio.sleep(0.01)
+            await until(lambda: sum(rendered(workers)) == 8)
             assert rendered(workers) == [4, 4]
             for worker in workers:
                 worker.hold_render.set()

@@ -18,6 +18,7 @@ from kvpool.index.place.endpoints import Url, parse_url
 from kvpool.index.place.inference_request import read_request
 from kvpool.index.place.renderer import NoTokens, Renderer
 from kvpool.index.prompt import Prompt
+from tests.support.deadlines import until
 from tests.support.openai_worker import ScriptedWorker, scripted, that_accepts_nothing
 
 COMPLETIONS, MESSAGES = "/v1/completions", "/v1/messages"
@@ -219,11 +220,9 @@ async def test_more_prompts_than_can_be_made_at_once_wait_in_line(monkeypatch: p
         async with opened(limits=limits) as rendering:
             texts = [f"text {number}" for number in range(8)]
             made = [asyncio.create_task(tokens_of(rendering, text, a)) for text in texts]
-            while a.rendered < 2:
-                await asyncio.sleep(0.01)
+            await until(lambda: a.rendered == 2)
             other = asyncio.create_task(tokens_of(rendering, "another's", a, tenant="other"))
-            while a.rendered < 3:
-                await asyncio.sleep(0.01)
+            await until(lambda: a.rendered == 3)
             assert limits.used_nbytes > 0, "bodies, which their requests may have given up"
             a.hold_render.set()
             assert await asyncio.gather(*made) == [list(text.encode()) for text in texts]
@@ -241,15 +240,13 @@ async def test_prompts_whose_turn_does_not_come_in_time_cost_no_render_and_are_t
         a.hold_render.clear()
         async with opened(clock=clock) as rendering:
             first = asyncio.create_task(tokens_of(rendering, "first", a))
-            while not a.rendered:
-                await asyncio.sleep(0.01)
+            await until(lambda: a.rendered == 1)
             for number in range(6):
                 clock.now_s += 61 if number == 5 else 0
                 with pytest.raises(NoTokens) as caught:
                     await tokens_of(rendering, f"text {number}", a, timeout_s=0.01)
                 assert caught.value.reason in ("busy", "late")
-            while len(rendering._under_way) > 1:
-                await asyncio.sleep(0.01)
+            await until(lambda: len(rendering._under_way) == 1)
             a.hold_render.set()
             assert await first == list(b"first")
             assert a.rendered == 1

@@ -1,0 +1,148 @@
+"""Tokens made here beside those of a worker: a few prompts an hour, over real sockets, by the tests' own clock."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from kvpool.index.fleet import Fleet
+from kvpool.index.place.placement import Placement
+from kvpool.index.place.placer import Placer
+from kvpool.index.place.token_checks import CHECK_S, MAX_CHECKED_NBYTES, TokenChecks
+from kvpool.index.place.tokenizer import Tokenizers
+from kvpool.index.request_stats import RequestStats
+from tests.support.deadlines import until
+from tests.support.openai_worker import ScriptedWorker, render_bytes, scripted
+from tests.support.placing import ByteTokenizer, placer_of
+
+
+def render_otherwise(body: dict[str, Any]) -> list[int]:
+    return [*render_bytes(body)[:20], 7]
+
+
+class Checking:
+    """Placer and one worker of model m, whose tokens are bytes here."""
+
+    def __init__(self, fleet: Fleet, worker: ScriptedWorker, tokenizers: Tokenizers) -> None:
+        self.fleet, self.worker, self.now_s, self._stats = fleet, worker, 0.0, RequestStats()
+        self.checks = TokenChecks(tokenizers, self._stats, clock=lambda: self.now_s, draw=lambda: 0.5)
+        self.placer: Placer
+        self._number = 0
+
+    async def place(self, **fields: Any) -> Placement:
+        self._number += 1
+        prompt = f"prompt {self._number} " * 8
+        body = json.dumps({"model": "m", "prompt": prompt, **fields}).encode()
+        placement = await self.placer.place("/v1/completions", {}, body, "default")
+        self.placer.release(placement)
+        return placement
+
+    async def checked(self, **counts: int) -> None:
+        """These results so far, when no check runs."""
+        await until(lambda: not any(model.task for model in self.checks._models.values()))
+        assert {name: count for name, count in self._stats.totals().checks.items() if count} == counts
+
+    def promptless(self) -> int:
+        return sum(self.placer._stats.totals().promptless.values())
+
+
+@asynccontextmanager
+async def checking() -> AsyncIterator[Checking]:
+    fleet, tokenizers = Fleet(), Tokenizers({"m": ByteTokenizer()})  # type: ignore[dict-item]
+    with scripted("a") as (worker,):
+        fleet.add(worker.worker(), "flag")
+        fleet.rank("default/a", 0).heard()
+        there = Checking(fleet, worker, tokenizers)
+        async with placer_of(fleet, tokenizers, checks=there.checks) as (there.placer, _):
+            yield there
+
+
+@pytest.mark.anyio
+async def test_a_few_prompts_an_hour_are_compared_and_no_request_waits_for_it() -> None:
+    async with checking() as there:
+        there.worker.hold_render.clear()
+        assert [(await there.place()).reason for _ in range(4)] == ["load"] * 4
+        await until(lambda: there.worker.rendered == 1)
+        assert (await there.place()).reason == "load"
+        there.worker.hold_render.set()
+        await there.checked(same=1)
+        there.now_s += CHECK_S - 1
+        await there.place()
+        await there.checked(same=1)
+        there.now_s += 1
+        await there.place()
+        await there.checked(same=2)
+        assert there.worker.rendered == 2
+
+
+@pytest.mark.anyio
+async def test_after_a_difference_prompts_go_to_render_until_the_prompt_that_differed_agrees(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with checking() as there:
+        there.worker.render = render_otherwise
+        assert (await there.place()).prompt_blocks == 4, "72 bytes"
+        await there.checked(different=1)
+        assert not there.checks.trusts("m")
+        (told,) = [record.getMessage() for record in caplog.records]
+        assert "not those of its workers, from token 20 of 21 on" in told
+        assert "give --tokenizer the folder that the workers serve" in told
+        assert (await there.place()).prompt_blocks == 1, "by the worker's tokens"
+        assert there.worker.rendered == 2
+        there.now_s += CHECK_S
+        await there.place()
+        await there.checked(different=2)
+        assert len(caplog.records) == 1
+        # It starts again, with the template of the tokenizer.
+        there.fleet.add(there.worker.worker(incarnation="another"), "flag")
+        there.worker.render = render_bytes
+        await there.place()
+        assert not there.checks.trusts("m"), "that another prompt agrees says little"
+        there.now_s += CHECK_S
+        await there.place()
+        await there.checked(different=2, same=1)
+        assert there.checks.trusts("m")
+        rendered = there.worker.rendered
+        assert (await there.place()).prompt_blocks == 4
+        assert there.worker.rendered == rendered
+        assert there.promptless() == 0
+
+
+@pytest.mark.anyio
+async def test_tokens_that_differ_are_better_than_none() -> None:
+    async with checking() as there:
+        there.worker.render = render_otherwise
+        await there.place()
+        await there.checked(different=1)
+        there.worker.render_status = 400
+        assert (await there.place()).prompt_blocks == 4
+        assert there.worker.rendered == 2, "it was asked first"
+        assert there.promptless() == 0
+
+
+@pytest.mark.anyio
+async def test_a_worker_that_does_not_answer_costs_no_trust() -> None:
+    async with checking() as there:
+        there.worker.render = None
+        await there.place()
+        await there.checked(unanswered=1)
+        assert there.checks.trusts("m")
+        assert (await there.place()).reason == "load"
+
+
+@pytest.mark.parametrize(
+    "fields", [{"prompt": [1, 2, 3]}, {"user": "x" * MAX_CHECKED_NBYTES}, {"model": "n"}, {"prompt": 7}]
+)
+@pytest.mark.anyio
+async def test_what_a_tokenizer_does_not_make_and_long_bodies_are_not_compared(
+    fields: dict[str, Any],
+) -> None:
+    async with checking() as there:
+        await there.place(**fields)
+        await there.checked()
+        assert there.worker.rendered == 0
+        assert not any(model.due_s > 0 for model in there.checks._models.values()), "the next one may be"
