@@ -252,8 +252,8 @@ async def test_prompts_whose_turn_does_not_come_in_time_cost_no_render_and_are_t
             assert a.rendered == 1
     told = [record.getMessage() for record in caplog.records]
     assert [text.partition(":")[2].split(";")[0] for text in told] == [
-        " 1, the last of m",
-        " 5, the last of m",
+        " 1 prompt, the last of m",
+        " 5 prompts, the last of m",
     ]
     assert all("--tokenizer m=FOLDER" in text for text in told)
 
