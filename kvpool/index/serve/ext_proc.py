@@ -25,6 +25,7 @@ from kvpool.errors import ConfigError
 from kvpool.index import limits
 from kvpool.index.client.tls import ServerTls
 from kvpool.index.limits import INFERENCE, Limits
+from kvpool.index.place.inference_request import engine_path
 from kvpool.index.place.placement import (
     DESTINATION,
     MAX_BODY_NBYTES,
@@ -36,6 +37,7 @@ from kvpool.index.place.placement import (
     hold,
 )  # fmt: skip
 from kvpool.index.place.placer import Placer
+from kvpool.index.place.stored_responses import is_of_responses
 from kvpool.index.protocol.packed import check_fields
 from kvpool.index.serve.calls import Calls
 from kvpool.index.serve.grpc_server import open_server
@@ -232,12 +234,15 @@ class Exchange:
             replies.append(pb.ProcessingResponse(request_body=part))
         return replies
 
+    @property
+    def _path(self) -> str:
+        return self._headers.get(_PATH, "/")
+
     async def _place(self, body: bytes) -> Placement:
         self._release()  # of a caller with two requests in one call
         self._is_placed = True
-        path = self._headers.get(_PATH, "/")
         try:
-            placing = self._placer.place(path, self._headers, body, self._tenant, self._subset)
+            placing = self._placer.place(self._path, self._headers, body, self._tenant, self._subset)
             self._placement = await placing
         finally:
             self._forget_body()
@@ -254,17 +259,22 @@ class Exchange:
             if header.key in (":status", "content-type")
         }
         elsewhere = bool(served) and served not in (target.endpoint for target in targets[:1])
+        status = headers.get(":status", "")
+        # Envoy also goes on after 404, from a worker that has not failed.
+        may_lack = (
+            status == "404" or placement.reason == "unknown-model" or is_of_responses(engine_path(self._path))
+        )
         for target in targets:
             if not served or target.endpoint == served:
-                if (status := headers.get(":status", "")).isdecimal():
+                if status.isdecimal():
                     self._placer.record(placement, target, int(status))
                 break
-            self._placer.record(placement, target, None)  # Envoy has gone on to the next
+            self._placer.record(placement, target, 404 if may_lack else None)  # Envoy has gone on to the next
         # The headers of a stream come before its prompt is computed.
         if elsewhere or not headers.get("content-type", "").startswith("text/event-stream"):
             self._release()
         # Whom the worker refuses learns nothing of what others' prompts hold.
-        if not headers.get(":status", "").startswith("2"):
+        if not status.startswith("2"):
             return pb.ProcessingResponse(response_headers=pb.HeadersResponse())
         common = pb.CommonResponse(header_mutation=_setting(self._placer.headers(placement)))
         return pb.ProcessingResponse(response_headers=pb.HeadersResponse(response=common))

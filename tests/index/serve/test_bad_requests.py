@@ -147,7 +147,7 @@ def test_an_upgrade_is_answered_and_not_made(front: Front) -> None:
 
 
 def test_a_models_name_forges_no_header(front: Front) -> None:
-    for model in ("m\r\nx-forged: 1", "m\0", "\u00e9\u4e2d", "a" * 5000, "../..", ""):
+    for model in ("m\r\nx-forged: 1", "m\0", "\u00e9\u4e2d", "a" * 5000, "../.."):
         reply = post(front.url, {"model": model, "prompt": "x"})
         assert (reply.status, reply.headers["x-kvpool-worker"] in NAMES) == (200, True)
         assert reply.headers["x-kvpool-reason"] in ("unknown-model", "unreadable")

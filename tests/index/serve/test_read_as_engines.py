@@ -88,3 +88,11 @@ def test_an_escaped_path_of_a_kept_response_leads_to_its_keeper() -> None:
             for path in (f"/v1/responses/{name}", f"/v1%2Fresponses/{kept['id']}?stream=false"):
                 assert get(there.url + path).worker == kept["worker"]
         assert there.retries() == {}
+        workers = [*there.workers.values()]
+        for worker in (
+            *workers,
+            *reversed(workers),
+        ):  # of answers that the router has not seen, in no turn of its own
+            kept = json.loads(post(f"http://{worker.at}", {"input": TEXT}, "/v1/responses").body)
+            reply = get(f"{there.url}/v1%2Fresponses/{kept['id']}")
+            assert (reply.status, reply.worker) == (200, worker.name)

@@ -14,11 +14,11 @@ from kvpool import BlockHasher, IndexClient
 from kvpool.index.place import scraper
 from kvpool.index.place.router import Router
 from tests.support.deadlines import eventually
-from tests.support.fleets import say, serving
+from tests.support.fleets import a_worker, say, serving
 from tests.support.fronts import Cluster, ProxyCluster, envoy_cluster, followed, proxy_cluster
 from tests.support.http_client import TEXT, get, post
 from tests.support.names import reading
-from tests.support.openai_worker import ScriptedWorker, adapter, card, scripted
+from tests.support.openai_worker import adapter, card, scripted
 from tests.support.wire import batch, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
@@ -144,13 +144,19 @@ def test_route_and_lookup_know_the_same_names() -> None:
             assert one.worker == "b"
 
 
-def test_the_router_tries_the_next_worker_after_a_model_that_does_not_exist() -> None:
-    """Nobody has read that b serves it."""
-    with front("router", Path(), "m", "m", "m") as there:
+@pytest.mark.parametrize("kind", ["envoy", "router"])
+def test_the_next_worker_is_tried_after_a_model_that_does_not_exist(kind: str, tmp_path: Path) -> None:
+    """Nobody has read that b serves it. Nor has a worker failed that says so."""
+    with front(kind, tmp_path, "m", "m", "m") as there:
         for worker in there.workers.values():
             worker.cards = [card("m")]
         there.workers["b"].cards = [card("m"), adapter("sql", "/p", "m")]
         assert twenty(there, "sql") == ({200}, {"b"})
+        for name in ("none", "none", "none", "sql"):
+            assert ask(there, name).status == (404 if name == "none" else 200)
+        assert {ask(there, "m").worker for _ in range(20)} == {"a", "b", "c"}, "none is ejected"
+        if kind == "envoy":
+            return
         assert set(retries(there)) <= {"404"}
         seen = sum(len(worker.bodies) for worker in there.workers.values())
         assert ask(there, "none").status == 404
@@ -184,7 +190,7 @@ def test_a_name_that_a_worker_denies_is_forgotten_until_it_lists_it_again(
 def test_a_denial_or_an_unknown_name_that_is_served_has_the_worker_read_soon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also behind Envoy, which passes the 404 on."""
+    """Also behind Envoy, where nobody reads the body of a 404."""
     monkeypatch.setattr(scraper, "NAMES_S", 600.0)
     monkeypatch.setattr(scraper, "DOUBTED_S", 0.05)
     with front("envoy", tmp_path, "m", "m") as there, reading(there.index.fleet):
@@ -247,7 +253,7 @@ def test_a_tokenizer_of_the_model_serves_its_other_names() -> None:
 
 def test_a_worker_attracts_no_other_tenants_requests() -> None:
     with front("router", Path(), "m") as there, scripted("evil") as (evil,), reading(there.index.fleet):
-        followed_as(there, evil, tenant="t")
+        there.index.fleet.add(a_worker("evil", tenant="t", model="n", address=f"http://{evil.at}"), "flag")
         evil.cards = [card("n"), card("m"), adapter("sql", "/p", "n")]
         there.workers["a"].cards = [card("m"), adapter("sql", "/p", "m")]
         fleet = there.index.fleet
@@ -256,7 +262,3 @@ def test_a_worker_attracts_no_other_tenants_requests() -> None:
             assert twenty(there, name) == ({200}, {"a"})
         assert all(b"prompt" not in body for body in evil.bodies)
         assert not fleet.names.knows("default", "n")
-
-
-def followed_as(there: Cluster, worker: ScriptedWorker, tenant: str) -> None:
-    there.index.fleet.add(worker.worker(tenant=tenant, model="n"), "flag")
