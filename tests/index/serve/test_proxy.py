@@ -472,7 +472,7 @@ def test_what_is_wrong_with_a_request_is_for_a_worker_to_say() -> None:
                 (b'{"model": 7}', "unreadable"),
                 (b'{"model": "m", "prompt": ' + b"[" * 10_000 + b"]" * 10_000 + b"}", "unreadable"),
                 (b'{"model": "other", "prompt": "x"}', "unknown-model"),
-                (b'{"prompt": "x"}', "unreadable"),
+                (b'{"prompt": "x"}', "load"),  # for the only model
             ),
             1,
         ):
