@@ -195,8 +195,9 @@ class Names:
     def serving(self, tenant: str, name: str) -> list[Serving]:
         """Who serves a name; empty: a known model without workers now. Errors: ``ConfigError``; ``UnknownModel``."""
         partitions = self._models.get((tenant, name)) if isinstance(name, str) else None
-        serving = [] if partitions is None else [Serving(one, one.members) for one in partitions]
-        serving += [one.serving for one in self._others(tenant, name)] if isinstance(name, str) else []
+        serving = [] if partitions is None else [Serving(one, one.members, None) for one in partitions]
+        if tenant in self._servers and isinstance(name, str):  # most tenants have none
+            serving += [one.serving for one in self._others(tenant, name)]
         if partitions is None and not serving:
             raise self._unknown(tenant, name)
         return serving
