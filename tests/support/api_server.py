@@ -24,7 +24,9 @@ START_S = 600.0  # on a busy machine
 
 @dataclass(frozen=True)
 class ApiServer:
-    """One engine. ``config``: of its KV transfer. ``events``, ``replay``: ports on which it tells what it holds."""
+    """One engine. ``config``: of its KV transfer. ``events``, ``replay``: ports on which it tells what it holds.
+    ``options``: more of its command.
+    """
 
     name: str
     model: Path
@@ -32,6 +34,7 @@ class ApiServer:
     events: int
     replay: int
     config: Mapping[str, Any]
+    options: tuple[str, ...] = ()
 
     @contextlib.contextmanager
     def running(self, folder: Path) -> Iterator[str]:
@@ -62,5 +65,5 @@ class ApiServer:
             "--block-size", str(BLOCK_TOKENS), "--kv-cache-memory-bytes", str(KV_CACHE_NBYTES),
             "--prefix-caching-hash-algo", "sha256_cbor", "--enable-prompt-tokens-details",
             "--kv-transfer-config", json.dumps(self.config),
-            "--kv-events-config", json.dumps({"enable_kv_cache_events": True, **publisher}),
+            "--kv-events-config", json.dumps({"enable_kv_cache_events": True, **publisher}), *self.options,
         ]  # fmt: skip
