@@ -100,6 +100,8 @@ def check_place(path: Path) -> None:
 def lock(path: Path) -> Iterator[None]:
     """Keep other indexes from the file, by a lock on ``path.lock``, which is left there.
 
+    It is held for the index's life and nobody waits for it, so a stopped holder delays no other. It is not taken
+    over: the holder may go on, and two indexes would replace each other's snapshots.
     Errors: ``ConfigError`` when another index has the lock, or the path is unwritable.
     """
     check_place(path)
@@ -116,7 +118,8 @@ def lock(path: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise ConfigError(
-                f"--snapshot {path}: another index writes this file: give each index a file of its own"
+                f"--snapshot {path}: another index writes this file: give each index a file of its own, "
+                "or end that one; one that is stopped (SIGSTOP, a frozen container) still counts"
             ) from error
         except OSError as error:
             raise ConfigError(f"--snapshot {path}: cannot be locked: {error.strerror}") from error

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import stat
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +20,7 @@ from kvpool.index.fleet import Fleet
 from kvpool.index.follow import snapshot_file as module
 from kvpool.index.follow.snapshot_file import SnapshotFile, age, lock, read, write
 from kvpool.index.snapshot import Snapshot, pack
-from tests.support.deadlines import eventually
+from tests.support.deadlines import ends_within, eventually
 from tests.support.fleets import a_worker, say
 from tests.support.wire import batch, stored
 
@@ -190,6 +193,34 @@ def test_one_index_writes_a_file(tmp_path: Path) -> None:
             pass
     with lock(path):
         pass
+
+
+def test_an_index_that_is_stopped_with_its_file_delays_no_other(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    holder = subprocess.Popen(
+        ["flock", "--exclusive", f"{path}.lock", "sleep", "600"], start_new_session=True
+    )
+    try:
+        assert eventually(lambda: is_locked(path))
+        os.killpg(holder.pid, signal.SIGSTOP)
+        with (
+            ends_within(0),
+            pytest.raises(ConfigError, match=r"or end that one; one that is stopped .* still counts"),
+        ):
+            lock(path).__enter__()
+    finally:
+        os.killpg(holder.pid, signal.SIGKILL)
+        holder.wait()
+    with lock(path):
+        pass
+
+
+def is_locked(path: Path) -> bool:
+    try:
+        with lock(path):
+            return False
+    except ConfigError:
+        return True
 
 
 def test_places_where_nothing_can_be_written(tmp_path: Path) -> None:

@@ -102,16 +102,18 @@ def tries(store: Store, limit: Limit) -> bool:
         return False
 
 
-def test_a_server_that_goes_in_the_middle_of_a_block_has_no_limit(tmp_path: Path) -> None:
+def test_a_server_that_goes_in_the_middle_of_blocks_has_no_limit(tmp_path: Path) -> None:
     """It is away, and whoever dials it knows that: when it is back, it takes blocks of that size at once."""
-    with running("valkey-server", tmp_path) as own, open_store(own.url) as store:
-        for number in range(3):
-            own.stop()
-            batch = store.submit_put([key(number)], [bytes(32 * MIB)], timeout_s=60)
-            assert eventually(lambda: store.counters()["queued"] == 0)
-            own.kill()
-            with pytest.raises(StoreUnavailable):
-                batch.wait()
-            own.start()
-            assert eventually(lambda: serves(store))
-            assert store.put_many([key(number)], [bytes(32 * MIB)]) == [True]
+    count = 4
+    blocks = [bytes(32 * MIB)] * count
+    with running("valkey-server", tmp_path) as own, open_store(f"{own.url}?connections={count}") as store:
+        own.stop()
+        batch = store.submit_put([key(number) for number in range(count)], blocks, timeout_s=60)
+        assert eventually(lambda: store.counters()["queued"] == 0)
+        own.kill()
+        with pytest.raises(StoreUnavailable):
+            batch.wait()
+        assert eventually(lambda: store.counters()["failed_dials"] >= count)
+        own.start()
+        assert eventually(lambda: serves(store))
+        assert store.put_many([key(1)], blocks[:1]) == [True]
