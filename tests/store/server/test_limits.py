@@ -14,7 +14,7 @@ import pytest
 from kvpool import open_store
 from kvpool.errors import StoreUnavailable
 from kvpool.store.store import Store
-from tests.support.conformance import MIB, key
+from tests.support.conformance import MIB, key, keys
 from tests.support.deadlines import eventually
 from tests.support.servers import CLIENTS, NEWER, SERVERS, running, with_client
 from tests.support.store_traffic import serves
@@ -107,8 +107,13 @@ def test_a_server_that_goes_in_the_middle_of_blocks_has_no_limit(tmp_path: Path)
     count = 4
     blocks = [bytes(32 * MIB)] * count
     with running("valkey-server", tmp_path) as own, open_store(f"{own.url}?connections={count}") as store:
+        names = keys(count)
+        # A connection for puts is dialled at its first.
+        assert eventually(
+            lambda: all(store.put_many(names, blocks)) and store.counters()["up_connections"] == 2 * count
+        )
         own.stop()
-        batch = store.submit_put([key(number) for number in range(count)], blocks, timeout_s=60)
+        batch = store.submit_put(names, blocks, timeout_s=60)
         assert eventually(lambda: store.counters()["queued"] == 0)
         own.kill()
         with pytest.raises(StoreUnavailable):
