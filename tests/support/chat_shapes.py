@@ -114,7 +114,15 @@ def shapes(seed: int, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
 def templates() -> list[str]:
     """Chat templates that name messages and their contents in many ways; nothing renders them."""
     made = random.Random(SEED)
-    return [_block(made, 3) for _ in range(TEMPLATE_COUNT)]
+    found = []
+    for number in range(TEMPLATE_COUNT):
+        block, taken, over = _block(made, 3), made.choice(("content", "c")), made.choice(_CONTENTS)
+        if number % 4 == 0:  # few blocks define what they call
+            block += f"{{% macro f({taken}) %}}{{% for part in {over} %}}.{{% endfor %}}{{% endmacro %}}"
+        found.append(
+            f"{{% for message in messages %}}{{{{ f({made.choice(_CONTENTS)}) }}}}{block}{{% endfor %}}"
+        )
+    return found
 
 
 def _block(made: random.Random, depth: int) -> str:
