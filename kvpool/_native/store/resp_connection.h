@@ -187,7 +187,7 @@ class RespConnection {
   std::optional<Dial> dial_;  // at most one of dial_ and socket_
   Stream socket_;
   RespParser parser_;
-  std::string said_;  // an error that may be why the server hangs up, in its words
+  std::string said_;                        // an error that may be why the server hangs up, in its words
   bool is_wanted_ = role_ == Role::kReads;  // dial it
   bool readable_ = false;                   // by poll()
   bool is_full_ = false;                    // the socket did not take all bytes

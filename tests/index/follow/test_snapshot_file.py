@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import stat
 import subprocess
@@ -197,19 +196,18 @@ def test_one_index_writes_a_file(tmp_path: Path) -> None:
 
 def test_an_index_that_is_stopped_with_its_file_delays_no_other(tmp_path: Path) -> None:
     path = tmp_path / "s"
-    holder = subprocess.Popen(
-        ["flock", "--exclusive", f"{path}.lock", "sleep", "600"], start_new_session=True
-    )
+    # It becomes the program, so that one process holds the lock.
+    holder = subprocess.Popen(["flock", "--exclusive", "--no-fork", f"{path}.lock", "sleep", "600"])
     try:
         assert eventually(lambda: is_locked(path))
-        os.killpg(holder.pid, signal.SIGSTOP)
+        holder.send_signal(signal.SIGSTOP)
         with (
             ends_within(0),
             pytest.raises(ConfigError, match=r"or end that one; one that is stopped .* still counts"),
         ):
             lock(path).__enter__()
     finally:
-        os.killpg(holder.pid, signal.SIGKILL)
+        holder.kill()
         holder.wait()
     with lock(path):
         pass
