@@ -97,14 +97,21 @@ async def test_after_a_difference_prompts_go_to_render_until_the_prompt_that_dif
         await there.place()
         await there.checked(different=2)
         assert len(caplog.records) == 1
-        # It starts again, with the template of the tokenizer.
+        # It starts again, with another template.
         there.fleet.add(there.worker.worker(incarnation="another"), "flag")
-        there.worker.render = render_bytes
-        await there.place()
-        assert not there.checks.trusts("m"), "that another prompt agrees says little"
+        there.worker.render = lambda body: (
+            render_otherwise(body) if "prompt 1 " in body["prompt"] else render_bytes(body)
+        )
         there.now_s += CHECK_S
         await there.place()
-        await there.checked(different=2, same=1)
+        await there.checked(different=3)
+        assert not there.checks.trusts("m"), "that another prompt agrees would say little"
+        # With that of the tokenizer.
+        there.fleet.add(there.worker.worker(incarnation="a third"), "flag")
+        there.worker.render = render_bytes
+        there.now_s += CHECK_S
+        await there.place()
+        await there.checked(different=3, same=1)
         assert there.checks.trusts("m")
         rendered = there.worker.rendered
         assert (await there.place()).prompt_blocks == 4
