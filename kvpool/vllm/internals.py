@@ -5,6 +5,7 @@ Versions are distinguished by feature, never by version number.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,6 +33,7 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     UniformTypeKVCacheSpecs,
 )
+from vllm.v1.kv_offload.tiering.base import JobResult
 from vllm.v1.request import Request
 
 from kvpool.errors import EngineRefused
@@ -198,6 +200,12 @@ def adapter_changed_in_place(request: Request) -> bool:
     return bool(getattr(request.lora_request, "load_inplace", False))
 
 
+def job_result(**says: Any) -> JobResult:
+    """A tier's result with what this version of vLLM has a field for: 0.30 has none for bytes."""
+    known = {one.name for one in dataclasses.fields(JobResult)}
+    return JobResult(**{name: value for name, value in says.items() if name in known})
+
+
 # Hashes.
 
 
@@ -285,8 +293,12 @@ def next_evicted(block_pool: BlockPool, count: int) -> list[tuple[int, bytes | N
     return found
 
 
+def count_free(block_pool: BlockPool) -> int:
+    return int(block_pool.get_num_free_blocks())
+
+
 def is_in_use(block_pool: BlockPool) -> bool:
-    return bool(block_pool.num_gpu_blocks - block_pool.get_num_free_blocks() > 1)
+    return bool(block_pool.num_gpu_blocks - count_free(block_pool) > 1)
 
 
 def references(block_pool: BlockPool, block_id: int) -> int:

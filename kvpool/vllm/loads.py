@@ -67,7 +67,7 @@ class Loads:
             return True
         room = room_of_load(self._groups, hit_tokens, request.num_tokens, self._step_tokens)
         behind = max(one.behind for one in (room, *(load.room for load in self._loads.values())))
-        return room.loaded + behind <= self._block_pool.get_num_free_blocks()
+        return room.loaded + behind <= internals.count_free(self._block_pool)
 
     def under_way(self) -> bool:
         return bool(self._loads)

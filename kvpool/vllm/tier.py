@@ -51,7 +51,7 @@ from kvpool.transfer.mover import PART_NBYTES, STORE_TIMEOUT_S
 from kvpool.vllm.events import EVENT_OWNER
 from kvpool.vllm.guard import guarded, refuse
 from kvpool.vllm.identity import tier_facts
-from kvpool.vllm.internals import engine_under_construction
+from kvpool.vllm.internals import engine_under_construction, job_result
 from kvpool.vllm.lookups import ChunkLookups, is_spellable
 from kvpool.vllm.metrics import tier_definitions, tier_stats
 
@@ -300,7 +300,7 @@ class KVPoolTier(SecondaryTierManager):
         failed = [key for key, ok in zip(job.keys, moved.moved, strict=True) if not ok]
         # First, before anything that could fail: an unreported job pins its rows for ever.
         self._results.append(
-            JobResult(
+            job_result(
                 job_id=job_id,
                 success=not failed,
                 successful_keys=came if failed and came and job.is_load else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -75,3 +76,12 @@ def test_no_other_module_reads_what_is_no_interface() -> None:
             if isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES:
                 found.append(f"{file.name}: {node.attr}")
     assert found == []
+
+
+def test_a_tiers_result_has_the_fields_that_vllm_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.30 knows no bytes: each job of the tier failed there, was never reported, and pinned its rows."""
+    older = dataclasses.make_dataclass("JobResult", ["job_id", "success"])
+    said = {"job_id": 1, "success": True, "transfer_bytes": 7}
+    assert dataclasses.asdict(internals.job_result(**said)).items() >= said.items()
+    monkeypatch.setattr(internals, "JobResult", older)
+    assert internals.job_result(**said) == older(1, True)
