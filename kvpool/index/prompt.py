@@ -44,6 +44,8 @@ class Chat:
         if not isinstance(body, Mapping) or not isinstance(body.get("messages"), Sequence):
             raise ConfigError('a chat is a list of messages, or an object with "messages"')
         given = body.get("chat_template_kwargs") or {}
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"chat_template_kwargs is an object, not {given!r:.40}")
         options = {name: value for name, value in given.items() if name not in _WITH_DEFAULT}
         effort = body.get("reasoning_effort")
         if effort is not None and "enable_thinking" not in options:  # for templates that have only a switch

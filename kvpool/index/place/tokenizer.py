@@ -90,7 +90,7 @@ class Tokenizer:
             raise ConfigError(f"chats of {self._model} are rendered by its workers: {self._why_not}")
         if reserved := sorted(_RESERVED & chat.template_options.keys()):
             raise ConfigError(f"the template options of a chat cannot hold {', '.join(reserved)}")
-        tools = None if chat.tools is None else [_tool(tool) for tool in chat.tools]
+        tools = None if chat.tools is None else [_tool(tool) for tool in _list("tools", chat.tools)]
         template = self._template(tools)
         conversation = [_message(message, template.takes_parts) for message in chat.messages]
         if not template.knows_developers:
@@ -206,7 +206,7 @@ def _message(message: Any, takes_parts: bool) -> dict[str, Any]:
         made["content"] = "\n".join(part["text"] for part in parts)
     if role == "assistant":
         if calls := message.get("tool_calls"):
-            made["tool_calls"] = [_tool_call(call) for call in calls]
+            made["tool_calls"] = [_tool_call(call) for call in _list("tool_calls", calls)]
         if (reasoning := reasoning_of(message)) is not None:
             made |= {"reasoning": reasoning, "reasoning_content": reasoning}
     elif role == "tool" and "tool_call_id" in message:
@@ -234,6 +234,12 @@ def _without_billing(part: dict[str, Any]) -> dict[str, Any] | None:
         return part
     rest = text.partition("\n")[2]
     return {**part, "text": rest} if rest else None
+
+
+def _list(name: str, value: Any) -> Sequence[Any]:
+    if not isinstance(value, Sequence):
+        raise ConfigError(f"{name} is a list, not {value!r:.40}")
+    return value
 
 
 def _tool_call(call: Any) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 from kvpool.errors import ConfigError
 from kvpool.index import Chat
 from kvpool.index.client.calls import lookup_call
+from kvpool.index.place.inference_request import CHAT, read_request
 from kvpool.index.place.tokenizer import Tokenizer
 from kvpool.index.prompt import Prompt
 from kvpool.index.protocol.messages import decode_prompt
@@ -57,6 +60,42 @@ def test_a_chat_has_the_tokens_that_vllm_gives_it(
         assert isinstance(received, Chat)
         assert list(tokenizer.of_chat(received)) == vllm_tokens[template, name], name
     assert len({tuple(vllm_tokens[template, name]) for name in BODIES}) > 5
+
+
+@pytest.mark.parametrize("value", [None, 5, "a", [], {}, ["a"], {"a": 1}, [{}], True, 1.5, "\ud800", 10**30])
+def test_a_value_of_any_kind_in_any_place_has_tokens_or_one_line(value: Any, folder: Path) -> None:
+    """As ``{"tools": 5}``: of another kind than its field's, it is the caller's fault, and none of ours."""
+    function = {"name": "f", "description": "d", "parameters": {"a": 1}, "strict": True}
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    whole = {
+        "model": "m",
+        "messages": [
+            {"role": "assistant", "content": "x", "reasoning": "r", "tool_calls": [call]},
+            {"role": "tool", "content": ["a", {"type": "text", "text": "b"}], "tool_call_id": "1"},
+            {"role": "developer", "content": "x", "name": "n", "tools": []},
+        ],
+        "tools": [{"type": "function", "function": function, "defer_loading": True}],
+        "chat_template_kwargs": {"enable_thinking": True},
+        "reasoning_effort": "low",
+        "documents": [{"a": "b"}],
+        "kv_transfer_params": {"a": 1},
+        "cache_salt": "s",
+    }
+    tokenizer = Tokenizer.load("m", str(folder))
+    for body in _with(whole, value):
+        with contextlib.suppress(ConfigError):
+            prompt = read_request(CHAT, json.dumps(body).encode()).prompt
+            assert prompt is None or (isinstance(prompt.chat, Chat) and tokenizer.of_chat(prompt.chat))
+
+
+def _with(whole: Any, value: Any) -> Iterator[Any]:
+    """Copies of it, with this value in each place."""
+    yield value
+    for at in whole if isinstance(whole, dict) else range(len(whole)) if isinstance(whole, list) else ():
+        for one in _with(whole[at], value):
+            copy = whole.copy()
+            copy[at] = one
+            yield copy
 
 
 def test_chats_of_all_shapes_have_the_tokens_that_vllm_gives_them_or_none(
