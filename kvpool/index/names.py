@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import NamedTuple
 
 from kvpool.discovery.worker import MAX_TEXT_NBYTES, Worker
@@ -228,14 +229,16 @@ class Names:
         """Whether requests of a tenant may name one or another."""
         return len(self.models(tenant)) > 1 or bool(self._servers.get(tenant))
 
-    def others(self, tenant: str) -> list[tuple[Name, str]]:
-        """Each name of present workers that is not their model's, with its model; by name."""
-        named = sorted(self._servers.get(tenant, {}).copy().items())
-        return [
+    def others(self, tenant: str, most: int) -> list[tuple[Name, str]]:
+        """Names of present workers that are not their model's, each with its model, by name: the ``most`` that were
+        known first.
+        """
+        named = list(islice(self._servers.get(tenant, {}).items(), most))  # in one step
+        return sorted(
             (Name(text, one.lora[1] if one.lora else ""), one.partition.key.model)
             for text, several in named
-            for one in several[:1]
-        ]
+            for one in [one for one in several if one.workers][:1]
+        )
 
     def _others(self, tenant: str, name: str) -> list[_Servers]:
         return [one for one in self._servers.get(tenant, {}).get(name, ()) if one.workers]

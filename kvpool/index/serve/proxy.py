@@ -183,10 +183,11 @@ class Proxy:
 
     def _listing(self) -> _Listing | None:
         """None: one model and no other name, so that any worker lists all."""
-        models, others = self._placer.models(self._tenant), self._placer.names.others(self._tenant)
+        models = self._placer.models(self._tenant)
+        others = self._placer.names.others(self._tenant, MAX_LISTED)
         if not models or (len(models) == 1 and not others):
             return None
-        return _Listing(tuple(models), tuple(others[:MAX_LISTED]))
+        return _Listing(tuple(models), tuple(others))
 
     def _forwarding(self, request: web.BaseRequest) -> Forwarding:
         assert self._session is not None
