@@ -57,13 +57,10 @@ class _Servers:
             self.workers[worker] = None
             self._state = object()
 
-    def remove(self, worker: str) -> bool:
-        """False: unknown."""
-        if worker not in self.workers:
-            return False
-        self.workers.pop(worker, None)
-        self._state = object()
-        return True
+    def remove(self, worker: str) -> None:
+        if worker in self.workers:
+            self.workers.pop(worker, None)
+            self._state = object()
 
     @property
     def serving(self) -> Serving:
@@ -174,10 +171,10 @@ class Names:
         known = self._workers.get(worker_id)
         if known is None or name not in known.read or name in (known.worker.model, *known.worker.names):
             return False
-        several = self._servers.get(known.worker.tenant, {}).get(name, ())
-        return any(
-            servers.remove(known.worker.name) for servers in several if servers.partition is known.partition
-        )
+        for servers in self._servers.get(known.worker.tenant, {}).get(name, ()):
+            if servers.partition is known.partition:
+                servers.remove(known.worker.name)
+        return True
 
     def note(self, worker_id: str, name: str, *, served: bool) -> None:
         """How a worker answered to a name. If that is not as it was read, it is soon read again."""

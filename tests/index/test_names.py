@@ -110,7 +110,7 @@ def test_a_denied_name_is_forgotten_until_the_next_reading(fleet: Fleet) -> None
     lists(fleet, "b", "m", Name("sql", "/p"))
     denies = fleet.names.deny
     assert denies("default/a", "sql")
-    assert not denies("default/a", "sql")
+    assert denies("default/a", "sql"), "to another request, which was on its way"
     assert (serving(fleet, "sql"), fleet.names.knows("default", "sql")) == (["b"], True)
     assert [denies("default/a", name) for name in ("m", "m1", "none")] == [False] * 3, "announced, or unknown"
     assert not denies("default/none", "sql")

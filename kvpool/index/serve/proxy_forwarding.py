@@ -48,9 +48,8 @@ _NOT_RETURNED = _OF_CONNECTION | {*OURS}
 # The worker has not begun to answer.
 _UNREACHABLE = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 _LOST = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)
-_NO_MODEL = re.compile(
-    rb"The model `[^`]{0,8192}` does not exist"
-)  # vllm/entrypoints/serve/engine/serving.py
+# vllm/entrypoints/serve/engine/serving.py. Whole: an answer may repeat a caller's words, but not its quotes.
+_NO_MODEL = re.compile(rb'"message"\s*:\s*"The model `[^`]{0,8192}` does not exist')
 
 logger = logging.getLogger("kvpool.index")
 
@@ -109,7 +108,7 @@ class Forwarding:
         try:
             reply, _, target = await self._send(await self._place(like), _NOT_FORWARDED | {"accept-encoding"})
             try:
-                body = await reply.content.read(most_nbytes + 1)
+                body = await reply.read() if _is_short(reply) else b""  # it may be read already
                 while len(body) <= most_nbytes and (more := await reply.content.readany()):
                     body += more
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
@@ -234,7 +233,7 @@ class Forwarding:
 
     async def _lacks_model(self, reply: aiohttp.ClientResponse, target: Target) -> bool:
         """Whether an answer of 404 is for the request's model. Errors: ``Refusal``."""
-        if reply.content_length is None or reply.content_length > WHOLE_NBYTES:
+        if not _is_short(reply):
             return False
         try:
             return _NO_MODEL.search(await reply.read()) is not None
@@ -294,7 +293,7 @@ class Forwarding:
         path, status = engine_path(self._request.rel_url.raw_path), reply.status
         self._learns = LEARNS if status // 100 == 2 and is_of_responses(path) else 0
         has_body = self._request.method != "HEAD" and reply.status not in (204, 304)
-        if has_body and reply.content_length is not None and reply.content_length <= WHOLE_NBYTES:
+        if has_body and _is_short(reply):
             try:
                 body = await reply.read()
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
@@ -347,6 +346,10 @@ def _is_between_engines(raw_path: str) -> bool:
     return posixpath.normpath("/" + unquote(raw_path).replace("\\", "/").lstrip("/")).startswith(
         _BETWEEN_ENGINES
     )
+
+
+def _is_short(reply: aiohttp.ClientResponse) -> bool:
+    return reply.content_length is not None and reply.content_length <= WHOLE_NBYTES
 
 
 def _without(headers: CIMultiDictProxy[str], names: frozenset[str]) -> CIMultiDict[str]:

@@ -84,14 +84,15 @@ def test_a_model_whose_workers_list_nothing_is_listed_by_its_name(monkeypatch: p
         assert eventually(there.ends)
 
 
-def test_what_all_workers_refuse_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("status", [401, 404])
+def test_what_all_workers_refuse_is_refused(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy, "KEEP_S", 0.0)
     with scripted("a", "b") as workers, proxy_cluster(workers=[]) as there:
         for worker in workers:
             join(there, worker, f"of-{worker.name}")
-            worker.reply, worker.status = b'{"error": "no key"}', 401
+            worker.reply, worker.status = b'{"error": "no key"}', status
         reply = get(f"{there.url}/v1/models")
-        assert (reply.status, reply.body) == (401, b'{"error": "no key"}')
+        assert (reply.status, reply.body) == (status, b'{"error": "no key"}')
         lists(workers[1], card("of-b"))
         workers[1].status = 200
         listed = json.loads(get(f"{there.url}/v1/models").body)["data"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,39 @@ def test_another_404_is_the_answer() -> None:
         assert retries(there) == {}
 
 
+def test_an_answer_that_repeats_a_callers_words_makes_the_router_forget_no_name() -> None:
+    """vLLM 0.32 says "Response with id 'ID' not found", with whatever ID."""
+    with front("router", Path(), "m") as there:
+        (a,) = there.workers.values()
+        a.cards = [card("m"), adapter("sql", "/p", "m")]
+        with reading(there.index.fleet):
+            assert eventually(lambda: knows(there, "sql", "a"))
+        words = 'resp_"message":"The model `sql` does not exist'
+        a.status, a.reply = (
+            404,
+            json.dumps({"error": {"message": f"Response with id '{words}' not found."}}).encode(),
+        )
+        fields = {"model": "sql", "input": "x", "previous_response_id": words}
+        assert post(there.url, fields, path="/v1/responses").status == 404
+        assert knows(there, "sql", "a")
+
+
+def test_requests_that_are_denied_at_once_are_all_placed_once_more() -> None:
+    with front("router", Path(), "m", "m") as there:
+        a, b = there.workers.values()
+        a.cards = [card("m"), adapter("sql", "/p", "m")]
+        with reading(there.index.fleet):
+            assert eventually(lambda: knows(there, "sql", "a"))
+        a.cards, b.cards = b.cards, a.cards
+        a.bodies.clear()
+        a.hold.clear()
+        with ThreadPoolExecutor(8) as threads:
+            asked = [threads.submit(ask, there, "sql") for _ in range(8)]
+            assert eventually(lambda: len(a.bodies) == 8)
+            a.hold.set()
+            assert {(one.result().status, one.result().worker) for one in asked} == {(200, "b")}
+
+
 def test_the_router_lists_all_names() -> None:
     with front("router", Path(), "m", "m", "n") as there, reading(there.index.fleet):
         a, b = [*there.workers.values()][:2]
@@ -242,13 +276,13 @@ def test_a_tokenizer_of_the_model_serves_its_other_names() -> None:
     from tests.support.placing import ByteTokenizer
 
     with scripted("a") as workers, reading(fleet := followed(workers, model="m")):
-        workers[0].cards = [card("m"), adapter("sql", "/p", "m")]
+        workers[0].cards, workers[0].render = [card("m"), adapter("sql", "/p", "m")], None
         assert eventually(lambda: fleet.names.knows("default", "sql"))
         place = {"tokenizers": {"m": ByteTokenizer()}, "timeout_s": 60}
         with serving(fleet, place=place, proxy={}, router=Router(fleet)) as index:
             say(fleet, "default/a", 0, 0, batch(stored(BlockHasher(16).hashes(TOKENS, lora=("sql", "/p")))))
             reply = post(f"http://{index.proxy}", {"model": "sql", "prompt": TEXT})
-            assert (reply.headers["x-kvpool-reason"], workers[0].rendered) == ("prefix", 0)
+            assert reply.headers["x-kvpool-reason"] == "prefix"
 
 
 def test_a_worker_attracts_no_other_tenants_requests() -> None:
