@@ -39,6 +39,7 @@ class RequestState:
     loads_first: bool = False  # counted at the end of its load
     offered: tuple[int, int] | None = None  # (local tokens, tokens with the pool)
     loading: bool = False
+    crowded: bool = False  # it waited its time for room; while it waits, vLLM gives memory to others
     admitted: bool = False  # the cost gate admits its lookup's hit
     load_tokens: int = 0  # of the load in flight
     load_s: float = 0.0

@@ -183,7 +183,8 @@ class SchedulerHalf:
         if hit > local_tokens and self._loads_under_way.bring(request, local_tokens, hit):
             return self._wait(state, now)
         room = hit == local_tokens or self._loads_under_way.leave_room(request, hit)
-        if not room and self._loads_under_way.under_way() and self._in_time(state, now):
+        waits = not (room or state.crowded) and self._loads_under_way.under_way()
+        if waits and self._in_time(state, now):
             return self._wait(state, now)
         self._outcomes.waited(state, now, answered=present is not None)
         if present is None:
@@ -192,7 +193,7 @@ class SchedulerHalf:
         if hit == local_tokens:
             return NO_OFFER
         if not room:
-            state.result = "no_room"
+            state.result, state.crowded = "no_room", True
             return NO_OFFER
         if not self._admits(state):
             state.result = "too_slow"

@@ -37,6 +37,7 @@ from tests.support.scheduler import (
     planted,
     put,
     request,
+    request_with,
 )
 from tests.support.scripted_store import ScriptedStore
 
@@ -176,6 +177,32 @@ def test_a_wait_for_another_load_costs_the_budget_once(store: Store) -> None:
     scheduler.allocated(second, TABLE, 96)
     (_, load) = scheduler.plan(SchedulerOutput.make_empty()).loads
     assert load.stall_timeout_s < 0.5
+
+
+def test_a_wait_for_room_costs_the_budget_once(store: Store) -> None:
+    """vLLM passes over who waits: loads of later requests would take the memory again and again."""
+    groups = [Group(BLOCK_TOKENS), Group(BLOCK_TOKENS, window=2 * BLOCK_TOKENS + 1)]
+    scheduler, first, second = half(store, groups=groups), request("a"), request_with("b", cache_salt="b")
+    for asked in (first, second):
+        for group in range(len(groups)):
+            keys = NAMESPACE.keys(asked.block_hashes, group, 0)
+            assert all(store.put_many(keys, [b"x"] * len(keys)))
+    assert answer(scheduler, first) == 96
+    scheduler.allocated(first, TABLE * 2, 96)
+    pool = scheduler._block_pool
+    assert pool is not None
+    taken = pool.get_new_blocks(pool.get_num_free_blocks())
+    scheduler.seen(second)
+    state = scheduler._requests["b"]
+    assert eventually(lambda: state.lookup is not None and state.lookup.ended(time.monotonic()))
+    assert scheduler.matched_tokens(second, 0) == (None, False)
+    assert state.waiting_since is not None
+    state.waiting_since -= BUDGET_S
+    for _ in range(2):
+        assert scheduler.matched_tokens(second, 0) == (0, False)
+        assert state.result == "no_room"
+    pool.free_blocks(taken)
+    assert scheduler.matched_tokens(second, 0) == (96, True)
 
 
 def test_a_store_that_never_answers_costs_the_budget_and_no_more(stalling: ScriptedStore) -> None:
