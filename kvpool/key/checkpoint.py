@@ -80,7 +80,7 @@ def checkpoint_digest(
 
     In a folder, the first of ``suffixes`` with any files decides, as in an engine. Blocks for at most
     ``timeout_s`` seconds, even on a hanging disk; up to 8 reads at a time. Errors: ``ConfigError``: no
-    weights, an unreadable or truncated file, or out of time.
+    weights, an unreadable or truncated file, or out of time; ``NoThread``.
     """
     reading = _Reading(Path(path), tuple(suffixes), time.monotonic() + timeout_s)
     digest = reading.wait()
@@ -100,7 +100,7 @@ def served_digest(
     32 hex digits; "" when no folder is named and the engine's path has no weights (a hub's name, or "").
 
     ``named_path``: the operator's, which wins. Errors: ``ConfigError``: it has no weights, or its weights
-    cannot be read in time.
+    cannot be read in time; ``NoThread``.
     """
     if named_path is not None:
         return checkpoint_digest(Path(named_path), suffixes=suffixes).hex

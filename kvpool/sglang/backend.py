@@ -33,7 +33,7 @@ from sglang.srt.mem_cache.pool_host import HostKVCache
 from kvpool import metrics
 from kvpool.config import HiCacheConfig
 from kvpool.discovery.facts import announce_facts
-from kvpool.errors import ConfigError, EngineRefused, StoreUnavailable
+from kvpool.errors import ConfigError, EngineRefused, NoThread, StoreUnavailable
 from kvpool.key.key import Fact, namespace_prefix
 from kvpool.metrics import Metric
 from kvpool.sglang.metrics import PoolState, show
@@ -76,7 +76,10 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
         )
 
     def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:
-        """Take the pages' host memory, and complete the namespace. Errors: ``ConfigError``; closes the store."""
+        """Take the pages' host memory, and complete the namespace.
+
+        Errors: ``ConfigError``, ``NoThread``; both close the store.
+        """
         try:
             pages = HostPages(mem_pool_host, self._config.kv_dtype)
             parallel = self._parallel
@@ -99,7 +102,7 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
                 weights_never_change=self._config.weights_never_change,
             )
             self._start(pages)
-        except ConfigError:
+        except (ConfigError, NoThread):
             self.close()
             raise
         super().register_mem_pool_host(mem_pool_host)

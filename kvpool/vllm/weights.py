@@ -69,8 +69,8 @@ class Weights(NamedTuple):
 def weights_of(config: VllmConfig, settings: PoolConfig) -> Weights:
     """The facts of the weights that an engine of this configuration has loaded.
 
-    Reads files, for at most ``checkpoint.TIMEOUT_S``. Errors: ``ConfigError``, a sentence that says what to
-    do.
+    Reads files, for at most ``checkpoint.TIMEOUT_S``. Errors: ``ConfigError``, ``NoThread``, a sentence that
+    says what to do.
     """
     load_format = str(config.load_config.load_format)
     if settings.model_id is not None:
@@ -300,7 +300,7 @@ class Adapters:
                 digest = checkpoint_digest(path, timeout_s=self._timeout_s).hex
                 if _seen(path) != seen:
                     raise ConfigError(f"{path} was written while it was read")
-        except (ConfigError, OSError) as error:
+        except (ConfigError, NoThread, OSError) as error:
             if known.failed_at is None:
                 logger.warning(
                     "kvpool: adapter %s goes without the pool, for its files cannot be looked at: %s",

@@ -22,7 +22,7 @@ import torch
 from kvpool import open_store
 from kvpool.config import HiCacheConfig
 from kvpool.discovery.facts import announced_namespaces
-from kvpool.errors import ConfigError, EngineRefused, StoreUnavailable
+from kvpool.errors import ConfigError, EngineRefused, NoThread, StoreUnavailable
 from kvpool.key.key import parse_key
 from tests.sglang.server import PAGE_TOKENS, Controller, Server, extra, hashes, storage_config, tokens
 from tests.support.deadlines import Stopwatch, eventually
@@ -497,6 +497,19 @@ def test_what_cannot_be_served_is_refused_in_one_sentence(
         Server(settings.pop("pool", f"file://{tmp_path}/pool"), **settings)
     assert sentence in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_a_server_that_no_thread_can_tell_leaves_no_connection(
+    valkey: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: HiCacheConfig) -> None:
+        raise NoThread("no thread could be started")
+
+    monkeypatch.setattr("kvpool.sglang.backend.served_facts", refuse)
+    with pytest.raises(NoThread) as caught:
+        Server(valkey.url)
+    assert eventually(lambda: not [one for one in valkey.client.client_list() if "kvpool:" in one["name"]])
+    assert caught.tb, "it kept what the backend had"
 
 
 def test_memory_of_which_sglang_names_only_a_part_is_refused(tmp_path: Path, serve: Serve) -> None:

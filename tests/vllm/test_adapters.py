@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from kvpool.errors import NoThread
 from kvpool.key.checkpoint import CheckpointDigest
 from kvpool.store import Store
 from kvpool.vllm import weights as adapters
@@ -227,3 +228,21 @@ def test_an_adapter_that_no_thread_can_read_goes_without_the_pool_until_one_can(
         check = reading.check(lora)
     assert (check.done, check.tag, check.cause) == (True, None, "unreadable")
     assert checked(reading, lora).tag is not None
+
+
+def test_files_that_no_thread_can_read_are_looked_at_again_after_a_while(
+    engine: Callable[..., Adapters], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look is a warning: a busy engine would write thousands."""
+    asked: list[Path] = []
+
+    def refuse(path: Path, **_: object) -> None:
+        asked.append(path)
+        raise NoThread("no thread could be started")
+
+    monkeypatch.setattr("kvpool.vllm.weights.checkpoint_digest", refuse)
+    reading, lora = engine(), Lora(write(tmp_path / "a", 1))
+    for _ in range(3):
+        check = checked(reading, lora)
+        assert (check.tag, check.cause) == (None, "unreadable")
+    assert len(asked) == 1

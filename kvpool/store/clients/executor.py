@@ -45,7 +45,10 @@ _Outcome = tuple[Sequence[int], str | None]  # a status per key, and the first f
 
 
 class ClientExecutor:
-    """Threads, each with a link; see ``_native.IoExecutor``. Blocks to dial the first. Errors: ``LinkFault``."""
+    """Threads, each with a link; see ``_native.IoExecutor``.
+
+    Blocks to dial the first. Errors: ``LinkFault``, ``NoThread``, with no link left open.
+    """
 
     def __init__(self, url: StoreURL, links: Sequence[Link]) -> None:
         self._pid = os.getpid()
@@ -62,6 +65,8 @@ class ClientExecutor:
             for thread in self._threads:
                 start_thread(thread)
         except NoThread:
+            if self._threads[0].ident is None:  # else that thread closes its link
+                links[0].close()
             self._threads = [thread for thread in self._threads if thread.ident is not None]
             self.close(DIAL_S)
             raise

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvpool import open_store
-from kvpool.errors import ConfigError, StoreUnavailable
+from kvpool.errors import ConfigError, NoThread, StoreUnavailable
 from kvpool.store.clients import batch_queue, executor
 from kvpool.store.store import Store
 from tests.support.conformance import MIB, key, keys, payload
@@ -190,3 +190,21 @@ def test_a_reply_that_does_not_fit_is_a_fault_and_costs_the_connection(reply: by
             calls[verb]()
         assert store.counters()["disconnections"] == 1
         assert store.counters()["faults"] == 1
+
+
+@pytest.mark.parametrize("client", ["redis", "glide"])
+def test_a_store_whose_threads_cannot_start_leaves_no_connection(
+    client: str, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith(f"kvpool-{client}"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(NoThread, match="no thread could be started") as caught:
+        open_store(f"{server.url}?client={client}")
+    assert eventually(lambda: not [one for one in server.client.client_list() if "values" in one["name"]])
+    assert caught.tb, "it kept what the constructor had"
