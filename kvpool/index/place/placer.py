@@ -250,7 +250,7 @@ class Placer:
                 if prompt is not None and prompt.token_ids is None:
                     model = self._with_tokenizer(prompt)
                     has_own = model in self._tokenizers and not trusts
-                    makes = self._checks.trusts(model) or trusts
+                    makes = self._checks.trusts(tenant, model) or trusts
                     prompt = self._tokenizers.tokens(prompt, model) if makes else None
             except ConfigError as error:  # images, or a chat that the template refuses
                 return _Ranked(request, None, "refused", str(error), needs_render=True)

@@ -1,7 +1,8 @@
 """``TokenChecks``: compares a few prompts' tokens an hour with those that a worker's /render makes of them.
 
 Only prompts that a ``--tokenizer`` makes tokens of, in the background: no request waits. After a difference the
-model's prompts go to workers' /render, until the prompt that differed is found equal. One event loop.
+model's prompts go to workers' /render, until the prompt that differed is found equal. Each tenant has workers of its
+own, so what they say counts for its prompts alone. One event loop.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from kvpool.index.place.tokenizer import Tokenizers
 from kvpool.index.prompt import Prompt
 from kvpool.index.request_stats import RequestStats
 
-CHECK_S = 600.0  # between two checks of a model: from half of it to one and a half
+CHECK_S = 600.0  # between two checks of a tenant's model: from half of it to one and a half
 MAX_CHECKED_NBYTES = 256 << 10  # of a body: a prompt that differs is kept
+MAX_MODELS = 256  # of all tenants; more are checked when others have no prompts
 
 logger = logging.getLogger("kvpool.index")
 
@@ -32,9 +34,10 @@ Render = Callable[[InferenceRequest], Awaitable[Prompt]]
 
 @dataclass
 class _Model:
-    """``differs``: the request whose tokens did; None: none did."""
+    """Of a tenant. ``differs``: the request whose tokens did; None: none did."""
 
     name: str
+    tenant: str
     due_s: float = -math.inf
     differs: InferenceRequest | None = None
     task: asyncio.Task[None] | None = None
@@ -52,16 +55,16 @@ class TokenChecks:
         draw: Callable[[], float] = random.random,
     ) -> None:
         self._tokenizers, self._stats, self._clock, self._draw = tokenizers, stats, clock, draw
-        self._models: dict[str, _Model] = {}  # those with a tokenizer
+        self._models: dict[tuple[str, str], _Model] = {}  # by tenant and name; those with a tokenizer
 
     def close(self) -> None:
         for model in self._models.values():
             if model.task is not None:
                 model.task.cancel()
 
-    def trusts(self, model: str) -> bool:
+    def trusts(self, tenant: str, model: str) -> bool:
         """Whether its tokens are made here. Any thread."""
-        known = self._models.get(model)
+        known = self._models.get((tenant, model))
         return model in self._tokenizers and (known is None or known.differs is None)
 
     def offer(self, request: InferenceRequest, name: str, render: Render) -> None:
@@ -70,18 +73,26 @@ class TokenChecks:
         """
         if name not in self._tokenizers:
             return
-        model = self._models.setdefault(name, _Model(name))
         now_s = self._clock()
-        if now_s < model.due_s or model.task is not None:
+        model = self._model(request.tenant, name, now_s)
+        if model is None or now_s < model.due_s or model.task is not None:
             return
         checked = model.differs or request
         prompt = checked.prompt
         if prompt is None or prompt.token_ids is not None or len(checked.body) > MAX_CHECKED_NBYTES:
             return
-        if checked.tenant != request.tenant:  # another tenant's authorization
-            return
         model.due_s = now_s + CHECK_S * (0.5 + self._draw())
         model.task = asyncio.create_task(self._check(model, prompt, checked, render))
+
+    def _model(self, tenant: str, name: str, now_s: float) -> _Model | None:
+        """None: there is no room."""
+        known = self._models.get((tenant, name))
+        if known is None and len(self._models) >= MAX_MODELS:
+            idle = (key for key, one in self._models.items() if one.task is None and one.due_s <= now_s)
+            if (first := next(idle, None)) is None:
+                return None
+            del self._models[first]
+        return known or self._models.setdefault((tenant, name), _Model(name, tenant))
 
     async def _check(self, model: _Model, prompt: Prompt, request: InferenceRequest, render: Render) -> None:
         try:
@@ -101,16 +112,21 @@ class TokenChecks:
         if mine == theirs:
             self._stats.record_check("same")
             if model.differs is not None:
-                logger.warning("the tokens of --tokenizer %s are those of its workers again", model.name)
+                logger.warning(
+                    "the tokens of --tokenizer %s are those of its workers of tenant %s again",
+                    model.name,
+                    model.tenant,
+                )
             model.differs = None
             return
         self._stats.record_check("different")
         if model.differs is None:
             logger.warning(
-                "the tokens of --tokenizer %s are not those of its workers, from token %d of %d on; its prompts go to "
-                "the workers' /render until they agree: give --tokenizer the folder that the workers serve, and start "
-                "them without options that change chats (--chat-template), or kvpool without this --tokenizer",
-                model.name, _common(mine, theirs), len(theirs),
+                "the tokens of --tokenizer %s are not those of its workers of tenant %s, from token %d of %d on; their "
+                "prompts go to the workers' /render until they agree: give --tokenizer the folder that the workers "
+                "serve, and start them without options that change chats (--chat-template), or kvpool without this "
+                "--tokenizer",
+                model.name, model.tenant, _common(mine, theirs), len(theirs),
             )  # fmt: skip
         model.differs = request
 

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from kvpool.index.fleet import Fleet
+from kvpool.index.place import token_checks
 from kvpool.index.place.placement import Placement
 from kvpool.index.place.placer import Placer
 from kvpool.index.place.token_checks import CHECK_S, MAX_CHECKED_NBYTES, TokenChecks
 from kvpool.index.place.tokenizer import Tokenizers
 from kvpool.index.request_stats import RequestStats
 from tests.support.deadlines import until
+from tests.support.fleets import a_worker
 from tests.support.openai_worker import ScriptedWorker, render_bytes, scripted
 from tests.support.placing import ByteTokenizer, placer_of
 
@@ -33,11 +35,11 @@ class Checking:
         self.placer: Placer
         self._number = 0
 
-    async def place(self, **fields: Any) -> Placement:
+    async def place(self, tenant: str = "default", **fields: Any) -> Placement:
         self._number += 1
         prompt = f"prompt {self._number} " * 8
         body = json.dumps({"model": "m", "prompt": prompt, **fields}).encode()
-        placement = await self.placer.place("/v1/completions", {}, body, "default")
+        placement = await self.placer.place("/v1/completions", {}, body, tenant)
         self.placer.release(placement)
         return placement
 
@@ -87,9 +89,9 @@ async def test_after_a_difference_prompts_go_to_render_until_the_prompt_that_dif
         there.worker.render = render_otherwise
         assert (await there.place()).prompt_blocks == 4, "72 bytes"
         await there.checked(different=1)
-        assert not there.checks.trusts("m")
+        assert not there.checks.trusts("default", "m")
         (told,) = [record.getMessage() for record in caplog.records]
-        assert "not those of its workers, from token 20 of 21 on" in told
+        assert "not those of its workers of tenant default, from token 20 of 21 on" in told
         assert "give --tokenizer the folder that the workers serve" in told
         assert (await there.place()).prompt_blocks == 1, "by the worker's tokens"
         assert there.worker.rendered == 2
@@ -105,18 +107,47 @@ async def test_after_a_difference_prompts_go_to_render_until_the_prompt_that_dif
         there.now_s += CHECK_S
         await there.place()
         await there.checked(different=3)
-        assert not there.checks.trusts("m"), "that another prompt agrees would say little"
+        assert not there.checks.trusts("default", "m"), "that another prompt agrees would say little"
         # With that of the tokenizer.
         there.fleet.add(there.worker.worker(incarnation="a third"), "flag")
         there.worker.render = render_bytes
         there.now_s += CHECK_S
         await there.place()
         await there.checked(different=3, same=1)
-        assert there.checks.trusts("m")
+        assert there.checks.trusts("default", "m")
         rendered = there.worker.rendered
         assert (await there.place()).prompt_blocks == 4
         assert there.worker.rendered == rendered
         assert there.promptless() == 0
+
+
+@pytest.mark.anyio
+async def test_a_tenant_whose_worker_renders_otherwise_costs_no_other_its_tokenizer() -> None:
+    async with checking() as there:
+        with scripted("evil") as (evil,):
+            there.fleet.add(a_worker("evil", tenant="t", address=f"http://{evil.at}"), "flag")
+            evil.render = render_otherwise
+            await there.place(tenant="t")
+            await there.checked(different=1)
+            assert not there.checks.trusts("t", "m")
+            assert there.checks.trusts("default", "m")
+            assert (await there.place()).prompt_blocks == 4
+            await there.checked(different=1, same=1)
+
+
+@pytest.mark.anyio
+async def test_models_of_many_tenants_are_checked_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_checks, "MAX_MODELS", 1)
+    async with checking() as there:
+        there.fleet.add(a_worker("b", tenant="t", address=f"http://{there.worker.at}"), "flag")
+        await there.place()
+        await there.checked(same=1)
+        await there.place(tenant="t")
+        await there.checked(same=1)
+        there.now_s += CHECK_S
+        await there.place(tenant="t")
+        await there.checked(same=2)
+        assert [*there.checks._models] == [("t", "m")]
 
 
 @pytest.mark.anyio
@@ -137,7 +168,7 @@ async def test_a_worker_that_does_not_answer_costs_no_trust() -> None:
         there.worker.render = None
         await there.place()
         await there.checked(unanswered=1)
-        assert there.checks.trusts("m")
+        assert there.checks.trusts("default", "m")
         assert (await there.place()).reason == "load"
 
 
