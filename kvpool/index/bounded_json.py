@@ -14,7 +14,9 @@ MAX_VALUES = (1 << 20) + 1024
 MAX_CONTAINERS = 1 << 18
 
 
-def check(packed: bytes, most_values: int = MAX_VALUES, most_containers: int = MAX_CONTAINERS) -> None:
+def check(
+    packed: bytes | bytearray, most_values: int = MAX_VALUES, most_containers: int = MAX_CONTAINERS
+) -> None:
     """Errors: ``ConfigError`` for JSON that would take too long to build."""
     if len(packed) <= 2 * most_containers:  # each has at least two bytes
         return

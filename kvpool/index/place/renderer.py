@@ -23,7 +23,8 @@ import aiohttp
 import msgspec
 
 from kvpool import _native
-from kvpool.errors import KVPoolError
+from kvpool.errors import ConfigError, KVPoolError
+from kvpool.index import bounded_json
 from kvpool.index.limits import INFERENCE, Limits, Work
 from kvpool.index.place.endpoints import Url
 from kvpool.index.place.inference_request import RENDERED, InferenceRequest, prompt_key
@@ -270,7 +271,7 @@ class Renderer:
                 finally:
                     self._renders[start[0]] -= 1
                     self._renders += Counter()  # without the zeros
-        except (aiohttp.ClientError, TimeoutError, asyncio.TimeoutError, msgspec.MsgspecError) as error:
+        except (aiohttp.ClientError, TimeoutError, asyncio.TimeoutError) as error:
             raise NoTokens("no-answer", f"no worker answers with its tokens: {why_not(error)}") from error
 
     async def _ask(
@@ -338,7 +339,13 @@ def without_pixels(body: bytes) -> bytes:
 
 
 def _prompt(request: InferenceRequest, packed: bytearray) -> Prompt:
-    rendered: Any = _RENDERED.decode(packed)
+    """Errors: ``NoTokens``."""
+    try:
+        bounded_json.check(packed, MAX_PROMPT_TOKENS + bounded_json.MAX_VALUES)
+        rendered: Any = _RENDERED.decode(packed)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ConfigError) as error:
+        text = f"a worker's answer cannot be read: {error!s:.200}"
+        raise NoTokens("no-answer", text, lasts=True) from error
     one = rendered
     if isinstance(rendered, list):
         if not rendered:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 from array import array
 from collections.abc import AsyncIterator
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from kvpool.index import bounded_json
 from kvpool.index.limits import Limits
 from kvpool.index.place import renderer
 from kvpool.index.place.endpoints import Url, parse_url
@@ -19,7 +21,7 @@ from kvpool.index.place.inference_request import read_request
 from kvpool.index.place.renderer import NoTokens, Renderer
 from kvpool.index.prompt import Prompt
 from tests.support.deadlines import until
-from tests.support.openai_worker import ScriptedWorker, scripted, that_accepts_nothing
+from tests.support.openai_worker import BadWorker, ScriptedWorker, scripted, that_accepts_nothing
 
 COMPLETIONS, MESSAGES = "/v1/completions", "/v1/messages"
 
@@ -155,6 +157,32 @@ async def test_tokens_that_are_none_are_no_tokens(made: Any) -> None:
         async with opened() as rendering:
             with pytest.raises(NoTokens, match="a list that holds no tokens"):
                 await tokens_of(rendering, "x", a)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        b"\xff", b"null", b'{"token_ids": [1], "cache_salt": "\xff"}', b'{"token_ids": [1], "x": ' + b"[" * 5000,
+        b"[" + b",".join([b'{"token_ids":0}'] * (bounded_json.MAX_CONTAINERS + 1)) + b"]",
+    ],
+    ids=["no JSON", "null", "no text", "deep", "many"],
+)  # fmt: skip
+@pytest.mark.anyio
+async def test_an_answer_that_cannot_be_read_is_no_tokens_and_no_fault_of_ours(page: bytes) -> None:
+    """The last one took 1.7 s of the interpreter's lock where 32 MiB of it came."""
+
+    def answer(client: socket.socket) -> None:
+        while not (heard := client.recv(1 << 16)).endswith(b"}"):  # the end of the request's body
+            assert heard
+        client.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(page) + page)
+
+    bad = BadWorker("bad", answer)
+    try:
+        async with opened() as rendering:
+            with pytest.raises(NoTokens, match="a worker's answer cannot be read"):
+                await tokens_of(rendering, "x", ScriptedWorker("bad", bad.port))
+    finally:
+        bad.stop()
 
 
 @pytest.mark.anyio
