@@ -77,8 +77,8 @@ def _mount(path: Path, mounts: Path) -> tuple[str, str, str]:
     """Place, kind and huge pages; of several mounts over each other, of the last."""
     found = "/", "", "never"
     with contextlib.suppress(OSError):
-        for line in mounts.read_text().splitlines():
-            _, escaped, kind, options, *_ = line.split(" ")
+        for line in filter(None, mounts.read_bytes().split(b"\n")):
+            _, escaped, kind, options, *_ = os.fsdecode(line).split(" ")
             place = _ESCAPED.sub(lambda match: chr(int(match[1], 8)), escaped)
             if path.is_relative_to(place) and len(place) >= len(found[0]):
                 given = dict(one.partition("=")[::2] for one in options.split(","))

@@ -6,6 +6,7 @@ Over 400 lines because each finding of the doctor is one test on the same server
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterator
@@ -325,6 +326,16 @@ def test_the_file_system_of_a_link_is_the_one_that_it_leads_to(tmp_path: Path) -
     assert (system.place, system.kind, system.huge) == (str(real), "tmpfs", "within_size")
     unknown = FileSystem.of(f"{tmp_path}/link/pool", tmp_path / "no mounts")
     assert (unknown.place, unknown.kind) == ("/", "")
+
+
+@pytest.mark.parametrize("name", [b"caf\xe9", "a\u2028b".encode(), b"a\rb"])
+def test_a_mount_with_an_odd_name_hides_no_other(tmp_path: Path, name: bytes) -> None:
+    (tmp_path / "mounts").write_bytes(
+        b"/dev/vda / ext4 rw 0 0\n/dev/vdb /srv/%b xfs rw 0 0\ntmpfs /mem tmpfs rw 0 0\n" % name
+    )
+    for place, kind in ((f"/srv/{os.fsdecode(name)}", "xfs"), ("/mem", "tmpfs")):
+        system = FileSystem.of(f"{place}/pool", tmp_path / "mounts")
+        assert (system.place, system.kind) == (place, kind)
 
 
 def test_namespaces_that_differ_are_told_apart(tmp_path: Path) -> None:
