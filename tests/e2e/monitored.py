@@ -111,7 +111,7 @@ def _post(url: str, body: Any) -> None:
 
 
 @contextmanager
-def fleet(folder: Path, model: Path, *, maxmemory: str) -> Iterator[Fleet]:
+def fleet(folder: Path, model: Path, *, maxmemory: str, kv_cache_nbytes: int) -> Iterator[Fleet]:
     """All of it runs and is scraped every second until the end of the block. The rules wait 2 s, whatever they say."""
     with contextlib.ExitStack() as parts:
         options = ("--maxmemory", maxmemory, "--maxmemory-policy", "allkeys-lru")
@@ -120,7 +120,15 @@ def fleet(folder: Path, model: Path, *, maxmemory: str) -> Iterator[Fleet]:
         at = f"127.0.0.1:{metrics_port}"
         index = parts.enter_context(IndexProcess(folder, server.url, ("--metrics", at)))
         config = connector_config(server.url, {"lookup_timeout_s": 20.0})
-        served = ApiServer("worker", model, worker_port, events, replay, config)
+        served = ApiServer(
+            "worker",
+            model,
+            worker_port,
+            events,
+            replay,
+            config,
+            ("--kv-cache-memory-bytes", str(kv_cache_nbytes)),
+        )
         worker = parts.enter_context(served.running(folder))
         parts.enter_context(_prometheus(folder, prometheus_port, at, f"127.0.0.1:{worker_port}"))
         made = Fleet(server, index.address, worker, f"http://127.0.0.1:{prometheus_port}")

@@ -23,10 +23,9 @@ from tests.support.engines import prompt
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
-HOT = [
-    prompt(900 + i, 1060) for i in range(10)
-]  # 80 blocks of 2 MiB: more than the engine holds, less than the pool
-MAXMEMORY = "230mb"
+HOT = [prompt(900 + i, 1060) for i in range(6)]  # 48 blocks of 2 MiB
+KV_CACHE_NBYTES = 80 << 20  # holds less than these
+MAXMEMORY = "145mb"  # holds more
 WITHIN_S = 240.0
 AWAY = ("KVPoolUnreachable", "KVPoolServerDown", "KVPoolLookupsFailing")
 DAMAGED, SWITCHED_OFF = "KVPoolDamagedBlocks", "KVPoolSwitchedOff"
@@ -65,8 +64,8 @@ def load(fleet: Fleet, rounds: int, first_cold: int) -> None:
 
 def test_what_prometheus_sees(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
-    with monitored.fleet(tmp_path, model, maxmemory=MAXMEMORY) as fleet:
-        load(fleet, 40, 5000)
+    with monitored.fleet(tmp_path, model, maxmemory=MAXMEMORY, kv_cache_nbytes=KV_CACHE_NBYTES) as fleet:
+        load(fleet, 24, 5000)
         with IndexClient(fleet.index) as client:
             assert [one.worker.address for one in client.workers()] == [fleet.worker], (
                 "the port is its --port"
@@ -74,7 +73,7 @@ def test_what_prometheus_sees(tmp_path: Path) -> None:
         # An engine writes to the pool what it was asked for in turns of 15 s; a quick one has served all within one.
         assert eventually(lambda: hit_ratio(fleet) > 0.3), fleet.ask("kvpool_index_hit_ratio")
         load(fleet, 8, 6000)
-        assert eventually(lambda: sum(fleet.ask("kvpool_requests_total").values()) >= 58)
+        assert eventually(lambda: sum(fleet.ask("kvpool_requests_total").values()) >= 40)
         healthy = look(fleet)
 
         fleet.server.kill()
@@ -128,7 +127,7 @@ def load_until_up(fleet: Fleet) -> None:
     """Until the engine has its connections again, and the pool what is asked for."""
     for _ in range(30):
         load(fleet, len(HOT), 9500)
-        if fleet.ask("min(kvpool_up)") == {"": 1.0} and fleet.server.client.dbsize() > 60:
+        if fleet.ask("min(kvpool_up)") == {"": 1.0} and fleet.server.client.dbsize() > 36:
             return
     raise AssertionError("the engine does not find the server again")
 
