@@ -42,10 +42,12 @@ def adapter(name: str, path: str, of: str) -> dict[str, Any]:
 
 
 class ScriptedWorker:
-    """``bodies``: of the requests that it served. ``hold``: answers wait for it; ``hold_parts``: so do those of a
-    stream behind the first. ``given_up``: requests whose caller has gone. ``reply``: the body of an answer; None: what
-    it was asked. ``render``: None: there is none; ``hold_render``: renders wait for it; ``features``: of their
-    answers, with ``pixels_nbytes`` where all is asked for. ``tls``: to serve with.
+    """``bodies``: of the requests that it served. ``lists_read``: of its models, by an index, for itself.
+
+    ``hold``: answers wait for it; ``hold_parts``: so do those of a stream behind the first. ``given_up``: requests
+    whose caller has gone. ``reply``: the body of an answer; None: what it was asked. ``render``: None: there is none;
+    ``hold_render``: renders wait for it; ``features``: of their answers, with ``pixels_nbytes`` where all is asked
+    for. ``tls``: to serve with.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class ScriptedWorker:
         self.name, self.port, self._tls, self._host = name, port, tls, host
         self.bodies: list[bytes] = []
         self.headers: list[dict[str, str]] = []
-        self.rendered = 0
+        self.rendered = self.lists_read = 0
         self.engine = EngineLoad()
         self.render: Render | None = render_bytes
         self.render_status = 200
@@ -174,8 +176,11 @@ class ScriptedWorker:
 
     async def _answered(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
-        self.bodies.append(body)
-        self.headers.append(dict(request.headers))
+        if request.path == "/v1/models" and request.headers.get("accept") == "text/plain":
+            self.lists_read += 1
+        else:
+            self.bodies.append(body)
+            self.headers.append(dict(request.headers))
         await _set(self.hold)
         said: dict[str, Any] = {
             "worker": self.name, "sha256": hashlib.sha256(body).hexdigest(), "path": request.path,
