@@ -108,8 +108,7 @@ class Names:
     def read(self, worker_id: str, names: Iterable[Name]) -> None:
         """All that a present worker lists now. Names that no worker may announce are left out."""
         if (known := self._workers.get(worker_id)) is not None:
-            fit = (name for name in names if _is_fit(name))
-            known.read = {name.text: name for name, _ in zip(fit, range(MAX_READ), strict=False)}
+            known.read = {name.text: name for name in islice(names, MAX_READ) if _is_fit(name)}
             self._update(known)
 
     def _update(self, of: _Worker) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import sys
 import threading
@@ -162,6 +163,11 @@ def test_a_worker_that_lists_more_than_its_part_is_read_in_part(
     used_nbytes = fleet.limits.used_nbytes
     lists(fleet, "a", *(f"n{number}" for number in range(3 * names.MAX_READ)))
     assert len(fleet.names.others("default", 4096)) == names.MAX_READ + 2
+    endless = (Name(f"\n{number}") for number in itertools.count())
+    fleet.read_names(fleet.start("default/a"), endless)
+    assert len(fleet.names.others("default", 4096)) == 2, (
+        "those that do not fit count, too: looking takes time"
+    )
     for number in range(20):
         lists(fleet, "a", *(f"{number}-{one}" for one in range(100)))
     assert len(fleet.names.others("default", 4096)) == 102

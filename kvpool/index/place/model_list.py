@@ -10,8 +10,10 @@ import msgspec
 
 from kvpool.errors import ConfigError
 from kvpool.index import bounded_json
-from kvpool.index.names import Name
+from kvpool.index.names import MAX_READ, Name
 from kvpool.index.place.metrics_page import BadPage
+
+MAX_CONTAINERS = 16 * MAX_READ  # vLLM's cards have three; a page of 2 MiB, 5,000 cards
 
 
 class _Card(msgspec.Struct):
@@ -30,7 +32,7 @@ _CARDS = msgspec.json.Decoder(_Cards)
 def read_names(page: bytes) -> list[Name]:
     """Errors: ``BadPage``."""
     try:
-        bounded_json.check(page)
+        bounded_json.check(page, most_containers=MAX_CONTAINERS)
         cards = _CARDS.decode(page).data
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ConfigError) as error:
         raise BadPage(f"its list of models cannot be read: {error!s:.200}") from error

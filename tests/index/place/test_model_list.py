@@ -17,7 +17,7 @@ from kvpool.index.names import Name
 from kvpool.index.place import scraper as scraper_module
 from kvpool.index.place.load import LoadBoard
 from kvpool.index.place.metrics_page import BadPage, EngineLoad
-from kvpool.index.place.model_list import read_names
+from kvpool.index.place.model_list import MAX_CONTAINERS, read_names
 from kvpool.index.place.scraper import Scraper
 from tests.support.fleets import a_worker
 from tests.support.metrics_pages import PageServer, answer, page, serving_page
@@ -58,12 +58,18 @@ def test_an_adapters_path_is_the_root_of_a_card_with_a_parent() -> None:
     [
         b"", b"[]", b"{}", b'{"data": null}', b'{"data": [3]}', b'{"data": [{"id": 3}]}', b'{"data": [{}]}',
         b'{"data": [{"id": "\xff"}]}', b'{"data": ' + b"[" * 100_000, b'{"data": [' + b"{}," * (1 << 20) + b"{}]}",
-        b"<html>",
+        b"<html>", b'{"data": [' + b'{"id":""},' * MAX_CONTAINERS + b'{"id":"x"}]}',
     ],
 )  # fmt: skip
 def test_a_list_that_cannot_be_read_is_a_bad_page(packed: bytes) -> None:
     with pytest.raises(BadPage, match="its list of models cannot be read"):
         read_names(packed)
+
+
+def test_a_list_as_long_as_a_page_may_be_is_read() -> None:
+    permission = {"id": "modelperm-0123456789abcdef", "object": "model_permission", "group": None}
+    cards = [card(f"sql-{number}", root="/m", permission=[permission]) for number in range(5000)]
+    assert len(read_names(listing(*cards))) == 5000
 
 
 # ---- over HTTP
