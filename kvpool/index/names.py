@@ -19,11 +19,13 @@ from kvpool.errors import ConfigError, UnknownModel
 from kvpool.index.limits import Limits
 from kvpool.index.partition import Members, Partition
 from kvpool.key.key import check_tenant
-from kvpool.text import nearest, unknown
+from kvpool.text import unknown
 
 MAX_READ = 1024  # names of a worker beside the announced ones; vLLM's own limits of adapters are far below
 NAME_NBYTES = 512  # of memory beside a name's text and its adapter's path
-MAX_NAMED = 10  # of the known models, in an error
+# Of the known models, in an error; with more, or a longer name, the nearest is not sought: callers could ask for
+# 0.1 s of the event loop by each name.
+MAX_NAMED, MAX_COMPARED = 10, 128
 
 logger = logging.getLogger("kvpool.index")
 
@@ -266,6 +268,7 @@ def _nbytes(names: Iterable[Name]) -> int:
 
 def _unknown_model(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
-    if len(names) <= MAX_NAMED or nearest(name, names) is not None:
+    if len(names) <= MAX_NAMED and len(name) <= MAX_COMPARED:
         return unknown("model", name, names)
-    return f'unknown model "{name}"; {len(names)} are known, among them {", ".join(names[:MAX_NAMED])}'
+    are = "known are" if len(names) <= MAX_NAMED else f"{len(names)} are known, among them"
+    return f'unknown model "{name}"; {are} {", ".join(names[:MAX_NAMED])}'

@@ -680,6 +680,12 @@ def test_an_unknown_model_names_those_that_are_known() -> None:
         fleet.add(a_worker(f"w{number}", model=f"xxxx{number}"), "flag")
     with pytest.raises(UnknownModel, match="21 are known, among them"):
         fleet.lookup("ZZZZZZZZZZ", hashes64=bytes(8))
+    with pytest.raises(
+        UnknownModel, match="21 are known, among them"
+    ):  # comparing takes time, as with a long name
+        fleet.lookup("xxxx", hashes64=bytes(8))
+    with pytest.raises(UnknownModel, match='x"; known are qwen'):
+        fleet.lookup("qwen" + "x" * 129, hashes64=bytes(8), tenant="acme")
     assert isinstance(UnknownModel("x"), LookupError)
 
 

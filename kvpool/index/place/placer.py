@@ -328,11 +328,11 @@ class Placer:
 
     async def _by_load(self, request: InferenceRequest, *, takes_turn: bool = True) -> NativeRanking:
         """Among the workers of its model; among all if none has it. Errors: ``Refusal``."""
-        models = [request.model]
-        if not self.names.knows(request.tenant, request.model):
-            models = self.names.models(request.tenant)
 
         def rank(at_once: bool) -> _Ranked:
+            models = [request.model]
+            if not self.names.knows(request.tenant, request.model):
+                models = self.names.models(request.tenant)
             ranking = self._router.rank(
                 *(
                     Prompt(model, hashes64=NO_HASH, tenant=request.tenant, workers=request.workers)

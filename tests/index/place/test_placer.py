@@ -6,11 +6,14 @@ import asyncio
 import json
 import threading
 import time
+from typing import Any
 
 import pytest
 
+from kvpool.index.names import Name
 from kvpool.index.place import placer as placer_module
 from kvpool.index.place.inference_request import MAX_READ_NBYTES
+from kvpool.index.table import NotAtOnce
 from tests.support.placing import LONG, Placing, placing
 
 
@@ -42,6 +45,26 @@ async def test_tokens_that_come_too_late_cost_no_request_and_reserve_nothing() -
             await asyncio.sleep(0.01)
         await asyncio.sleep(0)
         assert there.reservations == 1, "the route that came late is given back"
+
+
+@pytest.mark.anyio
+async def test_a_name_that_goes_while_its_request_is_placed_is_unknown_and_no_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with placing() as there:
+        fleet, rank = there.placer._fleet, there.router.rank
+        fleet.read_names(fleet.start("default/a"), [Name("sql", "/p")])
+
+        def ranked(*args: Any, at_once: bool, **options: Any) -> Any:
+            if at_once:  # a batch is being applied; meanwhile the worker's list is read
+                fleet.read_names(fleet.start("default/a"), [])
+                raise NotAtOnce
+            return rank(*args, at_once=at_once, **options)
+
+        monkeypatch.setattr(there.router, "rank", ranked)
+        body = b'{"model": "sql", "input": "x"}'
+        placement = await there.placer.place("/v1/embeddings", {}, body, "default")
+        assert (placement.reason, len(placement.targets)) == ("no-tokens", 2)
 
 
 @pytest.mark.anyio
