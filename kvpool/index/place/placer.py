@@ -166,12 +166,16 @@ class Placer:
                 headers += [(MATCHED, str(target.matched_blocks)), (BLOCKS, str(placement.prompt_blocks))]
         return headers
 
-    def record(self, placement: Placement, target: Target, status: int | None) -> None:
+    def record(self, placement: Placement, target: Target, status: int | None = None) -> None:
         """A target's answer to the request; None: none. Failures in a row eject its worker."""
         worker_id, failed = f"{placement.tenant}/{target.worker}", status is None or status in FAILED
         self._router.record(worker_id, failed=failed)
         if status is not None and (status == 404 or status < 300):
             self.names.note(worker_id, placement.model, served=status != 404)
+
+    def doubt(self, placement: Placement, target: Target) -> None:
+        """A target did not serve the request, for a failure or a 404: that says nothing of its health."""
+        self.names.note(f"{placement.tenant}/{target.worker}", placement.model, served=False)
 
     def release(self, placement: Placement) -> None:
         self._release(placement.tenant, placement.reservation)

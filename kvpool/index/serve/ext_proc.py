@@ -260,16 +260,16 @@ class Exchange:
         }
         elsewhere = bool(served) and served not in (target.endpoint for target in targets[:1])
         status = headers.get(":status", "")
-        # Envoy also goes on after 404, from a worker that has not failed.
-        may_lack = (
-            status == "404" or placement.reason == "unknown-model" or is_of_responses(engine_path(self._path))
-        )
+        # Envoy also goes on after 404, from a worker that has not failed: nobody knows.
+        lacks = status == "404" or placement.reason == "unknown-model"
+        may_lack = lacks or is_of_responses(engine_path(self._path))
+        gone_on = self._placer.doubt if may_lack else self._placer.record  # without a status
         for target in targets:
             if not served or target.endpoint == served:
                 if status.isdecimal():
                     self._placer.record(placement, target, int(status))
                 break
-            self._placer.record(placement, target, 404 if may_lack else None)  # Envoy has gone on to the next
+            gone_on(placement, target)
         # The headers of a stream come before its prompt is computed.
         if elsewhere or not headers.get("content-type", "").startswith("text/event-stream"):
             self._release()

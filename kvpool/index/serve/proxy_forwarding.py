@@ -182,11 +182,11 @@ class Forwarding:
                 reply = await self._ask(placement, target, headers, sending)
                 self._placer.record(placement, target, reply.status)
             except _UNREACHABLE as error:
-                self._placer.record(placement, target, None)
+                self._placer.record(placement, target)
                 retry, why = "unreachable", why_not(error)
             except _LOST as error:
                 if not (sending.is_reused and may_repeat):
-                    self._placer.record(placement, target, None)
+                    self._placer.record(placement, target)
                 retry, why = "lost", why_not(error)
                 if sending.is_late:
                     raise Refusal(504, f"worker {target.worker} has not taken the request in time") from error
@@ -198,10 +198,10 @@ class Forwarding:
                         502, f"worker {target.worker} has ended the connection without an answer: {why}"
                     ) from error
             except aiohttp.ServerTimeoutError as error:
-                self._placer.record(placement, target, None)
+                self._placer.record(placement, target)
                 raise Refusal(504, f"worker {target.worker} has not answered in time") from error
             except (aiohttp.ClientError, ValueError) as error:
-                self._placer.record(placement, target, None)
+                self._placer.record(placement, target)
                 raise Refusal(
                     502, f"the answer of worker {target.worker} is no HTTP: {why_not(error)}"
                 ) from error

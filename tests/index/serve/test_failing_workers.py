@@ -14,6 +14,7 @@ import pytest
 from kvpool.index.place import load
 from kvpool.index.place.router import Router
 from kvpool.index.place.scraper import Scraper
+from tests.support.ext_proc import Call, calling, picking, response
 from tests.support.fleets import say
 from tests.support.fronts import ASKED, Cluster, envoy_cluster, followed, proxy_cluster
 from tests.support.http_client import post
@@ -67,6 +68,21 @@ def test_if_all_workers_refuse_the_caller_learns_it(kind: str, tmp_path: Path) -
         for worker in there.workers.values():
             worker.status = 200
         assert post(there.url, ASKED).status == 200
+
+
+def test_where_envoy_goes_on_for_a_failure_or_a_404_it_is_no_success_of_the_first() -> None:
+    """Workers that lack a model answer with 404, dead ones not at all, and Envoy does not say which."""
+    with picking("a", "b") as index, calling(index) as channel:
+
+        def first(status: str) -> str:
+            call = Call(channel)
+            targets = call.place()
+            call.ask(response(served="127.0.0.1:9002", status=status))
+            call.end()
+            return targets[0]
+
+        assert [first(status) for status in ("200", "200", "404", "200")] == ["127.0.0.1:9001"] * 4
+        assert first("200") == "127.0.0.1:9002", "three failures in a row are known"
 
 
 def test_a_connection_that_fails_counts(tmp_path: Path) -> None:
