@@ -1,10 +1,12 @@
-"""``read_names``: the names in a worker's ``GET /v1/models``. Pure.
+"""``read_names``: the names in a worker's ``GET /v1/models``; ``denies_model``: an answer for a name beside them. Pure.
 
 vLLM lists its served names, and each LoRA adapter with its path as ``root`` and its model as ``parent``
 (``vllm/entrypoints/openai/models/serving.py``).
 """
 
 from __future__ import annotations
+
+import re
 
 import msgspec
 
@@ -14,6 +16,9 @@ from kvpool.index.names import MAX_READ, Name
 from kvpool.index.place.metrics_page import BadPage
 
 MAX_CONTAINERS = 16 * MAX_READ  # vLLM's cards have three; a page of 2 MiB, 5,000 cards
+
+# vllm/entrypoints/serve/engine/serving.py. Whole: an answer may repeat a caller's words, but not its quotes.
+_NO_MODEL = re.compile(rb'"message"\s*:\s*"The model `[^`]{0,8192}` does not exist')
 
 
 class _Card(msgspec.Struct):
@@ -37,3 +42,8 @@ def read_names(page: bytes) -> list[Name]:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ConfigError) as error:
         raise BadPage(f"its list of models cannot be read: {error!s:.200}") from error
     return [Name(card.id, (card.root or "") if card.parent else "") for card in cards]
+
+
+def denies_model(body: bytes) -> bool:
+    """Of an answer with status 404: whether it is for the request's model, not for its path or response."""
+    return _NO_MODEL.search(body) is not None

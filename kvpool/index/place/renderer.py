@@ -28,6 +28,7 @@ from kvpool.index import bounded_json
 from kvpool.index.limits import INFERENCE, Limits, Work
 from kvpool.index.place.endpoints import Url
 from kvpool.index.place.inference_request import RENDERED, InferenceRequest, prompt_key
+from kvpool.index.place.model_list import denies_model
 from kvpool.index.place.worker_connection import WorkerConnector, why_not
 from kvpool.index.prompt import MAX_PROMPT_TOKENS, Prompt
 from kvpool.index.request_stats import Promptless
@@ -294,6 +295,10 @@ class Renderer:
             server_hostname=worker.host,
         ) as reply:
             key = (request.tenant, request.model, request.path)
+            said = f"{url} answers with HTTP status {reply.status}"
+            is_short = (reply.content_length or MAX_RENDERED_NBYTES) <= INLINE_NBYTES
+            if reply.status == 404 and is_short and denies_model(await reply.read()):  # others may serve it
+                raise _Unanswered("no-answer", said)
             if reply.status in _NO_RENDER:
                 if key not in self._without:
                     logger.warning(
@@ -302,8 +307,6 @@ class Renderer:
                         url, request.model, reply.status,
                     )  # fmt: skip
                 self._without[key] = self._clock() + WITHOUT_S
-            said = f"{url} answers with HTTP status {reply.status}"
-            if reply.status in _NO_RENDER:
                 raise NoTokens("no-render", said)
             if reply.status >= 500 and reply.status not in _REFUSES:
                 raise _Unanswered("no-answer", said)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import posixpath
-import re
 import time
 from typing import NamedTuple
 from urllib.parse import unquote
@@ -21,6 +20,7 @@ from yarl import URL
 from kvpool.index.limits import INFERENCE, Limits
 from kvpool.index.place.endpoints import parse_url
 from kvpool.index.place.inference_request import engine_path
+from kvpool.index.place.model_list import denies_model
 from kvpool.index.place.placement import MAX_BODY_NBYTES, OURS, RANK, Placement, Refusal, Target, hold
 from kvpool.index.place.placer import Placer
 from kvpool.index.place.stored_responses import is_of_responses
@@ -48,8 +48,6 @@ _NOT_RETURNED = _OF_CONNECTION | {*OURS}
 # The worker has not begun to answer.
 _UNREACHABLE = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 _LOST = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)
-# vllm/entrypoints/serve/engine/serving.py. Whole: an answer may repeat a caller's words, but not its quotes.
-_NO_MODEL = re.compile(rb'"message"\s*:\s*"The model `[^`]{0,8192}` does not exist')
 
 logger = logging.getLogger("kvpool.index")
 
@@ -236,7 +234,7 @@ class Forwarding:
         if not _is_short(reply):
             return False
         try:
-            return _NO_MODEL.search(await reply.read()) is not None
+            return denies_model(await reply.read())
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             raise Refusal(502, _incomplete(target, error)) from error
 

@@ -21,7 +21,7 @@ from kvpool.index.place.inference_request import read_request
 from kvpool.index.place.renderer import NoTokens, Renderer
 from kvpool.index.prompt import Prompt
 from tests.support.deadlines import until
-from tests.support.openai_worker import BadWorker, ScriptedWorker, scripted, that_accepts_nothing
+from tests.support.openai_worker import BadWorker, ScriptedWorker, card, scripted, that_accepts_nothing
 
 COMPLETIONS, MESSAGES = "/v1/completions", "/v1/messages"
 
@@ -95,6 +95,20 @@ async def test_a_path_without_render_is_remembered_and_no_other_path(status: int
             with pytest.raises(NoTokens, match="the workers of m have no /v1/messages/render"):
                 await tokens_of(rendering, "three", a, path=MESSAGES)
             assert a.rendered == 2, "it is not asked for what it does not have"
+
+
+@pytest.mark.anyio
+async def test_a_worker_without_the_model_says_nothing_of_its_path() -> None:
+    """As one that has just unloaded an adapter, which others serve."""
+    with scripted("a", "b") as (a, b):
+        a.cards = [card("other")]
+        async with opened() as rendering:
+            assert await tokens_of(rendering, "one", a, b) == list(b"one")
+            assert await tokens_of(rendering, "two", b) == list(b"two")
+            with pytest.raises(NoTokens, match="no other worker") as caught:
+                await tokens_of(rendering, "three", a)
+            assert await tokens_of(rendering, "three", b) == list(b"three")
+            assert (caught.value.reason, rendering._without) == ("no-answer", {})
 
 
 @pytest.mark.anyio
