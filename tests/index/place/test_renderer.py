@@ -273,6 +273,31 @@ async def test_more_prompts_than_can_be_made_at_once_wait_in_line(monkeypatch: p
 
 
 @pytest.mark.anyio
+async def test_slow_renders_of_a_tenant_shorten_no_others_wait_in_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(renderer, "MAX_UNDER_WAY", 1)
+    monkeypatch.setattr(renderer, "MAX_TENANTS", 1)
+    clock = Clock()
+    with scripted("a") as (a,):
+        async with opened(clock=clock) as rendering:
+            a.hold_render.clear()
+            slow = asyncio.create_task(tokens_of(rendering, "slow", a, tenant="slow"))
+            await until(lambda: a.rendered == 1)
+            clock.now_s += 1000
+            a.hold_render.set()
+            assert await slow == list(b"slow")
+            a.hold_render.clear()
+            first, second = (
+                asyncio.create_task(tokens_of(rendering, text, a)) for text in ("first", "second")
+            )
+            await asyncio.wait({second}, timeout=0.5)
+            a.hold_render.set()
+            assert (await first, await second) == (list(b"first"), list(b"second"))
+            assert [*rendering._took_s] == ["default"]
+
+
+@pytest.mark.anyio
 async def test_prompts_whose_turn_does_not_come_in_time_cost_no_render_and_are_told_once_in_a_while(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
