@@ -291,9 +291,10 @@ def tier_facts(
     else:
         facts["device_capability"] = str(current_platform.get_device_capability())
     attention = getattr(engine, "attention_config", None)
-    backends = [str(getattr(attention, name, None)) for name in ("backend", "backend_per_kind")]
+    backends = [getattr(attention, name, None) for name in ("backend", "backend_per_kind")]
     facts["attention_backend"] = digest_of(backends)
-    facts["skipped_layers"] = digest_of(getattr(engine.cache_config, "kv_cache_dtype_skip_layers", None))
+    skipped = getattr(engine.cache_config, "kv_cache_dtype_skip_layers", None) or ()
+    facts["skipped_layers"] = digest_of(sorted(skipped))
     if (model := engine.model_config) is not None:
         facts |= _model_facts(model)
         if support.ropes_of_length(model):

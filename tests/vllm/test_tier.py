@@ -339,6 +339,24 @@ def test_engines_that_compute_otherwise_share_nothing_under_one_name(
 
 
 @pytest.mark.parametrize(
+    ("setting", "this", "other"),
+    [
+        ("attention_config.backend_per_kind", {"full": "A", "mla": "B"}, {"mla": "B", "full": "A"}),
+        ("cache_config.kv_cache_dtype_skip_layers", ["0", "1"], ["1", "0"]),
+    ],
+)
+def test_engines_that_name_the_same_in_another_order_share(
+    setting: str, this: object, other: object, engine_config: Any, server: Server, opened: Opened
+) -> None:
+    here, there = (
+        opened(entry(server.url), engine=with_setting(engine_config(), setting, value))
+        for value in (this, other)
+    )
+    stored(here, [1])
+    assert there.look_up([key(1)]) == [HIT]
+
+
+@pytest.mark.parametrize(
     ("setting", "value", "words"),
     [
         ("lora_config", object(), "sees no adapter's files.*--enable-lora"),
