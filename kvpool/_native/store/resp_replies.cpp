@@ -308,6 +308,7 @@ void RespConnection::on_put_error(Request& request, std::string_view error) {
 void RespConnection::end_front(Status status, std::string words) {
   Request& front = *requests_.front();
   attempts_ = 0;  // this connection proved useful
+  if (status != Status::kFault) said_.clear();
   std::unique_ptr<Request> look;
   if (front.item) {
     if (status == Status::kOk || status == Status::kPresent) look = look_at(front);

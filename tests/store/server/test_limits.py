@@ -5,7 +5,7 @@ The caller reads why and what to raise; the block is refused, others go on, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from kvpool.errors import StoreUnavailable
 from kvpool.store.store import Store
 from tests.support.conformance import MIB, key, keys
 from tests.support.deadlines import eventually
+from tests.support.misbehaving import HungUp, Peer, misbehaving, to
 from tests.support.servers import CLIENTS, NEWER, SERVERS, running, with_client
 from tests.support.store_traffic import serves
 
@@ -122,3 +123,29 @@ def test_a_server_that_goes_in_the_middle_of_blocks_has_no_limit(tmp_path: Path)
         own.start()
         assert eventually(lambda: serves(store))
         assert store.put_many([key(1)], blocks[:1]) == [True]
+
+
+@pytest.mark.parametrize("client", ["native", "redis"])
+def test_an_error_before_good_replies_is_not_why_a_connection_ends_later(client: str) -> None:
+    """A proxy may say such a thing and go on; hours later its end says nothing of a limit."""
+
+    def complains(peer: Peer, words: Sequence[bytes], good: bytes) -> None:
+        peer.send(b"-ERR Protocol error: of a proxy\r\n" if words[0] == b"HSET" else good)
+
+    def ends(peer: Peer, words: Sequence[bytes], good: bytes) -> None:
+        if words[0] == b"HSET":
+            raise HungUp
+        peer.send(good)
+
+    with misbehaving() as server, open_store(with_client(f"{server.url}?connections=1", client)) as store:
+        server.misbehave(complains)
+        with pytest.raises(StoreUnavailable, match="of a proxy"):
+            store.put_many([key(1)], [bytes(NBYTES)])
+        server.misbehave(to(b"none", lambda words, good: good))
+        assert store.put_many([key(2)], [bytes(NBYTES)]) == [True]
+        server.misbehave(ends)
+        with pytest.raises(StoreUnavailable, match="of a block under way") as caught:
+            store.put_many([key(3)], [bytes(NBYTES)])
+        assert "of a proxy" not in str(caught.value)
+        server.misbehave(to(b"none", lambda words, good: good))
+        assert store.put_many([key(4)], [bytes(NBYTES)]) == [True]
