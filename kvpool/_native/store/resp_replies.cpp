@@ -312,7 +312,8 @@ void RespConnection::end_front(Status status, std::string words) {
   std::unique_ptr<Request> look;
   if (front.item) {
     if (status == Status::kOk || status == Status::kPresent) look = look_at(front);
-    if (RefusedSize* const sizes = refused(front.kind); sizes != nullptr && status == Status::kOk) {
+    const bool has_moved = status == Status::kOk || status == Status::kNoRoom;
+    if (RefusedSize* const sizes = refused(front.kind); sizes != nullptr && has_moved) {
       sizes->moved(front.item->buffer().size());
     }
     front.item->finish(status, std::move(words));

@@ -197,7 +197,7 @@ class LinkThread:
             raise LinkEnded(text, error.said) from error
         for place, status in zip(places, found, strict=True):
             statuses[place] = status
-            if status == _native.OK:
+            if status in (_native.OK, _native.NO_ROOM):
                 refused.moved(views[place].nbytes)
         return statuses, fault or words
 

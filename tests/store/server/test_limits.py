@@ -149,3 +149,29 @@ def test_an_error_before_good_replies_is_not_why_a_connection_ends_later(client:
         assert "of a proxy" not in str(caught.value)
         server.misbehave(to(b"none", lambda words, good: good))
         assert store.put_many([key(4)], [bytes(NBYTES)]) == [True]
+
+
+@pytest.mark.parametrize("client", ["native", "redis"])
+def test_a_block_for_which_a_server_has_no_room_has_come_through(client: str) -> None:
+    """A full server is not one that ends connections, though it did so before."""
+
+    def ends(peer: Peer, words: Sequence[bytes], good: bytes) -> None:
+        if words[0] == b"HSET":
+            raise HungUp
+        peer.send(good)
+
+    with misbehaving() as server, open_store(with_client(f"{server.url}?connections=1", client)) as store:
+
+        def says_no_room() -> bool:
+            try:
+                return store.put_many([key(1)], [bytes(NBYTES)]) == [False]
+            except StoreUnavailable:
+                return False
+
+        server.misbehave(ends)
+        for _ in range(3):
+            assert not says_no_room()
+        server.misbehave(to(b"HSET", lambda words, good: b"-OOM command not allowed\r\n"))
+        assert eventually(says_no_room)
+        assert says_no_room()
+        assert says_no_room()
