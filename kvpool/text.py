@@ -62,6 +62,8 @@ def printable(text: str) -> str:
 def make_printable(record: logging.LogRecord) -> bool:
     """A filter for loggers and handlers, as ``printable``; keeps every record."""
     record.msg, record.args = printable(record.getMessage()), None
+    if record.exc_info:  # its text ends with the error's words; formatters take it from here
+        record.exc_text = printable(logging.Formatter().formatException(record.exc_info))
     return True
 
 

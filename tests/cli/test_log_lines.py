@@ -42,6 +42,13 @@ def test_words_of_others_command_no_terminal(
     log_to_stderr(LogLevel.INFO, LogFormat.TEXT)
     logger.info("worker %s", "a\x1b[2J\x07")
     assert capsys.readouterr().err.endswith("worker a\ufffd[2J\ufffd\n")
+    try:
+        raise ValueError("a\x1b[2J\x07")
+    except ValueError:
+        logger.exception("it failed")
+    said = capsys.readouterr().err
+    assert "Traceback" in said
+    assert said.endswith("ValueError: a\ufffd[2J\ufffd\n")
 
 
 def test_text_names_the_level(logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
