@@ -63,8 +63,8 @@ PART_NBYTES = 62 << 10  # of a body that is handed back: Envoy takes no more in 
 _MODE = pb.ProcessingMode
 _FULL_DUPLEX = _MODE.FULL_DUPLEX_STREAMED
 _WITH_BODY = (_MODE.BUFFERED, _MODE.BUFFERED_PARTIAL, _FULL_DUPLEX)
-_PATH = ":path"
-_KEPT = frozenset((_PATH, "authorization", *HEADERS, *OURS))  # of the headers of a request
+_PATH, _METHOD = ":path", ":method"
+_KEPT = frozenset((_PATH, _METHOD, "authorization", *HEADERS, *OURS))  # of the headers of a request
 _ENDPOINT_NBYTES = 128  # of memory, per endpoint of a subset
 _OVERWRITE = pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
 
@@ -241,8 +241,9 @@ class Exchange:
     async def _place(self, body: bytes) -> Placement:
         self._release()  # of a caller with two requests in one call
         self._is_placed = True
+        held = body if self._headers.get(_METHOD, "POST") == "POST" else b""  # OPTIONS needs no key
         try:
-            placing = self._placer.place(self._path, self._headers, body, self._tenant, self._subset)
+            placing = self._placer.place(self._path, self._headers, held, self._tenant, self._subset)
             self._placement = await placing
         finally:
             self._forget_body()
@@ -273,8 +274,7 @@ class Exchange:
         # The headers of a stream come before its prompt is computed.
         if elsewhere or not headers.get("content-type", "").startswith("text/event-stream"):
             self._release()
-        # Whom the worker refuses learns nothing of what others' prompts hold.
-        if not status.startswith("2"):
+        if not status.startswith("2"):  # whom the worker refuses learns nothing of what others' prompts hold
             return pb.ProcessingResponse(response_headers=pb.HeadersResponse())
         common = pb.CommonResponse(header_mutation=_setting(self._placer.headers(placement)))
         return pb.ProcessingResponse(response_headers=pb.HeadersResponse(response=common))

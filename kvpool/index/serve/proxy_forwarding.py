@@ -89,7 +89,7 @@ class Forwarding:
             raise Refusal(404, "paths under /inference/ are for engines")
         try:
             await self._read()
-            placement = await self._place(self._body)
+            placement = await self._place(self._prompt)
             reply, placement, target = await self._send(placement)
             try:
                 return await self._relay(reply, placement, target)
@@ -118,6 +118,11 @@ class Forwarding:
         return Reply(reply.status, reply.content_type, body if len(body) <= most_nbytes else b"")
 
     # ---- the request
+
+    @property
+    def _prompt(self) -> bytes:
+        """The body that places it: engines take prompts by POST, and answer OPTIONS without a key."""
+        return self._body if self._request.method == "POST" else b""
 
     async def _place(self, body: bytes) -> Placement:
         """A placement with targets. Errors: ``Refusal``."""
@@ -213,7 +218,7 @@ class Forwarding:
                 if lacks_model and self._denied(placement, target) and not left and may_place:
                     may_place = False  # once more: others may serve the name that all of these have listed
                     self._release()
-                    placement = await self._place(self._body)
+                    placement = await self._place(self._prompt)
                     left = [one for one in placement.targets if one.worker not in tried]
                 if not (elsewhere or reply.status in (429, 503)) or not left:
                     return reply, placement, target

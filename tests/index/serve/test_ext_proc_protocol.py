@@ -69,6 +69,19 @@ def test_whom_a_worker_refuses_learns_nothing_of_what_is_held(status: str) -> No
         assert not call.ask(response(status=status)).response_headers.response.header_mutation.set_headers
 
 
+@pytest.mark.parametrize("mode", [pb.ProcessingMode.BUFFERED, pb.ProcessingMode.FULL_DUPLEX_STREAMED])
+def test_a_request_that_needs_no_key_is_not_placed_by_its_body(mode: int) -> None:
+    asked = headers(mode)
+    next(one for one in asked.request_headers.headers.headers if one.key == ":method").raw_value = b"OPTIONS"
+    with picking("a", "b") as index, calling(index) as channel:
+        call = Call(channel)
+        call.say(asked, body())
+        replies = [next(call._replies), next(call._replies)]
+        shown = set_headers(call.ask(response()).response_headers.response.header_mutation)
+        assert set(shown) == {"x-kvpool-worker", "x-kvpool-reason"}
+        assert not [one for one in replies if b"matched-blocks" in one.SerializeToString()]
+
+
 @pytest.mark.parametrize(
     ("held", "rank", "ports"),
     [

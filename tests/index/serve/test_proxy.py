@@ -459,6 +459,21 @@ def test_all_workers_busy_asleep_or_away() -> None:
         assert there.outcomes() == {"refused": 4}
 
 
+@pytest.mark.parametrize("method", [b"OPTIONS", b"GET", b"PUT"])
+def test_only_a_post_is_placed_by_its_body(method: bytes) -> None:
+    """vLLM answers OPTIONS with 200 and without a key, as browsers ask before a request to another site."""
+    asked = of_request(json.dumps(ASKED).encode(), "connection: close")
+    with proxy_cluster("a", "b") as there:
+        there.hold("b")
+        for _ in range(4):
+            reply = there.raw(method + asked.removeprefix(b"POST"))
+            assert reply.startswith(b"HTTP/1.1 200")
+            assert b"x-kvpool-worker" in reply.lower()
+            assert b"-blocks:" not in reply.lower(), "tells what others' prompts hold"
+        assert there.workers["a"].bodies, "nor does the choice of a worker"
+        assert b"x-kvpool-matched-blocks: 5" in there.raw(asked).lower()
+
+
 def test_what_is_wrong_with_a_request_is_for_a_worker_to_say() -> None:
     with proxy_cluster("a") as there:
         there.workers["a"].status = 400
