@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 SEND_S = 30.0  # for a worker to take a body
 PART_NBYTES = 1 << 20  # of a body, written at once: more would hold the event loop up
 MAX_INTERIM = 16  # responses of 1xx before the response
+MAX_EMPTY_NBYTES = 1 << 20  # of heads, and of a body's framing above EMPTY_A_BYTE for each of its bytes
+EMPTY_A_BYTE = 8  # chunks of one byte take five
 
 
 class Sending(aiohttp.Payload):
@@ -75,23 +77,33 @@ class Sending(aiohttp.Payload):
 
 
 class WorkerConnection(ResponseHandler):
-    """Ends with bytes that no request asked for, and above ``MAX_INTERIM``. aiohttp takes any number of either."""
+    """Ends with bytes that no request asked for, and above ``MAX_INTERIM`` or ``MAX_EMPTY_NBYTES``. aiohttp takes any
+    number of these; nobody waits for a client to read bytes that are no body, so they keep the event loop busy.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(loop)
-        self._interim = 0
+        self._interim = self._nbytes = 0  # of the response, all that came of it
         self._is_answered = False  # the head of the response has come
 
     def set_response_params(self, **params: Any) -> None:
         """Called by aiohttp before it sends a request."""
-        self._interim, self._is_answered = 0, False
+        self._interim, self._nbytes, self._is_answered = 0, 0, False
         super().set_response_params(**params)
 
     def data_received(self, data: bytes) -> None:
         if data and self._is_answered and (self._payload is None or self._payload.is_eof()):
             self._end()
-        else:
-            super().data_received(data)
+            return
+        super().data_received(data)
+        self._nbytes += len(data)
+        body_nbytes = 0 if self._payload is None else self._payload.total_bytes
+        if self._nbytes - EMPTY_A_BYTE * body_nbytes > MAX_EMPTY_NBYTES:
+            error = HttpProcessingError(message=f"over {MAX_EMPTY_NBYTES} bytes that are no body")
+            if self._payload is not None and not self._payload.is_eof():
+                self._payload.set_exception(aiohttp.ClientPayloadError(error.message))
+            self.set_exception(error)
+            self._end()
 
     def feed_data(self, data: Any, size: int = 0) -> None:
         """The head of a response."""

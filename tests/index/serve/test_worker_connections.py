@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
 import threading
@@ -9,7 +10,7 @@ import threading
 import aiohttp
 import pytest
 
-from kvpool.index.place.worker_connection import MAX_INTERIM, WorkerConnector
+from kvpool.index.place.worker_connection import MAX_EMPTY_NBYTES, MAX_INTERIM, WorkerConnector
 from tests.support.deadlines import eventually
 from tests.support.fronts import ASKED, beside, proxy_cluster
 from tests.support.http_client import post, request_of
@@ -77,6 +78,29 @@ def test_a_worker_that_says_100_for_ever_costs_one_request_that_fails() -> None:
         before = sent[0]
         assert eventually(there.ends)
         assert sent[0] - before <= 1_000_000, "its connection has ended"
+
+
+def test_a_worker_whose_chunk_never_begins_costs_one_response_that_breaks_off() -> None:
+    def talk(client: socket.socket) -> None:
+        request_of(client)
+        client.sendall(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2;")
+        while True:
+            client.sendall(b"a=b;" * 1000)
+
+    with beside(BadWorker("bad", talk), "a") as there:
+        with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+            post(there.url, ASKED)
+        assert eventually(there.ends), "its connection has ended"
+
+
+def test_a_body_in_chunks_of_one_byte_arrives_whole() -> None:
+    def talk(client: socket.socket) -> None:
+        request_of(client)
+        client.sendall(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        client.sendall(b"1\r\nx\r\n" * MAX_EMPTY_NBYTES + b"0\r\n\r\n")
+
+    with beside(BadWorker("bad", talk), "a") as there:
+        assert post(there.url, ASKED).body == b"x" * MAX_EMPTY_NBYTES
 
 
 def test_a_few_interim_responses_are_skipped() -> None:
