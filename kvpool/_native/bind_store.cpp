@@ -278,7 +278,7 @@ void make_file_pool(const std::string& root) {
   with_os_errors([&] { return make_pool(root).inode; });
 }
 
-std::tuple<std::uint64_t, std::uint64_t, std::uint64_t> file_system_of(const std::string& path) {
+std::tuple<std::uint64_t, std::uint64_t, std::uint64_t> file_system_of(const nb::bytes& path) {
   const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   const auto [total, free, reserve] = file ? file_system(file.get()) : FileSystem{};
   return {total, free, reserve};

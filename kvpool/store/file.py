@@ -64,7 +64,7 @@ class FileSystem(NamedTuple):
     @classmethod
     def of(cls, path: str, mounts: Path = MOUNTS) -> FileSystem:
         """Blocks for some system calls. Zeros where the system does not tell."""
-        return cls(*_mount(Path(path).resolve(), mounts), *_native.file_system(path))
+        return cls(*_mount(Path(path).resolve(), mounts), *_native.file_system(os.fsencode(path)))
 
     def room_nbytes(self, stored_nbytes: int) -> int:
         """How large a pool of ``stored_nbytes`` can become beside what others keep now."""

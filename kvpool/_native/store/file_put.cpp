@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <utility>
 
 #include "store/descriptor.h"
@@ -20,9 +21,12 @@ using namespace std::chrono_literals;
 constexpr int kMaxAttempts = 3;  // of a put whose directories vanish meanwhile
 constexpr auto kPutCounting = 5ms;
 
-// renameat2() by its number: musl has had it since 1.2.5 only.
 int rename2(const char* from, const char* to, unsigned flags) {
+#ifdef __GLIBC__
+  return renameat2(AT_FDCWD, from, AT_FDCWD, to, flags);
+#else  // musl has had it since 1.2.5 only
   return static_cast<int>(syscall(SYS_renameat2, AT_FDCWD, from, AT_FDCWD, to, flags));
+#endif
 }
 
 bool no_space(int error) { return error == ENOSPC || error == EDQUOT; }

@@ -24,7 +24,6 @@ from kvpool.index.request_stats import Promptless
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RENDERED = frozenset((COMPLETIONS, CHAT, "/v1/responses", "/v1/messages", "/cohere/v2/chat"))
 BATCH = "/v1/chat/completions/batch"  # of chats, whose options are those of a chat
-GENERATE = "/inference/v1/generate"  # from tokens
 MODELS = "/v1/models/"  # with the name behind it
 
 MAX_READ_NBYTES = 4 << 20  # of a body: larger ones hold images or sound, and take long to decode
@@ -36,8 +35,8 @@ MAX_NAME_NBYTES = 4096
 # With these an engine's tokens differ from a bare tokenizer's.
 _RENDERED_BY_ENGINE = frozenset(
     (
-        "add_special_tokens", "chat_template", "content_parts", "features", "mm_processor_kwargs", "prompt_embeds",
-        "suffix", "truncate_prompt_tokens",
+        "add_special_tokens", "chat_template", "mm_processor_kwargs", "prompt_embeds", "suffix",
+        "truncate_prompt_tokens",
     )
 )  # fmt: skip
 # Fields that do not change the tokens.
@@ -128,10 +127,10 @@ def read_request(
             body = msgspec.json.encode(fields)
         model = _text(fields, "model") or default
         request = InferenceRequest(path, nbytes, tenant, workers, model, body=body)
-        if path not in RENDERED and path != GENERATE:
+        if path not in RENDERED:
             return request
         request = request._replace(cache_salt=_text(fields, "cache_salt"))
-        if path not in (COMPLETIONS, CHAT, GENERATE) or _RENDERED_BY_ENGINE & fields.keys():
+        if path not in (COMPLETIONS, CHAT) or _RENDERED_BY_ENGINE & fields.keys():
             return request
         if _TOKENS in (_PARAMS.decode(fields.get("kv_transfer_params", b"null")) or ()):
             return request
@@ -157,7 +156,7 @@ def _prompt(request: InferenceRequest, fields: dict[str, msgspec.Raw]) -> Prompt
         }
         chat = Chat.of_request(body)
     else:
-        raw = fields.get("token_ids" if request.path == GENERATE else "prompt", b"null")
+        raw = fields.get("prompt", b"null")
         try:
             prompt = _PROMPT.decode(raw)
         except msgspec.ValidationError:

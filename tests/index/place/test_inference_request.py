@@ -17,7 +17,6 @@ from kvpool.index.place.inference_request import (
     BATCH,
     CHAT,
     COMPLETIONS,
-    GENERATE,
     MAX_PARTS,
     engine_json,
     engine_path,
@@ -129,13 +128,6 @@ def test_a_batch_of_chats_has_the_tokens_of_its_first_one() -> None:
 def test_a_batch_without_chats_is_not_read(messages: str) -> None:
     with pytest.raises(ConfigError, match="the body cannot be read"):
         read_request(BATCH, f'{{"messages": {messages}}}'.encode())
-
-
-def test_a_request_to_generate_from_tokens_has_these() -> None:
-    request = read_request(GENERATE, b'{"token_ids": [1, 2, 3], "model": "m", "cache_salt": "s"}')
-    assert request.prompt is not None
-    assert (request.prompt.token_ids, request.prompt.cache_salt) == ([1, 2, 3], "s")
-    assert read_request(GENERATE, b'{"token_ids": [1], "features": {}}').prompt is None
 
 
 @pytest.mark.parametrize("model", ["", '"model": "",', '"model": null,'])
