@@ -156,7 +156,7 @@ def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Clie
             healthy = [front.healthy, "workers", "picker"]
             assert eventually(lambda f=healthy: f[0](f[1]) == f[0](f[2]) == 1)  # type: ignore[misc, operator]
             urls[name] = front.url
-        made = {name: Clients(url, worker) for name, url in urls.items()}
+        made = {name: Clients(url) for name, url in urls.items()}
         for one in made.values():
             parts.callback(one.close)
         yield made

@@ -20,10 +20,9 @@ PATIENCE_S = 300.0
 class Clients:
     """Of one address. ``answers``: status and headers of each response, in their order."""
 
-    def __init__(self, url: str, worker_url: str) -> None:
-        self.url, self.worker_url = url, worker_url
+    def __init__(self, url: str) -> None:
+        self.url = url
         self.answers: list[tuple[int, dict[str, str]]] = []
-        self.tries = 0
         self.http = httpx.Client(base_url=url, timeout=PATIENCE_S, event_hooks=self._hooks(), trust_env=False)
         common: Any = {"api_key": "sk-none", "max_retries": 0, "timeout": PATIENCE_S}
         self.openai = openai.OpenAI(base_url=f"{url}/v1", http_client=self.http, **common)
@@ -32,13 +31,10 @@ class Clients:
         self._common = common
 
     def _hooks(self) -> dict[str, list[Callable[..., Any]]]:
-        def tried(_: httpx.Request) -> None:
-            self.tries += 1
-
         def answered(response: httpx.Response) -> None:
             self.answers.append((response.status_code, dict(response.headers)))
 
-        return {"request": [tried], "response": [answered]}
+        return {"response": [answered]}
 
     def close(self) -> None:
         self.http.close()
@@ -52,18 +48,6 @@ class Clients:
                 return await ask(client)
 
         return asyncio.run(run())
-
-    def rests(self) -> bool:
-        """Whether the worker has no request."""
-        return self._figure("num_requests_running") + self._figure("num_requests_waiting") == 0
-
-    def finished(self) -> float:
-        """Requests that the worker answered to their end."""
-        return self._figure("request_success_total")
-
-    def _figure(self, name: str) -> float:
-        page = httpx.get(f"{self.worker_url}/metrics", timeout=PATIENCE_S, trust_env=False).text
-        return sum(map(float, re.findall(rf"^vllm:{name}{{.*}} (\S+)$", page, re.MULTILINE)))
 
 
 def seen(call: Callable[[Clients], Any], to: Clients) -> dict[str, Any]:
