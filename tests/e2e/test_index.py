@@ -86,13 +86,23 @@ def test_what_the_engine_and_the_pool_have_is_credited_until_the_engine_dies(
             found = one.store.contains_many(keys)
             return (*found, False).index(False)
 
-        def all_is_told() -> bool:
-            # An engine tells what has entered the pool in its next step, and stops stepping a second after the last
-            # store: a slow store is told with the next request.
+        def step() -> None:
+            """An engine tells what has entered the pool in its next step, and stops stepping a second after the last
+            store: a slow store is told with the next request.
+            """
             first.generate(prompt(999, BLOCK_TOKENS // 2), 1)
+
+        def all_is_stored() -> bool:
+            step()
+            return [pool_has(tokens) for tokens in PROMPTS] == [
+                len(tokens) // BLOCK_TOKENS for tokens in PROMPTS
+            ]
+
+        def all_is_told() -> bool:
+            step()
             return all(one.row(model, tokens, name).pool_blocks == pool_has(tokens) for tokens in PROMPTS)
 
-        assert [pool_has(tokens) for tokens in PROMPTS] == [len(tokens) // BLOCK_TOKENS for tokens in PROMPTS]
+        assert eventually(all_is_stored, within_s=WITHIN_S), [pool_has(tokens) for tokens in PROMPTS]
         assert eventually(all_is_told, within_s=WITHIN_S), [one.row(model, t, name) for t in PROMPTS]
         said = assert_true(one, model, name, ports[1])
         assert said.evicted > 10, "the cache was too small for all"
