@@ -223,7 +223,7 @@ def test_aborted_load_leaks_nothing(pair: Pair) -> None:
         with _slowed(worker):  # its load takes 16 steps
             pair.second.send({"do": "abort", "tokens": LONG["aborted"], "once": str(aborting)})
             assert eventually(asked), "no lookup"
-            time.sleep(0.03 * (2 + attempt))
+            time.sleep(0.06 * 1.5**attempt)  # to 2 s: a busy machine begins late
             aborting.touch()
             assert pair.second.receive(60) == {"aborted": True}
         pair.second.generate(prompt(500 + attempt, 60), 1)  # an idle engine does not report
