@@ -231,7 +231,7 @@ class Names:
         """Names of present workers that are not their model's, each with its model, by name: the ``most`` that were
         known first.
         """
-        named = list(islice(self._servers.get(tenant, {}).items(), most))  # in one step
+        named = islice(self._servers.get(tenant, {}).copy().items(), most)  # only a copy is one step
         return sorted(
             (Name(text, one.lora[1] if one.lora else ""), one.partition.key.model)
             for text, several in named
