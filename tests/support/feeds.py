@@ -38,6 +38,8 @@ class Misbehaving:
         self.dropped_in_replays: set[int] = set()
         self.asked: list[int] = []
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        # From the first: what waits for a subscriber that died before close() would be waited for without end.
+        self._context.linger = 0
         self._events = self._context.socket(zmq.PUB)
         self._events.bind(f"tcp://{host}:{self.ports[0]}")
         self._router = self._context.socket(zmq.ROUTER)
@@ -78,7 +80,7 @@ class Misbehaving:
     def close(self) -> None:
         self._closing = True
         self._thread.join(60)
-        self._context.destroy(linger=0)
+        self._context.destroy()
 
     def _answer(self) -> None:
         while not self._closing:

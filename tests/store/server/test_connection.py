@@ -180,9 +180,16 @@ def test_what_a_server_says_unasked_is_why_its_connection_ends() -> None:
 
 
 def clients(server: Server) -> list[dict[str, str]]:
-    """All connections but the test's own."""
+    """All connections but the test's own, when none is left that has not said its name yet."""
     own = server.client.client_id()
-    return [one for one in server.client.client_list() if int(one["id"]) != own]
+    listed: list[dict[str, str]] = []
+
+    def all_have_names() -> bool:
+        listed[:] = [one for one in server.client.client_list() if int(one["id"]) != own]
+        return all(one["name"] for one in listed)
+
+    assert eventually(all_have_names), listed
+    return listed
 
 
 def test_every_connection_says_whose_it_is(server: Server, client: str) -> None:
@@ -212,8 +219,9 @@ def test_a_copied_package_without_metadata_has_its_version(monkeypatch: pytest.M
 def test_without_a_name_it_is_the_host_and_process(server: Server) -> None:
     with open_store(server.url) as store:
         assert store.contains_many([key(1)]) == [False]
-        assert all(one["name"].startswith("kvpool:") for one in clients(server))
-        assert all("." in one["name"] for one in clients(server))
+        names = [one["name"] for one in clients(server)]
+        assert names
+        assert all(name.startswith("kvpool:") and "." in name for name in names)
 
 
 def received(server: Server) -> int:
