@@ -82,7 +82,7 @@ class Position(NamedTuple):
 
 def check_name(name: str) -> str:
     """Return ``name`` if a worker may have it. Errors: ``ConfigError``."""
-    return _text("a worker's name", name, MAX_NAME_NBYTES, empty=False)
+    return check_text("a worker's name", name, MAX_NAME_NBYTES, empty=False)
 
 
 def check_worker(worker: Worker) -> Worker:
@@ -90,9 +90,9 @@ def check_worker(worker: Worker) -> Worker:
     check_name(worker.name)
     check_tenant(worker.tenant)
     who = f"worker {worker.name}"
-    _text(f"{who}: model", worker.model, MAX_TEXT_NBYTES, empty=False)
-    _text(f"{who}: address", worker.address, MAX_TEXT_NBYTES)
-    _text(f"{who}: incarnation", worker.incarnation, MAX_NAME_NBYTES)
+    check_text(f"{who}: model", worker.model, MAX_TEXT_NBYTES, empty=False)
+    check_text(f"{who}: address", worker.address, MAX_TEXT_NBYTES)
+    check_text(f"{who}: incarnation", worker.incarnation, MAX_NAME_NBYTES)
     block_tokens = worker.block_tokens
     if type(block_tokens) is not int or not 1 <= block_tokens <= MAX_BLOCK_TOKENS:
         raise ConfigError(
@@ -111,7 +111,7 @@ def check_worker(worker: Worker) -> Worker:
     if not isinstance(worker.names, tuple) or len(worker.names) > MAX_SERVED:
         raise ConfigError(f"{who}: names are up to {MAX_SERVED}, beside the model's")
     for name in worker.names:
-        _text(f"{who}: names", name, MAX_TEXT_NBYTES, empty=False)
+        check_text(f"{who}: names", name, MAX_TEXT_NBYTES, empty=False)
     if sum(len(name.encode()) for name in worker.names) > MAX_SERVED_NBYTES:
         raise ConfigError(f"{who}: names have at most {MAX_SERVED_NBYTES} bytes in all")
     if not 1 <= len(worker.publishers) <= MAX_PUBLISHERS:
@@ -138,7 +138,7 @@ def _check_publisher(who: str, publisher: Publisher) -> None:
 
 
 def _endpoint(what: str, endpoint: str) -> None:
-    _text(what, endpoint, MAX_TEXT_NBYTES)
+    check_text(what, endpoint, MAX_TEXT_NBYTES)
     match = _ENDPOINT.fullmatch(endpoint)
     if match is None or (match["port"] is not None and not 1 <= int(match["port"]) <= 65535):
         raise ConfigError(f"{what}: write tcp://HOST:PORT, not {endpoint!r:.80}")
@@ -148,7 +148,8 @@ def _endpoint(what: str, endpoint: str) -> None:
         )
 
 
-def _text(what: str, text: str, most_nbytes: int, *, empty: bool = True) -> str:
+def check_text(what: str, text: str, most_nbytes: int, *, empty: bool = True) -> str:
+    """Errors: ``ConfigError``, for what no announcement may say."""
     if not isinstance(text, str):
         raise ConfigError(f"{what} is text, not {type(text).__name__}")
     try:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from itertools import islice
 from typing import NamedTuple
 
-from kvpool.discovery.worker import MAX_TEXT_NBYTES, Worker
+from kvpool.discovery.worker import MAX_TEXT_NBYTES, Worker, check_text
 from kvpool.errors import ConfigError, UnknownModel
 from kvpool.index.limits import Limits
 from kvpool.index.partition import Members, Partition
@@ -35,6 +35,10 @@ class Name(NamedTuple):
 
     text: str
     adapter: str = ""
+
+    @property
+    def lora(self) -> tuple[str, str] | None:
+        return (self.text, self.adapter) if self.adapter else None
 
 
 class Serving(NamedTuple):
@@ -139,21 +143,22 @@ class Names:
         of.known, of.nbytes = wanted, nbytes
 
     def _add(self, of: _Worker, name: Name) -> None:
-        lora = (name.text, name.adapter) if name.adapter else None
         named = self._servers.setdefault(of.worker.tenant, {})
         several = named.get(name.text, ())
-        servers = next((one for one in several if one.partition is of.partition and one.lora == lora), None)
+        servers = next(
+            (one for one in several if one.partition is of.partition and one.lora == name.lora), None
+        )
         if servers is None:
-            servers = _Servers(of.partition, lora)
+            servers = _Servers(of.partition, name.lora)
             named[name.text] = (*several, servers)
         servers.add(of.worker.name)
 
     def _remove(self, of: _Worker, name: Name) -> None:
-        tenant, lora = of.worker.tenant, (name.text, name.adapter) if name.adapter else None
+        tenant = of.worker.tenant
         named = self._servers.get(tenant, {})
         several = named.get(name.text, ())
         for servers in several:
-            if servers.partition is of.partition and servers.lora == lora:
+            if servers.partition is of.partition and servers.lora == name.lora:
                 servers.remove(of.worker.name)
         if left := tuple(one for one in several if one.workers):
             named[name.text] = left
@@ -255,11 +260,11 @@ class Names:
 
 def _is_fit(name: Name) -> bool:
     try:
-        return bool(name.text) and all(
-            len(text.encode()) <= MAX_TEXT_NBYTES and text.isprintable() for text in name
-        )
-    except UnicodeEncodeError:
+        check_text("a name", name.text, MAX_TEXT_NBYTES, empty=False)
+        check_text("the path of an adapter", name.adapter, MAX_TEXT_NBYTES)
+    except ConfigError:
         return False
+    return True
 
 
 def _nbytes(names: Iterable[Name]) -> int:

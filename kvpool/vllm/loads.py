@@ -96,7 +96,7 @@ class Loads:
         return blocks
 
     def fail(self, request_id: str) -> None:
-        """A load failed: nobody waits for it, nor for others of its records, until its request is scheduled."""
+        """No request waits for this failed load or its records, until its own request is scheduled."""
         if (load := self._loads.get(request_id)) is not None:
             load.began_s, load.room = -math.inf, Room(0, 0)
 

@@ -272,6 +272,11 @@ def _reply_limits(of: Any) -> tuple[int, int] | None:
     return hard, soft
 
 
+def _short_mib(of: Any) -> str:
+    """A limit of values below a block's size; else empty."""
+    return f"{int(of.value) / MIB:.3g}" if int(of.value) < _LEAST_VALUE_NBYTES else ""
+
+
 def _clients_mib(of: Any) -> float:
     """Memory for all clients; where a share of no maxmemory is no limit, as much as is needed."""
     if not of.value.endswith("%"):
@@ -317,11 +322,11 @@ SETTINGS: dict[str, tuple[Rule, ...]] = {
              "arrive, each of which takes twice its size"),
     ),
     "proto-max-bulk-len": (
-        Rule("fail", lambda of: int(of.value) < _LEAST_VALUE_NBYTES and f"{int(of.value) / MIB:.3g}",
+        Rule("fail", _short_mib,
              "proto-max-bulk-len is {it} MiB: it ends connections on which larger blocks arrive, and never keeps one"),
     ),
     "client-query-buffer-limit": (
-        Rule("fail", lambda of: int(of.value) < _LEAST_VALUE_NBYTES and f"{int(of.value) / MIB:.3g}",
+        Rule("fail", _short_mib,
              "client-query-buffer-limit is {it} MiB: it ends connections of larger blocks without a word"),
     ),
     "lazyfree-lazy-user-flush": (

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple
 from urllib.parse import unquote
 
@@ -110,10 +110,10 @@ def read_request(
     body: bytes,
     tenant: str = DEFAULT_TENANT,
     workers: Sequence[str] | None = None,
-    default: str = "",
+    default: Callable[[], str] = str,
 ) -> InferenceRequest:
-    """``path``, ``body``: of ``engine_path``, ``engine_json``. ``default``: model where it names none. Errors:
-    ``ConfigError``; such a request can still be placed by load.
+    """``path``, ``body``: of ``engine_path``, ``engine_json``. ``default``: asked for the model where it names none.
+    Errors: ``ConfigError``; such a request can still be placed by load.
     """
     if len(body) > MAX_READ_NBYTES:
         raise ConfigError(f"a body of {len(body)} bytes is not read, {MAX_READ_NBYTES} at most")
@@ -125,7 +125,7 @@ def read_request(
             path, chats = CHAT, _RAWS.decode(fields.get("messages", b"[]"))
             fields["messages"] = chats[0] if chats else msgspec.Raw(b"[]")
             body = msgspec.json.encode(fields)
-        model = _text(fields, "model") or default
+        model = _text(fields, "model") or default()
         request = InferenceRequest(path, nbytes, tenant, workers, model, body=body)
         if path not in RENDERED:
             return request

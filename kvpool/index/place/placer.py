@@ -220,12 +220,11 @@ class Placer:
                 if ranked.has_own:  # up to where they differ they find what is there
                     ranked = await self._read(path, body, tenant, workers, ends_s, trusts=True)
         if ranked.request.prompt is not None:
-            model = self._with_tokenizer(ranked.request.prompt)
+            model = self._tokenizers.model_of(ranked.request.prompt, self.names)
             self._checks.offer(ranked.request, model, partial(self._prompt, headers, RENDER_S))
         if ranked.ranking is None:
             ranked = ranked._replace(ranking=await self._by_load(ranked.request))
-        placement = await self._placement(ranked, tenant, ends_s)
-        return replace(placement, model=ranked.request.model)
+        return await self._placement(ranked, tenant, ends_s)
 
     async def _read(
         self,
@@ -242,7 +241,7 @@ class Placer:
         def read(at_once: bool) -> _Ranked:
             """Any thread; takes time with the body's size. Errors: ``NotAtOnce``."""
             try:
-                request = read_request(path, body, tenant, workers, self.names.default(tenant))
+                request = read_request(path, body, tenant, workers, partial(self.names.default, tenant))
                 self.names.check(tenant, request.model)
             except UnknownModel as error:
                 return _Ranked(request, None, "unknown-model", str(error))
@@ -252,7 +251,7 @@ class Placer:
             has_own = False
             try:
                 if prompt is not None and prompt.token_ids is None:
-                    model = self._with_tokenizer(prompt)
+                    model = self._tokenizers.model_of(prompt, self.names)
                     has_own = model in self._tokenizers and not trusts
                     makes = self._checks.trusts(tenant, model) or trusts
                     prompt = self._tokenizers.tokens(prompt, model) if makes else None
@@ -293,11 +292,6 @@ class Placer:
         return await self._renderer.prompt(
             request, request.body, headers, choose, self._fleet.lasts, timeout_s
         )
-
-    def _with_tokenizer(self, prompt: Prompt) -> str:
-        """The model whose tokenizer makes the prompt's tokens, if it has one. Any thread."""
-        known = prompt.model in self._tokenizers
-        return prompt.model if known else self.names.model(prompt.tenant, prompt.model)
 
     def _late(self, request: InferenceRequest) -> _Ranked:
         return _Ranked(request, None, "late", f"its tokens were not made within {self._timeout_s:g} s")
@@ -417,5 +411,5 @@ class Placer:
         held_blocks = max(matched, *ranking.matched()[2:])
         return Placement(
             tenant, reason, targets, prompt_blocks, ranked.detail, reservation, time.monotonic(), held_blocks,
-            ranked.promptless,
+            ranked.promptless, ranked.request.model,
         )  # fmt: skip

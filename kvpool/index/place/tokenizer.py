@@ -22,6 +22,7 @@ from kvpool.index.prompt import Chat, Prompt, reasoning_of, text_parts
 from kvpool.text import missing_extra
 
 if TYPE_CHECKING:
+    from kvpool.index.names import Names
     from kvpool.index.place.chat_template import ChatTemplate
 
 _ROLES = ("assistant", "developer", "system", "tool", "user")
@@ -163,6 +164,10 @@ class Tokenizers:
     def __contains__(self, model: str) -> bool:
         return model in self._by_model
 
+    def model_of(self, prompt: Prompt, names: Names) -> str:
+        """The model whose tokens the prompt has; they are made here if it is one of these. Any thread."""
+        return prompt.model if prompt.model in self else names.model(prompt.tenant, prompt.model)
+
     def tokens(self, prompt: Prompt, model: str) -> Prompt:
         """The prompt in tokens of ``model``. Any thread; time grows with the text. Errors: ``ConfigError``."""
         tokenizer = self._by_model[model]
@@ -220,7 +225,7 @@ def _message(message: Any, takes_parts: bool) -> dict[str, Any]:
 
 
 def _extras(content: Any) -> list[dict[str, Any]]:
-    """Of each part: fields of its own, which templates may read."""
+    """Each part's own fields, which templates may read."""
     parts = [content] if isinstance(content, str) else content or ()
     found = [{} if isinstance(part, str) else dict(part) for part in parts]
     if any(part.keys() & _OF_PARTS - {"type", "text"} for part in found):

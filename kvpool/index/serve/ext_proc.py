@@ -261,7 +261,7 @@ class Exchange:
         }
         elsewhere = bool(served) and served not in (target.endpoint for target in targets[:1])
         status = headers.get(":status", "")
-        # Envoy also goes on after 404, from a worker that has not failed: nobody knows.
+        # Envoy retries after 404, too, and does not say whether the first worker failed.
         lacks = status == "404" or placement.reason == "unknown-model"
         may_lack = lacks or is_of_responses(engine_path(self._path))
         gone_on = self._placer.doubt if may_lack else self._placer.record  # without a status

@@ -180,8 +180,7 @@ async def in_tokens(prompt: Prompt, fleet: Fleet, tokenizers: Tokenizers) -> Pro
     if prompt.text is None and prompt.chat is None:
         return prompt
     fleet.names.check(prompt.tenant, prompt.model)
-    model = prompt.model
-    if model not in tokenizers and (model := fleet.names.model(prompt.tenant, model)) not in tokenizers:
+    if (model := tokenizers.model_of(prompt, fleet.names)) not in tokenizers:
         raise ConfigError(
             f'this index has no tokenizer for "{model}": start it with '
             f"--tokenizer {model}=FOLDER, or send token_ids"

@@ -10,7 +10,6 @@ import logging
 import posixpath
 import time
 from typing import NamedTuple
-from urllib.parse import unquote
 
 import aiohttp
 from aiohttp import web
@@ -346,9 +345,8 @@ class Forwarding:
 
 def _is_between_engines(raw_path: str) -> bool:
     """Of --enable-scale-out: callers could end each other's requests there. However it is spelled."""
-    return posixpath.normpath("/" + unquote(raw_path).replace("\\", "/").lstrip("/")).startswith(
-        _BETWEEN_ENGINES
-    )
+    path = "/" + engine_path(raw_path).replace("\\", "/").lstrip("/")
+    return posixpath.normpath(path).startswith(_BETWEEN_ENGINES)
 
 
 def _is_short(reply: aiohttp.ClientResponse) -> bool:

@@ -133,7 +133,7 @@ def test_a_batch_without_chats_is_not_read(messages: str) -> None:
 @pytest.mark.parametrize("model", ["", '"model": "",', '"model": null,'])
 def test_a_request_without_a_model_is_for_the_only_one(model: str) -> None:
     body = f'{{{model} "prompt": "x"}}'.encode()
-    assert read_request(COMPLETIONS, body, default="only").prompt.model == "only"  # type: ignore[union-attr]
+    assert read_request(COMPLETIONS, body, default=lambda: "only").prompt.model == "only"  # type: ignore[union-attr]
     assert read_request(COMPLETIONS, body.replace(b'""', b'"m"')).model in ("", "m")
 
 
