@@ -11,10 +11,9 @@ from collections import Counter
 from rich.table import Table
 from rich.text import Text
 
-from kvpool.cli.doctor.indexes import index_findings, replica_findings
 from kvpool.cli.doctor.pool import pool_findings
 from kvpool.cli.doctor.rules import Finding
-from kvpool.cli.doctor.serving import check_url, front_findings, picker_findings, serving_findings
+from kvpool.cli.doctor.serving import check_url, front_findings, serving_findings
 from kvpool.cli.settings import DoctorOptions
 from kvpool.cli.tables import console, show
 from kvpool.discovery.worker import Worker
@@ -30,7 +29,9 @@ def run_doctor(options: DoctorOptions) -> bool:
     ``ConfigError`` for an invalid URL or tenant.
     """
     urls = [check_url(url, "--front") for url in options.front]
-    indexes = options.connections(options.index)
+    indexes, pickers = options.connections(options.index), options.connections(options.picker)
+    if indexes or pickers:  # a pool is examined where gRPC is not installed, too
+        from kvpool.cli.doctor.indexes import index_findings, picker_findings, replica_findings
     findings: list[Finding] = []
     announced: list[Worker] | None = None
     if options.pool is not None:
@@ -45,7 +46,7 @@ def run_doctor(options: DoctorOptions) -> bool:
     findings += serving_findings(list(workers.values()), options.tls_ca)
     for url in urls:
         findings += front_findings(url, list(workers.values()), options.tls_ca)
-    for picker in options.connections(options.picker):
+    for picker in pickers:
         findings += picker_findings(picker)
     left_out = [name for name in ("pool", "index", "front", "picker") if not getattr(options, name)]
     good = all(finding.level != "fail" for finding in findings)

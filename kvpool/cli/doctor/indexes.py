@@ -1,4 +1,7 @@
-"""Indexes for ``kvpool doctor``: their workers, and differences of replicas."""
+"""Indexes and endpoint pickers for ``kvpool doctor``: their workers, and differences of replicas.
+
+It takes the extra ``client``, which a worker's environment may lack.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,11 @@ from types import SimpleNamespace
 
 from kvpool.cli.doctor import rules
 from kvpool.cli.doctor.rules import Finding, judge
+from kvpool.cli.doctor.serving import TIMEOUT_S
 from kvpool.cli.exits import in_options
 from kvpool.cli.options import IndexConnection
 from kvpool.discovery.worker import Worker
-from kvpool.errors import AccessDenied, IndexUnavailable, UnknownModel
+from kvpool.errors import AccessDenied, IndexUnavailable, KVPoolError, UnknownModel
 from kvpool.index.answer import PublisherStatus, WorkerStatus
 from kvpool.index.client.channel import NOTHING_LISTENS, without_advice
 from kvpool.index.client.client import IndexClient
@@ -129,6 +133,15 @@ def replica_findings(one: IndexConnection, other: IndexConnection) -> Iterator[F
         **ends,
     )
     yield from judge("replicas", rules.REPLICAS, pair)
+
+
+def picker_findings(picker: IndexConnection) -> Iterator[Finding]:
+    state = SimpleNamespace(target=picker.target, away="", serves=False)
+    try:
+        state.serves = picker.is_serving(picker=True, timeout_s=TIMEOUT_S)
+    except KVPoolError as error:
+        state.away = in_options(without_advice(error)).replace("no index answers", "no picker answers")
+    yield from judge("picker", rules.PICKER, state, first=True)
 
 
 _Rank = tuple[str, str, int]  # worker, its incarnation, rank

@@ -1,4 +1,4 @@
-"""Workers, fronts and endpoint pickers for ``kvpool doctor``."""
+"""Workers and fronts for ``kvpool doctor``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,8 @@ from urllib.parse import urlsplit
 from kvpool import metrics
 from kvpool.cli.doctor import rules
 from kvpool.cli.doctor.rules import Finding, judge
-from kvpool.cli.exits import in_options
-from kvpool.cli.options import IndexConnection
 from kvpool.discovery.worker import Worker
-from kvpool.errors import ConfigError, KVPoolError
-from kvpool.index.client.channel import without_advice
+from kvpool.errors import ConfigError
 from kvpool.store.tls import Tls
 
 TIMEOUT_S = 3.0
@@ -94,15 +91,6 @@ def front_findings(url: str, workers: Sequence[Worker], tls_ca: str | None) -> I
     if page.status == 200 and models is not None:
         for model in sorted({worker.model for worker in workers if worker.address} - models):
             yield from judge("front", rules.FRONT_MODEL, SimpleNamespace(url=url, model=model))
-
-
-def picker_findings(picker: IndexConnection) -> Iterator[Finding]:
-    state = SimpleNamespace(target=picker.target, away="", serves=False)
-    try:
-        state.serves = picker.is_serving(picker=True, timeout_s=TIMEOUT_S)
-    except KVPoolError as error:
-        state.away = in_options(without_advice(error)).replace("no index answers", "no picker answers")
-    yield from judge("picker", rules.PICKER, state, first=True)
 
 
 def check_url(url: str, option: str) -> str:
