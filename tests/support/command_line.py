@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+import pytest
+
+from kvpool.cli.app import main
 
 
 def kvpool(*arguments: str, timeout_s: float = 120, **options: Any) -> subprocess.CompletedProcess[str]:
@@ -16,8 +23,24 @@ def kvpool(*arguments: str, timeout_s: float = 120, **options: Any) -> subproces
 
 
 def refused(*arguments: str, **options: Any) -> str:
-    """Run a command that must fail; the one line that it prints."""
-    return refusal(kvpool(*arguments, **options))
+    """Run a command that must fail; the one line that it prints. With ``options``: in a process of its own."""
+    return refusal(kvpool(*arguments, **options) if options else in_this_process(*arguments))
+
+
+def in_this_process(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command here, which takes a twentieth: it may start nothing that stays."""
+    command = ["kvpool", *arguments]
+    out, errors = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", command),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(errors),
+        pytest.raises(SystemExit) as ended,
+    ):
+        main()
+    code = ended.value.code
+    assert code is None or isinstance(code, int)
+    return subprocess.CompletedProcess(command, code or 0, out.getvalue(), errors.getvalue())
 
 
 def refusal(ended: subprocess.CompletedProcess[str], program: str = "kvpool") -> str:

@@ -35,12 +35,15 @@ def planted(*_: object, **__: object) -> Any:
     raise ZeroDivisionError("planted")
 
 
-def request(name: str, tokens: int = 100, transfer_params: object = None, **sampling: Any) -> Request:
+def request(
+    name: str, tokens: int = 100, transfer_params: object = None, first: int = 0, **sampling: Any
+) -> Request:
+    """Its prompt has the tokens from ``first`` on."""
     init_none_hash(sha256_cbor)
     extra = None if transfer_params is None else {"kv_transfer_params": transfer_params}
     return Request(
         name,
-        list(range(tokens)),
+        list(range(first, first + tokens)),
         SamplingParams(max_tokens=8, extra_args=extra, **sampling),
         None,
         block_hasher=get_request_block_hasher(BLOCK_TOKENS, sha256_cbor),

@@ -78,11 +78,11 @@ def test_who_opts_out_of_stores_is_loaded_only(store: Store, params: object, rol
 def test_requests_of_a_lower_number_come_first(store: Store) -> None:
     scheduler = half(store)
     late, soon = (
-        request(name, transfer_params={"kvpool": {"priority": priority}})
-        for name, priority in (("late", 5), ("soon", -5))
+        request(name, first=first, transfer_params={"kvpool": {"priority": priority}})
+        for name, priority, first in (("late", 5, 0), ("soon", -5, 1000))
     )
-    put(store, late.block_hashes)
     for asked in (late, soon):
+        put(store, asked.block_hashes)
         assert answer(scheduler, asked) == 96
         scheduler.allocated(asked, TABLE, 96)
     step = output(late, 100, ([1, 2, 3, 4, 5, 6],))
