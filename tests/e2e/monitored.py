@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import re
@@ -54,8 +55,16 @@ class Fleet:
     prometheus: str
 
     def complete(self, tokens: list[int], max_tokens: int = 2) -> None:
-        body = {"model": "tiny", "prompt": tokens, "max_tokens": max_tokens, "ignore_eos": True}
-        _post(f"{self.worker}/v1/completions", body)
+        _post(f"{self.worker}/v1/completions", _completion(tokens, max_tokens))
+
+    @contextlib.contextmanager
+    def under_way(self, tokens: list[int], max_tokens: int) -> Iterator[None]:
+        """A request whose caller leaves at the end of the block."""
+        body = json.dumps(_completion(tokens, max_tokens))
+        connection = http.client.HTTPConnection(self.worker.removeprefix("http://"), timeout=ANSWER_S)
+        with contextlib.closing(connection):
+            connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+            yield
 
     def look_up(self, tokens: list[int]) -> None:
         with IndexClient(self.index, timeout_s=60) as client:
@@ -101,6 +110,10 @@ class Fleet:
 
 
 SHOWN = ("result", "source", "window", "cause", "where", "outcome", "le")
+
+
+def _completion(tokens: list[int], max_tokens: int) -> dict[str, Any]:
+    return {"model": "tiny", "prompt": tokens, "max_tokens": max_tokens, "ignore_eos": True}
 
 
 def _post(url: str, body: Any) -> None:

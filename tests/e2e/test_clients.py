@@ -21,7 +21,7 @@ from tests.support import envoy
 from tests.support.client_calls import CALLS, NAME
 from tests.support.clients import Clients, seen
 from tests.support.deadlines import eventually
-from tests.support.engine_forks import ONE_THREAD
+from tests.support.engine_forks import forking_environment
 from tests.support.index_process import RouterProcess, running
 from tests.support.tiny_tokenizer import write_tokenizer
 
@@ -123,7 +123,7 @@ OPTIONS = (
     "--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}',
 )  # fmt: skip
 SETTINGS = {
-    **ONE_THREAD, "KVPOOL_ADVERTISE_HOST": "127.0.0.1", "KVPOOL_LOOKUP_TIMEOUT_S": "20", "KVPOOL_COST_GATE": "0",
+    "KVPOOL_ADVERTISE_HOST": "127.0.0.1", "KVPOOL_LOOKUP_TIMEOUT_S": "20", "KVPOOL_COST_GATE": "0",
     "VLLM_ENABLE_RESPONSES_API_STORE": "1", "TORCHDYNAMO_DISABLE": "1",
 }  # fmt: skip
 
@@ -138,8 +138,8 @@ def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Clie
     options = (*OPTIONS, "--kv-events-config", json.dumps({"enable_kv_cache_events": True, **publisher}))
     patience = ("--pool", pool, "--place-timeout", "60")
     with ExitStack() as parts:
-        model = write_chat_model(folder)
-        worker = parts.enter_context(serving("worker", folder, pool, model, port, options, SETTINGS))
+        model, settings = write_chat_model(folder), {**forking_environment(), **SETTINGS}
+        worker = parts.enter_context(serving("worker", folder, pool, model, port, options, settings))
         index = parts.enter_context(running("--ext-proc", "127.0.0.1:0", *patience, log=folder / "index.log"))
         router = parts.enter_context(
             running("--grpc", "127.0.0.1:0", *patience, kind=RouterProcess, log=folder / "router.log")

@@ -9,7 +9,7 @@ import pytest
 from demo.engine_process import free_ports
 from demo.worker_process import Answer, ask, serving
 from tests.support.deadlines import eventually
-from tests.support.engine_forks import ONE_THREAD
+from tests.support.engine_forks import forking_environment
 from tests.support.engines import BLOCK_TOKENS, prompt
 from tests.support.servers import Server, started
 
@@ -31,7 +31,7 @@ def asked(url: str) -> Answer:
 def test_two_workers_share_a_hit_in_a_pool_that_comes_after_them(llama: Path, tmp_path: Path) -> None:
     server = Server("valkey-server", tmp_path)
     first_port, second_port = free_ports(2)
-    more = (OPTIONS, {**ONE_THREAD, **SETTINGS})
+    more = (OPTIONS, {**forking_environment(), **SETTINGS})
     with serving("first", tmp_path, server.url, llama, first_port, *more) as first:
         computed = asked(first)
         assert computed.cached_tokens == 0, "there is no pool yet"

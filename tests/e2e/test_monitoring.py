@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 import time
 from pathlib import Path
 
@@ -144,11 +143,9 @@ def damage(fleet: Fleet) -> None:
 
 def reset_in_use(fleet: Fleet) -> None:
     """Reset the engine's caches while it computes: it keeps its blocks, and so cannot go on with the pool."""
-    long = threading.Thread(target=fleet.complete, args=(prompt(4, 300), 2500))
-    long.start()
-    assert eventually(fleet.computes)
-    fleet.reset()
-    long.join()
+    with fleet.under_way(prompt(4, 300), 2500):
+        assert eventually(fleet.computes)
+        fleet.reset()
 
 
 def table(*phases: Seen) -> str:

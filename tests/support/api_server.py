@@ -14,7 +14,7 @@ from typing import Any
 
 from demo.engine_process import child_environment, kill_all_but_trackers
 from tests.support.deadlines import answers, eventually
-from tests.support.engine_forks import ONE_THREAD
+from tests.support.engine_forks import forking_environment
 
 BLOCK_TOKENS = 128
 KV_CACHE_NBYTES = 128 << 20  # 64 blocks of 2 MiB
@@ -40,7 +40,7 @@ class ApiServer:
     def running(self, folder: Path) -> Iterator[str]:
         """Its URL, until the end of the block. Its output goes to ``folder``/NAME.log."""
         url, log = f"http://127.0.0.1:{self.port}", folder / f"{self.name}.log"
-        environment = child_environment({**ONE_THREAD, "VLLM_SERVER_DEV_MODE": "1"})
+        environment = child_environment({**forking_environment(), "VLLM_SERVER_DEV_MODE": "1"})
         with log.open("wb") as out:
             process = subprocess.Popen(
                 self._command(), stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True

@@ -62,6 +62,12 @@ def forking(folder: Path) -> Iterator[None]:
         _forks = None
 
 
+def forking_environment() -> dict[str, str]:
+    """Of a vLLM that is not forked itself: its further processes are, and it has one thread. Within ``forking``."""
+    assert _forks is not None
+    return {**ONE_THREAD, "PYTHONPATH": _forks.environment["PYTHONPATH"]}
+
+
 class _Forked:
     """A process that is another one's child; as ``subprocess.Popen``, of which ``EngineProcess`` needs this much.
 
