@@ -5,8 +5,12 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
+import os
+import resource
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,6 +36,7 @@ def in_this_process(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = ["kvpool", *arguments]
     out, errors = io.StringIO(), io.StringIO()
     with (
+        _as_before(),
         mock.patch.object(sys, "argv", command),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(errors),
@@ -41,6 +46,22 @@ def in_this_process(*arguments: str) -> subprocess.CompletedProcess[str]:
     code = ended.value.code
     assert code is None or isinstance(code, int)
     return subprocess.CompletedProcess(command, code or 0, out.getvalue(), errors.getvalue())
+
+
+@contextlib.contextmanager
+def _as_before() -> Iterator[None]:
+    """Undo what ``kvpool index`` sets for its whole process."""
+    logger, interval_s = logging.getLogger("kvpool"), sys.getswitchinterval()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    level, handlers, propagates = logger.level, logger.handlers, logger.propagate
+    with mock.patch.dict(os.environ):
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
+            logger.handlers, logger.propagate = handlers, propagates
+            sys.setswitchinterval(interval_s)
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def refusal(ended: subprocess.CompletedProcess[str], program: str = "kvpool") -> str:
