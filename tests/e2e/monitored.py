@@ -54,8 +54,8 @@ class Fleet:
     worker: str
     prometheus: str
 
-    def complete(self, tokens: list[int], max_tokens: int = 2) -> None:
-        _post(f"{self.worker}/v1/completions", _completion(tokens, max_tokens))
+    def complete(self, tokens: list[int]) -> None:
+        _post(f"{self.worker}/v1/completions", _completion(tokens, max_tokens=2))
 
     @contextlib.contextmanager
     def under_way(self, tokens: list[int], max_tokens: int) -> Iterator[None]:

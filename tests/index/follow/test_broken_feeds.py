@@ -212,6 +212,7 @@ def test_a_publisher_that_sends_nonsense_costs_its_own_rank(
 def test_what_is_no_publisher_is_said_to_be_none(short: None) -> None:
     heard = AmongOthers()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    context.linger = 0
     try:
         asks = context.socket(zmq.REP)
         port = asks.bind_to_random_port("tcp://127.0.0.1")
@@ -228,7 +229,7 @@ def test_what_is_no_publisher_is_said_to_be_none(short: None) -> None:
                 says = "what answers there does not speak ZMTP 3"
                 assert eventually(lambda: any(says in one for one in heard.others))
     finally:
-        context.destroy(linger=0)
+        context.destroy()
 
 
 @pytest.fixture
