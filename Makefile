@@ -78,9 +78,9 @@ IMAGE_WHEEL := $(DIST)/.stamp-$(subst $(eval) ,-,$(IMAGE_WHEELS))
 # Warnings of the core's compiler are errors where changes are judged, not on users' machines.
 WERROR := -DKVPOOL_WERROR=$(if $(CI),ON,OFF)
 # What takes longest comes first, so that no worker is left with it at the end.
-SLOW_FIRST := tests/store tests/vllm tests/cli
+SLOW_FIRST := tests/test_gpu_proof.py tests/store tests/vllm tests/cli
 PARTS = $(SLOW_FIRST) $(filter-out $(SLOW_FIRST) tests/benchmarks tests/dist,$(patsubst %/__init__.py,%,$(wildcard tests/*/__init__.py))) \
-  $(wildcard tests/test_*.py)
+  $(filter-out $(SLOW_FIRST),$(wildcard tests/test_*.py))
 SOAKED = tests/e2e/test_versions.py tests/store \
   $(shell grep -rl --include='test_*.py' --exclude=test_versions.py --exclude-dir=store 'mark\.soak' tests)
 RUN_PYTEST := $(BIN)/python -m pytest -o cache_dir=.cache/pytest
