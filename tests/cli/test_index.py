@@ -30,7 +30,7 @@ from kvpool.index import Publisher
 from kvpool.index.fleet import Fleet
 from kvpool.key.hashing import seed_id
 from tests.support.announced_workers import announced
-from tests.support.command_line import kvpool, refused
+from tests.support.command_line import kvpool, kvpool_process, refused
 from tests.support.credentials import DOCUMENTED, Authority, url_of
 from tests.support.deadlines import ends_within, eventually
 from tests.support.feeds import misbehaving
@@ -69,7 +69,7 @@ def test_from_a_publisher_to_a_table() -> None:
 
             def ask(*more: str, given: Any = TOKENS) -> list[dict[str, Any]]:
                 asked = ["lookup", *options, "--token-ids", "-", "--json", *more]
-                return json.loads(kvpool(*asked, input=json.dumps(given)).stdout)["rows"]
+                return json.loads(kvpool(*asked, stdin=json.dumps(given)).stdout)["rows"]
 
             with IndexClient(index.target, 60) as client:
                 assert eventually(lambda: client.lookup("m", token_ids=TOKENS).stale == (False,))
@@ -84,19 +84,19 @@ def test_from_a_publisher_to_a_table() -> None:
             assert ask("--cache-salt", "s")[0]["device_blocks"] == 0
             assert ask("--lora-name", "n", "--lora-path", "/n")[0]["device_blocks"] == 0
 
-            table = kvpool("lookup", *options, "--token-ids", "-", input=" ".join(map(str, TOKENS))).stdout
+            table = kvpool("lookup", *options, "--token-ids", "-", stdin=" ".join(map(str, TOKENS))).stdout
             assert re.search(r"w-1 +█{12}·{8} +3 +3 +0 +0 +[0-9.]+ s", table), table
-            plain = kvpool(
+            plain = kvpool_process(
                 "lookup", *options, "--token-ids", "-", input=",".join(map(str, TOKENS)),
                 env={**os.environ, "PYTHONIOENCODING": "ascii"},
             ).stdout  # fmt: skip
             assert re.search(r"w-1 +\|#{12}\.{8} +\| +3 \| +3 ", plain), plain
 
-            short = kvpool("lookup", *options, "--token-ids", "-", input="1 2 3").stdout
+            short = kvpool("lookup", *options, "--token-ids", "-", stdin="1 2 3").stdout
             assert short.startswith("a prompt shorter than a block, of "), short
-            line = refused("lookup", "--index", index.target, "--model", "mm", "--token-ids", "-", input="1")
+            line = refused("lookup", "--index", index.target, "--model", "mm", "--token-ids", "-", stdin="1")
             assert line == 'kvpool: unknown model "mm"; did you mean "m"?'
-            ended = kvpool("lookup", "--index", index.target, "--model", "x", "--token-ids", "-", input="1")
+            ended = kvpool("lookup", "--index", index.target, "--model", "x", "--token-ids", "-", stdin="1")
             assert (ended.returncode, ended.stderr) == (1, 'kvpool: unknown model "x"; known are m\n')
 
             counted = figures(f"http://127.0.0.1:{shown[1]}/metrics")
@@ -162,7 +162,7 @@ def test_hashes_and_the_seed_of_the_index() -> None:
             assert eventually(lambda: client.lookup("m", hashes64=bytes(8)).stale == (False,))
             for text in ("7 0xffeeddccbbaa9988", "[7, 18441921395520346504]", '["7",\n"0xFFEEDDCCBBAA9988"]'):
                 asked = ["lookup", "--index", index.target, "--model", "m", "--hashes", "-", "--json"]
-                assert json.loads(kvpool(*asked, input=text).stdout)["rows"][0]["device_blocks"] == 2
+                assert json.loads(kvpool(*asked, stdin=text).stdout)["rows"][0]["device_blocks"] == 2
             code, _ = index.stop(signal.SIGINT)
             assert code == 0
 
@@ -353,8 +353,8 @@ def test_tls_and_tokens_from_the_command_line(tmp_path: Path) -> None:
         asked = ["lookup", "--index", index.target, "--model", "m", "--hashes", "-"]
         given = {"env": {**os.environ, "KVPOOL_INDEX_TOKEN": secrets[0]}}
         for found in (
-            kvpool(*asked, "--json", *trusting, "--token-file", router, input="1"),
-            kvpool(*asked, "--json", *trusting, input="1", **given),
+            kvpool(*asked, "--json", *trusting, "--token-file", router, stdin="1"),
+            kvpool(*asked, "--json", *trusting, stdin="1", **given),
         ):
             assert [row["worker"] for row in json.loads(found.stdout)["rows"]] == ["w"]
         doctor = kvpool("doctor", "--index", index.target, *trusting, "--token-file", router).stdout
@@ -374,7 +374,7 @@ def test_tls_and_tokens_from_the_command_line(tmp_path: Path) -> None:
             ([trusting[0], "--token-file", router], "add --tls-cert and --tls-key"),
             (["--tls-ca", nowhere], f"--tls-ca {nowhere}: No such file"),
         ]:
-            line = refused(*asked, *arguments, input="1")
+            line = refused(*asked, *arguments, stdin="1")
             assert says in line, line
         code, lines = index.stop()
         assert code == 0
@@ -488,7 +488,7 @@ def test_wrong_use_of_index(arguments: list[str], says: str, tmp_path: Path) -> 
 def test_wrong_use_of_lookup(arguments: list[str], given: str, says: str, tmp_path: Path) -> None:
     """HERE: a folder with nothing in it."""
     here = [one.replace("HERE", str(tmp_path)) for one in arguments]
-    assert says.replace("HERE", str(tmp_path)) in refused("lookup", "--model", "m", *here, input=given)
+    assert says.replace("HERE", str(tmp_path)) in refused("lookup", "--model", "m", *here, stdin=given)
 
 
 def test_what_is_no_text_is_named(tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def left(store: Store) -> list[int]:
 
 
 def purged(*arguments: str) -> dict[str, object]:
-    ended = kvpool("purge", *arguments, "--yes", "--json", stdin=subprocess.DEVNULL)
+    ended = kvpool("purge", *arguments, "--yes", "--json")
     assert ended.returncode == 0, ended.stderr
     report: dict[str, object] = json.loads(ended.stdout)
     return report
@@ -210,7 +210,7 @@ def test_a_confined_user_needs_the_commands_and_is_told_so(server: Server) -> No
 
 
 def test_without_a_terminal_nothing_goes_before_yes(pool: Pool) -> None:
-    line = refused("purge", "--pool", pool.url, "--tenant", "alpha", stdin=subprocess.DEVNULL)
+    line = refused("purge", "--pool", pool.url, "--tenant", "alpha")
     assert "would delete 2,400 blocks (0.4 MiB) in 2 namespaces, and at least 3 announcements" in line
     assert "--yes" in line
     assert left(pool.store) == [BLOCKS] * 3

@@ -66,12 +66,12 @@ def test_a_ranking_of_a_chat(tmp_path: Path) -> None:
             assert re.search(line, table), table
             assert re.search(r"w-2 .* 0/0/0 +\? +\? +(fallback|unreachable)", table), table
 
-            text = kvpool(*asked, "--text", "-", "--json", input="a tool says 42 " * 12)
+            text = kvpool(*asked, "--text", "-", "--json", stdin="a tool says 42 " * 12)
             assert json.loads(text.stdout)["rows"][0]["prompt_blocks"] == 3
-            assert refused(*asked, "--chat", "-", input="{") == (
+            assert refused(*asked, "--chat", "-", stdin="{") == (
                 "kvpool: standard input, line 1, column 2: Expecting property name enclosed in double quotes"
             )
-            assert refused(*asked, "--chat", "-", input="{}") == (
+            assert refused(*asked, "--chat", "-", stdin="{}") == (
                 'kvpool: standard input: a chat is a list of messages, or an object with "messages"'
             )
             assert "give the prompt as --token-ids, --hashes, --text or --chat" in refused(*asked)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from kvpool import BlockHasher, IndexClient
-from tests.support.command_line import kvpool, refusal, refused
+from tests.support.command_line import kvpool, kvpool_process, refusal, refused
 from tests.support.credentials import Authority
 from tests.support.deadlines import eventually, raises
 from tests.support.feeds import Misbehaving, misbehaving
@@ -125,7 +125,7 @@ def test_a_router_that_can_know_no_worker_says_so() -> None:
 
 def test_refusals(tmp_path: Path) -> None:
     with running(kind=RouterProcess) as router:
-        line = refusal(kvpool("router", "--listen", router.target))
+        line = refusal(kvpool_process("router", "--listen", router.target))
         assert line.startswith(f"kvpool: cannot listen on {router.target}: Address already in use")
     (tmp_path / "no.pem").write_text("no certificate")
     line = refused("router", "--listen", "127.0.0.1:0", "--worker-ca", str(tmp_path / "no.pem"))

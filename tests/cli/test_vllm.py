@@ -13,7 +13,7 @@ import pytest
 
 from kvpool.cli.vllm import EVENTS, HASH, TRANSFER, Build, Start, command_of, is_free
 from kvpool.errors import ConfigError
-from tests.support.command_line import kvpool, refusal
+from tests.support.command_line import kvpool_process, refusal
 
 GPU, CPU, BARE_CPU = Build(on_cpu=False, has_program=True), Build(True, True), Build(True, False)
 POOL = {"KVPOOL_POOL": "valkey://pool:6379"}
@@ -288,7 +288,9 @@ def test_the_process_becomes_vllm(tmp_path: Path, dashes: list[str]) -> None:
         for folder in (tmp_path / "vllm", tmp_path / "vllm/entrypoints", file.parent):
             (folder / "__init__.py").touch()
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    ended = kvpool("vllm", "--pool", "valkey://u:secret@h", *dashes, "serve", "M", "--seed", "1", env=environ)
+    ended = kvpool_process(
+        "vllm", "--pool", "valkey://u:secret@h", *dashes, "serve", "M", "--seed", "1", env=environ
+    )
     assert ended.returncode == 0, ended.stderr
     arguments, pool, _ = json.loads(ended.stdout)
     assert pool == "valkey://u:secret@h"
@@ -299,6 +301,6 @@ def test_the_process_becomes_vllm(tmp_path: Path, dashes: list[str]) -> None:
 
 
 def test_a_refusal_is_one_line() -> None:
-    ended: subprocess.CompletedProcess[str] = kvpool("vllm", "--", "serve", "M", HASH, "sha256")
+    ended: subprocess.CompletedProcess[str] = kvpool_process("vllm", "--", "serve", "M", HASH, "sha256")
     assert ended.returncode == 2
     assert refusal(ended).startswith(f"kvpool: {HASH} sha256 hashes a pickle")

@@ -10,7 +10,7 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,24 +20,20 @@ import pytest
 from kvpool.cli.app import main
 
 
-def kvpool(*arguments: str, timeout_s: float = 120, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run the console script of this environment."""
-    command = [str(Path(sys.executable).parent / "kvpool"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False, **options)
+def kvpool(
+    *arguments: str, env: Mapping[str, str] | None = None, stdin: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in this process, which takes a twentieth of one's own: it may start nothing that stays.
 
-
-def refused(*arguments: str, **options: Any) -> str:
-    """Run a command that must fail; the one line that it prints. With ``options``: in a process of its own."""
-    return refusal(kvpool(*arguments, **options) if options else in_this_process(*arguments))
-
-
-def in_this_process(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a command here, which takes a twentieth: it may start nothing that stays."""
+    ``env`` replaces the environment, of which what was read at an import stays.
+    """
     command = ["kvpool", *arguments]
     out, errors = io.StringIO(), io.StringIO()
     with (
         _as_before(),
+        mock.patch.dict(os.environ, env or {}, clear=env is not None),
         mock.patch.object(sys, "argv", command),
+        mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), "utf-8")),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(errors),
         pytest.raises(SystemExit) as ended,
@@ -46,6 +42,17 @@ def in_this_process(*arguments: str) -> subprocess.CompletedProcess[str]:
     code = ended.value.code
     assert code is None or isinstance(code, int)
     return subprocess.CompletedProcess(command, code or 0, out.getvalue(), errors.getvalue())
+
+
+def kvpool_process(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run the console script of this environment."""
+    command = [str(Path(sys.executable).parent / "kvpool"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
+
+
+def refused(*arguments: str, **options: Any) -> str:
+    """Run a command that must fail, as ``kvpool``; the one line that it prints."""
+    return refusal(kvpool(*arguments, **options))
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command_line import kvpool, refused
+from tests.support.command_line import kvpool_process, refusal
 
 # ``base`` has no algorithms, so that Python's hashes are its own. Alone, the last line also takes SHA-256 away.
 NO_CIPHERS = """
@@ -65,11 +65,13 @@ def test_tls_without_a_provider_is_one_sentence_with_what_to_do(tmp_path: Path, 
 
 
 def test_a_command_without_hashes_is_one_sentence_with_what_to_do(tmp_path: Path) -> None:
-    line = refused("token", "r", "--token-file", f"{tmp_path}/r", env=environment(tmp_path, NO_HASHES))
+    line = refusal(
+        kvpool_process("token", "r", "--token-file", f"{tmp_path}/r", env=environment(tmp_path, NO_HASHES))
+    )
     assert line.startswith("kvpool: Python's OpenSSL offers no SHA-256: ")
     assert "OPENSSL_CONF" in line
 
 
 def test_a_front_that_cannot_be_asked_over_tls_says_why(tmp_path: Path) -> None:
-    ended = kvpool("doctor", "--front", "https://127.0.0.1:1", env=environment(tmp_path, NO_CIPHERS))
+    ended = kvpool_process("doctor", "--front", "https://127.0.0.1:1", env=environment(tmp_path, NO_CIPHERS))
     assert SAYS in " ".join(ended.stdout.split())
