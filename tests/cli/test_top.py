@@ -31,7 +31,7 @@ from kvpool.index import FleetStatus, IndexStatus, Publisher, PublisherStatus, W
 from kvpool.index.client.client import IndexClient
 from kvpool.index.fleet import Fleet
 from kvpool.key.hashing import seed_id
-from tests.support.command_line import kvpool, refused
+from tests.support.command_line import kvpool, kvpool_process, refused
 from tests.support.deadlines import eventually
 from tests.support.fleets import Served, a_worker, say, serving
 from tests.support.wire import batch, packed64, stored
@@ -76,7 +76,7 @@ def test_once(served: Served) -> None:
         assert "no room for" in words
         assert "…" not in words, "nothing is cut"
     piped = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    whole = kvpool("top", "--index", served.target, "--once", env=piped)
+    whole = kvpool_process("top", "--index", served.target, "--once", env=piped)
     assert "no room" not in whole.stdout
     assert re.search(r"w-1 rank 1 .* 0 +0 +0 +http://w-1:8000 +not heard from yet", whole.stdout), (
         whole.stdout

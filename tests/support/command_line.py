@@ -1,4 +1,4 @@
-"""``kvpool`` and ``python -m benchmarks`` as a user runs them."""
+"""``kvpool``, in the tests' process or in one of its own, and ``python -m benchmarks``."""
 
 from __future__ import annotations
 
@@ -61,14 +61,13 @@ def _as_before() -> Iterator[None]:
     logger, interval_s = logging.getLogger("kvpool"), sys.getswitchinterval()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     level, handlers, propagates = logger.level, logger.handlers, logger.propagate
-    with mock.patch.dict(os.environ):
-        try:
-            yield
-        finally:
-            logger.setLevel(level)
-            logger.handlers, logger.propagate = handlers, propagates
-            sys.setswitchinterval(interval_s)
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.handlers, logger.propagate = handlers, propagates
+        sys.setswitchinterval(interval_s)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def refusal(ended: subprocess.CompletedProcess[str], program: str = "kvpool") -> str:
