@@ -86,6 +86,10 @@ class WorkerConnection(ResponseHandler):
         self._interim = self._nbytes = 0  # of the response, all that came of it
         self._is_answered = False  # the head of the response has come
 
+    def close(self) -> None:
+        """At once: a close waits for the worker, to take what it was sent and, by TLS for 30 s, to end it too."""
+        self.abort()
+
     def set_response_params(self, **params: Any) -> None:
         """Called by aiohttp before it sends a request."""
         self._interim, self._nbytes, self._is_answered = 0, 0, False

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import aiohttp
 import anyio
 import pytest
 
@@ -15,8 +18,10 @@ from kvpool.index.client.tls import ServerTls, trusting
 from kvpool.index.fleet import Fleet
 from kvpool.index.place.load import LoadBoard
 from kvpool.index.place.scraper import Scraper
+from kvpool.index.place.worker_connection import WorkerConnector
 from tests.support.credentials import Authority
-from tests.support.openai_worker import ScriptedWorker
+from tests.support.http_client import request_of
+from tests.support.openai_worker import BadWorker, ScriptedWorker
 from tests.support.placing import placer_of
 
 WITHIN_S = 60.0
@@ -87,3 +92,34 @@ async def test_tokens(
         placement = await placer.place("/v1/completions", {}, body, "default")
         placer.release(placement)
     assert worker.rendered == int(known), placement
+
+
+@pytest.mark.anyio
+async def test_a_worker_that_does_not_end_tls_holds_no_connection(authority: Authority) -> None:
+    pair = authority.issue("worker", names=("localhost",))
+    context = ServerTls(str(pair.cert), str(pair.key)).context
+    assert context is not None
+
+    def talk(client: socket.socket) -> None:
+        with context.wrap_socket(client, server_side=True) as wrapped:
+            request_of(wrapped)
+            wrapped.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf")
+            while wrapped.recv(1):  # of an end of TLS, which it does not answer
+                pass
+            ended.wait()
+
+    ended = threading.Event()
+    worker = BadWorker("bad", talk)
+    connector = WorkerConnector(keepalive_s=60, tls=trusting("ca", str(authority.ca)))
+    try:
+        async with aiohttp.ClientSession(connector=connector) as session:
+            async with session.get(f"https://localhost:{worker.port}/") as reply:
+                assert await reply.content.readany() == b"half"
+                assert reply.connection is not None and reply.connection.transport is not None
+                mine = reply.connection.transport.get_extra_info("socket")
+            for _ in range(3):
+                await asyncio.sleep(0)
+            assert mine.fileno() == -1, "it waits for the worker"
+    finally:
+        ended.set()
+        worker.stop()
