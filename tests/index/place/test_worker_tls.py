@@ -115,7 +115,8 @@ async def test_a_worker_that_does_not_end_tls_holds_no_connection(authority: Aut
         async with aiohttp.ClientSession(connector=connector) as session:
             async with session.get(f"https://localhost:{worker.port}/") as reply:
                 assert await reply.content.readany() == b"half"
-                assert reply.connection is not None and reply.connection.transport is not None
+                assert reply.connection is not None
+                assert reply.connection.transport is not None
                 mine = reply.connection.transport.get_extra_info("socket")
             for _ in range(3):
                 await asyncio.sleep(0)
