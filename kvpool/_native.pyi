@@ -75,6 +75,9 @@ class Batch:
     def cancel(self) -> None:
         """Cancels at once what no thread has started; what is running stops at its next 256 KiB chunk."""
 
+    def given_up(self) -> bool:
+        """Whether it was cancelled or is out of time; what threads have started may still run."""
+
     def results(self) -> bytes:
         """One status a key, or of a lookup one a record. RuntimeError before done()."""
 
@@ -85,9 +88,17 @@ class IoExecutor:
     """A fixed number of native threads. Belongs to the process that made it: make one after fork()."""
 
     def submit(
-        self, op: int, keys: Sequence[str], buffers: Sequence[Buffer] | None, timeout_s: float
+        self,
+        op: int,
+        keys: Sequence[str],
+        buffers: Sequence[Buffer] | None,
+        timeout_s: float,
+        max_s: float | None = None,
     ) -> Batch:
         """Never blocks. buffers: one C-contiguous buffer a key for PUT, PUT_ABSENT and GET (GET: writable), else None.
+
+        It ends timeout_s after the last byte of its connections, and of others while it waits for one; at the latest
+        after max_s (None: timeout_s).
 
         ValueError, TypeError or BufferError when anything in it is not right, and nothing is submitted then.
         RuntimeError when closed, in a forked child, or with 1,048,576 keys waiting ("queue full ...").

@@ -110,6 +110,8 @@ class PyBatch {
     done();
   }
 
+  bool given_up() const { return batch_->given_up(); }
+
   nb::bytes results() {
     require_done();
     return to_bytes(batch_->results());
@@ -165,13 +167,15 @@ class PyIoExecutor {
     orphans_->reap();
   }
 
-  PyBatch submit(int op_number, nb::handle keys, nb::handle buffers, double timeout_s) {
+  PyBatch submit(int op_number, nb::handle keys, nb::handle buffers, double timeout_s,
+                 std::optional<double> max_s) {
     orphans_->reap();
     if (op_number < 0 || op_number >= static_cast<int>(kOpCount)) {
       throw std::invalid_argument("op must be PUT, GET, CONTAINS, DELETE, TOUCH or PUT_ABSENT");
     }
     const auto op = static_cast<Op>(op_number);
     const Clock::duration timeout = to_duration(timeout_s, false);
+    const Clock::duration longest = to_duration(max_s.value_or(timeout_s), false);
     std::vector<Key> parsed = read_keys(keys);
 
     if (moves_bytes(op) == buffers.is_none()) {
@@ -195,7 +199,8 @@ class PyIoExecutor {
           throw std::invalid_argument("a buffer is empty: a record has at least one byte");
       }
     }
-    std::shared_ptr<Batch> batch = executor_->submit(op, std::move(parsed), std::move(spans), timeout);
+    std::shared_ptr<Batch> batch = 
+        executor_->submit(op, std::move(parsed), std::move(spans), timeout, longest);
     return PyBatch(std::move(batch), std::move(held), orphans_);
   }
 
@@ -359,11 +364,13 @@ void bind_store(nb::module_& m) {
       .def("done", &PyBatch::done)
       .def("wait", &PyBatch::wait, "timeout_s"_a)
       .def("cancel", &PyBatch::cancel)
+      .def("given_up", &PyBatch::given_up)
       .def("results", &PyBatch::results)
       .def("error", &PyBatch::error);
 
   nb::class_<PyIoExecutor>(m, "IoExecutor")
-      .def("submit", &PyIoExecutor::submit, "op"_a, "keys"_a, "buffers"_a.none(), "timeout_s"_a)
+      .def("submit", &PyIoExecutor::submit, "op"_a, "keys"_a, "buffers"_a.none(), "timeout_s"_a,
+           "max_s"_a = nb::none())
       .def("lookup", &PyIoExecutor::lookup, "prefix"_a, "groups"_a, "timeout_s"_a)
       .def("counters", &PyIoExecutor::counters)
       .def("close", &PyIoExecutor::close, "timeout_s"_a);

@@ -32,6 +32,7 @@ class Running(Protocol):
     def done(self) -> bool: ...
     def wait(self, timeout_s: float) -> bool: ...
     def cancel(self) -> None: ...
+    def given_up(self) -> bool: ...
     def results(self) -> bytes: ...
     def error(self) -> str | None: ...
 
@@ -40,7 +41,12 @@ class DataPath(Protocol):
     """The data path of a store; see ``_native.IoExecutor``."""
 
     def submit(
-        self, op: int, keys: Sequence[str], buffers: Sequence[Any] | None, timeout_s: float
+        self,
+        op: int,
+        keys: Sequence[str],
+        buffers: Sequence[Any] | None,
+        timeout_s: float,
+        max_s: float | None = None,
     ) -> Running: ...
     def lookup(self, prefix: str, groups: Sequence[LookupGroup], timeout_s: float) -> Running: ...
     def counters(self) -> dict[str, int]: ...
@@ -85,9 +91,9 @@ class LookupGroup(NamedTuple):
 class Batch:
     """Submitted puts, gets, existence checks or deletes. ``name``: for errors."""
 
-    def __init__(self, running: Running, name: str, timeout_s: float) -> None:
+    def __init__(self, running: Running, name: str, timeout_s: float, max_s: float | None = None) -> None:
         self._running, self._name, self._timeout_s = running, name, timeout_s
-        self._deadline_s = time.monotonic() + timeout_s
+        self._deadline_s = time.monotonic() + (timeout_s if max_s is None else max_s)
 
     def done(self) -> bool:
         """Whether the batch has ended; never blocks."""
@@ -99,6 +105,10 @@ class Batch:
         A put in flight may still reach the server, whole, even after a later put of its key.
         """
         self._running.cancel()
+
+    def given_up(self) -> bool:
+        """Whether it was cancelled or is out of time, and ends once no thread uses its buffers."""
+        return self._running.given_up()
 
     def wait(self, timeout_s: float | None = None) -> list[bool]:
         """An answer per key, in order: put: stored; get: read; contains, delete: it was present.

@@ -175,16 +175,24 @@ class Store(ABC):
         return self._begin(_native.PUT_ABSENT, "put absent", keys, views, timeout_s)
 
     def submit_get(
-        self, keys: Sequence[str], buffers: Sequence[Any], *, timeout_s: float | None = None
+        self,
+        keys: Sequence[str],
+        buffers: Sequence[Any],
+        *,
+        timeout_s: float | None = None,
+        max_s: float | None = None,
     ) -> Batch:
-        """Begin ``get_many_into``, which owns the buffers until ``done()``; non-contiguous ones are refused."""
+        """Begin ``get_many_into``, which owns the buffers until ``done()``; non-contiguous ones are refused.
+
+        ``max_s``: bounds the whole batch, in place of ``timeout_s``, which bounds the time without progress.
+        """
         destinations = [destination(buffer, position) for position, buffer in enumerate(buffers)]
         for position, (_, copy_to) in enumerate(destinations):
             if copy_to is not None:
                 raise ConfigError(
                     f"buffers[{position}] is not contiguous: use get_many_into, or a contiguous one"
                 )
-        return self._submit_get(keys, destinations, timeout_s)
+        return self._submit_get(keys, destinations, timeout_s, max_s)
 
     def submit_contains(self, keys: Sequence[str], *, timeout_s: float | None = None) -> Batch:
         """Begin ``contains_many``."""
@@ -385,9 +393,14 @@ class Store(ABC):
     # ------------------------------------------------------------------ how the calls above begin
 
     def _submit_get(
-        self, keys: Sequence[str], destinations: Sequence[Destination], timeout_s: float | None
+        self,
+        keys: Sequence[str],
+        destinations: Sequence[Destination],
+        timeout_s: float | None,
+        max_s: float | None = None,
     ) -> Batch:
-        return self._begin(_native.GET, "get", keys, [target.view for target in destinations], timeout_s)
+        views = [target.view for target in destinations]
+        return self._begin(_native.GET, "get", keys, views, timeout_s, max_s)
 
     def _begin(
         self,
@@ -396,9 +409,11 @@ class Store(ABC):
         keys: Sequence[str],
         views: Sequence[memoryview] | None,
         timeout_s: float | None,
+        max_s: float | None = None,
     ) -> Batch:
         self._check_open()
         timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else check_timeout(timeout_s)
+        max_s = timeout_s if max_s is None else check_timeout(max_s)
         if isinstance(keys, (str, bytes)):
             raise ConfigError("keys is one key; give a list of keys")
         if len(keys) > MAX_BATCH_KEYS:
@@ -406,10 +421,10 @@ class Store(ABC):
         if views is not None and len(views) != len(keys):
             raise ConfigError(f"{len(keys)} keys need as many buffers, not {len(views)}")
         try:
-            running = self._engine.submit(operation, keys, views, timeout_s)
+            running = self._engine.submit(operation, keys, views, timeout_s, max_s)
         except (ValueError, TypeError, RuntimeError) as error:
             raise self._mapped(error) from error
-        return Batch(running, f"{self._name}: {verb} of {len(keys)} keys", timeout_s)
+        return Batch(running, f"{self._name}: {verb} of {len(keys)} keys", timeout_s, max_s)
 
     def _mapped(self, error: Exception) -> KVPoolError:
         if not isinstance(error, RuntimeError):

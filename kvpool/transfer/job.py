@@ -55,7 +55,7 @@ class Job(Generic[Item]):
     name: Hashable
     is_load: bool
     items: Sequence[Item]
-    timeout_s: float  # of each batch
+    timeout_s: float  # of each batch; of a load's, without progress
     started: float
     deadline: float
     after: Event  # a load may write its blocks after this

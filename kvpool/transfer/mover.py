@@ -23,6 +23,7 @@ from kvpool import _native, metrics
 from kvpool.errors import StoreUnavailable
 from kvpool.metrics import Counters
 from kvpool.store import Batch, Store
+from kvpool.store.batch import MAX_TIMEOUT_S
 from kvpool.transfer.device import DONE
 from kvpool.transfer.job import Item, Job, Moved, Need, Part, Stage
 from kvpool.transfer.memory import Memory
@@ -86,7 +87,7 @@ class BlockMover(Generic[Item]):
         need: Need = Need.ALL,
         short: bool = False,
     ) -> None:
-        """Start to load ``items``; fails when no batch ends for ``timeout_s``, or after ``max_s`` in all.
+        """Start to load ``items``; fails when no byte arrives for ``timeout_s``, or after ``max_s`` in all.
 
         The lowest ``priority`` gets scarce room, then the oldest job. ``short``: more is wanted, but missing.
         """
@@ -250,7 +251,9 @@ class BlockMover(Generic[Item]):
 
     def _get(self, part: Part[Item], now: float) -> None:
         timeout_s, views = self._timeout_s(part.job, now), self._memory.views(part.items, part.slots)
-        self._begin(part, Stage.GET, self._store.submit_get(part.keys, views, timeout_s=timeout_s), timeout_s)
+        max_s = min(max(timeout_s, part.job.deadline - now), MAX_TIMEOUT_S)
+        transfer = self._store.submit_get(part.keys, views, timeout_s=timeout_s, max_s=max_s)
+        self._begin(part, Stage.GET, transfer, max_s)
 
     def _send(self, part: Part[Item]) -> None:
         timeout_s = self._timeout_s(part.job, time.monotonic())
@@ -285,6 +288,9 @@ class BlockMover(Generic[Item]):
     def _look_at_deadline(self, part: Part[Item], now: float) -> None:
         if part.stage.copies:
             return
+        assert part.transfer is not None
+        if part.deadline > now and part.transfer.given_up():
+            part.deadline = now
         if now > part.deadline + self._memory.patience_s:
             # Abandon a batch that ignores its deadline (a kernel stuck in I/O).
             part.cancel()

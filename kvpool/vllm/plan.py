@@ -55,7 +55,7 @@ class BlockRef(NamedTuple):
 
 
 class LoadPlan(NamedTuple):
-    """Records to load; fails when none arrives for ``stall_timeout_s``. The lowest ``priority`` goes first."""
+    """Records to load; fails when no byte arrives for ``stall_timeout_s``. The lowest ``priority`` goes first."""
 
     request_id: str
     blocks: Sequence[BlockRef]

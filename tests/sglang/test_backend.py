@@ -188,14 +188,17 @@ def test_nothing_behind_a_hole_is_said_to_have_come(tmp_path: Path, serve: Serve
 class _Reluctant:
     """A transfer that goes on for a while after it was cancelled, as one that a kernel holds up."""
 
-    def __init__(self) -> None:
-        self._over_s = float("inf")
+    def __init__(self, timeout_s: float) -> None:
+        self._late_s, self._over_s = time.monotonic() + timeout_s, float("inf")
 
     def done(self) -> bool:
         return time.monotonic() >= self._over_s
 
     def cancel(self) -> None:
         self._over_s = min(self._over_s, time.monotonic() + 0.5)
+
+    def given_up(self) -> bool:
+        return time.monotonic() >= self._late_s or self._over_s < float("inf")
 
     def wait(self, timeout_s: float | None = None) -> list[bool]:
         raise StoreUnavailable("no answer")
@@ -216,16 +219,16 @@ class _ReluctantStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def _part(self, submit: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
+    def _part(self, submit: Callable[..., Any], *arguments: Any, **limits: float) -> Any:
         answers = self._first in arguments[0][0]
-        self.parts.append(submit(*arguments, timeout_s=timeout_s) if answers else _Reluctant())
+        self.parts.append(submit(*arguments, **limits) if answers else _Reluctant(limits["timeout_s"]))
         return self.parts[-1]
 
-    def submit_get(self, *arguments: Any, timeout_s: float) -> Any:
-        return self._part(self._store.submit_get, *arguments, timeout_s=timeout_s)
+    def submit_get(self, *arguments: Any, **limits: float) -> Any:
+        return self._part(self._store.submit_get, *arguments, **limits)
 
-    def submit_put_absent(self, *arguments: Any, timeout_s: float) -> Any:
-        return self._part(self._store.submit_put_absent, *arguments, timeout_s=timeout_s)
+    def submit_put_absent(self, *arguments: Any, **limits: float) -> Any:
+        return self._part(self._store.submit_put_absent, *arguments, **limits)
 
 
 def test_a_call_returns_only_when_nothing_touches_host_memory_any_more(tmp_path: Path, serve: Serve) -> None:

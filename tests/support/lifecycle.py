@@ -221,6 +221,9 @@ class _Batch:
             if self.mood != "stuck":  # a thread inside the kernel ends when the kernel lets it
                 self.due_s = min(self.due_s, self.client.world.clock.now_s + 0.002)
 
+    def given_up(self) -> bool:
+        return self.cancelled or self.client.world.clock.now_s >= self.deadline_s
+
     def results(self) -> bytes:
         assert self.answer is not None
         return self.answer

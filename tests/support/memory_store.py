@@ -42,6 +42,9 @@ class _EndedBatch:
     def wait(self, timeout_s: float) -> bool:
         return True
 
+    def given_up(self) -> bool:
+        return False
+
     def cancel(self) -> None:
         pass
 

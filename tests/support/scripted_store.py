@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ class LookedUp:
     def __init__(self, running: Running, lookup: LookupKeys) -> None:
         self._running, self._lookup = running, lookup
         self.done, self.wait, self.cancel = running.done, running.wait, running.cancel
-        self.error = running.error
+        self.error, self.given_up = running.error, running.given_up
 
     def results(self) -> bytes:
         return self._lookup.records(self._running.results())
@@ -32,7 +33,12 @@ class OwnEngine:
         self._store = store
 
     def submit(
-        self, op: int, keys: Sequence[str], buffers: Sequence[Any] | None, timeout_s: float
+        self,
+        op: int,
+        keys: Sequence[str],
+        buffers: Sequence[Any] | None,
+        timeout_s: float,
+        max_s: float | None = None,
     ) -> Running:
         return self._store.begin(op, keys, buffers, timeout_s)
 
@@ -99,8 +105,14 @@ class ScriptedBatch:
     """A batch that ends when the test says so, whatever its deadline was."""
 
     def __init__(
-        self, store: ScriptedStore, operation: int, keys: Sequence[str], views: Sequence[memoryview]
+        self,
+        store: ScriptedStore,
+        operation: int,
+        keys: Sequence[str],
+        views: Sequence[memoryview],
+        timeout_s: float,
     ) -> None:
+        self._deadline_s = time.monotonic() + timeout_s
         self._store, self.operation, self.keys, self.views = store, operation, list(keys), list(views)
         self._results: list[int] | None = None
         self.cancelled = False
@@ -134,6 +146,9 @@ class ScriptedBatch:
     def cancel(self) -> None:
         self.cancelled = True
 
+    def given_up(self) -> bool:
+        return self.cancelled or time.monotonic() >= self._deadline_s
+
     def results(self) -> bytes:
         assert self._results is not None
         return bytes(self._results)
@@ -151,7 +166,7 @@ class ScriptedStore(SelfMoving):
         self.under_way: list[ScriptedBatch] = []
 
     def begin(self, op: int, keys: Sequence[str], views: Sequence[Any] | None, timeout_s: float) -> Running:
-        self.under_way.append(ScriptedBatch(self, op, keys, views or ()))
+        self.under_way.append(ScriptedBatch(self, op, keys, views or (), timeout_s))
         return self.under_way[-1]
 
     def end(self, which: int = 0, fault: bool = False) -> None:

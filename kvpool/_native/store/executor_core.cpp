@@ -34,7 +34,7 @@ void Core::complete(Batch& batch) {
   batch.done_.store(true, std::memory_order_release);
   batch.done_changed_.notify_all();
   // The caller holds its own reference.
-  deadlines.erase({batch.deadline_, batch.sequence_});
+  deadlines.erase({batch.timer_, batch.sequence_});
   expired.erase(batch.sequence_);
 }
 
@@ -97,7 +97,7 @@ std::optional<Item> Core::take(bool puts_too) {
     }
     while (!queue.empty()) {
       const std::shared_ptr<Batch> batch = queue.front();
-      if (Clock::now() >= batch->deadline_) {
+      if (Clock::now() >= batch->due(moved_at())) {
         stop(batch, Status::kTimedOut);
         continue;
       }
@@ -175,6 +175,7 @@ void Core::end_waiters(const Batch& batch, std::size_t index, Status status, con
 
 void Core::finish(Batch& batch, std::size_t index, Status status, std::string error) {
   count(batch, index, status);
+  if (moves_bytes(batch.op_) && (status == Status::kOk || status == Status::kMiss)) moved(Clock::now());
   if (batch.lookup_) {
     batch.set_record(batch.lookup_->record_of(index), status);
     if (status == Status::kMiss) batch.lookup_->missed(index);
@@ -219,8 +220,13 @@ void Core::run_deadlines() {
       continue;
     }
     const std::shared_ptr<Batch> batch = first->second;
-    expired.emplace(batch->sequence_, batch);
     deadlines.erase(first);
+    batch->timer_ = batch->due(moved_at());
+    if (batch->timer_ > deadline) {
+      deadlines.emplace(std::pair(batch->timer_, batch->sequence_), batch);
+      continue;
+    }
+    expired.emplace(batch->sequence_, batch);
     stop(batch, Status::kTimedOut);
   }
 }

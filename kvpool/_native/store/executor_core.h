@@ -60,12 +60,21 @@ struct Core {
   unsigned live_threads = 0;
   std::vector<std::thread> threads;
 
+  std::atomic<Clock::rep> moved_at_ticks{0};  // of the last byte that any I/O thread moved
+
   std::atomic<bool> closing{false};
   std::array<std::array<std::atomic<std::uint64_t>, kStatusCount>, kOpCount> counts{};
   std::array<std::atomic<std::uint64_t>, kOpCount> ok_nbytes{};
   std::atomic<std::uint64_t> joined_puts{0};
 
   using Lock = std::unique_lock<std::mutex>;
+
+  void moved(Clock::time_point now) {
+    moved_at_ticks.store(now.time_since_epoch().count(), std::memory_order_relaxed);
+  }
+  Clock::time_point moved_at() const {
+    return Clock::time_point(Clock::duration(moved_at_ticks.load(std::memory_order_relaxed)));
+  }
 
   void count_given_up(const Batch& batch, std::size_t items, Status status);
   void count(const Batch& batch, std::size_t index, Status status);

@@ -161,6 +161,7 @@ FileIoThread::Outcome FileIoThread::get(const Item& item, const std::string& pat
     if (n == 0) return damaged(item, path, Damage::kLength);
     checksum.update(chunk.first(static_cast<std::size_t>(n)));
     got += static_cast<std::size_t>(n);
+    item.moved(Clock::now());
   }
   if (checksum.digest() != header.checksum) return damaged(item, path, Damage::kChecksum);
   mark_used(file.get());

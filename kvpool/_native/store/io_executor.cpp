@@ -46,19 +46,22 @@ void DamageCounts::append(Counters& counters) const {
   }
 }
 
-Batch::Batch(Op op, std::vector<Key> keys, std::vector<Buffer> buffers, Clock::time_point deadline)
+Batch::Batch(Op op, std::vector<Key> keys, std::vector<Buffer> buffers, Clock::duration timeout,
+             Clock::duration longest)
     : op_(op),
       keys_(std::move(keys)),
       buffers_(std::move(buffers)),
-      deadline_(deadline),
+      timeout_(timeout),
+      last_(submitted_ + longest),
       results_(keys_.size(), Status::kFault),
       unfinished_(keys_.size()) {}
 
 // A lookup counts as use of its hits.
-Batch::Batch(std::unique_ptr<Lookup> lookup, Clock::time_point deadline)
+Batch::Batch(std::unique_ptr<Lookup> lookup, Clock::duration timeout)
     : op_(Op::kTouch),
       lookup_(std::move(lookup)),
-      deadline_(deadline),
+      timeout_(timeout),
+      last_(submitted_ + timeout),
       results_(lookup_->record_count(), Status::kOk),
       unfinished_(lookup_->key_count()) {}
 
@@ -83,7 +86,7 @@ void Batch::cancel() {
   const std::shared_ptr<Core> core = core_;
   const Core::Lock lock(core->mutex);
   // The caller has its own reference; stop() may drop the queue's.
-  const auto found = core->deadlines.find({deadline_, sequence_});
+  const auto found = core->deadlines.find({timer_, sequence_});
   if (found != core->deadlines.end()) {
     const std::shared_ptr<Batch> self = found->second;
     core->stop(self, Status::kCancelled);
@@ -98,12 +101,16 @@ void Item::spell() {
   if (batch_->lookup_) spelled_ = std::make_unique<const Key>(batch_->lookup_->key(index_));
 }
 
-std::optional<Status> Item::stopped() const {
+std::optional<Status> Item::stopped(Clock::time_point moved_at) const {
   const Status stop = batch_->stop_.load(std::memory_order_relaxed);
   if (stop != Status::kOk) return stop;
-  if (Clock::now() >= batch_->deadline_) return Status::kTimedOut;
+  if (Clock::now() >= batch_->due(moved_at)) return Status::kTimedOut;
   return std::nullopt;
 }
+
+std::optional<Status> Item::stopped() const { return stopped(batch_->core_->moved_at()); }
+
+void Item::moved(Clock::time_point now) const { batch_->core_->moved(now); }
 
 void Item::finish(Status status, std::string error) {
   const std::shared_ptr<Batch> batch = std::move(batch_);
@@ -193,12 +200,13 @@ IoExecutor::~IoExecutor() {
 bool IoExecutor::forked() const { return getpid() != core_->pid; }
 
 std::shared_ptr<Batch> IoExecutor::submit(Op op, std::vector<Key> keys, std::vector<Batch::Buffer> buffers,
-                                          Clock::duration timeout) {
-  return submit(std::make_shared<Batch>(op, std::move(keys), std::move(buffers), Clock::now() + timeout));
+                                          Clock::duration timeout, std::optional<Clock::duration> longest) {
+  return submit(
+      std::make_shared<Batch>(op, std::move(keys), std::move(buffers), timeout, longest.value_or(timeout)));
 }
 
 std::shared_ptr<Batch> IoExecutor::submit(std::unique_ptr<Lookup> lookup, Clock::duration timeout) {
-  return submit(std::make_shared<Batch>(std::move(lookup), Clock::now() + timeout));
+  return submit(std::make_shared<Batch>(std::move(lookup), timeout));
 }
 
 std::shared_ptr<Batch> IoExecutor::submit(std::shared_ptr<Batch> batch) {
@@ -221,7 +229,8 @@ std::shared_ptr<Batch> IoExecutor::submit(std::shared_ptr<Batch> batch) {
   batch->place_ = queue.insert(queue.end(), batch);
   batch->queued_ = true;
   core_->queued_items += waits;
-  const auto placed = core_->deadlines.emplace(std::pair(batch->deadline_, batch->sequence_), batch).first;
+  batch->timer_ = batch->due({});
+  const auto placed = core_->deadlines.emplace(std::pair(batch->timer_, batch->sequence_), batch).first;
   if (placed == core_->deadlines.begin()) core_->deadlines_changed.notify_one();
   if (items == 1) {
     core_->work_arrived.notify_one();

@@ -17,6 +17,9 @@
 // kPutAbsent tests presence, as kTouch, and puts only absent values. It ends as kOk when this item put the
 // value, as kPresent when it was present or the awaited put of the key stored it.
 //
+// A batch has a time without progress, and one in all: a long queue on a slow link is no silent server. A byte that
+// moves is progress: of a server's connection for all that it carries, of the store for what waits in its queues.
+//
 // A lookup is a batch of keys spelled when taken; it ends early once the rest is useless (lookup.h).
 #pragma once
 
@@ -69,8 +72,10 @@ class Batch {
  public:
   using Buffer = std::span<std::byte>;
 
-  Batch(Op op, std::vector<Key> keys, std::vector<Buffer> buffers, Clock::time_point deadline);
-  Batch(std::unique_ptr<Lookup> lookup, Clock::time_point deadline);
+  // Ends `timeout` after the last progress, or `longest` after now; without progress at least `timeout` after now.
+  Batch(Op op, std::vector<Key> keys, std::vector<Buffer> buffers, Clock::duration timeout,
+        Clock::duration longest);
+  Batch(std::unique_ptr<Lookup> lookup, Clock::duration timeout);
 
   // True when every item has its result and no thread touches a buffer. Cheap, never blocks.
   bool done() const { return done_.load(std::memory_order_acquire); }
@@ -78,6 +83,8 @@ class Batch {
   bool wait_until(Clock::time_point until);
   // Cancels untaken items at once; I/O threads stop theirs at the next chunk.
   void cancel();
+  // Cancelled, or out of time: only items that threads have taken are still to end.
+  bool given_up() const { return stop_.load(std::memory_order_relaxed) != Status::kOk; }
 
   // Only after done(). A status per key; of a lookup per record, kMiss for skipped ones.
   std::span<const Status> results() const { return results_; }
@@ -90,13 +97,18 @@ class Batch {
 
   std::size_t item_count() const { return lookup_ ? lookup_->key_count() : keys_.size(); }
   void set_record(std::size_t record, Status status);
+  // Its deadline, if `moved_at` was the last progress.
+  Clock::time_point due(Clock::time_point moved_at) const {
+    return std::min(last_, std::max(submitted_, moved_at) + timeout_);
+  }
 
   const Op op_;
   const std::unique_ptr<Lookup> lookup_;  // else keys_
   const std::vector<Key> keys_;
   const std::vector<Buffer> buffers_;  // a buffer per key if moves_bytes(op_), else none
   const Clock::time_point submitted_ = Clock::now();
-  const Clock::time_point deadline_;
+  const Clock::duration timeout_;
+  const Clock::time_point last_;
   std::shared_ptr<Core> core_;
 
   std::vector<Status> results_;
@@ -106,6 +118,7 @@ class Batch {
   bool queued_ = false;
   std::list<std::shared_ptr<Batch>>::iterator place_;  // in the queue, while queued_
   std::uint64_t sequence_ = 0;
+  Clock::time_point timer_;  // its place in Core::deadlines
   std::atomic<std::size_t> unfinished_;
   std::atomic<Status> stop_{Status::kOk};  // kCancelled or kTimedOut: give up the rest
   std::atomic<bool> done_{false};
@@ -125,11 +138,15 @@ class Item {
   Op op() const { return batch_->op_; }
   const Key& key() const { return spelled_ ? *spelled_ : batch_->keys_[index_]; }
   std::span<std::byte> buffer() const { return batch_->buffers_[index_]; }
-  Clock::time_point deadline() const { return batch_->deadline_; }
-  // The whole time given to its batch.
-  Clock::duration timeout() const { return batch_->deadline_ - batch_->submitted_; }
-  // kCancelled or kTimedOut: give up the item. Check between chunks.
+  Clock::time_point deadline(Clock::time_point moved_at = {}) const { return batch_->due(moved_at); }
+  // The time given to its batch without progress.
+  Clock::duration timeout() const { return batch_->timeout_; }
+  // kCancelled or kTimedOut: give up the item. Check between chunks. `moved_at`: when its connection moved a byte;
+  // else, when any I/O thread did.
+  std::optional<Status> stopped(Clock::time_point moved_at) const;
   std::optional<Status> stopped() const;
+  // A byte moved.
+  void moved(Clock::time_point now) const;
   // Ends the item; its buffer must not be touched afterwards.
   void finish(Status status, std::string error = {});
 
@@ -198,7 +215,8 @@ class IoExecutor {
 
   // Never blocks. Throws std::runtime_error when closed, full, or in a forked child, which has no threads.
   std::shared_ptr<Batch> submit(Op op, std::vector<Key> keys, std::vector<Batch::Buffer> buffers,
-                                Clock::duration timeout);
+                                Clock::duration timeout,
+                                std::optional<Clock::duration> longest = std::nullopt);
 
   // As submit(). A lookup of any length counts as one waiting item.
   std::shared_ptr<Batch> submit(std::unique_ptr<Lookup> lookup, Clock::duration timeout);

@@ -77,7 +77,10 @@ bool RespConnection::move(Clock::time_point now) {
   const bool sent = send_some();
   const bool got = socket_ && (readable_ || awaiting() || socket_.has_pending()) ? receive_some() : false;
   // A socket with room accepts bytes even from a dead peer.
-  if (got || (sent && was_full)) moved_at_ = now;
+  if (got || (sent && was_full)) {
+    moved_at_ = now;
+    if (!requests_.empty() && requests_.front()->item) requests_.front()->item->moved(now);
+  }
   return sent || got;
 }
 
@@ -116,7 +119,7 @@ void RespConnection::again(std::unique_ptr<Request> request) {
 void RespConnection::end_all(std::string_view why) {
   for (const auto& request : requests_) end_item(*request, Status::kFault, std::string(why));
   requests_.clear();
-  for (Item& item : take_waiting()) item.finish(item.stopped().value_or(Status::kFault), std::string(why));
+  for (Item& item : take_waiting()) item.finish(item.stopped(moved_at_).value_or(Status::kFault), std::string(why));
   recount_send_window();
 }
 
@@ -250,7 +253,10 @@ void RespConnection::give_up_stopped(Clock::time_point now) {
   bool torn = false;
   next_deadline_ = Clock::time_point::max();
   for (auto& request : requests_) {
-    const auto stopped = request->item ? request->item->stopped() : std::nullopt;
+    if (request->item && request->kind != Kind::kCleanup) {
+      request->deadline = request->item->deadline(moved_at_);
+    }
+    const auto stopped = request->item ? request->item->stopped(moved_at_) : std::nullopt;
     const bool is_over = !request->item && now >= request->deadline;
     if (!request->on_the_wire() && (stopped || is_over)) {
       if (stopped) end_item(*request, *stopped, {});
@@ -272,12 +278,12 @@ void RespConnection::give_up_stopped(Clock::time_point now) {
   std::erase(requests_, nullptr);
   std::deque<Item> still_waiting;
   for (Item& item : take_waiting()) {
-    if (const auto stopped = item.stopped()) {
+    if (const auto stopped = item.stopped(moved_at_)) {
       item.finish(*stopped);
       continue;
     }
     waiting_nbytes_ += cost_of(item);
-    next_deadline_ = std::min(next_deadline_, item.deadline());
+    next_deadline_ = std::min(next_deadline_, item.deadline(moved_at_));
     still_waiting.push_back(std::move(item));
   }
   waiting_ = std::move(still_waiting);

@@ -76,10 +76,12 @@ class QueuedBatch:
         keys: Sequence[str] | LookupKeys,
         views: Sequence[memoryview] | None,
         timeout_s: float,
+        max_s: float | None,
     ) -> None:
         self.operation, self.keys, self.views = operation, keys, views
         self.lookup = keys if isinstance(keys, LookupKeys) else None
-        self.deadline_s = time.monotonic() + timeout_s
+        self._submitted_s, self._timeout_s = time.monotonic(), timeout_s
+        self._last_s = self._submitted_s + (timeout_s if max_s is None else max_s)
         self.statuses = bytearray([_native.CANCELLED]) * len(keys)
         self.next = 0  # first untaken key
         # Keys that count against the queue's limit.
@@ -90,21 +92,31 @@ class QueuedBatch:
         self.ended = threading.Event()
         self._queue = queue
 
+    @property
+    def deadline_s(self) -> float:
+        """``timeout_s`` after the last value that any thread moved, or ``max_s`` after it was submitted."""
+        return min(self._last_s, max(self._submitted_s, self._queue.moved_s) + self._timeout_s)
+
     def done(self) -> bool:
         if not self.ended.is_set() and time.monotonic() >= self.deadline_s:
             self._queue.give_up(self, _native.TIMED_OUT)
         return self.ended.is_set()
 
     def wait(self, timeout_s: float) -> bool:
-        until_deadline_s = self.deadline_s - time.monotonic()
-        if 0 < until_deadline_s < timeout_s:
-            if self.ended.wait(until_deadline_s):
-                return True
-            timeout_s -= until_deadline_s
-        return self.done() or self.ended.wait(timeout_s)
+        until_s = time.monotonic() + timeout_s
+        while not self.done():
+            now_s, deadline_s = time.monotonic(), self.deadline_s
+            if now_s >= until_s:
+                return False
+            # Behind its deadline it waits for calls in flight.
+            self.ended.wait(min(until_s, deadline_s if deadline_s > now_s else until_s) - now_s)
+        return True
 
     def cancel(self) -> None:
         self._queue.give_up(self, _native.CANCELLED)
+
+    def given_up(self) -> bool:
+        return self.cancelled or time.monotonic() >= self.deadline_s
 
     def results(self) -> bytes:
         assert self.ended.is_set()
@@ -137,6 +149,7 @@ class BatchQueue:
         self._breaker = _Breaker()
         self._probing = False  # a thread dials to close the breaker
         self._counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
+        self.moved_s = 0.0  # monotonic: the end of the last slice that moved values
 
     # ------------------------------------------------------------------ for callers of the store
 
@@ -223,6 +236,8 @@ class BatchQueue:
             batch.statuses[start : start + len(statuses)] = bytes(statuses)
             batch.fault = batch.fault or fault
             batch.slices -= 1
+            if batch.views is not None and fault is None:
+                self.moved_s = time.monotonic()
             if batch.lookup is not None:
                 batch.lookup.take(start, statuses)
             for status, times in Counter(statuses).items():

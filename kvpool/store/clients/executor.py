@@ -72,12 +72,17 @@ class ClientExecutor:
             raise
 
     def submit(
-        self, op: int, keys: Sequence[str], buffers: Sequence[Any] | None, timeout_s: float
+        self,
+        op: int,
+        keys: Sequence[str],
+        buffers: Sequence[Any] | None,
+        timeout_s: float,
+        max_s: float | None = None,
     ) -> QueuedBatch:
         keys = tuple(keys)
         for key in keys:
             parse_key(key)
-        return self._submit(op, keys, buffers, timeout_s)
+        return self._submit(op, keys, buffers, timeout_s, max_s)
 
     def lookup(self, prefix: str, groups: Sequence[LookupGroup], timeout_s: float) -> QueuedBatch:
         return self._submit(_native.TOUCH, LookupKeys(prefix, groups), None, timeout_s)
@@ -95,11 +100,16 @@ class ClientExecutor:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _submit(
-        self, op: int, keys: Sequence[str] | LookupKeys, buffers: Sequence[Any] | None, timeout_s: float
+        self,
+        op: int,
+        keys: Sequence[str] | LookupKeys,
+        buffers: Sequence[Any] | None,
+        timeout_s: float,
+        max_s: float | None = None,
     ) -> QueuedBatch:
         if os.getpid() != self._pid:
             raise RuntimeError("opened before fork(): open one in this process")
-        return self._queue.submit(QueuedBatch(self._queue, op, keys, buffers, timeout_s))
+        return self._queue.submit(QueuedBatch(self._queue, op, keys, buffers, timeout_s, max_s))
 
 
 class LinkThread:

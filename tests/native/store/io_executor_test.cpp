@@ -29,9 +29,14 @@ struct Gate {
   std::mutex mutex;
   std::condition_variable changed;
   bool open = false;
+  bool moves = false;  // an item makes progress while it waits
   int waiting = 0;
   std::vector<Op> order;
 
+  void set_moves(bool value) {
+    const std::lock_guard lock(mutex);
+    moves = value;
+  }
   void set_open(bool value) {
     const std::lock_guard lock(mutex);
     open = value;
@@ -72,7 +77,10 @@ class GateIoThread : public IoThread {
   void serve(Item item) {
     std::unique_lock lock(gate_.mutex);
     ++gate_.waiting;
-    while (!gate_.open && !item.stopped()) gate_.changed.wait_for(lock, 1ms);
+    while (!gate_.open && !item.stopped()) {
+      if (gate_.moves) item.moved(Clock::now());
+      gate_.changed.wait_for(lock, 1ms);
+    }
     --gate_.waiting;
     gate_.order.push_back(item.op());
     lock.unlock();
@@ -132,6 +140,33 @@ std::uint64_t counter(const IoExecutor& engine, const std::string& name) {
 }
 
 }  // namespace
+
+TEST(a_batch_goes_on_while_bytes_move_and_ends_when_none_did) {
+  Gate gate;
+  gate.moves = true;
+  const auto engine = make_engine(gate, 1);
+  std::vector<std::vector<std::byte>> buffers(3, std::vector<std::byte>(8));
+  const auto begun = Clock::now();
+  const auto batch = engine->submit(Op::kGet, make_keys(3), views(buffers), 1s, 60s);
+  CHECK(!batch->wait_until(begun + 2500ms));
+  CHECK(!batch->given_up());
+  gate.set_moves(false);
+  CHECK(batch->wait_until(soon()));
+  CHECK(batch->given_up());
+  CHECK(all(*batch, Status::kTimedOut));
+}
+
+TEST(a_batch_ends_at_its_longest_however_many_bytes_move) {
+  Gate gate;
+  gate.moves = true;
+  const auto engine = make_engine(gate, 1);
+  std::vector<std::vector<std::byte>> buffers(3, std::vector<std::byte>(8));
+  const auto begun = Clock::now();
+  const auto batch = engine->submit(Op::kGet, make_keys(3), views(buffers), 300ms, 900ms);
+  CHECK(batch->wait_until(soon()));
+  CHECK(Clock::now() - begun >= 900ms);
+  CHECK(all(*batch, Status::kTimedOut));
+}
 
 TEST(a_batch_completes) {
   Gate gate;
