@@ -199,7 +199,7 @@ class PyIoExecutor {
           throw std::invalid_argument("a buffer is empty: a record has at least one byte");
       }
     }
-    std::shared_ptr<Batch> batch = 
+    std::shared_ptr<Batch> batch =
         executor_->submit(op, std::move(parsed), std::move(spans), timeout, longest);
     return PyBatch(std::move(batch), std::move(held), orphans_);
   }

@@ -119,7 +119,8 @@ void RespConnection::again(std::unique_ptr<Request> request) {
 void RespConnection::end_all(std::string_view why) {
   for (const auto& request : requests_) end_item(*request, Status::kFault, std::string(why));
   requests_.clear();
-  for (Item& item : take_waiting()) item.finish(item.stopped(moved_at_).value_or(Status::kFault), std::string(why));
+  for (Item& item : take_waiting())
+    item.finish(item.stopped(moved_at_).value_or(Status::kFault), std::string(why));
   recount_send_window();
 }
 
