@@ -31,7 +31,8 @@ else()
 endif()
 
 add_library(kvpool_core STATIC ${KVPOOL_CORE})
-set_target_properties(kvpool_core PROPERTIES
+# UNITY_BUILD: eight files are compiled as one, as headers are most of what is compiled.
+set_target_properties(kvpool_core PROPERTIES UNITY_BUILD ON
   CXX_STANDARD 20 CXX_STANDARD_REQUIRED ON CXX_EXTENSIONS OFF
   POSITION_INDEPENDENT_CODE ON CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON)
 target_compile_options(kvpool_core PRIVATE ${KVPOOL_WARNINGS})

@@ -19,7 +19,7 @@
 
 #include "check.h"
 #include "store/descriptor.h"
-#include "store/io_executor.h"
+#include "store/executors.h"
 #include "store/pool_directory.h"
 #include "store/usage.h"
 
@@ -29,6 +29,7 @@ namespace {
 namespace fs = std::filesystem;
 using namespace std::chrono_literals;
 
+using test::counter;
 using test::eventually;
 
 constexpr std::uint64_t kMiB = 1 << 20;
@@ -115,14 +116,6 @@ Status get(IoExecutor& engine, unsigned i, std::size_t n, std::string* error = n
 Status ask(IoExecutor& engine, Op op, unsigned i) {
   std::vector<std::vector<std::byte>> none;
   return run(engine, op, {i}, none)[0];
-}
-
-std::uint64_t counter(const IoExecutor& engine, const std::string& name) {
-  for (const auto& [n, value] : engine.counters()) {
-    if (n == name) return value;
-  }
-  CHECK(false);
-  return 0;
 }
 
 // Sizes of all files in blocks/ and tmp/. Files may come and go meanwhile.

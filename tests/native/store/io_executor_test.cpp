@@ -17,11 +17,13 @@
 #include <vector>
 
 #include "check.h"
+#include "store/executors.h"
 
 namespace kvpool {
 namespace {
 
 using namespace std::chrono_literals;
+using test::counter;
 using test::eventually;
 
 // What the I/O threads do with an item: it waits behind the gate, in pieces, as an item waits for a socket.
@@ -112,7 +114,7 @@ std::unique_ptr<IoExecutor> make_engine(Gate& gate, unsigned threads, std::size_
   return std::make_unique<IoExecutor>(std::make_unique<GateBackend>(gate, window), threads);
 }
 
-std::vector<Key> make_keys(std::size_t n, std::uint16_t rank = 0) {
+std::vector<Key> same_keys(std::size_t n, std::uint16_t rank = 0) {
   std::vector<Key> keys(n, parse_key("kvpool:t:" + std::string(32, '0') + ":" + std::string(16, 'a') +
                                      ":0:" + std::to_string(rank)));
   return keys;
@@ -131,14 +133,6 @@ bool all(const Batch& batch, Status status) {
 
 Clock::time_point soon() { return Clock::now() + 20s; }
 
-std::uint64_t counter(const IoExecutor& engine, const std::string& name) {
-  for (const auto& [n, value] : engine.counters()) {
-    if (n == name) return value;
-  }
-  CHECK(false);
-  return 0;
-}
-
 }  // namespace
 
 TEST(a_batch_goes_on_while_bytes_move_and_ends_when_none_did) {
@@ -147,7 +141,7 @@ TEST(a_batch_goes_on_while_bytes_move_and_ends_when_none_did) {
   const auto engine = make_engine(gate, 1);
   std::vector<std::vector<std::byte>> buffers(3, std::vector<std::byte>(8));
   const auto begun = Clock::now();
-  const auto batch = engine->submit(Op::kGet, make_keys(3), views(buffers), 1s, 60s);
+  const auto batch = engine->submit(Op::kGet, same_keys(3), views(buffers), 1s, 60s);
   CHECK(!batch->wait_until(begun + 2500ms));
   CHECK(!batch->given_up());
   gate.set_moves(false);
@@ -162,7 +156,7 @@ TEST(a_batch_ends_at_its_longest_however_many_bytes_move) {
   const auto engine = make_engine(gate, 1);
   std::vector<std::vector<std::byte>> buffers(3, std::vector<std::byte>(8));
   const auto begun = Clock::now();
-  const auto batch = engine->submit(Op::kGet, make_keys(3), views(buffers), 300ms, 900ms);
+  const auto batch = engine->submit(Op::kGet, same_keys(3), views(buffers), 300ms, 900ms);
   CHECK(batch->wait_until(soon()));
   CHECK(Clock::now() - begun >= 900ms);
   CHECK(all(*batch, Status::kTimedOut));
@@ -173,7 +167,7 @@ TEST(a_batch_completes) {
   gate.open = true;
   const auto engine = make_engine(gate, 2);
   std::vector<std::shared_ptr<Batch>> batches;
-  for (int i = 0; i < 5; ++i) batches.push_back(engine->submit(Op::kContains, make_keys(7), {}, 10s));
+  for (int i = 0; i < 5; ++i) batches.push_back(engine->submit(Op::kContains, same_keys(7), {}, 10s));
   for (const auto& batch : batches) {
     CHECK(batch->wait_until(soon()));
     CHECK(all(*batch, Status::kOk) && batch->results().size() == 7 && !batch->error());
@@ -193,11 +187,11 @@ TEST(lookups_come_before_loads_before_stores) {
   Gate gate;
   const auto engine = make_engine(gate, 1);
   std::vector<std::vector<std::byte>> buffers(2, std::vector<std::byte>(8));
-  const auto blocker = engine->submit(Op::kContains, make_keys(1), {}, 10s);
+  const auto blocker = engine->submit(Op::kContains, same_keys(1), {}, 10s);
   CHECK(eventually([&] { return gate.count_waiting() == 1; }));
-  const auto put = engine->submit(Op::kPut, make_keys(2), views(buffers), 10s);
-  const auto get = engine->submit(Op::kGet, make_keys(2), views(buffers), 10s);
-  const auto contains = engine->submit(Op::kContains, make_keys(2), {}, 10s);
+  const auto put = engine->submit(Op::kPut, same_keys(2), views(buffers), 10s);
+  const auto get = engine->submit(Op::kGet, same_keys(2), views(buffers), 10s);
+  const auto contains = engine->submit(Op::kContains, same_keys(2), {}, 10s);
   gate.set_open(true);
   CHECK(put->wait_until(soon()) && get->wait_until(soon()) && contains->wait_until(soon()));
   const std::vector<Op> expected = {Op::kContains, Op::kContains, Op::kContains, Op::kGet,
@@ -208,9 +202,9 @@ TEST(lookups_come_before_loads_before_stores) {
 TEST(cancel_stops_queued_items_at_once_and_running_ones_soon) {
   Gate gate;
   const auto engine = make_engine(gate, 1);
-  const auto running = engine->submit(Op::kContains, make_keys(3), {}, 10s);
+  const auto running = engine->submit(Op::kContains, same_keys(3), {}, 10s);
   CHECK(eventually([&] { return gate.count_waiting() == 1; }));
-  const auto queued = engine->submit(Op::kContains, make_keys(3), {}, 10s);
+  const auto queued = engine->submit(Op::kContains, same_keys(3), {}, 10s);
   queued->cancel();
   CHECK(queued->done() && all(*queued, Status::kCancelled));  // though the only thread is busy
   running->cancel();
@@ -218,7 +212,7 @@ TEST(cancel_stops_queued_items_at_once_and_running_ones_soon) {
   queued->cancel();  // again: nothing happens
   CHECK(counter(*engine, "cancelled") == 6);
   gate.set_open(true);
-  const auto after = engine->submit(Op::kContains, make_keys(1), {}, 10s);
+  const auto after = engine->submit(Op::kContains, same_keys(1), {}, 10s);
   CHECK(after->wait_until(soon()) && all(*after, Status::kOk));
 }
 
@@ -227,13 +221,13 @@ TEST(puts_of_one_key_at_once_are_one_transfer) {
   const auto engine = make_engine(gate, 4);
   std::vector<std::vector<std::byte>> buffers(16, std::vector<std::byte>(8));
   std::vector<std::shared_ptr<Batch>> puts;
-  for (auto& buffer : buffers) puts.push_back(engine->submit(Op::kPut, make_keys(1), {buffer}, 20s));
+  for (auto& buffer : buffers) puts.push_back(engine->submit(Op::kPut, same_keys(1), {buffer}, 20s));
   CHECK(eventually([&] { return counter(*engine, "queued") == 0 && gate.count_waiting() == 1; }));
   for (const auto& put : puts) CHECK(!put->done());
   // Another length is no such content, and other operations wait for nothing.
   std::vector<std::byte> longer(9);
-  const auto other = engine->submit(Op::kPut, make_keys(1), {longer}, 20s);
-  const auto contains = engine->submit(Op::kContains, make_keys(1), {}, 20s);
+  const auto other = engine->submit(Op::kPut, same_keys(1), {longer}, 20s);
+  const auto contains = engine->submit(Op::kContains, same_keys(1), {}, 20s);
   CHECK(eventually([&] { return gate.count_waiting() == 3; }));
   gate.set_open(true);
   for (const auto& put : puts) CHECK(put->wait_until(soon()) && all(*put, Status::kOk));
@@ -242,7 +236,7 @@ TEST(puts_of_one_key_at_once_are_one_transfer) {
   CHECK(counter(*engine, "puts") == 17 && counter(*engine, "joined_puts") == 15);
   CHECK(counter(*engine, "put_nbytes") == 17);
   // What comes later is a transfer of its own.
-  const auto later = engine->submit(Op::kPut, make_keys(1), {buffers[0]}, 20s);
+  const auto later = engine->submit(Op::kPut, same_keys(1), {buffers[0]}, 20s);
   CHECK(later->wait_until(soon()) && gate.order.size() == 4);
 }
 
@@ -250,10 +244,10 @@ TEST(a_put_if_absent_waits_for_any_put_of_its_key_and_no_put_waits_for_it) {
   Gate gate;
   const auto engine = make_engine(gate, 4);
   std::vector<std::vector<std::byte>> buffers(4, std::vector<std::byte>(8));
-  const auto first = engine->submit(Op::kPutAbsent, make_keys(1), {buffers[0]}, 20s);
+  const auto first = engine->submit(Op::kPutAbsent, same_keys(1), {buffers[0]}, 20s);
   CHECK(eventually([&] { return gate.count_waiting() == 1; }));
-  const auto waits = engine->submit(Op::kPutAbsent, make_keys(1), {buffers[1]}, 20s);
-  const auto replaces = engine->submit(Op::kPut, make_keys(1), {buffers[2]}, 20s);
+  const auto waits = engine->submit(Op::kPutAbsent, same_keys(1), {buffers[1]}, 20s);
+  const auto replaces = engine->submit(Op::kPut, same_keys(1), {buffers[2]}, 20s);
   CHECK(eventually([&] { return counter(*engine, "queued") == 0 && gate.count_waiting() == 2; }));
   gate.set_open(true);
   CHECK(first->wait_until(soon()) && all(*first, Status::kOk));
@@ -263,9 +257,9 @@ TEST(a_put_if_absent_waits_for_any_put_of_its_key_and_no_put_waits_for_it) {
   CHECK(counter(*engine, "puts") == 2 && counter(*engine, "present_puts") == 1);
   CHECK(counter(*engine, "put_nbytes") == 16 && counter(*engine, "joined_puts") == 1);
   gate.set_open(false);
-  const auto put = engine->submit(Op::kPut, make_keys(1), {buffers[2]}, 20s);
+  const auto put = engine->submit(Op::kPut, same_keys(1), {buffers[2]}, 20s);
   CHECK(eventually([&] { return gate.count_waiting() == 1; }));
-  const auto behind = engine->submit(Op::kPutAbsent, make_keys(1), {buffers[3]}, 20s);
+  const auto behind = engine->submit(Op::kPutAbsent, same_keys(1), {buffers[3]}, 20s);
   CHECK(eventually([&] { return counter(*engine, "queued") == 0; }));
   gate.set_open(true);
   CHECK(put->wait_until(soon()) && behind->wait_until(soon()) && all(*behind, Status::kPresent));
@@ -275,11 +269,11 @@ TEST(who_waits_for_a_put_that_is_given_up_takes_its_place) {
   Gate gate;
   const auto engine = make_engine(gate, 2);
   std::vector<std::vector<std::byte>> buffers(4, std::vector<std::byte>(8));
-  const auto first = engine->submit(Op::kPut, make_keys(1), {buffers[0]}, 20s);
+  const auto first = engine->submit(Op::kPut, same_keys(1), {buffers[0]}, 20s);
   CHECK(eventually([&] { return gate.count_waiting() == 1; }));
-  const auto second = engine->submit(Op::kPut, make_keys(1), {buffers[1]}, 20s);
-  const auto given_up = engine->submit(Op::kPut, make_keys(1), {buffers[2]}, 20s);
-  const auto late = engine->submit(Op::kPut, make_keys(1), {buffers[3]}, 50ms);
+  const auto second = engine->submit(Op::kPut, same_keys(1), {buffers[1]}, 20s);
+  const auto given_up = engine->submit(Op::kPut, same_keys(1), {buffers[2]}, 20s);
+  const auto late = engine->submit(Op::kPut, same_keys(1), {buffers[3]}, 50ms);
   CHECK(eventually([&] { return counter(*engine, "queued") == 0; }));
   // Those that wait are ended without the one that they wait for.
   given_up->cancel();
@@ -297,8 +291,8 @@ TEST(who_waits_for_a_put_that_fails_hears_why) {
   Gate gate;
   const auto engine = make_engine(gate, 2);
   std::vector<std::vector<std::byte>> buffers(2, std::vector<std::byte>(8));
-  const auto first = engine->submit(Op::kPut, make_keys(1, 14), {buffers[0]}, 20s);
-  const auto second = engine->submit(Op::kPut, make_keys(1, 14), {buffers[1]}, 20s);
+  const auto first = engine->submit(Op::kPut, same_keys(1, 14), {buffers[0]}, 20s);
+  const auto second = engine->submit(Op::kPut, same_keys(1, 14), {buffers[1]}, 20s);
   CHECK(eventually([&] { return counter(*engine, "queued") == 0; }));
   gate.set_open(true);
   for (const auto& put : {first, second}) {
@@ -308,8 +302,8 @@ TEST(who_waits_for_a_put_that_fails_hears_why) {
   CHECK(gate.order.size() == 1);
   // Closing ends those that wait, too.
   gate.set_open(false);
-  const auto third = engine->submit(Op::kPut, make_keys(1), {buffers[0]}, 20s);
-  const auto fourth = engine->submit(Op::kPut, make_keys(1), {buffers[1]}, 20s);
+  const auto third = engine->submit(Op::kPut, same_keys(1), {buffers[0]}, 20s);
+  const auto fourth = engine->submit(Op::kPut, same_keys(1), {buffers[1]}, 20s);
   CHECK(eventually([&] { return counter(*engine, "queued") == 0; }));
   CHECK(engine->close(10s));
   CHECK(third->done() && fourth->done() && all(*fourth, Status::kCancelled));
@@ -318,11 +312,11 @@ TEST(who_waits_for_a_put_that_fails_hears_why) {
 TEST(the_deadline_completes_queued_batches_though_every_thread_is_busy) {
   Gate gate;
   const auto engine = make_engine(gate, 1);
-  const auto busy = engine->submit(Op::kContains, make_keys(1), {}, 30s);
+  const auto busy = engine->submit(Op::kContains, same_keys(1), {}, 30s);
   CHECK(eventually([&] { return gate.count_waiting() == 1; }));
   const auto begin = Clock::now();
-  const auto later = engine->submit(Op::kContains, make_keys(1), {}, 100ms);
-  const auto sooner = engine->submit(Op::kContains, make_keys(1000), {}, 20ms);
+  const auto later = engine->submit(Op::kContains, same_keys(1), {}, 100ms);
+  const auto sooner = engine->submit(Op::kContains, same_keys(1000), {}, 20ms);
   CHECK(sooner->wait_until(soon()) && all(*sooner, Status::kTimedOut));
   CHECK(!busy->done());
   CHECK(later->wait_until(soon()) && all(*later, Status::kTimedOut));
@@ -335,7 +329,7 @@ TEST(the_deadline_completes_queued_batches_though_every_thread_is_busy) {
 TEST(the_deadline_stops_a_running_item) {
   Gate gate;
   const auto engine = make_engine(gate, 2, 3);
-  const auto batch = engine->submit(Op::kContains, make_keys(20), {}, 30ms);
+  const auto batch = engine->submit(Op::kContains, same_keys(20), {}, 30ms);
   CHECK(batch->wait_until(soon()) && all(*batch, Status::kTimedOut));
   CHECK(counter(*engine, "timed_out") == 20);
 }
@@ -343,15 +337,15 @@ TEST(the_deadline_stops_a_running_item) {
 TEST(a_full_queue_is_an_answer) {
   Gate gate;
   const auto engine = make_engine(gate, 1);
-  const auto running = engine->submit(Op::kContains, make_keys(1), {}, 60s);
+  const auto running = engine->submit(Op::kContains, same_keys(1), {}, 60s);
   CHECK(eventually([&] { return gate.count_waiting() == 1; }));
   std::vector<std::shared_ptr<Batch>> batches;
   for (int i = 0; i < 4; ++i)
-    batches.push_back(engine->submit(Op::kContains, make_keys(kMaxQueuedItems / 4), {}, 60s));
-  CHECK_THROWS(std::runtime_error, engine->submit(Op::kContains, make_keys(1), {}, 60s));
+    batches.push_back(engine->submit(Op::kContains, same_keys(kMaxQueuedItems / 4), {}, 60s));
+  CHECK_THROWS(std::runtime_error, engine->submit(Op::kContains, same_keys(1), {}, 60s));
   batches[2]->cancel();  // takes its items out of the queue
-  const auto fits = engine->submit(Op::kContains, make_keys(kMaxQueuedItems / 4), {}, 60s);
-  CHECK_THROWS(std::runtime_error, engine->submit(Op::kContains, make_keys(1), {}, 60s));
+  const auto fits = engine->submit(Op::kContains, same_keys(kMaxQueuedItems / 4), {}, 60s);
+  CHECK_THROWS(std::runtime_error, engine->submit(Op::kContains, same_keys(1), {}, 60s));
   CHECK(engine->close(20s));
   CHECK(fits->done() && running->done());
 }
@@ -360,7 +354,7 @@ TEST(a_fault_has_words_and_the_first_one_stays) {
   Gate gate;
   gate.open = true;
   const auto engine = make_engine(gate, 1);
-  const auto batch = engine->submit(Op::kContains, make_keys(3, 14), {}, 10s);
+  const auto batch = engine->submit(Op::kContains, same_keys(3, 14), {}, 10s);
   CHECK(batch->wait_until(soon()) && all(*batch, Status::kFault) && batch->error() == "rank 14");
 }
 
@@ -368,9 +362,9 @@ TEST(an_exception_in_a_lane_is_a_fault_of_its_items_and_no_more) {
   Gate gate;
   gate.open = true;
   const auto engine = make_engine(gate, 2, 4);
-  const auto batch = engine->submit(Op::kContains, make_keys(10, 13), {}, 20s);
+  const auto batch = engine->submit(Op::kContains, same_keys(10, 13), {}, 20s);
   CHECK(batch->wait_until(soon()) && all(*batch, Status::kFault) && batch->error());
-  const auto after = engine->submit(Op::kContains, make_keys(10), {}, 20s);
+  const auto after = engine->submit(Op::kContains, same_keys(10), {}, 20s);
   CHECK(after->wait_until(soon()) && all(*after, Status::kOk));
 }
 
@@ -378,12 +372,12 @@ TEST(close_cancels_what_is_in_flight) {
   Gate gate;
   auto engine = make_engine(gate, 3, 2);
   std::vector<std::vector<std::byte>> buffers(50, std::vector<std::byte>(64));
-  const auto get = engine->submit(Op::kGet, make_keys(50), views(buffers), 60s);
+  const auto get = engine->submit(Op::kGet, same_keys(50), views(buffers), 60s);
   CHECK(eventually([&] { return gate.count_waiting() == 3; }));
   CHECK(engine->close(20s));
   CHECK(engine->close(0s));  // idempotent
   CHECK(get->done() && all(*get, Status::kCancelled));
-  CHECK_THROWS(std::runtime_error, engine->submit(Op::kContains, make_keys(1), {}, 1s));
+  CHECK_THROWS(std::runtime_error, engine->submit(Op::kContains, same_keys(1), {}, 1s));
   CHECK(counter(*engine, "cancelled") == 50);
   engine.reset();
   CHECK(get->done());  // a batch outlives its engine
@@ -431,7 +425,7 @@ TEST(close_says_when_a_thread_is_stuck) {
   const auto gate = backend->gate;
   const auto engine = std::make_unique<IoExecutor>(std::move(backend), 1);
   std::vector<std::vector<std::byte>> buffers(2, std::vector<std::byte>(64));
-  const auto batch = engine->submit(Op::kGet, make_keys(2), views(buffers), 60s);
+  const auto batch = engine->submit(Op::kGet, same_keys(2), views(buffers), 60s);
   CHECK(eventually([&] { return gate->count_waiting() == 1; }));
   CHECK(!engine->close(20ms));
   CHECK(!batch->done());  // its buffer is still in foreign hands
@@ -447,7 +441,7 @@ TEST(an_engine_that_goes_while_a_thread_is_stuck_leaves_it_all_it_needs) {
   const auto gone = backend->gone;
   auto engine = std::make_unique<IoExecutor>(std::move(backend), 1);
   std::vector<std::vector<std::byte>> buffers(1, std::vector<std::byte>(64));
-  auto batch = engine->submit(Op::kGet, make_keys(1), views(buffers), 60s);
+  auto batch = engine->submit(Op::kGet, same_keys(1), views(buffers), 60s);
   CHECK(eventually([&] { return gate->count_waiting() == 1; }));
   engine.reset();  // waits for its own patience, then lets go
   CHECK(!batch->done() && !*gone);
@@ -471,7 +465,7 @@ TEST(many_submitters_cancels_and_deadlines_at_random) {
         std::vector<std::vector<std::byte>> buffers(n, std::vector<std::byte>(256));
         const auto op = static_cast<Op>(random() % kOpCount);
         const auto batch =
-            engine->submit(op, make_keys(n), moves_bytes(op) ? views(buffers) : std::vector<Batch::Buffer>(),
+            engine->submit(op, same_keys(n), moves_bytes(op) ? views(buffers) : std::vector<Batch::Buffer>(),
                            std::chrono::microseconds(1 + random() % 3000));
         items += n;
         if (random() % 3 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 300));
@@ -504,7 +498,7 @@ TEST(close_races_with_submitters) {
     for (int t = 0; t < 3; ++t) {
       submitters.emplace_back([&] {
         try {
-          for (;;) CHECK(engine->submit(Op::kContains, make_keys(3), {}, 5ms)->wait_until(soon()));
+          for (;;) CHECK(engine->submit(Op::kContains, same_keys(3), {}, 5ms)->wait_until(soon()));
         } catch (const std::runtime_error&) {
         }
       });
@@ -519,12 +513,12 @@ TEST(close_races_with_submitters) {
 TEST(a_forked_child_cannot_use_the_engine_but_can_exit) {
   Gate gate;
   auto engine = make_engine(gate, 2);
-  const auto batch = engine->submit(Op::kContains, make_keys(1), {}, 60s);
+  const auto batch = engine->submit(Op::kContains, same_keys(1), {}, 60s);
   const pid_t child = fork();
   if (child == 0) {
     int code = 0;
     try {
-      engine->submit(Op::kContains, make_keys(1), {}, 1s);
+      engine->submit(Op::kContains, same_keys(1), {}, 1s);
       code = 1;
     } catch (const std::runtime_error&) {
     }

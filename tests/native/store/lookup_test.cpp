@@ -12,12 +12,13 @@
 #include <vector>
 
 #include "check.h"
-#include "store/io_executor.h"
+#include "store/executors.h"
 
 namespace kvpool {
 namespace {
 
 using namespace std::chrono_literals;
+using test::counter;
 using test::eventually;
 
 const std::string kPrefix = "kvpool:t:" + std::string(32, '0') + ":";
@@ -118,13 +119,6 @@ std::string ended(IoExecutor& engine, std::vector<LookupGroup> groups) {
   const auto batch = engine.submit(lookup_of(std::move(groups)), 20s);
   CHECK(batch->wait_until(Clock::now() + 20s));
   return results(*batch);
-}
-
-std::uint64_t counter(const IoExecutor& engine, const std::string& name) {
-  for (const auto& [one, value] : engine.counters()) {
-    if (one == name) return value;
-  }
-  return 0;
 }
 
 TEST(lookup_spells_the_keys_that_parse_key_reads) {

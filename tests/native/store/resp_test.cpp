@@ -7,14 +7,12 @@
 #include <cstdlib>
 #include <filesystem>
 #include <mutex>
-#include <random>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "check.h"
-#include "store/io_executor.h"
-#include "store/keys.h"
+#include "store/executors.h"
 #include "store/resp_server.h"
 
 namespace kvpool {
@@ -22,26 +20,15 @@ namespace {
 
 using namespace std::chrono_literals;
 using test::bulk;
+using test::Bytes;
 using test::Command;
+using test::counter;
 using test::eventually;
 using test::make_key;
+using test::make_keys;
+using test::make_payload;
 using test::Peer;
 using test::RespServer;
-
-using Bytes = std::vector<std::byte>;
-
-std::vector<Key> make_keys(unsigned count) {
-  std::vector<Key> keys;
-  for (unsigned i = 0; i < count; ++i) keys.push_back(make_key(i));
-  return keys;
-}
-
-Bytes make_payload(std::size_t nbytes, unsigned seed = 1) {
-  std::mt19937 random(seed);
-  Bytes payload(nbytes);
-  for (auto& b : payload) b = static_cast<std::byte>(random());
-  return payload;
-}
 
 // What the two fields of a good record hold.
 std::pair<std::string, std::string> fields(const Key& key, const Bytes& payload) {
@@ -92,14 +79,6 @@ bool gets(IoExecutor& engine, const Key& key, const Bytes& expected) {
     Bytes target(expected.size());
     return run_one(engine, Op::kGet, key, &target) == Status::kOk && target == expected;
   });
-}
-
-std::uint64_t counter(const IoExecutor& engine, const std::string& name) {
-  for (const auto& [n, value] : engine.counters()) {
-    if (n == name) return value;
-  }
-  CHECK(false);
-  return 0;
 }
 
 // A hook that lets commands wait until it is opened.

@@ -3,14 +3,12 @@
 
 #include <algorithm>
 #include <atomic>
-#include <random>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "check.h"
-#include "store/io_executor.h"
-#include "store/keys.h"
+#include "store/executors.h"
 #include "store/resp.h"
 #include "store/resp_server.h"
 
@@ -18,20 +16,13 @@ namespace kvpool {
 namespace {
 
 using namespace std::chrono_literals;
+using test::Bytes;
 using test::Command;
 using test::eventually;
 using test::make_key;
+using test::make_payload;
 using test::Peer;
 using test::RespServer;
-
-using Bytes = std::vector<std::byte>;
-
-Bytes make_payload(std::size_t nbytes, unsigned seed = 1) {
-  std::mt19937 random(seed);
-  Bytes payload(nbytes);
-  for (auto& b : payload) b = static_cast<std::byte>(random());
-  return payload;
-}
 
 constexpr unsigned kLast = kSlots - 1;
 
@@ -55,13 +46,7 @@ struct Store {
     return {batch->results().begin(), batch->results().end()};
   }
 
-  std::uint64_t counter(const std::string& name) {
-    for (const auto& [n, value] : engine.counters()) {
-      if (n == name) return value;
-    }
-    CHECK(false);
-    return 0;
-  }
+  std::uint64_t counter(const std::string& name) { return test::counter(engine, name); }
 
   bool is_stale() { return topology->wait_until_stale(Clock::now()); }
 };
