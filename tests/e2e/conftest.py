@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from demo.engine_process import write_model
-from tests.support.engine_forks import forking
+from tests.support.engine_forks import forking, write_model
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from demo.engine_process import free_ports, write_model
+from demo.engine_process import free_ports
 from demo.tiny_model import VOCABULARY
 from demo.worker_process import serving
 from kvpool import IndexClient
@@ -21,7 +21,7 @@ from tests.support import envoy
 from tests.support.client_calls import CALLS, NAME
 from tests.support.clients import Clients, seen
 from tests.support.deadlines import eventually
-from tests.support.engine_forks import forking_environment
+from tests.support.engine_forks import forking_environment, write_model
 from tests.support.index_process import RouterProcess, running
 from tests.support.tiny_tokenizer import write_tokenizer
 

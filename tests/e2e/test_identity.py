@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from demo.engine_process import EngineFailed, write_model
+from demo.engine_process import EngineFailed
+from tests.support.engine_forks import write_model
 from tests.support.engines import (
     BLOCK_TOKENS,
     GENERATED_TOKENS,

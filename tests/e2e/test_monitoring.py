@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from demo.engine_process import write_model
 from kvpool import IndexClient
 from kvpool.key.key import KEY_PREFIX, is_key
 from tests.e2e import monitored
 from tests.e2e.monitored import Fleet, Values
 from tests.support.deadlines import eventually
+from tests.support.engine_forks import write_model
 from tests.support.engines import prompt
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]

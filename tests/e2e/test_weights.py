@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from demo.engine_process import EngineProcess, write_model
+from demo.engine_process import EngineProcess
+from tests.support.engine_forks import write_model
 from tests.support.engines import (
     ask,
     call,

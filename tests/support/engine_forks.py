@@ -1,4 +1,5 @@
-"""Engines whose driver is forked from a process that has imported vLLM, which takes most of an engine's start.
+"""Engines whose driver is forked from a process that has imported vLLM, which takes most of an engine's start; and
+models that another fork of it writes.
 
 As ``tests.support.cpu_platform``, whose engines fork their further processes: what runs in them is the same. One whose
 environment says something that is read while vLLM is imported gets an interpreter of its own.
@@ -62,6 +63,14 @@ def forking(folder: Path) -> Iterator[None]:
         _forks = None
 
 
+def write_model(folder: Path, **options: Any) -> Path:
+    """As ``demo.engine_process.write_model``, without an import of torch. Within ``forking``."""
+    assert _forks is not None
+    _forks.fork(["write", str(folder), options], []).wait(FORK_TIMEOUT_S)
+    assert (folder / "tokenizer_config.json").exists(), "the last file that it writes"
+    return folder
+
+
 def forking_environment() -> dict[str, str]:
     """Of a vLLM that is not forked itself: its further processes are, and it has one thread. Within ``forking``."""
     assert _forks is not None
@@ -74,7 +83,7 @@ class _Forked:
     How it ended stays unknown: ``returncode`` is 0 then.
     """
 
-    def __init__(self, process_id: int, stdin: BinaryIO) -> None:
+    def __init__(self, process_id: int, stdin: BinaryIO | None = None) -> None:
         self.pid, self.stdin = process_id, stdin
         self.returncode: int | None = None
         try:
@@ -116,18 +125,24 @@ class _Forks:
         self._process.wait(FORK_TIMEOUT_S)
 
     def start(self, options: Path, log: BinaryIO, answers_fd: int, environment: Mapping[str, str]) -> _Forked:
-        asked = json.dumps([str(options), answers_fd, dict(environment)]).encode()
-        assert len(asked) < MESSAGE_NBYTES
         read_fd, write_fd = os.pipe()
         stdin = os.fdopen(write_fd, "wb", buffering=0)
         try:
-            socket.send_fds(self._asks, [asked], [read_fd, log.fileno(), answers_fd])
-            return _Forked(int(self._asks.recv(64)), stdin)
+            asked = ["drive", str(options), answers_fd, dict(environment)]
+            forked = self.fork(asked, [read_fd, log.fileno(), answers_fd])
         except BaseException:
             stdin.close()
             raise
         finally:
             os.close(read_fd)
+        forked.stdin = stdin
+        return forked
+
+    def fork(self, asked: list[Any], fds: list[int]) -> _Forked:
+        message = json.dumps(asked).encode()
+        assert len(message) < MESSAGE_NBYTES
+        socket.send_fds(self._asks, [message], fds)
+        return _Forked(int(self._asks.recv(64)))
 
 
 _forks: _Forks | None = None
@@ -142,10 +157,24 @@ def _serve(asked: socket.socket) -> None:
         import vllm.entrypoints.llm  # noqa: F401
 
         if (process_id := os.fork()) == 0:
-            _drive(asked, fds, *json.loads(message))
+            what, *arguments = json.loads(message)
+            {"drive": _drive, "write": _write}[what](asked, fds, *arguments)
         for fd in fds:
             os.close(fd)
         asked.sendall(str(process_id).encode())
+
+
+def _write(_: socket.socket, __: list[int], folder: str, options: dict[str, Any]) -> None:
+    """Never returns."""
+    try:
+        from demo.tiny_model import write_tiny_model
+
+        write_tiny_model(Path(folder), **options)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def _drive(
