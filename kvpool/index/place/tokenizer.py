@@ -198,10 +198,11 @@ def _message(message: Any, takes_parts: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ConfigError(f"a message has a role ({', '.join(_ROLES)}) and a content, not {message!r:.60}")
     role, content = message["role"], message.get("content")
-    parts = [
-        {"type": "text", "text": text, **extra}
-        for text, extra in zip(text_parts(content), _extras(content), strict=True)
-    ]
+    if isinstance(content, str):  # of most messages, of which a chat may have hundreds
+        parts = [{"type": "text", "text": content}]
+    else:
+        texts = zip(text_parts(content), _extras(content), strict=True)
+        parts = [{"type": "text", "text": text, **extra} for text, extra in texts]
     if role == "system":
         parts = [kept for part in parts if (kept := _without_billing(part)) is not None]
     made: dict[str, Any] = {"role": role, "content": parts}
@@ -216,7 +217,9 @@ def _message(message: Any, takes_parts: bool) -> dict[str, Any]:
             made |= {"reasoning": reasoning, "reasoning_content": reasoning}
     elif role == "tool" and "tool_call_id" in message:
         made["tool_call_id"] = message["tool_call_id"]
-    made |= {name: message[name] for name in ("name", "task") if isinstance(message.get(name), str)}
+    for name in ("name", "task"):
+        if isinstance(value := message.get(name), str):
+            made[name] = value
     if role == "developer":
         if message.get("tools"):
             raise ConfigError("a developer's own tools are known to workers only")
@@ -226,8 +229,7 @@ def _message(message: Any, takes_parts: bool) -> dict[str, Any]:
 
 def _extras(content: Any) -> list[dict[str, Any]]:
     """Each part's own fields, which templates may read."""
-    parts = [content] if isinstance(content, str) else content or ()
-    found = [{} if isinstance(part, str) else dict(part) for part in parts]
+    found = [{} if isinstance(part, str) else dict(part) for part in content or ()]
     if any(part.keys() & _OF_PARTS - {"type", "text"} for part in found):
         raise ConfigError("a part that is more than text has no tokens here")
     return [{name: part[name] for name in part if name not in _OF_PARTS} for part in found]
