@@ -8,6 +8,8 @@ environment says something that is read while vLLM is imported gets an interpret
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import json
 import os
 import select
@@ -154,17 +156,28 @@ def _serve(asked: socket.socket) -> None:
         message, fds, _, _ = socket.recv_fds(asked, MESSAGE_NBYTES, 3)
         if not message:
             return
-        import vllm.entrypoints.llm  # noqa: F401
-
+        _import_engine()
         if (process_id := os.fork()) == 0:
             what, *arguments = json.loads(message)
-            {"drive": _drive, "write": _write}[what](asked, fds, *arguments)
+            if what == "drive":
+                _drive(asked, fds, *arguments)
+            _write(*arguments)
         for fd in fds:
             os.close(fd)
         asked.sendall(str(process_id).encode())
 
 
-def _write(_: socket.socket, __: list[int], folder: str, options: dict[str, Any]) -> None:
+@functools.cache
+def _import_engine() -> None:
+    """What each of an engine's processes would import; their searches for garbage leave it out, too."""
+    import vllm.entrypoints.llm
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+
+
+def _write(folder: str, options: dict[str, Any]) -> None:
     """Never returns."""
     try:
         from demo.tiny_model import write_tiny_model
