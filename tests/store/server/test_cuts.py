@@ -11,7 +11,7 @@ import redis
 
 from kvpool import open_store
 from kvpool.errors import StoreUnavailable
-from tests.support.conformance import MIB, key, payload
+from tests.support.conformance import MIB, key, opened, payload
 from tests.support.deadlines import ends_within, eventually
 from tests.support.proxy import Harm, Proxy, Way, proxied
 from tests.support.servers import Server, with_client
@@ -114,7 +114,7 @@ def test_a_connection_that_ends_at_every_stage(
 def test_a_record_is_never_without_a_time_to_live(server: Server, direct: redis.Redis, client: str) -> None:
     """A put is cut before each of its last bytes: all of what is said after the value."""
     value = payload(1, 300)
-    with proxied(server.port) as proxy, open_store(url_through(proxy, client, connections=1)) as store:
+    with proxied(server.port) as proxy, opened(url_through(proxy, client, connections=1)) as store:
         assert store.put_many([key(1)], [value]) == [True]
         said_nbytes = len(b"".join(proxy.passed(Way.ASKED).rpartition(b"*1\r\n$5\r\nMULTI")[1:]))
         assert store.contains_many([key(1)]) == [True]
@@ -151,7 +151,7 @@ def test_connections_that_are_cut_again_and_again_under_traffic(
     chance = random.Random(3)
     with (
         proxied(server.port) as proxy,
-        open_store(url_through(proxy, client, connections=2)) as store,
+        opened(url_through(proxy, client, connections=2)) as store,
         Traffic(store, timeout_s=TIMEOUT_S) as traffic,
     ):
         for number in range(60):

@@ -15,10 +15,9 @@ from typing import NamedTuple
 
 import pytest
 
-from kvpool import open_store
 from kvpool.errors import StoreUnavailable
 from kvpool.store.store import Store
-from tests.support.conformance import Buffer, keys, payload
+from tests.support.conformance import Buffer, keys, opened, payload
 from tests.support.deadlines import ends_within, eventually
 from tests.support.misbehaving import Harm, HungUp, Misbehaving, Peer, bulk, fields, misbehaving, says, to
 from tests.support.records import pack_header
@@ -301,7 +300,7 @@ class Trial:
 )
 def test_a_fault_is_a_miss_in_bounded_time(server: Misbehaving, client: str, name: str) -> None:
     row = ROWS[name]
-    with open_store(with_client(f"{server.url}?connections=2", client)) as store:
+    with opened(with_client(f"{server.url}?connections=2", client)) as store:
         trial = Trial(store, server)
         assert trial.recovers(), "the good server is no good"
         server.misbehave(row.harm(), when_dialled=row.when_dialled)

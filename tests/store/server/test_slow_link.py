@@ -13,7 +13,7 @@ from kvpool.errors import StoreUnavailable
 from kvpool.metrics import Counters
 from kvpool.transfer.copier import BlockCopier
 from kvpool.transfer.kv_cache import Block, KVCacheMover
-from tests.support.conformance import key, keys
+from tests.support.conformance import key, keys, opened
 from tests.support.deadlines import ends_within
 from tests.support.mover import run
 from tests.support.proxy import Harm, Proxy, Way, proxied
@@ -53,7 +53,7 @@ def test_a_get_may_take_longer_than_it_may_stand_still(
     link: Proxy, client: str, timeout_s: float, max_s: float | None, arrives: bool
 ) -> None:
     targets = [bytearray(NBYTES) for _ in range(COUNT)]
-    with open_store(url_of(link, client)) as store:
+    with opened(url_of(link, client)) as store:
         get = store.submit_get(keys(COUNT), targets, timeout_s=timeout_s, max_s=max_s)
         if arrives:
             assert get.wait() == [True] * COUNT
@@ -66,7 +66,7 @@ def test_a_get_may_take_longer_than_it_may_stand_still(
 def test_a_load_may_take_longer_than_it_may_stand_still(link: Proxy) -> None:
     cache = torch.zeros(COUNT + 1, NBYTES, dtype=torch.uint8)
     blocks = [Block(name, 0, (number + 1,)) for number, name in enumerate(keys(COUNT))]
-    with open_store(url_of(link)) as store:
+    with opened(url_of(link)) as store:
         mover = KVCacheMover(
             store,
             [BlockCopier([cache], 1)],
@@ -84,7 +84,7 @@ def test_a_load_may_take_longer_than_it_may_stand_still(link: Proxy) -> None:
 
 @pytest.mark.parametrize("client", CLIENTS)
 def test_a_link_that_falls_silent_ends_a_get_that_had_time_left(link: Proxy, client: str) -> None:
-    with open_store(url_of(link, client)) as store:
+    with opened(url_of(link, client)) as store:
         link.arm(Way.ANSWERED, 1 << 20, Harm.SILENCE)
         get = store.submit_get(
             keys(COUNT), [bytearray(NBYTES) for _ in range(COUNT)], timeout_s=TIMEOUT_S, max_s=LONG_S
