@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from demo.engine_process import EngineFailed, EngineProcess
+from demo.engine_process import EngineFailed
 from tests.support.deadlines import eventually
+from tests.support.engine_forks import ONE_THREAD, ForkedEngine
 from tests.support.engines import engine_options
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
@@ -116,7 +117,7 @@ def test_an_engine_that_is_refused_says_why_once_and_without_our_call_stack(
 ) -> None:
     options = engine_options(llama, f"file://{tmp_path}/pool", prefix_caching_hash_algo="sha256")
     with (
-        EngineProcess("refused", tmp_path, options) as engine,
+        ForkedEngine("refused", tmp_path, options, ONE_THREAD) as engine,
         pytest.raises(EngineFailed, match=r"kvpool refuses to start: .*sha256_cbor"),
     ):
         engine.wait_ready()
