@@ -177,7 +177,7 @@ def go(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
 
 def test_go_hashes_as_the_protocols_page_says(go: tuple[Path, dict[str, str]]) -> None:
     folder, environment = go
-    ran = run("go", "test", "-count=1", "-vet=off", ".", cwd=folder, env=environment)
+    ran = run("go", "test", "-count=1", ".", cwd=folder, env=environment)
     assert ran.returncode == 0, ran.stderr + ran.stdout
     assert not run("gofmt", "-l", ".", cwd=EXAMPLES / "go", env=environment).stdout
 

@@ -158,10 +158,7 @@ def _serve(asked: socket.socket) -> None:
             return
         _import_engine()
         if (process_id := os.fork()) == 0:
-            what, *arguments = json.loads(message)
-            if what == "drive":
-                _drive(asked, fds, *arguments)
-            _write(*arguments)
+            _become(asked, fds, *json.loads(message))
         for fd in fds:
             os.close(fd)
         asked.sendall(str(process_id).encode())
@@ -177,44 +174,42 @@ def _import_engine() -> None:
     gc.freeze()
 
 
-def _write(folder: str, options: dict[str, Any]) -> None:
-    """Never returns."""
+def _become(asked: socket.socket, fds: list[int], what: str, *arguments: Any) -> None:
+    """What the fork is for. Never returns."""
     try:
-        from demo.tiny_model import write_tiny_model
+        if what == "write":
+            from demo.tiny_model import write_tiny_model
 
-        write_tiny_model(Path(folder), **options)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(0)
-
-
-def _drive(
-    asked: socket.socket, fds: list[int], options: str, answers_fd: int, environment: dict[str, str]
-) -> None:
-    """Become what ``python demo/piped_engine.py`` is. Never returns."""
-    try:
-        asked.close()
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.setsid()
-        for fd, at in zip(fds, (0, 1, answers_fd), strict=True):
-            os.dup2(fd, at)
-        os.dup2(1, 2)
-        for fd in {*fds} - {answers_fd}:
-            os.close(fd)
-        # The rest stays where it is: it is there that what gives processes their names looks for room.
-        os.environ.update({name: environment[name] for name in READ_LATE & environment.keys()})
-        tempfile.tempdir = None  # of another environment
-        sys.argv = ["piped_engine.py", options]
-        from demo import piped_engine
-
-        piped_engine.main()
+            folder, options = arguments
+            write_tiny_model(Path(folder), **options)
+        else:
+            _drive(asked, fds, *arguments)
     except BaseException:
         traceback.print_exc()
     finally:
         sys.stderr.flush()
         os._exit(1)
+
+
+def _drive(
+    asked: socket.socket, fds: list[int], options: str, answers_fd: int, environment: dict[str, str]
+) -> None:
+    """What ``python demo/piped_engine.py`` does."""
+    asked.close()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.setsid()
+    for fd, at in zip(fds, (0, 1, answers_fd), strict=True):
+        os.dup2(fd, at)
+    os.dup2(1, 2)
+    for fd in {*fds} - {answers_fd}:
+        os.close(fd)
+    # The rest stays where it is: it is there that what gives processes their names looks for room.
+    os.environ.update({name: environment[name] for name in READ_LATE & environment.keys()})
+    tempfile.tempdir = None  # of another environment
+    sys.argv = ["piped_engine.py", options]
+    from demo import piped_engine
+
+    piped_engine.main()
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ class OwnEngine:
         keys: Sequence[str],
         buffers: Sequence[Any] | None,
         timeout_s: float,
-        max_s: float | None = None,
+        max_s: float,
     ) -> Running:
         return self._store.begin(op, keys, buffers, timeout_s)
 

@@ -76,12 +76,12 @@ class QueuedBatch:
         keys: Sequence[str] | LookupKeys,
         views: Sequence[memoryview] | None,
         timeout_s: float,
-        max_s: float | None,
+        max_s: float,
     ) -> None:
         self.operation, self.keys, self.views = operation, keys, views
         self.lookup = keys if isinstance(keys, LookupKeys) else None
         self._submitted_s, self._timeout_s = time.monotonic(), timeout_s
-        self._last_s = self._submitted_s + (timeout_s if max_s is None else max_s)
+        self._last_s = self._submitted_s + max_s
         self.statuses = bytearray([_native.CANCELLED]) * len(keys)
         self.next = 0  # first untaken key
         # Keys that count against the queue's limit.

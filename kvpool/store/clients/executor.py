@@ -77,7 +77,7 @@ class ClientExecutor:
         keys: Sequence[str],
         buffers: Sequence[Any] | None,
         timeout_s: float,
-        max_s: float | None = None,
+        max_s: float,
     ) -> QueuedBatch:
         keys = tuple(keys)
         for key in keys:
@@ -85,7 +85,7 @@ class ClientExecutor:
         return self._submit(op, keys, buffers, timeout_s, max_s)
 
     def lookup(self, prefix: str, groups: Sequence[LookupGroup], timeout_s: float) -> QueuedBatch:
-        return self._submit(_native.TOUCH, LookupKeys(prefix, groups), None, timeout_s)
+        return self._submit(_native.TOUCH, LookupKeys(prefix, groups), None, timeout_s, timeout_s)
 
     def counters(self) -> dict[str, int]:
         return self._queue.counters()
@@ -105,7 +105,7 @@ class ClientExecutor:
         keys: Sequence[str] | LookupKeys,
         buffers: Sequence[Any] | None,
         timeout_s: float,
-        max_s: float | None = None,
+        max_s: float,
     ) -> QueuedBatch:
         if os.getpid() != self._pid:
             raise RuntimeError("opened before fork(): open one in this process")
