@@ -8,6 +8,7 @@ import importlib
 import os
 import signal
 import sys
+import tempfile
 import threading
 import warnings
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ settings.load_profile("kvpool")
 
 
 _SETTLE_S = 60.0
+_ROOM_NBYTES = 1 << 30
 # What a library opens once for a whole process, and keeps.
 _PROCESS_WIDE = ("/dev/null", "/dev/urandom", "/dev/random", "anon_inode:[eventpoll]", "/dev/nvidia")
 
@@ -85,6 +87,19 @@ def _import_vllm() -> None:
         warnings.simplefilter("ignore")
         importlib.import_module("vllm.v1.request")
         importlib.import_module("vllm.v1.core.kv_cache_utils")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """One sentence, and not each test of a pool in a directory by its own assertion."""
+    from kvpool.store.file import FileSystem
+
+    system = FileSystem.of(tempfile.gettempdir())
+    if system.room_nbytes(0) < _ROOM_NBYTES:
+        pytest.exit(
+            f"{tempfile.gettempdir()}: {system.free_nbytes >> 20:,} MiB are free, and tests of pools need "
+            f"{(system.reserve_nbytes + _ROOM_NBYTES) >> 20:,}: make room, or set TMPDIR",
+            returncode=pytest.ExitCode.USAGE_ERROR,
+        )
 
 
 def pytest_collection_finish() -> None:

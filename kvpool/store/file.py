@@ -89,7 +89,7 @@ def _mount(path: Path, mounts: Path) -> tuple[str, str, str]:
 class FileStore(Store):
     """``file:///dir``: one file a record; a full store evicts the least recently used record of any process.
 
-    It is full at its capacity, or when its file system is but for a reserve (5 %, at least 16 MiB).
+    It is full at its capacity, or when its file system is but for a reserve (5 %, from 16 MiB to 4 GiB).
 
     ``path``: absolute; created if absent, refused if it is neither empty nor a pool. ``capacity_nbytes``: of
     all records in the directory; None: open an existing pool without writing or evicting. ``threads``: native

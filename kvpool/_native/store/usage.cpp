@@ -25,7 +25,8 @@ static_assert(std::endian::native == std::endian::little, "the file is written a
 constexpr auto kCountsPatience = 250ms;  // peers hold their lock for a microsecond, unless stopped meanwhile
 constexpr int kSpins = 100;
 constexpr std::uint64_t kReservedPart = 20;  // of the file system: every twentieth byte
-constexpr std::uint64_t kLeastReserve_nbytes = 16 << 20;
+constexpr std::uint64_t kMinReserve_nbytes = std::uint64_t{16} << 20;
+constexpr std::uint64_t kMaxReserve_nbytes = std::uint64_t{4} << 30;
 constexpr std::uint64_t kMaxCount = (std::uint64_t{1} << 48) - 1;
 
 // Never 0, so that zeros are invalid.
@@ -73,7 +74,8 @@ FileSystem file_system(int fd) {
   struct statvfs info;
   if (fstatvfs(fd, &info) != 0 || info.f_blocks == 0) return {};
   const std::uint64_t total = info.f_blocks * info.f_frsize;
-  return {total, info.f_bavail * info.f_frsize, std::max(total / kReservedPart, kLeastReserve_nbytes)};
+  return {total, info.f_bavail * info.f_frsize,
+          std::clamp(total / kReservedPart, kMinReserve_nbytes, kMaxReserve_nbytes)};
 }
 
 std::optional<std::uint64_t> UsagePage::nbytes(unsigned index) const {

@@ -18,7 +18,7 @@ import pytest
 from kvpool.cli.doctor.pool import pool_findings
 from kvpool.errors import StoreUnavailable
 from kvpool.store import open_store
-from kvpool.store.file import FileStore
+from kvpool.store.file import FileStore, FileSystem
 from tests.support.conformance import MIB, key, keys, payload
 from tests.support.deadlines import eventually
 from tests.support.file_user import record_files, run_user
@@ -120,6 +120,13 @@ def test_a_pool_leaves_a_part_of_its_file_system_to_others(
         ]
         assert "others leave it room for" in says
         assert str(place) in says
+
+
+@needs_mount
+def test_of_a_large_file_system_a_pool_leaves_no_twentieth(tmp_path: Path) -> None:
+    """A disk of 252 GB with 12 GB free had no room for a pool of a MiB."""
+    with mounted(tmp_path / "large", "-t", "tmpfs", "-o", "size=200g", "kvpool-test") as place:
+        assert FileSystem.of(str(place)).reserve_nbytes == 4 << 30
 
 
 @needs_mount
