@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-Kind = Literal["llama", "gemma3", "deepseek", "gpt_oss"]
+Kind = Literal["llama", "gemma3", "deepseek", "gpt_oss", "lfm2", "qwen3_next", "llama4", "eagle"]
 
 VOCABULARY = 8192
 FIRST_WORD = 10  # lower ids have a meaning in some models
@@ -28,14 +28,18 @@ def write_tiny_model(
     layers: int = 8,
     seed: int = 0,
     window: int = 512,
+    said_words: int = VOCABULARY,
 ) -> None:
     """Write configuration, weights (bfloat16) and a word-level tokenizer into the new ``folder``.
 
     ``llama``: full attention, 8 heads, 4 KV heads. ``gemma3``: five layers with a sliding window of
     ``window`` tokens per layer with full attention. ``deepseek``: MLA with latent vectors of 512 + 64
     elements, the only size of vLLM's CPU kernels, without experts. ``gpt_oss``: a sliding window in every
-    other layer, attention sinks, four experts, two per token. ``width`` is a multiple of 256. About 54 MB at
-    the defaults.
+    other layer, attention sinks, four experts, two per token. ``lfm2``: short convolutions but for every
+    fourth layer, with full attention. ``qwen3_next``: gated delta nets likewise, four experts. ``llama4``:
+    attention in chunks of ``window`` tokens likewise, two experts. ``eagle``: layers that draft for a ``llama``
+    of this ``width``. ``width`` is a multiple of 256. Of the vocabulary only the last ``said_words`` are ever said.
+    About 54 MB at the defaults.
     """
     import torch
     import transformers
@@ -55,7 +59,7 @@ def write_tiny_model(
         "tie_word_embeddings": False,
     }
     model: Any
-    if kind == "llama":
+    if kind in ("llama", "eagle"):
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**common))  # type: ignore[no-untyped-call]
     elif kind == "deepseek":
         common |= {"num_key_value_heads": 8, "first_k_dense_replace": layers, "q_lora_rank": None}
@@ -67,6 +71,8 @@ def write_tiny_model(
             **common, sliding_window=window, num_local_experts=4, num_experts_per_tok=2
         )
         model = transformers.GptOssForCausalLM(moe)  # type: ignore[no-untyped-call]
+    elif kind in ("lfm2", "qwen3_next", "llama4"):
+        model = _hybrid(kind, common, layers, window)
     else:
         kinds = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(layers)]
         config = transformers.Gemma3TextConfig(**common, sliding_window=window, layer_types=kinds)
@@ -75,13 +81,79 @@ def write_tiny_model(
         for name, parameter in model.named_parameters():
             if "sinks" in name:
                 parameter.normal_()  # as large as other weights of a softmax
+            elif name.endswith("A_log"):
+                parameter.copy_(
+                    torch.empty_like(parameter).uniform_(0.02, 0.2).log()
+                )  # a state remembers long
+            elif name.endswith("dt_bias"):
+                parameter.uniform_(-3.0, -1.0)
             if parameter.dim() < 2:
                 continue  # norms keep their neutral start
-            gain = QUERY_GAIN if "q_proj" in name else 1.0
+            gain = QUERY_GAIN if "q_proj" in name or "in_proj_qkv" in name else 1.0
             parameter.normal_(0.0, gain * parameter.shape[-1] ** -0.5)
+            if name == "lm_head.weight":
+                parameter[:-said_words] = 0.0
     folder.mkdir(parents=True, exist_ok=True)
-    model.to(torch.bfloat16).save_pretrained(folder)
+    model = model.to(torch.bfloat16)
+    if kind == "eagle":
+        _write_drafts(folder, model)
+    else:
+        model.save_pretrained(folder)
     _write_tokenizer(folder)
+
+
+def _write_drafts(folder: Path, model: Any) -> None:
+    """The layers, and the projection of a token and the target's last state to their input."""
+    import torch
+    from safetensors.torch import save_file
+
+    width = model.config.hidden_size
+    tensors = {
+        name.removeprefix("model."): tensor.clone()
+        for name, tensor in model.state_dict().items()
+        if name.startswith("model.layers.") and name != "model.layers.0.input_layernorm.weight"
+    }
+    tensors["fc.weight"] = (torch.randn(width, 2 * width) * (2 * width) ** -0.5).to(torch.bfloat16)
+    save_file(tensors, folder / "model.safetensors")
+    model.config.save_pretrained(folder)
+    settings = json.loads((folder / "config.json").read_text())
+    settings["architectures"] = ["LlamaForCausalLM"]
+    (folder / "config.json").write_text(json.dumps(settings))
+
+
+def _hybrid(kind: Kind, common: dict[str, Any], layers: int, window: int) -> Any:
+    """A model of which every fourth layer has full attention."""
+    import transformers
+
+    def layer_types(other: str) -> list[str]:
+        return ["full_attention" if i % 4 == 3 else other for i in range(layers)]
+
+    if kind == "lfm2":
+        own: dict[str, Any] = {name: value for name, value in common.items() if name != "head_dim"}
+        # As vLLM reads them.
+        own |= {"conv_dim": common["hidden_size"], "conv_dim_out": common["hidden_size"]}
+        own |= {"block_dim": common["hidden_size"], "block_ff_dim": common["intermediate_size"]}
+        lfm2 = transformers.Lfm2Config(
+            **own, layer_types=layer_types("conv"), conv_L_cache=3, block_auto_adjust_ff_dim=False
+        )
+        return transformers.Lfm2ForCausalLM(lfm2)  # type: ignore[no-untyped-call]
+    if kind == "qwen3_next":
+        # The sizes of heads are those of vLLM's CPU kernels.
+        common |= {"head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
+        common |= {"partial_rotary_factor": 0.5}
+        qwen = transformers.Qwen3NextConfig(
+            **common, layer_types=layer_types("linear_attention"), linear_num_key_heads=2,
+            linear_num_value_heads=4, linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4,
+            num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=64,
+            norm_topk_prob=True,
+        )  # fmt: skip
+        return transformers.Qwen3NextForCausalLM(qwen)  # type: ignore[no-untyped-call]
+    llama4 = transformers.Llama4TextConfig(
+        **common, layer_types=layer_types("chunked_attention"), attention_chunk_size=window, use_qk_norm=True,
+        no_rope_layers=[int(i % 4 != 3) for i in range(layers)], num_local_experts=2, num_experts_per_tok=1,
+        intermediate_size_mlp=common["intermediate_size"], interleave_moe_layer_step=2,
+    )  # fmt: skip
+    return transformers.Llama4ForCausalLM(llama4)
 
 
 def _write_tokenizer(folder: Path) -> None:

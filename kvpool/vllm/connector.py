@@ -71,7 +71,12 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             config = PoolConfig.load(self._kv_transfer_config.kv_connector_extra_config)
             support.refuse_unsupported(vllm_config)
-            groups = support.groups_of(kv_cache_config, config.blocks_per_record, stage_ranks)
+            groups = support.groups_of(
+                kv_cache_config,
+                config.blocks_per_record,
+                stage_ranks,
+                reads_ahead=support.reads_ahead(vllm_config),
+            )
             if role is KVConnectorRole.SCHEDULER:
                 # Each worker computes its own; this call can refuse the start.
                 logger.info("kvpool: weights %s", weights_of(vllm_config, config).source)
@@ -86,6 +91,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                     pipeline_parallel=pipeline_parallel,
                     align_tokens=align_tokens,
                     hash_block_tokens=hash_block_tokens,
+                    match_tokens=internals.match_tokens(kv_cache_config),
                     step_tokens=step_tokens,
                     loads=self._kv_transfer_config.is_kv_consumer,
                     stores=self._kv_transfer_config.is_kv_producer,

@@ -90,11 +90,15 @@ def held_event(block_pool: Any, group_index: int, group: Group, hashes: list[byt
 
 
 def _group_fields(group_index: int, group: Group) -> dict[str, Any]:
-    whole = "mla_attention" if group.latent else "full_attention"
+    kind = "mla_attention" if group.latent else "full_attention"
+    if group.window is not None:
+        kind = "mamba" if group.state else "sliding_window_mla" if group.latent else "sliding_window"
+    elif group.chunk is not None:
+        kind = "chunked_local_attention"
     return {
         "group_idx": group_index,
-        "kv_cache_spec_kind": whole if group.window is None else "sliding_window",
-        "kv_cache_spec_sliding_window": group.window,
+        "kv_cache_spec_kind": kind,
+        "kv_cache_spec_sliding_window": None if group.state else group.window,
     }
 
 
@@ -143,7 +147,7 @@ class CacheResync:
         by_group = internals.event_hashes_by_group(keys + more, len(self._groups))
         for index, (group, hashes) in enumerate(zip(self._groups, by_group, strict=True)):
             # An empty group still counts for the rank if it needs the whole prefix.
-            if hashes or group.window is None:
+            if hashes or group.needs_all:
                 events.append(held_event(self._block_pool, index, group, hashes))
         logger.info(
             "kvpool: an index asked for it: published all %d blocks that this engine holds", len(keys)

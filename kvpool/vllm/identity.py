@@ -26,7 +26,7 @@ from torch import nn
 from vllm.config import ModelConfig, VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 
 from kvpool import metrics
 from kvpool.config import hash_seed
@@ -57,6 +57,11 @@ _MULTIMODAL_SETTINGS = (
     "video_pruning_rate",
     "video_pruning_method",
 )
+# Beside the method and the model of drafts with layers.
+_DRAFT_SETTINGS = (
+    "num_speculative_tokens", "quantization", "draft_tensor_parallel_size", "moe_backend", "attention_backend",
+    "kv_cache_dtype", "parallel_drafting", "index_share_for_mtp_iteration",
+)  # fmt: skip
 # Their processors cut images by ``--max-model-len``.
 _CUT_BY_LENGTH = ("nano_nemotron_vl", "dots3_note")
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
@@ -95,10 +100,19 @@ def engine_facts(
         "blocks_per_record": blocks_per_record,
         **weights,
     }
+    if (drafts := support.drafts_with_layers(config)) is not None:
+        of_model = _model_facts(drafts.draft_model_config)
+        settings = [str(getattr(drafts, name, None)) for name in _DRAFT_SETTINGS]
+        facts["drafts"] = digest_of([str(drafts.method), of_model, settings])
     facts |= scale_facts(config) | settings_facts(config)
     # The layers of each group, because versions of vLLM group a hybrid model differently.
     for index, group in enumerate(cache.kv_cache_groups):
         facts[f"group{index}.layer_names"] = digest_of(list(group.layer_names))
+        specs = internals.layer_specs(group)
+        if any(isinstance(one, MambaSpec) for one in specs):
+            facts["conv_state_layout"] = internals.conv_state_layout()
+        if any(isinstance(one, MambaSpec) or support.is_sparse_mla(one) for one in specs):
+            facts[f"group{index}.specs"] = digest_of([_spec(one) for one in specs])
     groups = support.groups_of(cache, blocks_per_record)
     return facts | layout_of(groups, layers, kv_dtype.removeprefix("torch.")).facts()
 
@@ -141,9 +155,13 @@ def layout_of(groups: Sequence[Group], layers: Sequence[Sequence[torch.Tensor]],
 
 
 def _attention(group: Group) -> str:
-    if group.latent:
-        return "mla"
-    return "full" if group.window is None else f"sliding_window:{group.window}"
+    if group.state:
+        return "state"
+    if group.chunk is not None:
+        return f"chunk:{group.chunk}"
+    if group.window is not None:
+        return f"sliding_window{'_mla' if group.latent else ''}:{group.window}"
+    return "mla" if group.latent else "full"
 
 
 def scale_facts(config: VllmConfig) -> dict[str, Fact]:
@@ -156,7 +174,7 @@ def scale_facts(config: VllmConfig) -> dict[str, Fact]:
     kinds = {name: str(getattr(layer, "kv_cache_dtype", "auto")) for name, layer in layers.items()}
     scales: dict[str, list[Any]] = {}
     for name, kind in kinds.items():
-        if kind in support.PLAIN_KV_DTYPES:
+        if kind in support.PLAIN_KV_DTYPES + support.ROW_KV_DTYPES:
             continue
         if kind not in support.FP8_KV_DTYPES:
             raise EngineRefused(f"the KV cache of layer {name} is of type {kind}, which is not supported yet")
@@ -167,8 +185,11 @@ def scale_facts(config: VllmConfig) -> dict[str, Fact]:
                 "set --tensor-parallel-size to 1, or --kv-cache-dtype to auto"
             )
         scales[name] = [on_device, on_host]
+    in_rows: dict[str, Fact] = (
+        {"fp8_format": _fp8_format()} if set(kinds.values()) & {*support.ROW_KV_DTYPES} else {}
+    )
     if not scales:
-        return {}
+        return in_rows
     return {
         "fp8_format": _fp8_format(),
         "fp8_layers": digest_of({name: kinds[name] for name in scales}),
@@ -208,19 +229,22 @@ def _rotary(embedding: nn.Module, dtype: torch.dtype) -> str:
     return digest_of(says)
 
 
+# Of a model's configuration: where it was found, and by whom; the length is MiniMax's, for its rope.
+_NOT_OF_THE_MODEL = frozenset(
+    ("_name_or_path", "_commit_hash", "transformers_version", "dtype", "torch_dtype", "max_model_len")
+)
+
+
 def _model_config(hf_config: Any) -> dict[str, Any]:
     """The model's configuration after all overrides, including those by the model's own code."""
-    facts: dict[str, Any] = dict(hf_config.to_diff_dict())
-    for name in (
-        "_name_or_path",
-        "_commit_hash",
-        "transformers_version",
-        "dtype",
-        "torch_dtype",
-        "max_model_len",
-    ):
-        facts.pop(name, None)  # the length is MiniMax's, for its rope
-    return facts
+    try:
+        told = hf_config.to_diff_dict()
+    except (
+        Exception
+    ):  # one that is made around another's has no defaults (``vllm/transformers_utils/configs/eagle.py``)
+        told = hf_config.to_dict()
+        told["model"] = _model_config(hf_config.model)
+    return {name: value for name, value in told.items() if name not in _NOT_OF_THE_MODEL}
 
 
 def _processor(model: ModelConfig) -> list[str]:

@@ -21,6 +21,7 @@ from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.model_executor import model_loader
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.model_executor.model_loader.utils import get_model_architecture
 from vllm.platforms import current_platform
 from vllm.v1.core import kv_cache_utils
@@ -128,6 +129,11 @@ def block_sizes(config: VllmConfig, cache: KVCacheConfig) -> tuple[int, int]:
     return kv_cache_utils.resolve_kv_cache_block_sizes(cache, config)
 
 
+def match_tokens(cache: KVCacheConfig) -> int:
+    """Hits end at multiples of so many tokens (``--prefix-match-unit``); 0: this version does not say."""
+    return int(getattr(cache, "cache_hit_alignment_tokens", None) or 0)
+
+
 def layer_specs(group: KVCacheGroupSpec) -> list[Any]:
     """The specification of each layer of a group, or their common one."""
     spec = group.kv_cache_spec
@@ -150,9 +156,18 @@ def layers_of(cache: KVCacheConfig, kv_caches: dict[str, torch.Tensor]) -> list[
     if missing:
         raise EngineRefused(f"layer {missing[0]} has no KV cache of its own, which is not supported yet")
     return [
-        [group_kernel_blocks(kv_caches[name], cache.num_blocks) for name in group.layer_names]
+        [
+            group_kernel_blocks(one, cache.num_blocks)
+            for name in group.layer_names
+            for one in _tensors(kv_caches[name])
+        ]
         for group in cache.kv_cache_groups
     ]
+
+
+def _tensors(layer: Any) -> Sequence[torch.Tensor]:
+    """Of a layer: K and V are one; states may be several."""
+    return [layer] if isinstance(layer, torch.Tensor) else list(layer)
 
 
 def kernel_packing(config: VllmConfig, cache: KVCacheConfig) -> str:
@@ -169,11 +184,16 @@ def kernel_packing(config: VllmConfig, cache: KVCacheConfig) -> str:
     assert isinstance(dtype, torch.dtype), "vLLM has resolved its name"
     for group in cache.kv_cache_groups:
         for layer in layer_specs(group):
-            assert isinstance(layer, AttentionSpec), "support.groups_of refuses every other kind"
-            if not isinstance(layer, MLAAttentionSpec):  # latent vectors are not packed
+            # Latent vectors and states are not packed.
+            if isinstance(layer, AttentionSpec) and not isinstance(layer, MLAAttentionSpec):
                 # The backend reads the model's type, not the cache's, which is bytes for FP8.
                 packings.add(_get_attn_isa(dtype, layer.block_size, layer.head_size))
     return ",".join(sorted(packings))
+
+
+def conv_state_layout() -> str:
+    """The order of the dimensions in states of short convolutions, by processor and environment."""
+    return str(mamba_utils.get_conv_state_layout())
 
 
 # A step, and its requests.
@@ -193,6 +213,28 @@ def block_tables(output: SchedulerOutput, request_id: str) -> tuple[list[int], .
     assert state is not None, "vLLM gives connectors the block tables from 0.29 on"
     tables: tuple[list[int], ...] | None = state.get_block_ids(request_id)
     return tables
+
+
+def offered_states(output: SchedulerOutput) -> Mapping[str, Sequence[tuple[int, int, int]]]:
+    """By request: states that the engine has at the end of this step, as (group, block id, tokens before it).
+
+    Of vLLM's ``align`` mode; nothing else tells where a state lies. The engine may reuse the block in the next
+    step.
+    """
+    state = output.kv_connector_block_state
+    offered: Mapping[str, Sequence[tuple[int, int, int]]] = getattr(state, "boundary_state_offloads", {})
+    return offered
+
+
+def stop_at(request: Request, tokens: int) -> None:
+    """Let the engine end a step of the request's prompt there, and keep its states, if it can."""
+    if hasattr(request, "shared_prefix_boundary"):
+        request.shared_prefix_boundary = max(request.shared_prefix_boundary, tokens)
+
+
+def stop_of(request: Request) -> int:
+    """Where prompts part, and the engine keeps states for the next one; 0: nowhere."""
+    return int(getattr(request, "shared_prefix_boundary", 0))
 
 
 def adapter_changed_in_place(request: Request) -> bool:

@@ -39,7 +39,7 @@ class Loads:
     ) -> None:
         self._groups, self._hash_block_tokens = list(groups), hash_block_tokens
         self._step_tokens, self._patience_s = step_tokens, patience_s
-        self._windowed = any(group.window is not None for group in groups)
+        self._windowed = any(not group.needs_all for group in groups)
         self._loads: dict[str, _Load] = {}
         self._by: dict[Record, str] = {}
         self._block_pool: BlockPool | None = None
@@ -58,8 +58,20 @@ class Loads:
 
     def _lacking(self, request: Request, local_tokens: int, hit_tokens: int) -> Iterator[Record]:
         for index, group in enumerate(self._groups):
-            if lacking := records_to_load(group, local_tokens, hit_tokens):
-                yield index, internals.record_hashes(request, self._hash_block_tokens, group)[lacking.start]
+            for block_hash, _ in self._needed(request, group, local_tokens, hit_tokens):
+                yield index, block_hash
+                break
+
+    def _needed(
+        self, request: Request, group: Group, local_tokens: int, hit_tokens: int
+    ) -> Iterator[tuple[bytes, int]]:
+        """The records that a group lacks: hash and index. The last one may be a tail (``plan.has_tails``)."""
+        hashes = internals.record_hashes(request, self._hash_block_tokens, group)
+        for i in records_to_load(group, local_tokens, hit_tokens):
+            yield hashes[i], i
+        if hit_tokens % group.record_tokens:
+            tail: bytes = request.block_hashes[hit_tokens // self._hash_block_tokens - 1]
+            yield tail, hit_tokens // group.record_tokens
 
     def leave_room(self, request: Request, hit_tokens: int) -> bool:
         """Whether any load, if it failed, could be computed from nothing beside the others and this one."""
@@ -86,13 +98,12 @@ class Loads:
         room = room_of_load(self._groups, hit_tokens, request.num_tokens, self._step_tokens)
         load = self._loads[name] = _Load(time.monotonic(), room, [])
         for index, group in enumerate(self._groups):
-            hashes = internals.record_hashes(request, self._hash_block_tokens, group)
-            for i in records_to_load(group, local_tokens, hit_tokens):
+            for block_hash, i in self._needed(request, group, local_tokens, hit_tokens):
                 ids = blocks_lacking(group, tables[index], i, local_tokens)
                 if any(ids):
-                    blocks.append(BlockRef(pool_hash(hashes[i]), index, ids))
-                    if self._by.setdefault((index, hashes[i]), name) == name:
-                        load.records.append((index, hashes[i]))
+                    blocks.append(BlockRef(pool_hash(block_hash), index, ids))
+                    if self._by.setdefault((index, block_hash), name) == name:
+                        load.records.append((index, block_hash))
         return blocks
 
     def fail(self, request_id: str) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 from vllm.logger import init_logger
 from vllm.v1.kv_offload.base import OffloadKey, get_offload_block_hash, get_offload_group_idx
@@ -23,7 +24,7 @@ from kvpool.metrics import Counters
 from kvpool.store import Batch, LookupBatch, LookupGroup, Store
 from kvpool.transfer.mover import STORE_TIMEOUT_S
 from kvpool.vllm import internals
-from kvpool.vllm.plan import Group
+from kvpool.vllm.plan import Group, reached
 from kvpool.vllm.weights import pool_hashes
 
 logger = init_logger("vllm.kvpool")
@@ -35,14 +36,16 @@ WARN_EVERY_S = 60.0  # between two warnings of an unstable pool
 
 
 class RequestLookup:
-    """One lookup in flight, or its answer.
+    """One lookup in flight, or its answer. ``asked``: by group, which records it asks for (``plan.reached``).
 
-    ``present``, after success: by group a byte per record, 1: present in the pool. Under full attention most
-    records after the first miss were skipped and count as missing. ``failure``: why it failed; else "".
+    ``present``, after success: by group a byte per record, 1: present in the pool, or needed by no hit. Under full
+    attention most records after the first miss were skipped and count as missing. ``failure``: why it failed; else "".
     """
 
-    def __init__(self, lookup: LookupBatch, started_s: float, timeout_s: float) -> None:
-        self._lookup, self._started_s = lookup, started_s
+    def __init__(
+        self, lookup: LookupBatch, asked: Sequence[bytes], started_s: float, timeout_s: float
+    ) -> None:
+        self._lookup, self._asked, self._started_s = lookup, asked, started_s
         self._gives_up_s = started_s + timeout_s + LOOKUP_GRACE_S
         self.present: list[bytes] | None = None
         self.failure = ""
@@ -52,7 +55,10 @@ class RequestLookup:
         if self.present is None and not self.failure:
             if self._lookup.done():
                 try:
-                    self.present = self._lookup.records()
+                    self.present = [
+                        _spread(there, asked)
+                        for there, asked in zip(self._lookup.records(), self._asked, strict=True)
+                    ]
                 except StoreUnavailable:
                     self.failure = "store_unavailable"
             elif now_s > self._gives_up_s:
@@ -77,11 +83,13 @@ class Lookups:
         groups: Sequence[Group],
         *,
         ranks: int,
+        align_tokens: int,
         hash_block_tokens: int,
         timeout_s: float,
         counters: Counters,
     ) -> None:
         self._store, self._groups, self._ranks = store, list(groups), ranks
+        self._reached = [reached(group, align_tokens) for group in self._groups]
         self._hash_block_tokens, self._timeout_s, self._counters = hash_block_tokens, timeout_s, counters
         self._is_away = False  # as logged
         self._warned_at = -WARN_EVERY_S
@@ -89,7 +97,7 @@ class Lookups:
     def start(self, namespace: Namespace, request: Request, tag: bytes) -> RequestLookup | None:
         """Start the lookup of a request; ``tag``: its adapter's, or empty. None: no pool."""
         hashes = [internals.record_hashes(request, self._hash_block_tokens, group) for group in self._groups]
-        asked = groups_to_ask(self._groups, hashes, self._ranks)
+        asked = groups_to_ask(self._groups, hashes, self._ranks, self._reached)
         if tag:
             asked = [one._replace(hashes=pool_hashes(one.hashes, one.hash_nbytes, tag)) for one in asked]
         try:
@@ -99,7 +107,30 @@ class Lookups:
             return None
         self._counters.add(metrics.LOOKUP_REQUESTS)
         self._counters.add(metrics.LOOKUP_BLOCKS, sum(group.records * group.ranks for group in asked))
-        return RequestLookup(lookup, time.monotonic(), self._timeout_s)
+        wanted = [_repeated(each, len(known)) for each, known in zip(self._reached, hashes, strict=True)]
+        return RequestLookup(lookup, wanted, time.monotonic(), self._timeout_s)
+
+    def start_tails(
+        self, namespace: Namespace, request: Request, tag: bytes, places: range
+    ) -> RequestLookup | None:
+        """Start the lookup of tails that end with these of the request's hashes. None: no pool."""
+        hashes = request.block_hashes[places.start : places.stop]
+        nbytes = len(hashes[0])
+        packed = _native.pack_hashes(hashes)
+        if tag:
+            packed = pool_hashes(packed, nbytes, tag)
+        asked = [
+            LookupGroup(packed, nbytes, index, len(group.key_ranks(self._ranks)), 1, sliding_window=True)
+            for index, group in enumerate(self._groups)
+        ]
+        try:
+            lookup = self._store.submit_lookup(namespace, asked, timeout_s=self._timeout_s)
+        except StoreUnavailable:
+            self.failed("store_unavailable")
+            return None
+        self._counters.add(metrics.LOOKUP_BLOCKS, sum(group.records * group.ranks for group in asked))
+        every = [b"\1" * len(places)] * len(asked)
+        return RequestLookup(lookup, every, time.monotonic(), self._timeout_s)
 
     def answered(self) -> None:
         if self._is_away:
@@ -118,11 +149,16 @@ class Lookups:
 
 
 def groups_to_ask(
-    groups: Sequence[Group], hashes: Sequence[Sequence[bytes]], ranks: int
+    groups: Sequence[Group], hashes: Sequence[Sequence[bytes]], ranks: int, needed: Sequence[bytes]
 ) -> list[LookupGroup]:
-    """The groups of a prompt's lookup; ``hashes``: of its records. Errors: ``ConfigError``."""
+    """The groups of a prompt's lookup; ``hashes``: of its records, ``needed``: as ``plan.reached`` has it.
+
+    Errors: ``ConfigError``.
+    """
     asked = []
-    for index, (group, known) in enumerate(zip(groups, hashes, strict=True)):
+    for index, (group, known, pattern) in enumerate(zip(groups, hashes, needed, strict=True)):
+        if (count := pattern.count(1)) < len(pattern):
+            known = list(compress(known, _repeated(pattern, len(known))))
         try:
             packed = _native.pack_hashes(known)
         except ValueError as error:
@@ -133,11 +169,26 @@ def groups_to_ask(
                 hashes=packed,
                 hash_nbytes=len(known[0]) if known else MIN_HASH_NBYTES,
                 ranks=len(group.key_ranks(ranks)),
-                record_tokens=group.record_tokens,
-                sliding_window=group.window is not None,
+                # As if they were evenly spread: none is taken to begin behind where it does.
+                record_tokens=group.record_tokens * len(pattern) // max(count, 1),
+                sliding_window=not group.needs_all,
             )
         )
     return asked
+
+
+def _repeated(pattern: bytes, count: int) -> bytes:
+    return (pattern * (count // len(pattern) + 1))[:count]
+
+
+def _spread(present: bytes, asked: bytes) -> bytes:
+    """The answers for the records that were asked for, among all."""
+    if asked.find(0) < 0:
+        return present
+    found, answers = bytearray(b"\1" * len(asked)), iter(present)
+    for place in compress(range(len(asked)), asked):
+        found[place] = next(answers)
+    return bytes(found)
 
 
 ASK_KEYS = 1 << 16  # per batch; a store takes 2^20, and long requests have more

@@ -16,22 +16,44 @@ from kvpool.key.key import Fact
 
 @dataclass(frozen=True)
 class Group:
-    """A group of layers with a common block table. ``window``: tokens that a query sees, including itself.
+    """A group of layers with a common block table.
 
-    The pool stores ``blocks_per_record`` neighbouring blocks as a record, under the last one's hash.
-    ``latent``: MLA, with a latent vector per token. ``copies``: number of neighbouring ranks with equal
-    bytes; with MLA, a whole pipeline stage.
+    ``window``: tokens that a query sees, including itself. ``chunk``: a query sees the tokens of its own chunk of
+    so many. None of them: all tokens before it. The pool stores ``blocks_per_record`` neighbouring blocks as a
+    record, under the last one's hash. ``latent``: MLA, with a latent vector per token. ``state``: recurrent layers,
+    whose block holds all that they keep of the tokens up to its end: a window of two tokens, so that only a prefix's
+    last block is needed. ``copies``: number of neighbouring ranks with equal bytes; with MLA, a whole pipeline stage.
+    ``reads_ahead``: drafts' layers compute a token with the next one, which a block's hash does not cover. So a block
+    is stored, and a hit ends in front of it, when the token behind it is known.
     """
 
     block_tokens: int
-    window: int | None = None  # None: full attention
+    window: int | None = None
     blocks_per_record: int = 1
     latent: bool = False
+    state: bool = False
     copies: int = 1
+    chunk: int | None = None
+    reads_ahead: bool = False
 
     @property
     def record_tokens(self) -> int:
         return self.block_tokens * self.blocks_per_record
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether a query sees every token before it."""
+        return self.window is None and self.chunk is None
+
+    def first_seen(self, tokens: int) -> int:
+        """The first token that the query behind ``tokens`` tokens sees."""
+        if self.window is not None:
+            return max(0, tokens - self.window + 1)
+        return 0 if self.chunk is None else tokens // self.chunk * self.chunk
+
+    def most_seen(self, tokens: int) -> int:
+        """The most of ``tokens`` tokens before it that any query sees."""
+        return min(tokens, (self.window or self.chunk or tokens + 1) - 1)
 
     def key_rank(self, rank: int) -> int:
         """The rank number in the pool key of ``rank``'s part of a record."""
@@ -125,13 +147,11 @@ def records_to_load(group: Group, local_tokens: int, hit_tokens: int) -> range:
     """Indices of the records that ``group`` lacks to resume at ``hit_tokens``, given ``local_tokens``
     computed.
 
-    Full attention needs every block before it. A sliding window needs the blocks from token ``hit_tokens -
-    window + 1`` on. ``local_tokens`` is a multiple of the group's block size, maybe inside a record;
+    Those of the tokens that the next query sees (``Group.first_seen``). ``local_tokens`` is a multiple of the
+    group's block size, maybe inside a record;
     ``hit_tokens`` is a multiple of the record's.
     """
-    first = local_tokens // group.record_tokens
-    if group.window is not None:
-        first = max(first, max(0, hit_tokens - group.window + 1) // group.record_tokens)
+    first = max(local_tokens, group.first_seen(hit_tokens)) // group.record_tokens
     return range(first, hit_tokens // group.record_tokens)
 
 
@@ -146,11 +166,10 @@ def room_of_load(groups: Sequence[Group], hit_tokens: int, tokens: int, step_tok
     """The blocks that a prompt of ``tokens`` takes with a load up to ``hit_tokens``, in steps of ``step_tokens``."""
     loaded = needed = 0
     for group in groups:
-        first, most = 0, -(-tokens // group.block_tokens)
-        if group.window is not None:
-            first = max(0, hit_tokens - group.window + 1) // group.block_tokens
-            most = min(most, -(-(group.window - 1 + step_tokens) // group.block_tokens) + 1)
-        loaded += (held := hit_tokens // group.block_tokens - first)
+        first, most = group.first_seen(hit_tokens) // group.block_tokens, -(-tokens // group.block_tokens)
+        if not group.needs_all:
+            most = min(most, -(-(group.most_seen(tokens) + step_tokens) // group.block_tokens) + 1)
+        loaded += (held := -(-hit_tokens // group.block_tokens) - first)
         needed += max(held, most)
     return Room(loaded, needed - loaded)
 
@@ -206,15 +225,77 @@ def longest_hit(
         hit = usable
 
 
+def junction(groups: Sequence[Group], present: Sequence[bytes], max_tokens: int, align_tokens: int) -> int:
+    """Where prompts part whose blocks are in the pool and whose states may not be; 0 without states.
+
+    Arguments as of ``longest_hit``.
+    """
+    kept = [(group, there) for group, there in zip(groups, present, strict=True) if not group.state]
+    if len(kept) == len(groups):
+        return 0
+    return longest_hit(
+        [group for group, _ in kept],
+        [there for _, there in kept],
+        local_tokens=0,
+        max_tokens=max_tokens,
+        align_tokens=align_tokens,
+    )
+
+
+def reached(group: Group, align_tokens: int) -> bytes:
+    """Which records hits may need, for the records of every ``align_tokens`` tokens: 1 or 0.
+
+    Hits end at multiples of ``align_tokens``, so a window sees the last records in front of them only; which is what
+    vLLM keeps itself (``SlidingWindowManager.reachable_block_mask``).
+    """
+    records = align_tokens // group.record_tokens
+    if group.window is None:  # chunks may begin anywhere
+        return b"\1" * records
+    first = max(0, align_tokens - group.window + 1) // group.record_tokens
+    behind = group.reads_ahead and not group.state
+    return bytes(record >= first or (behind and record == 0) for record in range(records))
+
+
+def has_tails(groups: Sequence[Group], match_tokens: int) -> bool:
+    """Whether hits that end at multiples of ``match_tokens`` may end inside of a block.
+
+    Such a tail is a record, too: the block that holds it, under the hash of its end. What a block holds behind it is
+    computed again. For states beside full attention, with blocks of one size, as in vLLM's own offloading.
+    """
+    sizes = {group.block_tokens for group in groups}
+    return (
+        len(sizes) == 1
+        and 0 < match_tokens < min(sizes)
+        and any(group.state for group in groups)
+        and all(
+            (group.state or group.needs_all) and group.blocks_per_record == 1 and not group.reads_ahead
+            for group in groups
+        )
+    )
+
+
+def is_resumed_at(group: Group, tokens: int, prompt_tokens: int, stop_tokens: int) -> bool:
+    """Whether requests are likely to resume at ``tokens``, where a request has a state, which is large.
+
+    They do at the end of its prompt, or one token before it, behind its answer, and where prompts part
+    (``stop_tokens``); not at the other ends of steps, which depend on what else was computed. With drafts that read
+    ahead a hit ends a block earlier.
+    """
+    behind = group.block_tokens * (2 if group.reads_ahead else 1)
+    return tokens > prompt_tokens - behind or tokens == stop_tokens
+
+
 def _usable_tokens(group: Group, there: bytes, local_tokens: int, hit_tokens: int) -> int:
     """The longest hit up to ``hit_tokens`` that ``group`` allows, ignoring alignment."""
     hit_tokens = min(hit_tokens, len(there) * group.record_tokens)
+    if group.reads_ahead and not group.state:
+        hit_tokens = max(0, there.rfind(1, 0, hit_tokens // group.record_tokens + 1)) * group.record_tokens
     needed = records_to_load(group, local_tokens, hit_tokens)
     first = local_tokens // group.record_tokens
     if not needed or there.find(0, needed.start, needed.stop) < 0:
         return hit_tokens
-    # Either everything after the local tokens is present, or a full window further on.
-    end = there.find(0, first, needed.stop)
+    # Either everything after the local tokens is present, or a full window, or the beginning of a chunk, further on.
+    end = there.find(0, needed.start if group.chunk is not None else first, needed.stop)
     if group.window is not None:
         window_records = -(-(group.window - 1) // group.record_tokens)
         start = there.rfind(b"\1" * window_records, first, needed.stop)

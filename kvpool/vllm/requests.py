@@ -30,6 +30,7 @@ class RequestState:
     params: RequestParams
     adapter: AdapterCheck | None = None
     lookup: RequestLookup | None = None  # the latest
+    tails: tuple[int, RequestLookup] | None = None  # behind so many tokens of whole blocks
     waiting_since: float | None = None  # first "ask again later" to the engine
     waited_s: float = 0.0
     wait_counted: bool = False  # the wait for ``lookup`` was observed

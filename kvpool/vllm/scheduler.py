@@ -48,6 +48,8 @@ from kvpool.vllm.plan import (
     LoadPlan,
     PoolMetadata,
     PoolWorkerMetadata,
+    has_tails,
+    junction,
     longest_hit,
 )
 from kvpool.vllm.requests import WITHOUT_POOL, ParamsReader, RequestState
@@ -74,6 +76,7 @@ class SchedulerHalf:
         pipeline_parallel: int = 1,
         align_tokens: int,
         hash_block_tokens: int,
+        match_tokens: int = 0,
         step_tokens: int,
         loads: bool,
         stores: bool,
@@ -84,6 +87,8 @@ class SchedulerHalf:
         self._hash_block_tokens = hash_block_tokens
         # Where the engine can resume, and records of every group end.
         self._align_tokens = math.lcm(align_tokens, *(group.record_tokens for group in self._groups))
+        # Of hits that end inside of a block; 0: none does.
+        self._match_tokens = match_tokens if has_tails(self._groups, match_tokens) else 0
         self._loads, self._stores, self._events_wanted = loads, stores, events
         self._broken = False
         self.counters = Counters()
@@ -98,6 +103,7 @@ class SchedulerHalf:
             store,
             self._groups,
             ranks=ranks,
+            align_tokens=self._align_tokens,
             hash_block_tokens=hash_block_tokens,
             timeout_s=config.lookup_timeout_s,
             counters=self.counters,
@@ -122,8 +128,10 @@ class SchedulerHalf:
             config,
             self._groups,
             ranks=ranks,
+            align_tokens=self._align_tokens,
             step_tokens=step_tokens,
             hash_block_tokens=hash_block_tokens,
+            tails=self._match_tokens > 0,
             events=events,
             counters=self.counters,
         )
@@ -139,7 +147,7 @@ class SchedulerHalf:
     def seen(self, request: Request) -> None:
         """A request arrived: start its lookup."""
         state = self._state(request)
-        if self._may_load(state) and self._max_tokens(request) > 0:
+        if self._may_load(state) and not self._is_too_short(request):
             self._look_up(state)
 
     @guarded(NO_OFFER, request="offer")
@@ -178,6 +186,13 @@ class SchedulerHalf:
                 max_tokens=max_tokens,
                 align_tokens=self._align_tokens,
             )
+            stop = junction(self._groups, present, max_tokens, self._align_tokens)
+            if stop > hit and self._stores:
+                internals.stop_at(request, stop)
+            tail = self._tail(state, max(hit, stop), now)
+            if tail is None and self._in_time(state, now):
+                return self._wait(state, now)
+            hit = max(hit, tail or 0)
         if request.num_preemptions and local_tokens and hit - local_tokens < MIN_STEP_TOKENS:
             hit = local_tokens  # memory is short, and a load holds blocks without progress
         if hit > local_tokens and self._loads_under_way.bring(request, local_tokens, hit):
@@ -207,9 +222,33 @@ class SchedulerHalf:
             return "switched_off"
         if not self._may_load(state):
             return "without"
-        if not max_tokens:
+        if self._is_too_short(state.request):
             return "too_short"
-        return "engine_cache" if local_tokens >= max_tokens else ""
+        return "engine_cache" if local_tokens >= max(1, max_tokens) else ""
+
+    def _tail(self, state: RequestState, whole_tokens: int, now: float) -> int | None:
+        """How many tokens the pool has with the beginning of the block behind ``whole_tokens``; None: not known yet."""
+        namespace, tag = self._namespace.current, state.adapter.tag if state.adapter is not None else b""
+        if not self._match_tokens or namespace is None or tag is None:
+            return 0
+        most = min(state.request.num_tokens - 1, whole_tokens + self._groups[0].block_tokens - 1)
+        places = range(whole_tokens // self._hash_block_tokens, most // self._hash_block_tokens)
+        if not places:
+            return 0
+        if state.tails is None or state.tails[0] != whole_tokens:
+            lookup = self._lookups.start_tails(namespace, state.request, tag, places)
+            if lookup is None:
+                return 0
+            state.tails = (whole_tokens, lookup)
+        lookup = state.tails[1]
+        if not lookup.ended(now):
+            return None
+        if lookup.present is None:
+            self._lookups.failed(lookup.failure)
+            return 0
+        parts = zip(*lookup.present, strict=True)
+        ends = [place for place, there in zip(places, parts, strict=True) if all(there)]
+        return (ends[-1] + 1) * self._hash_block_tokens if ends else 0
 
     def _admits(self, state: RequestState) -> bool:
         """Whether the cost gate admits the load; asked once per lookup."""
@@ -280,6 +319,9 @@ class SchedulerHalf:
         self._store_planner.begin(step)
         for state, computed_tokens in sorted(scheduled, key=lambda each: each[0].params.priority):
             self._plan_request(state.request, state, computed_tokens, output, step)
+        for request_id, offered in internals.offered_states(output).items():
+            if (owner := self._requests.get(request_id)) is not None and owner.params.store:
+                self._plan_states(owner.request, owner, offered, output, step)
         self._store_planner.end(step, output)
 
     @guarded(None, request="store")
@@ -292,6 +334,19 @@ class SchedulerHalf:
         step: PoolMetadata,
     ) -> None:
         self._store_planner.plan(step, output, request, state.params.priority, computed, state.pool_hash)
+
+    @guarded(None, request="store")
+    def _plan_states(
+        self,
+        request: Request,
+        state: RequestState,
+        offered: Iterable[tuple[int, int, int]],
+        output: SchedulerOutput,
+        step: PoolMetadata,
+    ) -> None:
+        self._store_planner.plan_states(
+            step, output, request, state.params.priority, offered, state.pool_hash
+        )
 
     @guarded(0)
     def _time_step(self, gate: CostGate, output: SchedulerOutput) -> int:
@@ -384,6 +439,9 @@ class SchedulerHalf:
         """The longest usable prefix: at least one token is left to compute."""
         return int((request.num_tokens - 1) // self._align_tokens * self._align_tokens)
 
+    def _is_too_short(self, request: Request) -> bool:
+        return request.num_tokens <= (self._match_tokens or self._align_tokens)
+
     def _in_time(self, state: RequestState, now: float) -> bool:
         return state.waiting_since is None or now - state.waiting_since < self._config.lookup_timeout_s
 
@@ -401,6 +459,7 @@ class SchedulerHalf:
         if state.lookup is not None:
             state.lookup.cancel()
         state.lookup, state.admitted, state.wait_counted = None, False, False
+        state.tails = None
         state.lookup = self._lookups.start(self._namespace.current, state.request, tag)
         state.refused |= state.lookup is None
         return state.lookup
@@ -470,7 +529,7 @@ class SchedulerHalf:
         for state in self._requests.values():
             if state.lookup is not None:
                 state.lookup.cancel()
-            state.lookup = state.offered = None
+            state.lookup = state.offered = state.tails = None
 
     def switch_off(self, reason: str) -> None:
         if not self._broken:

@@ -70,7 +70,7 @@ class StoreQueue:
         self.held = HeldBlocks()
         self._ranks, self._holds, self._counters = ranks, write_through, counters
         # By group: whether a record needs its predecessors. Write-back evicts a prompt from its end instead.
-        self.in_order = [write_through and group.window is None for group in groups]
+        self.in_order = [write_through and group.needs_all for group in groups]
         # By hash and group; a record is in at most one of these.
         self._waiting: OrderedDict[tuple[bytes, int], Wanted] = OrderedDict()  # each after its parent
         self._given_up: OrderedDict[tuple[bytes, int], None] = OrderedDict()  # oldest first

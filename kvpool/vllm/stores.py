@@ -21,7 +21,6 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from kvpool import metrics
 from kvpool.config import PoolConfig
 from kvpool.metrics import Counters
 from kvpool.vllm import internals
@@ -33,9 +32,13 @@ from kvpool.vllm.plan import (
     PoolWorkerMetadata,
     blocks_held,
     first_missing,
+    is_resumed_at,
+    reached,
     records_to_store,
 )
+from kvpool.vllm.request_counter import RequestCounter
 from kvpool.vllm.store_queue import StoreQueue, Wanted
+from kvpool.vllm.write_back import WriteBack
 
 MAX_LATE = 256  # most pending lookups; the oldest is dropped
 STEPS_AHEAD = 2  # full steps whose evictions write-back anticipates
@@ -73,7 +76,10 @@ class _LateAnswer(NamedTuple):
 
 
 class StorePlanner:
-    """Plans the stores of an engine of ``ranks`` ranks. ``step_tokens``: most tokens of a step."""
+    """Plans the stores of an engine of ``ranks`` ranks, whose hits end at multiples of ``align_tokens``.
+
+    ``step_tokens``: most tokens of a step.
+    """
 
     def __init__(
         self,
@@ -81,8 +87,10 @@ class StorePlanner:
         groups: Sequence[Group],
         *,
         ranks: int,
+        align_tokens: int,
         step_tokens: int,
         hash_block_tokens: int,
+        tails: bool = False,
         events: bool,
         counters: Counters,
     ) -> None:
@@ -91,13 +99,13 @@ class StorePlanner:
         write_through = config.store_policy == "write_through"
         self._queue = StoreQueue(self._groups, ranks=ranks, write_through=write_through, counters=counters)
         self._held = self._queue.held
+        self._tails = tails and write_through
+        self._reached = [reached(group, align_tokens) for group in self._groups]
         self._progress: dict[str, _Progress] = {}
         self._late_answers: deque[_LateAnswer] = deque()
         self._requests = RequestCounter() if config.min_requests_to_store > 1 else None
-        self._write_back: dict[int, Wanted] = {}  # by block id, so bounded by the engine
-        self._blocks_ahead = sum(
-            -(-STEPS_AHEAD * step_tokens // group.block_tokens) for group in self._groups
-        )
+        ahead = sum(-(-STEPS_AHEAD * step_tokens // group.block_tokens) for group in self._groups)
+        self._write_back = WriteBack(self._queue, blocks_ahead=ahead, counters=counters)
         # Time of the last store of a computing step, or arrival in the pool.
         self._active_at = 0.0
 
@@ -119,8 +127,8 @@ class StorePlanner:
         self._read_late_answers(step)
 
     def end(self, step: PoolMetadata, output: SchedulerOutput) -> None:
-        if self._write_back and output.total_num_scheduled_tokens:
-            self._plan_write_back(step)
+        if output.total_num_scheduled_tokens:
+            self._write_back.plan(step)
         if step.stores and output.total_num_scheduled_tokens:
             self._active_at = time.monotonic()
 
@@ -179,11 +187,14 @@ class StorePlanner:
         source = _Source(request, priority, pool_hash)
         tables: tuple[list[int], ...] | None = None
         for index, group in enumerate(self._groups):
-            if computed_tokens // group.record_tokens <= progress.planned[index]:
+            known_tokens = computed_tokens - group.reads_ahead
+            if known_tokens // group.record_tokens <= progress.planned[index]:
                 continue
             hashes = internals.record_hashes(request, self._hash_block_tokens, group)
-            new = records_to_store(group.record_tokens, progress.planned[index], computed_tokens, len(hashes))
+            new = records_to_store(group.record_tokens, progress.planned[index], known_tokens, len(hashes))
             progress.planned[index] = new.stop
+            if group.state:  # the engine offers what it computed (``plan_states``)
+                new = range(new.start, max(new.start, min(new.stop, progress.held[index])))
             tables = internals.block_tables(output, request.request_id) if tables is None else tables
             if tables is None:
                 break
@@ -196,6 +207,68 @@ class StorePlanner:
                 tables = tables or internals.block_tables(output, request.request_id)
                 self._await_answer(source, progress.answer, progress.held, tables)
             progress.answer = None
+
+    def plan_states(
+        self,
+        step: PoolMetadata,
+        output: SchedulerOutput,
+        request: Request,
+        priority: int,
+        offered: Iterable[tuple[int, int, int]],
+        pool_hash: PoolHash | None = bytes,
+    ) -> None:
+        """Add the stores of states that the engine offers a request: (group, block id, tokens before it).
+
+        A state inside of a block is stored with the blocks of the other groups that hold its tokens (``has_tails``).
+        """
+        if pool_hash is None:
+            return
+        source = _Source(request, priority, pool_hash)
+        tails: dict[int, list[tuple[int, int]]] = {}
+        for index, block_id, tokens in offered:
+            group = self._groups[index]
+            record = tokens // group.record_tokens - 1
+            if tokens % group.record_tokens:
+                tails.setdefault(tokens, []).append((index, block_id))
+                continue
+            if not is_resumed_at(group, tokens, request.num_prompt_tokens, internals.stop_of(request)):
+                continue
+            if tokens > request.num_prompt_tokens and not self._config.store_decode:
+                continue
+            hashes = internals.record_hashes(request, self._hash_block_tokens, group)
+            if record >= len(hashes) or self._queue.is_under_way((pool_hash(hashes[record]), index)):
+                continue
+            if self._had_by_enough(hashes[record], index):
+                self._store(step, source, index, hashes, record, [0] * record + [block_id])
+        tables = internals.block_tables(output, request.request_id) if tails and self._tails else None
+        if tables is None:
+            return
+        for tokens, blocks in tails.items():
+            blocks += [
+                (index, tables[index][tokens // group.block_tokens])
+                for index, group in enumerate(self._groups)
+                if not group.state
+            ]
+            for index, block_id in blocks:
+                self._store_tail(step, source, index, tokens, block_id)
+
+    def _store_tail(
+        self, step: PoolMetadata, source: _Source, index: int, tokens: int, block_id: int
+    ) -> None:
+        """Store now, or never: the engine fills the block up."""
+        block_hash = source.request.block_hashes[tokens // self._hash_block_tokens - 1]
+        key = (source.pool_hash(block_hash), index)
+        if not block_id or self._queue.is_under_way(key) or not self._had_by_enough(block_hash, index):
+            return
+        parent = None
+        if self._queue.in_order[index] and (before := tokens // self._groups[index].record_tokens):
+            hashes = internals.record_hashes(source.request, self._hash_block_tokens, self._groups[index])
+            parent = (source.pool_hash(hashes[before - 1]), index)
+        self._queue.offer(step, Wanted(BlockRef(*key, (block_id,)), parent, (None,), source.priority, None))
+
+    def _had_by_enough(self, block_hash: bytes, index: int) -> bool:
+        enough = self._config.min_requests_to_store
+        return self._requests is None or self._requests.add(block_hash, index) >= enough
 
     def _first_to_plan(self, request: Request, progress: _Progress, pool_hash: PoolHash | None) -> list[int]:
         """By group, the first record to consider: held ones may be absent or below the threshold."""
@@ -301,7 +374,10 @@ class StorePlanner:
         record: int,
         table: Sequence[int],
     ) -> None:
-        """Store a record now, or at its eviction."""
+        """Store a record now, or at its eviction; not at all where no hit needs it."""
+        of_group = self._reached[index]
+        if not of_group[record % len(of_group)]:
+            return
         group, key = self._groups[index], (source.pool_hash(hashes[record]), index)
         ids = blocks_held(group, table, record)
         if ids is None:
@@ -316,51 +392,6 @@ class StorePlanner:
             stored_event(source.request, index, group, record, hashes) if self._events_wanted else None,
         )
         if self._config.store_policy == "write_back":
-            self._keep_for_later(wanted._replace(cache_key=internals.cache_key(hashes[record], index)))
+            self._write_back.keep(wanted._replace(cache_key=internals.cache_key(hashes[record], index)))
         else:
             self._queue.offer(step, wanted)
-
-    # Write-back.
-
-    def _keep_for_later(self, wanted: Wanted) -> None:
-        (block_id,) = wanted.block.block_ids  # by the settings
-        earlier = self._write_back.pop(block_id, None)
-        if earlier is not None and earlier.block != wanted.block:
-            self._counters.add(metrics.STORE_SKIPPED_BLOCKS, 1, "evicted")
-        self._write_back[block_id] = wanted
-
-    def _plan_write_back(self, step: PoolMetadata) -> None:
-        """Store the blocks that the engine may evict in its next steps; they are stable during this step."""
-        due = []
-        for block_id, key in internals.next_evicted(self._held.pool, self._blocks_ahead):
-            if (wanted := self._write_back.pop(block_id, None)) is None:
-                continue
-            if key == wanted.cache_key:
-                due.append(wanted._replace(contents=(key,)))
-            else:
-                self._counters.add(metrics.STORE_SKIPPED_BLOCKS, 1, "evicted")
-        for wanted in sorted(due, key=lambda each: each.priority):
-            self._queue.offer(step, wanted)
-
-
-MAX_BLOCKS = 1 << 18  # about 40 MB of the scheduler's process, when full
-
-
-class RequestCounter:
-    """Counts requests by block hash and group. Beyond ``max_blocks`` the least recently seen is forgotten."""
-
-    def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
-        self._max_blocks = max_blocks
-        self._counts: dict[tuple[bytes, int], int] = {}  # oldest first
-
-    def add(self, block_hash: bytes, group: int) -> int:
-        """Count one more request; returns the total."""
-        key = (block_hash[-8:], group)  # a collision only stores a block a little early
-        count = self._counts.pop(key, 0) + 1
-        if len(self._counts) >= self._max_blocks:
-            del self._counts[next(iter(self._counts))]
-        self._counts[key] = count
-        return count
-
-    def count(self, block_hash: bytes, group: int) -> int:
-        return self._counts.get((block_hash[-8:], group), 0)

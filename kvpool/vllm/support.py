@@ -15,10 +15,13 @@ from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
@@ -28,18 +31,29 @@ from kvpool.vllm import internals
 from kvpool.vllm.plan import Group
 
 # MLA specification fields that vary by model and cache type; the layout's facts cover them. Any other set
-# field, in later versions too, means that a block is not a latent vector per token.
+# field, in later versions too, means that a block is not latent vectors of its tokens.
 _MLA_LAYOUT = frozenset(
     (
         "block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "cache_dtype_str", "kv_quant_mode",
-        "page_size_padded", "block_stride_alignment", "num_head_slots", "dcp_sharded",
+        "page_size_padded", "block_stride_alignment", "num_head_slots", "dcp_sharded", "sliding_window",
+    )
+)  # fmt: skip
+# Those of sparse MLA: an indexer's keys beside the vectors, one vector for several tokens, rows of bytes. The facts of
+# its specifications cover them.
+_SPARSE_MLA = frozenset(
+    (
+        "cache_role", "is_index_group_leader", "topk_buffer_width", "state_content_bytes", "tokens_per_state",
+        "alignment", "model_version",
     )
 )  # fmt: skip
 PLAIN_KV_DTYPES = ("auto", "bfloat16", "float16")
 # A fixed scale per layer or head. Other types keep scales beside the values, or rotate them first.
 FP8_KV_DTYPES = ("fp8", "fp8_e4m3", "fp8_e5m2")
+# Rows of bytes with their own scales among them.
+ROW_KV_DTYPES = ("fp8_ds_mla",)
 # These draft from tokens alone, without layers, so they own no part of a block.
 _DRAFTS_OF_TOKENS = ("ngram", "ngram_gpu", "suffix")
+_DRAFTS_WITH_LAYERS = ("draft_model", "eagle", "eagle3", "mtp")
 
 
 def refuse_unsupported(config: VllmConfig) -> None:
@@ -88,21 +102,38 @@ def _refusals(config: VllmConfig) -> Iterator[str]:
     ):
         if size != 1:
             yield f"{name} {size} is not supported yet; set it to 1"
-    # Drafts need no support: a block is stored once its tokens are accepted (``plan.records_to_store``).
+    # A block is stored once its tokens are accepted (``plan.records_to_store``).
     if (drafts := drafts_with_layers(config)) is not None:
-        yield (
-            f'speculative decoding by "{drafts.method}" is not supported yet: its layers may keep in a block what '
-            "depends on tokens behind it, which are not in the block's hash; supported are "
-            f"{', '.join(_DRAFTS_OF_TOKENS)}; change or remove --speculative-config"
-        )
+        if str(drafts.method) not in _DRAFTS_WITH_LAYERS:
+            yield (
+                f'speculative decoding by "{drafts.method}" is not supported yet: its layers may keep in a block what '
+                "depends on tokens behind it, which are not in the block's hash; supported are "
+                f"{', '.join(_DRAFTS_OF_TOKENS + _DRAFTS_WITH_LAYERS)}; change or remove --speculative-config"
+            )
+        if drafts.use_eagle() and not drafts.use_eagle_block_drop():
+            yield (
+                "disable_eagle_block_drop uses blocks whose drafts were computed with another next token; remove it "
+                "from --speculative-config"
+            )
     if ahead := getattr(config, "num_hash_lookahead_tokens", 0):
         yield (
             f"a block's hash covers {ahead} tokens behind the block, which other workers do not hash; "
             'add "disable_lookahead_block_hashes": true to --speculative-config'
         )
-    if str(caching.cache_dtype) not in PLAIN_KV_DTYPES + FP8_KV_DTYPES:
-        supported = ", ".join(PLAIN_KV_DTYPES + FP8_KV_DTYPES)
-        yield f"--kv-cache-dtype {caching.cache_dtype} is not supported yet; supported are {supported}"
+    of_drafts = getattr(drafts, "kv_cache_dtype", None) or "auto"
+    for option, kv_dtype in (
+        ("--kv-cache-dtype", caching.cache_dtype),
+        ("kv_cache_dtype of --speculative-config", of_drafts),
+    ):
+        if str(kv_dtype) not in PLAIN_KV_DTYPES + FP8_KV_DTYPES + ROW_KV_DTYPES:
+            supported = ", ".join(PLAIN_KV_DTYPES + FP8_KV_DTYPES + ROW_KV_DTYPES)
+            yield f"{option} {kv_dtype} is not supported yet; supported are {supported}"
+    for name in ("use_replayssm", "use_kda_recoverssm"):
+        if getattr(caching, name, False):
+            yield (
+                f"{name} keeps a part of each state in the inputs of its last tokens, so a block is not the state at "
+                "its end; remove --use-replayssm, or --kv-transfer-config"
+            )
     if config.lora_config is not None and not internals.hash_tags():
         yield (
             "this version of vLLM hashes an adapter's name and not its path, so adapters of one name would be taken "
@@ -179,7 +210,15 @@ def drafts_with_layers(config: VllmConfig) -> SpeculativeConfig | None:
     return None if drafts is None or str(drafts.method) in _DRAFTS_OF_TOKENS else drafts
 
 
-def groups_of(config: KVCacheConfig, blocks_per_record: int = 1, tensor_parallel: int = 1) -> list[Group]:
+def reads_ahead(config: VllmConfig) -> bool:
+    """Whether layers of drafts compute a token with the next one (``plan.Group``)."""
+    drafts = config.speculative_config
+    return drafts is not None and drafts.use_eagle_block_drop()
+
+
+def groups_of(
+    config: KVCacheConfig, blocks_per_record: int = 1, tensor_parallel: int = 1, *, reads_ahead: bool = False
+) -> list[Group]:
     """The KV-cache groups for plans, of equal record sizes. Errors: ``EngineRefused`` names the attention."""
     if not config.kv_cache_groups:
         raise EngineRefused("the model has no KV cache to share; remove --kv-transfer-config")
@@ -192,15 +231,46 @@ def groups_of(config: KVCacheConfig, blocks_per_record: int = 1, tensor_parallel
             groups.append(Group(group.kv_cache_spec.block_size))
         elif type(spec) is SlidingWindowSpec and not getattr(spec, "extra_retained_tokens", 0):
             groups.append(Group(group.kv_cache_spec.block_size, spec.sliding_window))
-        elif type(spec) is MLAAttentionSpec:
+        elif type(spec) in (MLAAttentionSpec, SlidingWindowMLASpec):
             _refuse_uncommon_mla(index, group)
-            groups.append(Group(group.kv_cache_spec.block_size, latent=True, copies=tensor_parallel))
+            window = spec.sliding_window if type(spec) is SlidingWindowMLASpec else None
+            block_tokens = group.kv_cache_spec.block_size
+            groups.append(Group(block_tokens, window, latent=True, copies=tensor_parallel))
+        elif type(spec) is ChunkedLocalAttentionSpec:
+            groups.append(Group(group.kv_cache_spec.block_size, chunk=spec.attention_chunk_size))
+        elif type(spec) is MambaSpec:
+            groups.append(_state_group(index, group, tensor_parallel))
         else:
             raise EngineRefused(
                 f"KV-cache group {index} is of kind {type(spec).__name__}, which is not supported yet; "
-                "supported are full attention, sliding windows and MLA"
+                "supported are full attention, sliding windows, chunks, MLA and states"
             )
-    return [dataclasses.replace(group, blocks_per_record=blocks_per_record) for group in groups]
+    return [
+        dataclasses.replace(
+            group, blocks_per_record=1 if group.state else blocks_per_record, reads_ahead=reads_ahead
+        )
+        for group in groups
+    ]
+
+
+def is_sparse_mla(spec: Any) -> bool:
+    """Whether a layer keeps more, or something else, than one latent vector for each token."""
+    if type(spec) is SlidingWindowMLASpec:
+        return True
+    return type(spec) is MLAAttentionSpec and any(
+        getattr(spec, one.name) != one.default for one in dataclasses.fields(spec) if one.name in _SPARSE_MLA
+    )
+
+
+def _state_group(index: int, group: KVCacheGroupSpec, tensor_parallel: int) -> Group:
+    for one in internals.layer_specs(group):
+        if one.mamba_cache_mode != "align":
+            raise EngineRefused(
+                f"KV-cache group {index} keeps states in mode {one.mamba_cache_mode!r}, in which a block is not the "
+                "state at its end; set --mamba-cache-mode align"
+            )
+    copies = tensor_parallel if getattr(group.kv_cache_spec, "tp_replicated", False) else 1
+    return Group(group.kv_cache_spec.block_size, window=2, state=True, copies=copies)
 
 
 def refuse_tier(config: VllmConfig, cache: KVCacheConfig) -> None:
@@ -223,15 +293,18 @@ def refuse_tier(config: VllmConfig, cache: KVCacheConfig) -> None:
 
 
 def _refuse_uncommon_mla(index: int, group: KVCacheGroupSpec) -> None:
-    """Refuse sparse indexers, compressed states and caches in main memory: their blocks hold, or need, more."""
+    """Refuse what is computed again behind a hit, and caches in main memory: their blocks hold, or need, more."""
     for layer in internals.layer_specs(group):
+        known = _MLA_LAYOUT | _SPARSE_MLA
+        if type(layer) is MLAAttentionSpec:
+            known -= {"sliding_window"}  # of a hybrid whose layers vLLM takes for one kind
         for one in dataclasses.fields(layer):
             value = getattr(layer, one.name)
             plain = 1 if one.name == "max_tp_shards" else one.default  # 1: every rank has it whole
-            if one.name not in _MLA_LAYOUT and value != plain:
+            if one.name not in known and value != plain:
                 raise EngineRefused(
                     f"KV-cache group {index} is MLA with {one.name} {value!r}, which is not supported yet; "
-                    "supported is one latent vector for each token"
+                    "supported are latent vectors, indexers beside them, and windows of both"
                 )
     if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
         raise EngineRefused(

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import huggingface_hub
 import numpy
 from vllm import envs
-from vllm.config import ModelConfig, VllmConfig
+from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.logger import init_logger
 
 from kvpool.config import PoolConfig
@@ -40,7 +40,7 @@ from kvpool.key.checkpoint import LOADED_SUFFIXES, CheckpointDigest, checkpoint_
 from kvpool.key.key import Fact
 from kvpool.text import counted
 from kvpool.threads import start_thread
-from kvpool.vllm import internals
+from kvpool.vllm import internals, support
 
 logger = init_logger("vllm.kvpool")
 
@@ -80,15 +80,27 @@ def weights_of(config: VllmConfig, settings: PoolConfig) -> Weights:
             {"weights": f"{word} {settings.model_id}"},
             f'by model_id "{settings.model_id}", no file was looked at',
         )
-    reason = next(_untold(config), None)
+    facts, source = _checkpoint(config.model_config, config.load_config)
+    drafts = support.drafts_with_layers(config)
+    if drafts is not None and drafts.draft_model_config.model != config.model_config.model:
+        loads = drafts.draft_load_config or config.load_config
+        of_drafts, where = _checkpoint(drafts.draft_model_config, loads)
+        facts |= {f"drafts_{name}": value for name, value in of_drafts.items()}
+        source += f"; drafts: {where}"
+    return Weights(facts, source)
+
+
+def _checkpoint(model: ModelConfig, load: LoadConfig) -> Weights:
+    """The facts of a checkpoint's files."""
+    reason = next(_untold(model, load), None)
     if reason is not None:
         raise EngineRefused(
             f"{reason}, so the weights cannot be identified; set model_id to a name that stands for exactly "
             "these weights"
         )
-    path = _path(config)
+    path = _path(model, load)
     started = time.monotonic()
-    digest = checkpoint_digest(path, suffixes=_SUFFIXES[load_format])
+    digest = checkpoint_digest(path, suffixes=_SUFFIXES[str(load.load_format)])
     took_s = time.monotonic() - started
     facts: dict[str, Fact] = {"weights": digest.hex}
     if commit := snapshot_commit(path):
@@ -117,9 +129,8 @@ def snapshot_commit(path: Path) -> str:
     return folder.name if folder.parent.name == _SNAPSHOTS and _COMMIT.fullmatch(folder.name) else ""
 
 
-def _untold(config: VllmConfig) -> Iterator[str]:
+def _untold(model: ModelConfig, load: LoadConfig) -> Iterator[str]:
     """Reasons why the checkpoint's files do not identify the engine's weights; empty if they do."""
-    model, load = config.model_config, config.load_config
     load_format = str(load.load_format)
     if load_format == "dummy":
         yield "--load-format dummy fills the weights with random numbers"
@@ -159,9 +170,8 @@ def _loads_from_elsewhere(model_class: type) -> bool:
     return False
 
 
-def _path(config: VllmConfig) -> Path:
+def _path(model: ModelConfig, load: LoadConfig) -> Path:
     """The weights' folder or file. Reads caches, asks no hub."""
-    model = config.model_config
     path = Path(model.model)
     if path.exists():
         return path
@@ -171,7 +181,7 @@ def _path(config: VllmConfig) -> Path:
         folder = huggingface_hub.snapshot_download(
             model.model,
             revision=None if revision is None else str(revision),
-            cache_dir=config.load_config.download_dir,
+            cache_dir=load.download_dir,
             local_files_only=True,
             ignore_patterns=["*"],  # vLLM fetches only needed files, so a snapshot is seldom whole
         )

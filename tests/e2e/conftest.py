@@ -36,3 +36,9 @@ def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gpt-oss") / "model"
     return write_model(folder, kind="gpt_oss", width=256, layers=4, window=512)
+
+
+@pytest.fixture(scope="session")
+def llama4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama4") / "model"
+    return write_model(folder, kind="llama4", width=256, layers=4, window=512)

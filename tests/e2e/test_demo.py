@@ -97,6 +97,7 @@ def test_interrupted_demo_leaves_nothing(folder: Path) -> None:
     assert eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in engine))
 
 
+@pytest.mark.rare
 def test_block_size_that_the_engine_refuses_is_one_line_and_its_log_is_kept(folder: Path) -> None:
     ended = subprocess.run(
         [*DEMO, "--block-size", "16"], cwd=ROOT, capture_output=True, text=True, timeout=900, check=False,

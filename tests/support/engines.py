@@ -127,10 +127,14 @@ def records(pool: Path, tokens: list[int], block_tokens: int = BLOCK_TOKENS) -> 
     return found
 
 
-def corrupt(record: Path, *, keep_checksum: bool) -> None:
-    """Turn payload bits of a record, and make its checksum right again unless ``keep_checksum``."""
+def corrupt(record: Path, *, keep_checksum: bool, first_share: float = 0.0) -> None:
+    """Turn payload bits of a record, and make its checksum right again unless ``keep_checksum``.
+
+    ``first_share``: of the payload, in front of those bits; layers lie one after the other.
+    """
     content = bytearray(record.read_bytes())
-    for at in range(RECORD_HEADER_NBYTES, len(content)):
+    first = RECORD_HEADER_NBYTES + int(first_share * (len(content) - RECORD_HEADER_NBYTES))
+    for at in range(first, len(content)):
         content[at] ^= 0x11
     if not keep_checksum:
         content[:RECORD_HEADER_NBYTES] = pack_header(_key(record), content[RECORD_HEADER_NBYTES:])

@@ -36,7 +36,9 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
@@ -56,8 +58,9 @@ from tests.support.scripted_store import NoDocuments, SelfMoving
 
 BLOCK_TOKENS = 4
 WINDOW = 9  # tokens; blocks outside of it go back to the engine while the request runs
+SMALL_BLOCK_TOKENS, SMALL_WINDOW = 2, 3  # of which hits need the last in front of each end only
 LAYERS = 2
-DEVICE_BLOCKS = 26  # so few that requests are preempted
+DEVICE_BLOCKS, MORE_BLOCKS = 26, 12  # of two groups, and with a third
 MAX_TOKENS = 64
 MAX_DRAFTS = 3
 BUDGET_S = 0.2
@@ -118,7 +121,10 @@ class World:
         self.random = random.Random(seed)
         self.records = MemoryStore(capacity_nbytes)
         self.parents: dict[bytes, bytes | None] = {}  # by a record's hash: that of the one before it
-        self.values: dict[tuple[int, bytes], np.ndarray] = {}  # by weights and hash
+        self.values: dict[
+            tuple[int, bytes], np.ndarray
+        ] = {}  # by weights and hash: of all tokens up to its end
+        self.shape = Shape()  # of the engines
         self.weights: dict[bytes, int] = {}  # of which the blocks in a namespace are, by its fingerprint
         self.newest_weights = 0
         self.batches: list[_Batch] = []
@@ -169,9 +175,12 @@ class World:
         """What has to be in the record under a key: block by block, layer by layer."""
         _, fingerprint, block_hash, group, rank = parse_key(key)
         values = self.values[self.weights[fingerprint], block_hash]
+        values = values[-self.shape.record_tokens(group) :]
+        if group == STATES:
+            values = np.full(BLOCK_TOKENS, values[-1])
         return b"".join(
             (block + salt(group, layer, rank)).tobytes()
-            for block in values.reshape(-1, BLOCK_TOKENS)
+            for block in values.reshape(-1, self.shape.block_tokens(group))
             for layer in range(LAYERS)
         )
 
@@ -183,6 +192,9 @@ class World:
     def close(self) -> None:
         self._patch.undo()
         self.records.close()
+
+
+STATES = 2  # the group of states
 
 
 def salt(group: int, layer: int, rank: int) -> int:
@@ -377,6 +389,30 @@ class Shape:
     stages: int = 1  # of a pipeline, each with LAYERS layers of its own
     late: bool = False  # copies end in a later step
     weights_never_change: bool = False  # as the setting
+    states: bool = False  # a third group, of recurrent layers; the second is of full attention, or windowed
+    small: bool = False  # a second group, of latent vectors in small blocks with a small window
+
+    def block_tokens(self, group: int) -> int:
+        return SMALL_BLOCK_TOKENS if self.small and group == 1 else BLOCK_TOKENS
+
+    def record_tokens(self, group: int) -> int:
+        return self.block_tokens(group) * (1 if group == STATES else self.blocks_per_record)
+
+    @property
+    def hash_tokens(self) -> int:
+        return SMALL_BLOCK_TOKENS if self.small else BLOCK_TOKENS
+
+    @property
+    def device_blocks(self) -> int:
+        """So few that requests are preempted, and enough for each by itself."""
+        return DEVICE_BLOCKS + (MORE_BLOCKS if self.states else 0)
+
+    def window(self, group: int) -> int | None:
+        if group == STATES:
+            return 2
+        if group == 1 and (self.small or self.windowed):
+            return SMALL_WINDOW if self.small else WINDOW
+        return None
 
     @property
     def stage_ranks(self) -> int:
@@ -384,7 +420,7 @@ class Shape:
 
     def part(self, group: int, rank: int) -> int:
         """The number under which the pool has what a rank holds of a group."""
-        return rank // self.stage_ranks if self.latent and group == 0 else rank
+        return rank // self.stage_ranks if self.latent and (group == 0 or self.small) else rank
 
     def parts(self, group: int) -> int:
         return self.part(group, self.ranks - 1) + 1
@@ -400,6 +436,7 @@ class ScriptedEngine:
         self, world: World, config: VllmConfig, shape: Shape, without_pool: int | None = None
     ) -> None:
         self.world, self.shape, self.config = world, shape, config
+        world.shape = shape
         self.weights = 0
         self.reloads = 0  # that vLLM has made itself
         self._start(without_pool)
@@ -411,7 +448,7 @@ class ScriptedEngine:
             cache_config(self.shape, stage=0),
             StructuredOutputManager(self.config),
             block_size=BLOCK_TOKENS,
-            hash_block_size=BLOCK_TOKENS,
+            hash_block_size=self.shape.hash_tokens,
             log_stats=False,
         )
         self.connector = self.scheduler.connector
@@ -439,9 +476,9 @@ class ScriptedEngine:
         stage, of_stage = divmod(index, self.shape.stage_ranks)
         cache = cache_config(self.shape, stage)
         tensors = {
-            name: torch.zeros((cache.num_blocks, BLOCK_TOKENS, 1), dtype=torch.int64)
-            for group in cache.kv_cache_groups
-            for name in group.layer_names
+            name: torch.zeros((cache.num_blocks, self.shape.block_tokens(group), 1), dtype=torch.int64)
+            for group, one in enumerate(cache.kv_cache_groups)
+            for name in one.layer_names
         }
         numbers = [
             [tensors[name].numpy()[:, :, 0] for name in group.layer_names] for group in cache.kv_cache_groups
@@ -492,7 +529,7 @@ class ScriptedEngine:
                 list(prompt),
                 SamplingParams(max_tokens=max_tokens, ignore_eos=True),
                 None,
-                block_hasher=get_request_block_hasher(BLOCK_TOKENS, sha256_cbor),
+                block_hasher=get_request_block_hasher(self.shape.hash_tokens, sha256_cbor),
             )
         )
 
@@ -759,23 +796,40 @@ class ScriptedEngine:
         running = self.running[name]
         busy = {block for blocks in rank.loading.values() for block in blocks}
         for group, table in enumerate(running.tables):
-            first = max(0, computed - WINDOW + 1) if self._windowed(group) else 0
+            window, block_tokens = self.shape.window(group), self.shape.block_tokens(group)
+            first = 0 if window is None else max(0, computed - window + 1)
             end = computed + tokens
+            if group == STATES:
+                self._advance(rank, running, computed, end, busy)
+                continue
             places = np.arange(first, end)
-            blocks = np.array(table)[places // BLOCK_TOKENS]
+            blocks = np.array(table)[places // block_tokens]
             assert (blocks > 0).all(), "the engine took a block away that the next token sees"
             assert not busy & {(group, int(block)) for block in blocks}, f"{name} uses blocks that are loaded"
             for layer, numbers in enumerate(rank.numbers[group]):
                 wanted = np.concatenate((running.text.values[first:computed], running.written))
                 wanted += self.shape.salt(group, layer, rank.index)
-                at = (blocks, places % BLOCK_TOKENS)
+                at = (blocks, places % block_tokens)
                 done = computed - first
                 read = numbers[at][:done]
                 assert (read == wanted[:done]).all(), f"rank {rank.index} reads wrong bytes for {name}"
                 numbers[at] = wanted
 
-    def _windowed(self, group: int) -> bool:
-        return self.shape.windowed and group == 1
+    def _advance(
+        self, rank: Rank, running: Running, computed: int, end: int, busy: set[tuple[int, int]]
+    ) -> None:
+        """Read the state before a step, and write the one behind it, each in the last block that it covers."""
+        table = running.tables[STATES]
+        for layer, numbers in enumerate(rank.numbers[STATES]):
+            own = self.shape.salt(STATES, layer, rank.index)
+            for tokens, value in ((computed, running.text.values[computed - 1]), (end, running.written[-1])):
+                block = table[(tokens - 1) // BLOCK_TOKENS] if tokens else 0
+                assert bool(block) == bool(tokens), "the engine took a state away that the next token needs"
+                assert (STATES, block) not in busy, "a state is used that is loaded"
+                if tokens == end:
+                    numbers[block] = value + own
+                elif tokens:
+                    assert (numbers[block] == value + own).all(), f"rank {rank.index} reads a wrong state"
 
     # What has to hold.
 
@@ -786,14 +840,10 @@ class ScriptedEngine:
         text.grow(len(tokens))
         assert tokens == text.tokens[: len(tokens)], f"{name} was told another token than the model's"
         for index in range(self._hashed.get(name, 0), len(request.block_hashes)):
-            end = (index + 1) * BLOCK_TOKENS
-            record_tokens = BLOCK_TOKENS * self.shape.blocks_per_record
-            if end % record_tokens:
-                continue
-            values = text.values[end - record_tokens : end].copy()
+            values = text.values[: (index + 1) * self.shape.hash_tokens].copy()
             known = self.world.values.setdefault((text.weights, request.block_hashes[index]), values)
             assert (known == values).all()
-            before = index - self.shape.blocks_per_record
+            before = index - self.shape.record_tokens(0) // self.shape.hash_tokens
             self.world.parents[request.block_hashes[index]] = (
                 request.block_hashes[before] if before >= 0 else None
             )
@@ -811,7 +861,7 @@ class ScriptedEngine:
             was_there = self.in_pool(block.block_hash, block.group)
             self.stored_again += was_there and not self.in_pool(block.block_hash, block.group, now=True)
             parent = self.world.parents[block.block_hash]
-            if self._windowed(block.group) or parent is None or (parent, block.group) not in self.dropped:
+            if self.shape.window(block.group) or parent is None or (parent, block.group) not in self.dropped:
                 continue
             on_its_way = (parent, block.group) in self.stores._queue._under_way
             assert on_its_way or self.in_pool(parent, block.group), "a record is stored behind a gap"
@@ -868,8 +918,11 @@ class ScriptedEngine:
             return
         tables = self.scheduler.kv_cache_manager.get_block_ids(name)
         for group, block in rank.loading[name]:
-            start = tables[group].index(block) * BLOCK_TOKENS
-            wanted = self.texts[name].values[start : start + BLOCK_TOKENS]
+            block_tokens = self.shape.block_tokens(group)
+            start = tables[group].index(block) * block_tokens
+            wanted = self.texts[name].values[start : start + block_tokens]
+            if group == STATES:
+                wanted = np.full(BLOCK_TOKENS, wanted[-1])
             for layer, numbers in enumerate(rank.numbers[group]):
                 right = wanted + self.shape.salt(group, layer, rank.index)
                 assert (numbers[block] == right).all(), "wrong bytes"
@@ -935,7 +988,9 @@ class ScriptedEngine:
         assert not self.aggregator._recv_remaining_count
         assert not self.aggregator._failed_recving_pending
         pool = self.scheduler.kv_cache_manager.block_pool
-        assert pool.get_num_free_blocks() == DEVICE_BLOCKS - 1, "blocks are lost"  # one is the null block
+        assert pool.get_num_free_blocks() == self.shape.device_blocks - 1, (
+            "blocks are lost"
+        )  # one is the null block
         for rank in self.ranks:
             assert not rank.loading, "loads were never reported"
             worker = rank.connector._worker
@@ -954,23 +1009,32 @@ def cache_config(shape: Shape, stage: int) -> KVCacheConfig:
         "dtype": torch.float32,
     }
     specs = [MLAAttentionSpec(**common, max_tp_shards=1) if shape.latent else FullAttentionSpec(**common)]
+    if shape.small:
+        small = common | {"block_size": SMALL_BLOCK_TOKENS, "sliding_window": SMALL_WINDOW}
+        specs.append(SlidingWindowMLASpec(**small, max_tp_shards=1))
     if shape.windowed:
         specs.append(SlidingWindowSpec(**common, sliding_window=WINDOW))
+    if shape.states:
+        if not shape.windowed:
+            specs.append(FullAttentionSpec(**common))
+        state = {"shapes": ((BLOCK_TOKENS,),), "dtypes": (torch.int64,), "mamba_cache_mode": "align"}
+        specs.append(MambaSpec(block_size=BLOCK_TOKENS, page_size_padded=specs[0].page_size_bytes, **state))
     groups = [
         KVCacheGroupSpec([f"group{index}.layer{stage * LAYERS + layer}" for layer in range(LAYERS)], spec)
         for index, spec in enumerate(specs)
     ]
-    return KVCacheConfig(num_blocks=DEVICE_BLOCKS, kv_cache_tensors=[], kv_cache_groups=groups)
+    return KVCacheConfig(num_blocks=shape.device_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
 def prepare(config: VllmConfig, shape: Shape) -> VllmConfig:
     """Make an engine's configuration that of a scripted one."""
     init_none_hash(sha256_cbor)
     config.cache_config.block_size = BLOCK_TOKENS
-    config.cache_config.num_gpu_blocks = DEVICE_BLOCKS
+    config.cache_config.num_gpu_blocks = shape.device_blocks
     config.parallel_config.tensor_parallel_size = shape.stage_ranks
     config.parallel_config.pipeline_parallel_size = shape.stages
     config.scheduler_config.async_scheduling = shape.overlapping
+    config.cache_config.mamba_cache_mode = "align" if shape.states else "none"
     assert config.kv_transfer_config is not None
     settings = config.kv_transfer_config.kv_connector_extra_config
     settings["blocks_per_record"] = shape.blocks_per_record

@@ -36,7 +36,12 @@ def planted(*_: object, **__: object) -> Any:
 
 
 def request(
-    name: str, tokens: int = 100, transfer_params: object = None, first: int = 0, **sampling: Any
+    name: str,
+    tokens: int = 100,
+    transfer_params: object = None,
+    first: int = 0,
+    hash_tokens: int = BLOCK_TOKENS,
+    **sampling: Any,
 ) -> Request:
     """Its prompt has the tokens from ``first`` on."""
     init_none_hash(sha256_cbor)
@@ -46,7 +51,7 @@ def request(
         list(range(first, first + tokens)),
         SamplingParams(max_tokens=8, extra_args=extra, **sampling),
         None,
-        block_hasher=get_request_block_hasher(BLOCK_TOKENS, sha256_cbor),
+        block_hasher=get_request_block_hasher(hash_tokens, sha256_cbor),
     )
 
 
@@ -59,16 +64,22 @@ def half(
     loads: bool = True,
     stores: bool = True,
     groups: Sequence[Group] = (Group(BLOCK_TOKENS),),
+    hash_block_tokens: int = BLOCK_TOKENS,
+    match_tokens: int = 0,
     **settings: Any,
 ) -> SchedulerHalf:
     scheduler = SchedulerHalf(
         PoolConfig(**{"pool": "file:///unused", "lookup_timeout_s": BUDGET_S, **settings}),
         store,
-        [replace(group, blocks_per_record=settings.get("blocks_per_record", 1)) for group in groups],
+        [
+            group if group.state else replace(group, blocks_per_record=settings.get("blocks_per_record", 1))
+            for group in groups
+        ],
         ranks=ranks,
         pipeline_parallel=pipeline_parallel,
         align_tokens=BLOCK_TOKENS,
-        hash_block_tokens=BLOCK_TOKENS,
+        hash_block_tokens=hash_block_tokens,
+        match_tokens=match_tokens,
         step_tokens=STEP_TOKENS,
         loads=loads,
         stores=stores,

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 
@@ -25,6 +29,20 @@ WINDOW = SlidingWindowSpec(
 LATENT = MLAAttentionSpec(
     block_size=32, num_kv_heads=1, max_tp_shards=1, head_size=576, dtype=torch.bfloat16, cache_dtype_str="auto",
 )  # fmt: skip
+
+ROWS = replace(LATENT, dtype=torch.uint8, cache_dtype_str="fp8_ds_mla", state_content_bytes=656)
+SMALL_WINDOW = SlidingWindowMLASpec(
+    block_size=4, num_kv_heads=1, max_tp_shards=1, head_size=1024, dtype=torch.float32, sliding_window=8, alignment=576,
+)  # fmt: skip
+CHUNKED = ChunkedLocalAttentionSpec(
+    block_size=32, num_kv_heads=4, head_size=32, dtype=torch.bfloat16, attention_chunk_size=64
+)
+STATE = MambaSpec(
+    block_size=32,
+    shapes=((3, 64), (4, 16, 16)),
+    dtypes=(torch.bfloat16, torch.float32),
+    mamba_cache_mode="align",
+)
 
 
 def cache_of(*specs: Any) -> KVCacheConfig:

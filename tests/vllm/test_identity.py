@@ -2,37 +2,58 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import vllm.config
-from hypothesis import given
-from hypothesis import strategies as st
+from transformers import LlamaConfig
 from vllm.config import MultiModalConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.platforms import current_platform
+from vllm.transformers_utils.configs.eagle import EAGLEConfig
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, get_kv_cache_spec_kind
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SparseCacheRole,
+    get_kv_cache_spec_kind,
+)
 
 from kvpool.errors import EngineRefused
-from kvpool.key.key import Fact, Namespace
+from kvpool.key.key import Namespace
+from kvpool.vllm import internals
 from kvpool.vllm.events import held_event
 from kvpool.vllm.identity import (
     ROPE_ROWS,
     _model_config,
     _processor,
     engine_facts,
-    facts_of_engine,
     layout_of,
     rope_fact,
+    scale_facts,
 )
-from kvpool.vllm.plan import Group
-from tests.support.specs import FULL, LATENT, WEIGHTS, WINDOW, attention_layers, cache_of, differing, facts_of
+from kvpool.vllm.support import groups_of
+from tests.support.specs import (
+    CHUNKED,
+    FULL,
+    LATENT,
+    ROWS,
+    SMALL_WINDOW,
+    STATE,
+    WEIGHTS,
+    WINDOW,
+    attention_layers,
+    cache_of,
+    differing,
+    facts_of,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.allow_leaks("vLLM keeps helpers of its own for a process")]
 
@@ -133,6 +154,18 @@ def test_what_a_models_own_code_writes_into_its_configuration_counts(engine_conf
     assert "max_model_len" not in _model_config(hf_config)
 
 
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_a_configuration_around_another_ones_counts_as_a_whole_wherever_it_lies(method: str) -> None:
+    """EAGLE's class cannot be made without arguments, as Transformers does to see what differs from its defaults."""
+
+    def facts(**options: Any) -> dict[str, Any]:
+        around = LlamaConfig(architectures=["LlamaForCausalLM"], **options)
+        return _model_config(EAGLEConfig(around, method=method))
+
+    assert facts(name_or_path="/here") == facts(name_or_path="/there")
+    assert facts() != facts(rms_norm_eps=1e-4)
+
+
 def test_models_that_look_at_the_length_are_those_that_were_looked_through() -> None:
     """Beside rotary tables (``rope``), dummy inputs and limits; a file that is new here is to be read first."""
     looked_through = {
@@ -175,14 +208,46 @@ def test_records_of_several_blocks_have_a_namespace_of_their_own(engine_config: 
     }
 
 
-def test_latent_vectors_are_facts_and_events_of_their_own() -> None:
-    groups = [Group(32, latent=True), Group(32)]
-    layout = layout_of(groups, [[torch.zeros(4, 32, 8)], [torch.zeros(4, 32, 8)]], "float32")
-    assert [layout.facts()[f"group{index}.attention"] for index in (0, 1)] == ["mla", "full"]
+KINDS: list[tuple[Any, str]] = [
+    (FULL, "full"),
+    (WINDOW, "sliding_window:512"),
+    (LATENT, "mla"),
+    (SMALL_WINDOW, "sliding_window_mla:8"),
+    (CHUNKED, "chunk:64"),
+    (STATE, "state"),
+]
+
+
+def test_each_kind_of_attention_is_a_fact_and_an_event_of_its_own() -> None:
+    groups = groups_of(cache_of(*(spec for spec, _ in KINDS)))
+    layout = layout_of(groups, [[torch.zeros(4, 32, 8)] for _ in groups], "float32")
+    assert [layout.facts()[f"group{index}.attention"] for index in range(len(groups))] == [
+        fact for _, fact in KINDS
+    ]
     pool = BlockPool(4, True, 32)
     kinds = [held_event(pool, 0, group, []).kv_cache_spec_kind for group in groups]
-    assert kinds == ["mla_attention", "full_attention"]
-    assert kinds == [get_kv_cache_spec_kind(spec) for spec in (LATENT, FULL)], "as the engine's own"
+    assert kinds == [get_kv_cache_spec_kind(spec) for spec, _ in KINDS], "as the engine's own"
+
+
+def test_latents_of_another_form_share_nothing(engine_config: Any) -> None:
+    """Where their blocks have as many bytes, too."""
+    config, layers = engine_config(), [[torch.zeros((8, 32, 656), dtype=torch.uint8)]]
+    facts = engine_facts(config, cache_of(ROWS), WEIGHTS, layers)
+    for other in (
+        {"cache_role": SparseCacheRole.INDEXER},
+        {"tokens_per_state": 4},
+        {"state_content_bytes": 584},
+        {"cache_dtype_str": "nvfp4_ds_mla"},
+        {"model_version": "deepseek_v4"},
+    ):
+        found = engine_facts(config, cache_of(replace(ROWS, **other)), WEIGHTS, layers)
+        assert differing(facts, found) == {"group0.specs"}, other
+
+
+def test_scales_inside_of_rows_are_no_facts(engine_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = {"layer0": types.SimpleNamespace(kv_cache_dtype="fp8_ds_mla")}
+    monkeypatch.setattr(internals, "attention_layers", lambda config: layers)
+    assert scale_facts(engine_config()).keys() == {"fp8_format"}
 
 
 def _fp8(engine_config: Any, **options: Any) -> tuple[Any, list[Attention]]:
@@ -290,76 +355,3 @@ def test_how_images_are_processed_is_read_beside_a_local_model(engine_config: An
     (tmp_path / "moved").rename(of_commit)
     model.model = str(of_commit)
     assert _processor(model) == [], "there the commit says it"
-
-
-MODEL: dict[str, Fact] = {"model": "m", "pipeline_parallel": 2}
-FIRST: dict[str, Fact] = {**MODEL, "group0.layers": 1, "group0.attention": "full"}
-SECOND: dict[str, Fact] = {**MODEL, "group0.layers": 3, "group0.attention": "full", "fp8_layers": "a"}
-
-FACTS = st.dictionaries(st.sampled_from("abc"), st.sampled_from((0, 1, True, "1", "")))
-
-
-def test_of_one_stage_they_are_those_of_its_ranks() -> None:
-    assert facts_of_engine([FIRST] * 3, 1) == FIRST
-
-
-def test_where_stages_differ_each_has_facts_of_its_own() -> None:
-    assert facts_of_engine([FIRST, FIRST, SECOND, SECOND], 2) == {
-        **MODEL,
-        "group0.attention": "full",
-        "stage0.group0.layers": 1,
-        "stage1.group0.layers": 3,
-        "stage1.fp8_layers": "a",
-    }
-
-
-@pytest.mark.parametrize(
-    ("ranks", "stages"),
-    [
-        ([FIRST, SECOND], 1),
-        ([FIRST, FIRST, SECOND, FIRST], 2),
-        ([FIRST, SECOND, FIRST, SECOND], 2),  # they come stage by stage
-    ],
-)
-def test_ranks_of_one_stage_must_agree(ranks: list[dict[str, Fact]], stages: int) -> None:
-    with pytest.raises(EngineRefused, match="its ranks differ"):
-        facts_of_engine(ranks, stages)
-
-
-OTHER = {**SECOND, "weights": "0123", "group0.layers": 4}
-
-
-@pytest.mark.parametrize(
-    ("ranks", "stages", "says"),
-    [
-        (
-            [FIRST, FIRST, SECOND, OTHER],
-            2,
-            "group0.layers is 3 on rank 2 and 4 on rank 3; give all ranks the same model",
-        ),
-        (
-            [{**FIRST, "weights": "4567"}, {**FIRST, "weights": "0123"}],
-            1,
-            'weights is "4567" on rank 0 and "0123" on rank 1;',
-        ),
-        ([FIRST, OTHER], 1, "fp8_layers is absent on rank 0 and "),
-    ],
-)
-def test_the_fact_in_which_ranks_of_a_stage_differ_is_named(
-    ranks: list[dict[str, Fact]], stages: int, says: str
-) -> None:
-    """Another checkpoint on another node, as often as another layout."""
-    with pytest.raises(EngineRefused) as refused:
-        facts_of_engine(ranks, stages)
-    assert str(refused.value).startswith(f"its ranks differ: {says}")
-
-
-@given(one=st.lists(FACTS, min_size=2, max_size=2), other=st.lists(FACTS, min_size=2, max_size=2))
-def test_engines_have_the_same_facts_when_each_stage_has(
-    one: list[dict[str, Fact]], other: list[dict[str, Fact]]
-) -> None:
-    def exact(facts: dict[str, Fact] | None) -> dict[str, str]:
-        return {name: repr(value) for name, value in (facts or {}).items()}
-
-    alike = [exact(facts) for facts in one] == [exact(facts) for facts in other]
-    assert (exact(facts_of_engine(one, 2)) == exact(facts_of_engine(other, 2))) == alike

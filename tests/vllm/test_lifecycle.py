@@ -56,6 +56,33 @@ SHAPES += [
     for slots in (4, 24)
     for blocks_per_record in (1, 2)
 ]
+SHAPES += [
+    Shape(
+        ranks, overlapping, windowed, states=True, slots=slots, blocks_per_record=blocks_per_record, late=late
+    )
+    for ranks in (1, 2)
+    for overlapping in (False, True)
+    for windowed in (False, True)
+    for slots in (4, 24)
+    for blocks_per_record in (1, 2)
+    for late in (False, True)
+]
+SHAPES += [
+    Shape(
+        ranks,
+        overlapping,
+        small=True,
+        latent=True,
+        slots=slots,
+        blocks_per_record=blocks_per_record,
+        late=late,
+    )
+    for ranks in (1, 2)
+    for overlapping in (False, True)
+    for slots in (4, 24)
+    for blocks_per_record in (1, 2)
+    for late in (False, True)
+]
 CAPACITIES = (3_000, 1 << 20)  # bytes of the pool: a dozen blocks, and all there are
 
 WAYS_TO_LOAD_WEIGHTS = (
@@ -235,8 +262,8 @@ class EngineLife(Life):
         engine.dropped.difference_update([one for one in engine.dropped if engine.in_pool(*one)])
         self.world.put.clear()
         self.world.lose(1.0)
-        step = self.shape.blocks_per_record
-        hashes = BlockHasher(BLOCK_TOKENS).hashes(prompt)[step - 1 :: step]
+        step = self.shape.record_tokens(0) // self.shape.hash_tokens
+        hashes = BlockHasher(self.shape.hash_tokens).hashes(prompt)[step - 1 :: step]
         # What comes behind a record that was given up is given up with it, also where a late answer to this request's
         # lookup then brings that one back: the next request brings the rest.
         for attempt in range(2 if engine.stores._queue.gave_up else 1):
@@ -692,3 +719,32 @@ def arriving_at_once(
             one.add(f"burst{number}", prompt, 6)
         one.drain()
     return engines
+
+
+STATES = Shape(states=True, slots=24, weights_never_change=True)
+
+
+def test_a_state_is_loaded_and_what_is_behind_it_computed(engine: Callable[..., ScriptedEngine]) -> None:
+    prompt = list(range(1, 30))
+    first, second = engine(STATES), engine(STATES)
+    first.add("a", prompt, 3)
+    first.rest()
+    second.add("b", prompt, 3)
+    second.drain()
+    assert (second.hits, second.loads, second.loads_failed) == (1, 1, 0)
+
+
+SMALL = Shape(small=True, latent=True, slots=24, weights_never_change=True)
+
+
+def test_of_small_windows_what_hits_need_is_stored_and_loaded(engine: Callable[..., ScriptedEngine]) -> None:
+    first, second = engine(SMALL), engine(SMALL)
+    first.add("a", list(range(1, 30)), 3)
+    first.rest()
+    groups = [parse_key(key).group for key in first.world.put]
+    assert groups.count(0) == groups.count(1) > 0, (
+        "half of the small blocks: those in front of a large one's end"
+    )
+    second.add("b", list(range(1, 30)), 3)
+    second.drain()
+    assert (second.hits, second.loads, second.loads_failed) == (1, 1, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +13,11 @@ from kvpool.vllm.plan import (
     PoolWorkerMetadata,
     blocks_held,
     blocks_lacking,
+    has_tails,
+    is_resumed_at,
+    junction,
     longest_hit,
+    reached,
     records_to_load,
     records_to_store,
 )
@@ -29,6 +34,13 @@ def situations(draw: st.DrawFn) -> Situation:
         Group(draw(BLOCKS), draw(st.none() | st.integers(1, 300)), per_record)
         for _ in range(draw(st.integers(1, 3)))
     ]
+    groups += [Group(draw(BLOCKS), 2, state=True) for _ in range(draw(st.integers(0, 2)))]
+    chunks = st.integers(1, 300)
+    groups += [
+        Group(draw(BLOCKS), None, per_record, chunk=draw(chunks)) for _ in range(draw(st.integers(0, 1)))
+    ]
+    if draw(st.booleans()):
+        groups = [replace(group, reads_ahead=True) for group in groups]
     engine_tokens = math.lcm(*(group.block_tokens for group in groups))
     align_tokens = math.lcm(*(group.record_tokens for group in groups))
     max_tokens = draw(st.integers(0, 12 // per_record)) * align_tokens
@@ -42,6 +54,8 @@ def situations(draw: st.DrawFn) -> Situation:
 
 def _sees(group: Group, token: int, hit_tokens: int) -> bool:
     """Whether the query at position ``hit_tokens`` attends to ``token`` (itself at distance 0)."""
+    if group.chunk is not None and token // group.chunk != hit_tokens // group.chunk:
+        return False
     return token < hit_tokens and (group.window is None or hit_tokens - token < group.window)
 
 
@@ -55,6 +69,10 @@ def test_longest_hit_is_what_attention_needs(situation: Situation) -> None:
             for g, group in enumerate(groups)
             for token in range(local_tokens, hit_tokens)
             if _sees(group, token, hit_tokens)
+        ) and all(
+            hit_tokens < max_tokens and present[g][hit_tokens // group.record_tokens]
+            for g, group in enumerate(groups)
+            if group.reads_ahead and not group.state
         )
 
     candidates = range(0, max_tokens + 1, align_tokens)
@@ -83,6 +101,23 @@ def test_every_token_that_is_seen_is_local_or_loaded(situation: Situation) -> No
             tokens = range(index * group.record_tokens, (index + 1) * group.record_tokens)
             assert any(token >= local_tokens for token in tokens), "a record that the engine has"
             assert any(_sees(group, token, max_tokens) for token in tokens), "a record nobody needs"
+
+
+@given(situations())
+def test_a_record_is_kept_where_any_hit_needs_it_and_else_a_window_keeps_none(situation: Situation) -> None:
+    groups, _, _, max_tokens, align_tokens = situation
+    for group in groups:
+        pattern = reached(group, align_tokens)
+        kept = [bool(pattern[i % len(pattern)]) for i in range(max_tokens // group.record_tokens)]
+        needed = [False] * len(kept)
+        for hit_tokens in range(align_tokens, max_tokens + 1, align_tokens):
+            for i in records_to_load(group, 0, hit_tokens):
+                needed[i] = True
+            if group.reads_ahead and not group.state and hit_tokens < max_tokens:
+                needed[hit_tokens // group.record_tokens] = True
+        assert all(k for k, n in zip(kept, needed, strict=True) if n)
+        if group.window is not None and not group.reads_ahead:
+            assert kept == needed
 
 
 @given(situations())
@@ -149,3 +184,32 @@ def test_reports_of_ranks_add_up() -> None:
     assert PoolWorkerMetadata().is_empty()
     assert not PoolWorkerMetadata(asked=True).is_empty()
     assert not both.is_empty()
+
+
+FULL, STATE = Group(16), Group(32, 2, state=True)
+
+
+def test_prompts_part_where_their_blocks_end_whatever_states_there_are() -> None:
+    present = [b"\1\1\1\1\1\0", b"\0\0\0"]
+    assert junction([FULL, STATE], present, 96, 32) == 64
+    assert longest_hit([FULL, STATE], present, local_tokens=0, max_tokens=96, align_tokens=32) == 0
+    assert junction([FULL], present[:1], 96, 32) == 0, "no states"
+
+
+def test_hits_end_inside_of_blocks_of_states_beside_full_attention_only() -> None:
+    state = Group(16, 2, state=True)
+    assert has_tails([FULL, state], 4)
+    assert not has_tails([FULL, state], 16)
+    assert not has_tails([FULL, state], 0)
+    assert not has_tails([FULL, STATE], 4), "blocks of two sizes"
+    assert not has_tails([FULL], 4)
+    assert not has_tails([FULL, state, Group(16, 100)], 4)
+    for other in ({"blocks_per_record": 2}, {"reads_ahead": True}):
+        assert not has_tails([replace(FULL, **other), state], 4)
+
+
+def test_states_are_kept_where_requests_resume() -> None:
+    ends = [tokens for tokens in range(32, 257, 32) if is_resumed_at(STATE, tokens, 180, 64)]
+    assert ends == [64, 160, 192, 224, 256], "where prompts part, at the prompt's end and behind it"
+    assert is_resumed_at(STATE, 160, 160, 0), "a longer prompt may follow"
+    assert not is_resumed_at(STATE, 128, 160, 0)

@@ -253,7 +253,7 @@ def test_write_back_gives_up_what_was_evicted_before_it_could_be_stored(store: S
     step, _ = engine.run(second)  # at once, into the same blocks
     assert step.stores == []
     assert scheduler.counters.take()[f"{metrics.STORE_SKIPPED_BLOCKS.name}/evicted"] == 4
-    assert len(scheduler._store_planner._write_back) == 4
+    assert len(scheduler._store_planner._write_back._kept) == 4
 
 
 def test_write_back_keeps_no_more_than_the_engine_has_blocks(store: Store) -> None:
@@ -262,7 +262,7 @@ def test_write_back_keeps_no_more_than_the_engine_has_blocks(store: Store) -> No
     for asked in prompts(20):
         _, blocks = engine.run(asked)
         engine.end(asked, blocks)
-        assert len(scheduler._store_planner._write_back) <= 8
+        assert len(scheduler._store_planner._write_back._kept) <= 8
 
 
 # The cost gate.

@@ -14,10 +14,18 @@ from kvpool import metrics
 from kvpool.store import Store
 from kvpool.transfer.memory import MAX_STAGING_NBYTES, MIN_STAGING_NBYTES, default_nbytes
 from kvpool.vllm.plan import Group, PoolMetadata, PoolWorkerMetadata
+from kvpool.vllm.request_counter import RequestCounter
 from kvpool.vllm.scheduler import SchedulerHalf
-from kvpool.vllm.stores import RequestCounter
 from tests.support.deadlines import eventually
-from tests.support.scheduler import BLOCK_TOKENS, BUDGET_S, answer, half, output, put, request
+from tests.support.scheduler import (
+    BLOCK_TOKENS,
+    BUDGET_S,
+    answer,
+    half,
+    output,
+    put,
+    request,
+)
 
 pytestmark = [pytest.mark.vllm]
 

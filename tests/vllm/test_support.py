@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import functools
 import types
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    HiddenStateCacheSpec,
     SinkFullAttentionSpec,
-    SparseCacheRole,
-    UniformTypeKVCacheSpecs,
 )
 
 from kvpool.errors import EngineRefused
 from kvpool.key.key import Namespace
 from kvpool.vllm import internals
 from kvpool.vllm.plan import Group
-from kvpool.vllm.support import groups_of, refuse_unsupported
-from tests.support.specs import FULL, LATENT, WINDOW, attention_layers, cache_of, differing, facts_of
+from kvpool.vllm.support import groups_of, reads_ahead, refuse_unsupported
+from tests.support.specs import (
+    FULL,
+    STATE,
+    attention_layers,
+    cache_of,
+    differing,
+    facts_of,
+)
 
 pytestmark = [pytest.mark.vllm, pytest.mark.allow_leaks("vLLM keeps helpers of its own for a process")]
 
@@ -67,9 +69,9 @@ def test_xxhash_shares_by_its_seed(engine_config: Any, monkeypatch: pytest.Monke
     assert differing(facts, facts_of(config)) == {"hash_seed"}
 
 
-DRAFTS = ("eagle", "eagle3", "mtp", "dflash", "draft_model", "medusa", "mlp_speculator", "custom_class")
+DRAFTS = ("dflash", "dspark", "medusa", "mlp_speculator", "extract_hidden_states", "custom_class")
 KV_TYPES = (
-    "fp8_per_token_head", "int8_per_token_head", "int4_per_token_head", "nvfp4", "fp8_inc", "fp8_ds_mla",
+    "fp8_per_token_head", "int8_per_token_head", "int4_per_token_head", "nvfp4", "fp8_inc", "nvfp4_ds_mla",
     "turboquant_4bit_nc", "ultraquant_4bit", "of a later version",
 )  # fmt: skip
 REFUSED: list[tuple[str, Any, str]] = [
@@ -123,6 +125,36 @@ def test_drafts_of_tokens_alone_share_with_engines_that_have_none(engine_config:
         config.speculative_config.method = method
         refuse_unsupported(config)
         assert facts_of(config) == plain
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3", "mtp"])
+def test_drafts_with_layers_share_with_their_like_only(engine_config: Any, method: str) -> None:
+    config, plain = engine_config(speculative_config=NGRAM), facts_of(engine_config())
+    config.speculative_config.method = method
+    refuse_unsupported(config)
+    facts = facts_of(config)
+    assert differing(facts, plain) == {"drafts"}
+    config.speculative_config.num_speculative_tokens += 1
+    assert differing(facts_of(config), facts) == {"drafts"}
+    config.speculative_config.kv_cache_dtype = "nvfp4"
+    with pytest.raises(EngineRefused, match="kv_cache_dtype of --speculative-config nvfp4"):
+        refuse_unsupported(config)
+    config.speculative_config.kv_cache_dtype = None
+    assert reads_ahead(config) is (method != "draft_model")
+    assert not reads_ahead(engine_config())
+    config.speculative_config.disable_eagle_block_drop = True
+    if method == "draft_model":
+        refuse_unsupported(config)
+    else:
+        with pytest.raises(EngineRefused, match=r"^disable_eagle_block_drop .*remove it"):
+            refuse_unsupported(config)
+
+
+def test_groups_of_engines_whose_drafts_read_ahead_say_so() -> None:
+    assert groups_of(cache_of(STATE, FULL), 2, reads_ahead=True) == [
+        Group(32, 2, state=True, reads_ahead=True),
+        Group(32, None, 2, reads_ahead=True),
+    ]
 
 
 def test_hashes_that_cover_tokens_behind_the_block_are_refused(
@@ -205,64 +237,12 @@ def test_a_rope_that_follows_the_batch_is_refused_by_name(engine_config: Any, ki
     refuse_unsupported(config)
 
 
-def test_full_attention_and_windows_are_supported() -> None:
-    assert groups_of(cache_of(FULL, WINDOW)) == [Group(32), Group(64, 512)]
-    assert groups_of(cache_of(FULL, WINDOW), 4) == [Group(32, None, 4), Group(64, 512, 4)]
-
-
-def test_latent_vectors_are_told_from_heads_that_ranks_have_in_common() -> None:
-    """One KV head on several ranks may be the same on each, but the configuration does not say so for sure."""
-    one_head = replace(FULL, num_kv_heads=1)
-    assert groups_of(cache_of(LATENT, one_head)) == [Group(32, latent=True), Group(32)]
-    assert groups_of(cache_of(LATENT, one_head), tensor_parallel=4) == [
-        Group(32, latent=True, copies=4),
-        Group(32),
-    ]
-    padded = replace(LATENT, page_size_padded=1 << 20)
-    layers = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": padded, "b": LATENT})
-    assert groups_of(cache_of(layers)) == [Group(32, latent=True)]
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("tokens_per_state", 4),
-        ("model_version", "deepseek_v4"),
-        ("alignment", 1024),
-        ("cache_role", SparseCacheRole.INDEXER),
-        ("is_index_group_leader", True),
-        ("state_content_bytes", 656),
-        ("sliding_window", 128),
-        ("max_tp_shards", 2),
-        ("max_tp_shards", None),
-    ],
-)
-def test_uncommon_mla_is_refused_by_name(field: str, value: Any) -> None:
-    layers = {"a": LATENT, "b": replace(LATENT, **{field: value})}
-    for spec in (layers["b"], UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs=layers)):
-        with pytest.raises(EngineRefused, match=f"group 1 is MLA with {field} "):
-            groups_of(cache_of(LATENT, spec))
-
-
-def test_mla_with_a_part_in_main_memory_is_refused() -> None:
-    cache = cache_of(LATENT)
-    cache.kv_cache_groups[0].host_resident = True
-    with pytest.raises(EngineRefused, match="group 0 is MLA of which main memory keeps a part"):
-        groups_of(cache)
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        HiddenStateCacheSpec(block_size=32, num_kv_heads=1, head_size=64, dtype=torch.bfloat16),
-        ChunkedLocalAttentionSpec(
-            block_size=32, num_kv_heads=4, head_size=32, dtype=torch.bfloat16, attention_chunk_size=64
-        ),
-    ],
-)
-def test_other_attention_is_refused_by_name(spec: Any) -> None:
-    with pytest.raises(EngineRefused, match=type(spec).__name__):
-        groups_of(cache_of(FULL, spec))
+@pytest.mark.parametrize("name", ["use_replayssm", "use_kda_recoverssm"])
+def test_states_in_parts_are_refused_by_name(engine_config: Any, name: str) -> None:
+    config = engine_config()
+    setattr(config.cache_config, name, True)
+    with pytest.raises(EngineRefused, match=f"{name} keeps a part of each state"):
+        refuse_unsupported(config)
 
 
 def test_sinks_that_are_weights_are_supported_and_those_that_are_blocks_are_not(engine_config: Any) -> None:

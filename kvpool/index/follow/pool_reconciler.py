@@ -46,8 +46,8 @@ MAX_RANKS = 1024  # and groups, of a namespace: keys above are skipped
 SLICES = 32  # of the table, per step: a lookup waits for at most one slice
 WITNESSES = 16  # recently present keys: all gone after a flush means that this pool was flushed
 
-_WHOLE = {"full": "full_attention", "mla": "mla_attention"}
-_WINDOW = re.compile(r"sliding_window:([0-9]{1,9})")
+_KINDS = {"full": "full_attention", "mla": "mla_attention", "state": "mamba"}
+_WINDOW = re.compile(r"(sliding_window(?:_mla)?):([0-9]{1,9})")
 _NOTIFICATIONS_DOWN = "the pool does not say what it loses, so that is seen in rounds only"
 _SCAN_FAILED = "the pool cannot be looked through, so what it loses in silence stays credited"
 
@@ -368,10 +368,12 @@ def _groups(facts: Mapping[str, Fact]) -> dict[int, dict[str, Any]]:
     count = facts.get("groups")
     for group in range(min(count, MAX_RANKS) if type(count) is int else 0):
         attention = str(facts.get(f"group{group}.attention"))
-        if attention in _WHOLE:
-            groups[group] = {"kv_cache_spec_kind": _WHOLE[attention]}
+        if attention.partition(":")[0] == "chunk":
+            groups[group] = {"kv_cache_spec_kind": "chunked_local_attention"}
+        elif attention in _KINDS:
+            groups[group] = {"kv_cache_spec_kind": _KINDS[attention]}
         elif (window := _WINDOW.fullmatch(attention)) is not None:
-            kind = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": int(window[1])}
+            kind = {"kv_cache_spec_kind": window[1], "kv_cache_spec_sliding_window": int(window[2])}
             groups[group] = kind
         block_tokens = facts.get(f"group{group}.block_tokens")
         if group in groups and type(block_tokens) is int:

@@ -1,0 +1,130 @@
+"""Models with recurrent states beside attention: short convolutions, gated delta nets."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvpool import BlockHasher
+from tests.support.engine_forks import write_model
+from tests.support.engines import (
+    GENERATED_TOKENS,
+    corrupt,
+    engine_options,
+    passing,
+    prompt,
+    records,
+    started,
+)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
+
+# The kernels of gated delta nets compute in bfloat16.
+KINDS = {"lfm2": "float32", "qwen3_next": "bfloat16"}
+# One token behind whole blocks of any of these models: it is computed from the state alone.
+WHOLE, CORRUPTED, LOST = prompt(1, 2305), prompt(2, 2305), prompt(3, 2305)
+
+
+def options_of(kind: str, folder: Path, **more: Any) -> dict[str, Any]:
+    model = folder / "model"
+    if not model.exists():
+        write_model(model, kind=kind, width=256, layers=4)
+    return engine_options(model, f"file://{folder}/pool", dtype=KINDS[kind], **more)
+
+
+def block_tokens(pool: Path, tokens: list[int]) -> int:
+    """vLLM makes a block of attention as large as a state."""
+    return next(count for count in range(128, 2049, 128) if records(pool, tokens, count))
+
+
+def states(pool: Path, tokens: list[int]) -> list[Path]:
+    """The records of a prompt's states: of these groups only its end is stored."""
+    found = records(pool, tokens, block_tokens(pool, tokens))
+    count = Counter(record.name.split(".")[-2] for record in found)
+    kept = [record for record in found if count[record.name.split(".")[-2]] == 1]
+    assert kept
+    assert len(kept) < len(found)
+    return kept
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_engine_goes_on_behind_states_of_the_pool(kind: str, tmp_path: Path) -> None:
+    options, pool = options_of(kind, tmp_path), tmp_path / "pool"
+    with started("first", tmp_path, options) as engine:
+        cold = [engine.generate(tokens, GENERATED_TOKENS) for tokens in (WHOLE, CORRUPTED, LOST)]
+        local = [engine.generate(tokens, GENERATED_TOKENS) for tokens in (WHOLE, CORRUPTED, LOST)]
+    assert all(one["cached_tokens"] > 2000 for one in local)
+    assert [one["pool_tokens"] for one in cold + local] == [0] * 6
+    for record in states(pool, CORRUPTED):
+        corrupt(record, keep_checksum=False)
+    for record in states(pool, LOST)[:1]:
+        record.unlink()
+    with passing("second", tmp_path, options) as engine:
+        found = [engine.generate(tokens, GENERATED_TOKENS) for tokens in (WHOLE, CORRUPTED, LOST)]
+    assert found[0]["pool_tokens"] == local[0]["cached_tokens"]
+    assert found[0]["tokens"] == local[0]["tokens"]
+    assert found[1]["pool_tokens"] == local[1]["cached_tokens"]
+    assert found[1]["tokens"] != local[1]["tokens"], "the bytes of states are used"
+    assert found[2]["pool_tokens"] == 0, "a hit needs all states at its end"
+    assert found[2]["tokens"] == cold[2]["tokens"]
+
+
+def test_a_hit_ends_inside_of_a_block(tmp_path: Path) -> None:
+    options, pool = options_of("lfm2", tmp_path, prefix_match_unit=32), tmp_path / "pool"
+    with started("first", tmp_path, options) as engine:
+        cold = [engine.generate(tokens, GENERATED_TOKENS) for tokens in (WHOLE, CORRUPTED, LOST)]
+        local = [engine.generate(tokens, GENERATED_TOKENS) for tokens in (WHOLE, CORRUPTED, LOST)]
+    end = (len(WHOLE) - 1) // 32 * 32
+    assert [one["cached_tokens"] for one in local] == [end] * 3
+    tail, changed, lost = ([*records(pool, tokens[:end], 32)] for tokens in (WHOLE, CORRUPTED, LOST))
+    ends = [BlockHasher(32).hashes(tokens[:end])[-1].hex() for tokens in (WHOLE, CORRUPTED, LOST)]
+    of_end = [
+        [record for record in found if f".{end_hash}." in record.name]
+        for found, end_hash in zip((tail, changed, lost), ends, strict=True)
+    ]
+    assert len({len(found) for found in of_end}) == 1
+    assert of_end[0]
+    for record in of_end[1]:
+        corrupt(record, keep_checksum=False)
+    of_end[2][0].unlink()
+    with passing("second", tmp_path, options) as engine:
+        found = [engine.generate(tokens, GENERATED_TOKENS) for tokens in (WHOLE, CORRUPTED, LOST)]
+        longer = engine.generate(WHOLE + prompt(9, 300), GENERATED_TOKENS)
+    assert [one["pool_tokens"] for one in found[:2]] == [end] * 2
+    assert found[0]["tokens"] == local[0]["tokens"]
+    assert found[1]["tokens"] != local[1]["tokens"], "the bytes of the tail are used"
+    assert 0 < found[2]["pool_tokens"] < end
+    assert found[2]["tokens"] == cold[2]["tokens"]
+    assert longer["cached_tokens"] == end, "a longer prompt goes on there, too"
+
+
+@pytest.mark.rare
+def test_where_prompts_part_states_are_stored_for_the_next_one(tmp_path: Path) -> None:
+    """A prompt whose beginning is in the pool without states stops there once, and keeps them."""
+    options = options_of("lfm2", tmp_path)
+    common = prompt(5, 1280)
+    ways = [common + prompt(10 + number, 700) for number in range(3)]
+    with passing("first", tmp_path, options) as first, passing("second", tmp_path, options) as second:
+        cold = [first.generate(ways[0], GENERATED_TOKENS), second.generate(ways[1], GENERATED_TOKENS)]
+        third = first.generate(ways[2], GENERATED_TOKENS)
+    assert [one["pool_tokens"] for one in cold] == [0, 0]
+    assert third["cached_tokens"] == len(common)
+    with passing("alone", tmp_path, {**options, "kv_transfer_config": None}) as alone:
+        assert alone.generate(ways[2], GENERATED_TOKENS)["tokens"] == third["tokens"]
+
+
+@pytest.mark.rare
+def test_engines_whose_states_are_others_share_nothing(tmp_path: Path) -> None:
+    options = options_of("qwen3_next", tmp_path)
+    with started("first", tmp_path, options) as engine:
+        engine.generate(WHOLE, GENERATED_TOKENS)
+    ways: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+        "dtype": ({"mamba_ssm_cache_dtype": "bfloat16"}, {}),
+        "layout": ({}, {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}),
+    }
+    for name, (other, environment) in ways.items():
+        with passing(name, tmp_path, {**options, **other}, **environment) as engine:
+            assert engine.generate(WHOLE, GENERATED_TOKENS)["pool_tokens"] == 0, name
