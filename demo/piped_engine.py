@@ -6,8 +6,9 @@ options, so that nothing the engine prints can be mistaken for an answer. Comman
 - ``{"do": "generate", "tokens": [...], "max_tokens": 16}``: ``{"tokens", "cached_tokens", "pool_tokens",
   "first_token_s", "finished_s"}``, both since the request was added; with ``"transfer_params"``, the request's
   ``kv_transfer_params``, with ``"cache_salt"`` its salt, and with ``"adapter": [name, number, path]`` a LoRA adapter;
-- ``{"do": "burst", "prompts": [[...]], "max_tokens": 16, "n": 1}``: all at once, ``n`` answers to each; ``{"steps"}``,
-  of the engine, that gave tokens; ``"transfer_params"`` as above;
+- ``{"do": "burst", "prompts": [[...]], "max_tokens": 16, "n": 1}``: all at once, ``n`` answers to each; ``{"steps",
+  "answers"}``: steps of the engine that gave tokens, and the tokens of each prompt's first answer;
+  ``"transfer_params"`` as above;
 - ``{"do": "abort", "tokens": [...], "once": PATH}``: the request is aborted as soon as there is that file;
 - ``{"do": "call", "method": "sleep", "arguments": [1], "more": {}}``: calls a method of ``vllm.LLM``; ``{"answer"}``,
   null for what JSON cannot say;
@@ -84,12 +85,15 @@ def _generate(engine: Any, command: dict[str, Any]) -> dict[str, Any]:
 
 
 def _burst(engine: Any, prompts: Sequence[list[int]], max_tokens: int, **more: Any) -> dict[str, Any]:
-    for tokens in prompts:
-        _add(engine, tokens, max_tokens, **more)
+    names = [_add(engine, tokens, max_tokens, **more) for tokens in prompts]
     core, steps = engine.llm_engine, 0
+    said: dict[str, list[int]] = {}
     while core.has_unfinished_requests():
-        steps += bool(core.step())
-    return {"steps": steps}
+        outputs = core.step()
+        steps += bool(outputs)
+        said |= {output.request_id: list(output.outputs[0].token_ids) for output in outputs}
+    answers = [next(said[one] for one in said if one.startswith(name)) for name in names]
+    return {"steps": steps, "answers": answers}
 
 
 def _abort(engine: Any, tokens: list[int], once: Path) -> dict[str, Any]:

@@ -1,0 +1,93 @@
+"""Hundreds of requests of each family on two engines of one pool, six at a time, in a small cache that is reset now and
+then: no token differs from those of an engine without a pool, and drafts are accepted as often.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from demo.engine_process import EngineProcess
+from tests.support.engine_forks import write_model
+from tests.support.engines import call, engine_options, passing, prompt, started
+from tests.support.soak import LONG_SOAK
+
+pytestmark = [pytest.mark.e2e, pytest.mark.soak, pytest.mark.timeout(1800), LONG_SOAK]
+
+BURSTS, AT_ONCE, ANSWER_TOKENS = 17, 6, 16
+# Type, and bytes of a KV cache in which six requests have no room.
+FAMILIES = {
+    "lfm2": ("float32", 10 << 20),
+    "qwen3_next": ("bfloat16", 24 << 20),  # as the kernels of gated delta nets compute
+    "llama4": ("float32", 12 << 20),
+    "eagle": ("float32", 24 << 20),
+}
+
+
+def options_of(family: str, folder: Path) -> dict[str, Any]:
+    dtype, nbytes = FAMILIES[family]
+    kind = "llama" if family == "eagle" else family
+    model = write_model(folder / "model", kind=kind, width=256, layers=4, said_words=16)
+    options = engine_options(model, f"file://{folder}/pool", dtype=dtype, kv_cache_memory_bytes=nbytes)
+    options |= {"max_model_len": 2304, "max_num_batched_tokens": 1024}
+    if family == "eagle":
+        drafts = write_model(folder / "drafts", kind="eagle", width=256, layers=1, seed=1)
+        options["speculative_config"] = {"method": "eagle", "model": str(drafts), "num_speculative_tokens": 3}
+    return options
+
+
+def bursts() -> list[list[list[int]]]:
+    """Prompts of up to 2,000 tokens; some begin alike, and some come again."""
+    draw, seen = random.Random(7), list[list[int]]()
+    common = [prompt(60 + number, 1300) for number in range(5)]
+    for _ in range(BURSTS * AT_ONCE):
+        if seen and draw.random() < 0.2:
+            seen.append(draw.choice(seen))
+        else:
+            first = draw.choice(common)[: draw.randrange(200, 1300)]
+            seen.append([*first, *prompt(draw.randrange(1 << 30), draw.randrange(1, 700))])
+    return [seen[first : first + AT_ONCE] for first in range(0, len(seen), AT_ONCE)]
+
+
+def answers(engine: EngineProcess, wanted: list[list[list[int]]], *, resets: bool) -> list[list[int]]:
+    said: list[list[int]] = []
+    for number, prompts in enumerate(wanted):
+        if resets and number % 5 == 4:
+            call(engine, "reset_prefix_cache")
+        said += engine.ask({"do": "burst", "prompts": prompts, "max_tokens": ANSWER_TOKENS})["answers"]
+    return said
+
+
+def accepted(counters: dict[str, float]) -> float:
+    """The share of drafted tokens that were right; 1 without drafts."""
+    drafted = counters.get("vllm:spec_decode_num_draft_tokens_total", 0.0)
+    return counters["vllm:spec_decode_num_accepted_tokens_total"] / drafted if drafted else 1.0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_token_differs_from_those_of_an_engine_without_a_pool(family: str, tmp_path: Path) -> None:
+    options, wanted = options_of(family, tmp_path), bursts()
+    alone = {**options, "kv_transfer_config": None, "kv_cache_memory_bytes": 256 << 20}
+    with passing("alone", tmp_path, alone) as engine:
+        right = answers(engine, wanted, resets=False)
+        share = accepted(engine.ask({"do": "metrics"}))
+    hits = preemptions = 0.0
+    shares = [share]
+    with started("first", tmp_path, options) as first, passing("second", tmp_path, options) as second:
+        for engine in (first, second):
+            found = answers(engine, wanted, resets=True)
+            wrong = [at for at, (one, other) in enumerate(zip(found, right, strict=True)) if one != other]
+            assert wrong == [], f"{engine.name}: {len(wrong)} of {len(right)} answers differ"
+            counters = engine.ask({"do": "metrics"})
+            hits += counters["vllm:external_prefix_cache_hits_total"]
+            preemptions += counters["vllm:num_preemptions_total"]
+            shares.append(accepted(counters))
+    print(
+        f"{family}: {2 * len(right)} requests, {hits:.0f} tokens of hits, {preemptions:.0f} preemptions, {shares}"
+    )
+    assert hits > 10_000
+    assert preemptions > 0
+    assert max(shares) - min(shares) < 0.1
