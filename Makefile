@@ -93,7 +93,7 @@ PYTHON_SCRIPTS := scripts/dist scripts/cli-reference scripts/install-vllm script
 CPP := $(shell find kvpool/_native tests/native benchmarks/native -name '*.cpp' -o -name '*.h')
 CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
 
-.PHONY: help demo demo-real image-wheel test test-pages pictures test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers gpu-proof gpu-kit docs plots cli-reference sanitize fuzz fuzz-build other-vllm front-peers soak dist test-dist compose-images test-compose compose-down compose-env kubernetes-secrets proto clean lost-wheels
+.PHONY: help demo demo-real image-wheel test test-pages pictures test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers gpu-proof gpu-kit docs plots cli-reference sanitize sanitize-asan sanitize-tsan fuzz fuzz-build other-vllm front-peers soak dist test-dist compose-images test-compose compose-down compose-env kubernetes-secrets proto clean lost-wheels
 
 help:
 	@echo "make demo              one vLLM engine computes, a second one loads its blocks"
@@ -251,8 +251,12 @@ fuzz-build: $(VENV)/.stamp-cmake
 	CXX=clang++ $$cmake -S tests/native/fuzz -B .cache/fuzz $(WERROR) >/dev/null; \
 	$$cmake --build .cache/fuzz --parallel 2
 
-sanitize: $(VENV)/.stamp-cmake
+sanitize: sanitize-asan sanitize-tsan
+
+sanitize-asan: $(VENV)/.stamp-cmake
 	$(call sanitized,asan,address$(comma)undefined)
+
+sanitize-tsan: $(VENV)/.stamp-cmake
 	$(call sanitized,tsan,thread)
 
 proto: $(PROTO_TOOLS)/.stamp

@@ -60,7 +60,8 @@ BLOCK_TOKENS = 4
 WINDOW = 9  # tokens; blocks outside of it go back to the engine while the request runs
 SMALL_BLOCK_TOKENS, SMALL_WINDOW = 2, 3  # of which hits need the last in front of each end only
 LAYERS = 2
-DEVICE_BLOCKS, MORE_BLOCKS = 26, 12  # of two groups, and with a third
+DEVICE_BLOCKS = 26  # of two groups
+MORE_BLOCKS = {"states": 12, "small": 24}  # two steps under way are 24 small blocks
 MAX_TOKENS = 64
 MAX_DRAFTS = 3
 BUDGET_S = 0.2
@@ -405,7 +406,7 @@ class Shape:
     @property
     def device_blocks(self) -> int:
         """So few that requests are preempted, and enough for each by itself."""
-        return DEVICE_BLOCKS + (MORE_BLOCKS if self.states else 0)
+        return DEVICE_BLOCKS + sum(more for name, more in MORE_BLOCKS.items() if getattr(self, name))
 
     def window(self, group: int) -> int | None:
         if group == STATES:
