@@ -74,16 +74,15 @@ def test_another_engine_goes_on_behind_states_of_the_pool(kind: str, tmp_path: P
 
 def test_a_hit_ends_inside_of_a_block(tmp_path: Path) -> None:
     options, pool = options_of("lfm2", tmp_path, prefix_match_unit=32), tmp_path / "pool"
+    whole, corrupted, lost = (prompt(number, 2500) for number in (1, 2, 3))
     with started("first", tmp_path, options) as engine:
-        cold = [engine.generate(tokens, GENERATED_TOKENS) for tokens in (WHOLE, CORRUPTED, LOST)]
-        local = [engine.generate(tokens, GENERATED_TOKENS) for tokens in (WHOLE, CORRUPTED, LOST)]
-    end = (len(WHOLE) - 1) // 32 * 32
+        cold = [engine.generate(tokens, GENERATED_TOKENS) for tokens in (whole, corrupted, lost)]
+        local = [engine.generate(tokens, GENERATED_TOKENS) for tokens in (whole, corrupted, lost)]
+    end = (len(whole) - 1) // 32 * 32
     assert [one["cached_tokens"] for one in local] == [end] * 3
-    tail, changed, lost = ([*records(pool, tokens[:end], 32)] for tokens in (WHOLE, CORRUPTED, LOST))
-    ends = [BlockHasher(32).hashes(tokens[:end])[-1].hex() for tokens in (WHOLE, CORRUPTED, LOST)]
     of_end = [
-        [record for record in found if f".{end_hash}." in record.name]
-        for found, end_hash in zip((tail, changed, lost), ends, strict=True)
+        sorted((pool / "blocks").glob(f"*/*.{BlockHasher(32).hashes(tokens[:end])[-1].hex()}.*"))
+        for tokens in (whole, corrupted, lost)
     ]
     assert len({len(found) for found in of_end}) == 1
     assert of_end[0]
@@ -91,8 +90,8 @@ def test_a_hit_ends_inside_of_a_block(tmp_path: Path) -> None:
         corrupt(record, keep_checksum=False)
     of_end[2][0].unlink()
     with passing("second", tmp_path, options) as engine:
-        found = [engine.generate(tokens, GENERATED_TOKENS) for tokens in (WHOLE, CORRUPTED, LOST)]
-        longer = engine.generate(WHOLE + prompt(9, 300), GENERATED_TOKENS)
+        found = [engine.generate(tokens, GENERATED_TOKENS) for tokens in (whole, corrupted, lost)]
+        longer = engine.generate(whole + prompt(9, 300), GENERATED_TOKENS)
     assert [one["pool_tokens"] for one in found[:2]] == [end] * 2
     assert found[0]["tokens"] == local[0]["tokens"]
     assert found[1]["tokens"] != local[1]["tokens"], "the bytes of the tail are used"
