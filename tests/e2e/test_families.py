@@ -1,5 +1,8 @@
 """Hundreds of requests of each family on two engines of one pool, six at a time, in a small cache that is reset now and
 then: no token differs from those of an engine without a pool, and drafts are accepted as often.
+
+Not LFM2: vLLM 0.32 on a CPU answers otherwise with its own prefix cache than without, and without any pool (6 of 30
+answers, one at a time).
 """
 
 from __future__ import annotations
@@ -17,12 +20,11 @@ from tests.support.soak import LONG_SOAK
 
 pytestmark = [pytest.mark.e2e, pytest.mark.soak, pytest.mark.timeout(1800), LONG_SOAK]
 
-BURSTS, AT_ONCE, ANSWER_TOKENS = 17, 6, 16
-# Type, and bytes of a KV cache in which six requests have no room.
+REQUESTS, AT_ONCE, ANSWER_TOKENS = 102, 6, 16
+# Type, and bytes of a KV cache in which so many requests have no room.
 FAMILIES = {
-    "lfm2": ("float32", 10 << 20),
     "qwen3_next": ("bfloat16", 24 << 20),  # as the kernels of gated delta nets compute
-    "llama4": ("float32", 12 << 20),
+    "llama4": ("float32", 7 << 20),
     "eagle": ("float32", 24 << 20),
 }
 
@@ -43,7 +45,7 @@ def bursts() -> list[list[list[int]]]:
     """Prompts of up to 2,000 tokens; some begin alike, and some come again."""
     draw, seen = random.Random(7), list[list[int]]()
     common = [prompt(60 + number, 1300) for number in range(5)]
-    for _ in range(BURSTS * AT_ONCE):
+    for _ in range(REQUESTS):
         if seen and draw.random() < 0.2:
             seen.append(draw.choice(seen))
         else:
