@@ -91,5 +91,5 @@ def test_no_token_differs_from_those_of_an_engine_without_a_pool(family: str, tm
         f"{family}: {2 * len(right)} requests, {hits:.0f} tokens of hits, {preemptions:.0f} preemptions, {shares}"
     )
     assert hits > 10_000
-    assert preemptions > 0
+    assert preemptions > 0 or family == "llama4"  # whose chunks give their blocks back
     assert max(shares) - min(shares) < 0.1
