@@ -82,9 +82,7 @@ def write_tiny_model(
             if "sinks" in name:
                 parameter.normal_()  # as large as other weights of a softmax
             elif name.endswith("A_log"):
-                parameter.copy_(
-                    torch.empty_like(parameter).uniform_(0.02, 0.2).log()
-                )  # a state remembers long
+                parameter.uniform_(0.02, 0.2).log_()  # a state remembers long
             elif name.endswith("dt_bias"):
                 parameter.uniform_(-3.0, -1.0)
             if parameter.dim() < 2:

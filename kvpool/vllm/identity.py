@@ -185,16 +185,13 @@ def scale_facts(config: VllmConfig) -> dict[str, Fact]:
                 "set --tensor-parallel-size to 1, or --kv-cache-dtype to auto"
             )
         scales[name] = [on_device, on_host]
-    in_rows: dict[str, Fact] = (
-        {"fp8_format": _fp8_format()} if set(kinds.values()) & {*support.ROW_KV_DTYPES} else {}
-    )
-    if not scales:
-        return in_rows
-    return {
-        "fp8_format": _fp8_format(),
-        "fp8_layers": digest_of({name: kinds[name] for name in scales}),
-        "fp8_scales": digest_of(scales),
-    }
+    facts: dict[str, Fact] = {}
+    if scales or not {*support.ROW_KV_DTYPES}.isdisjoint(kinds.values()):
+        facts["fp8_format"] = _fp8_format()
+    if scales:
+        facts["fp8_layers"] = digest_of({name: kinds[name] for name in scales})
+        facts["fp8_scales"] = digest_of(scales)
+    return facts
 
 
 def _fp8_format() -> str:
@@ -239,9 +236,8 @@ def _model_config(hf_config: Any) -> dict[str, Any]:
     """The model's configuration after all overrides, including those by the model's own code."""
     try:
         told = hf_config.to_diff_dict()
-    except (
-        Exception
-    ):  # one that is made around another's has no defaults (``vllm/transformers_utils/configs/eagle.py``)
+    except Exception:
+        # One that is made around another's has no defaults (``vllm/transformers_utils/configs/eagle.py``).
         told = hf_config.to_dict()
         told["model"] = _model_config(hf_config.model)
     return {name: value for name, value in told.items() if name not in _NOT_OF_THE_MODEL}

@@ -100,15 +100,11 @@ class Lookups:
         asked = groups_to_ask(self._groups, hashes, self._ranks, self._reached)
         if tag:
             asked = [one._replace(hashes=pool_hashes(one.hashes, one.hash_nbytes, tag)) for one in asked]
-        try:
-            lookup = self._store.submit_lookup(namespace, asked, timeout_s=self._timeout_s)
-        except StoreUnavailable:
-            self.failed("store_unavailable")
-            return None
-        self._counters.add(metrics.LOOKUP_REQUESTS)
-        self._counters.add(metrics.LOOKUP_BLOCKS, sum(group.records * group.ranks for group in asked))
         wanted = [_repeated(each, len(known)) for each, known in zip(self._reached, hashes, strict=True)]
-        return RequestLookup(lookup, wanted, time.monotonic(), self._timeout_s)
+        lookup = self._submit(namespace, asked, wanted)
+        if lookup is not None:
+            self._counters.add(metrics.LOOKUP_REQUESTS)
+        return lookup
 
     def start_tails(
         self, namespace: Namespace, request: Request, tag: bytes, places: range
@@ -123,14 +119,18 @@ class Lookups:
             LookupGroup(packed, nbytes, index, len(group.key_ranks(self._ranks)), 1, sliding_window=True)
             for index, group in enumerate(self._groups)
         ]
+        return self._submit(namespace, asked, [b"\1" * len(places)] * len(asked))
+
+    def _submit(
+        self, namespace: Namespace, asked: Sequence[LookupGroup], wanted: Sequence[bytes]
+    ) -> RequestLookup | None:
         try:
             lookup = self._store.submit_lookup(namespace, asked, timeout_s=self._timeout_s)
         except StoreUnavailable:
             self.failed("store_unavailable")
             return None
         self._counters.add(metrics.LOOKUP_BLOCKS, sum(group.records * group.ranks for group in asked))
-        every = [b"\1" * len(places)] * len(asked)
-        return RequestLookup(lookup, every, time.monotonic(), self._timeout_s)
+        return RequestLookup(lookup, wanted, time.monotonic(), self._timeout_s)
 
     def answered(self) -> None:
         if self._is_away:

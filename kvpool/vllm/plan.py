@@ -148,8 +148,7 @@ def records_to_load(group: Group, local_tokens: int, hit_tokens: int) -> range:
     computed.
 
     Those of the tokens that the next query sees (``Group.first_seen``). ``local_tokens`` is a multiple of the
-    group's block size, maybe inside a record;
-    ``hit_tokens`` is a multiple of the record's.
+    group's block size, maybe inside a record; a part of a record behind ``hit_tokens`` is left out.
     """
     first = max(local_tokens, group.first_seen(hit_tokens)) // group.record_tokens
     return range(first, hit_tokens // group.record_tokens)

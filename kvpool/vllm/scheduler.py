@@ -76,7 +76,7 @@ class SchedulerHalf:
         pipeline_parallel: int = 1,
         align_tokens: int,
         hash_block_tokens: int,
-        match_tokens: int = 0,
+        match_tokens: int,
         step_tokens: int,
         loads: bool,
         stores: bool,

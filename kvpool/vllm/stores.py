@@ -90,7 +90,7 @@ class StorePlanner:
         align_tokens: int,
         step_tokens: int,
         hash_block_tokens: int,
-        tails: bool = False,
+        tails: bool,
         events: bool,
         counters: Counters,
     ) -> None:

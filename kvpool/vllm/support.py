@@ -35,7 +35,7 @@ from kvpool.vllm.plan import Group
 _MLA_LAYOUT = frozenset(
     (
         "block_size", "num_kv_heads", "head_size", "head_size_v", "dtype", "cache_dtype_str", "kv_quant_mode",
-        "page_size_padded", "block_stride_alignment", "num_head_slots", "dcp_sharded", "sliding_window",
+        "page_size_padded", "block_stride_alignment", "num_head_slots", "dcp_sharded",
     )
 )  # fmt: skip
 # Those of sparse MLA: an indexer's keys beside the vectors, one vector for several tokens, rows of bytes. The facts of
@@ -296,8 +296,8 @@ def _refuse_uncommon_mla(index: int, group: KVCacheGroupSpec) -> None:
     """Refuse what is computed again behind a hit, and caches in main memory: their blocks hold, or need, more."""
     for layer in internals.layer_specs(group):
         known = _MLA_LAYOUT | _SPARSE_MLA
-        if type(layer) is MLAAttentionSpec:
-            known -= {"sliding_window"}  # of a hybrid whose layers vLLM takes for one kind
+        if type(layer) is SlidingWindowMLASpec:  # else of a hybrid whose layers vLLM takes for one kind
+            known |= {"sliding_window"}
         for one in dataclasses.fields(layer):
             value = getattr(layer, one.name)
             plain = 1 if one.name == "max_tp_shards" else one.default  # 1: every rank has it whole
