@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -292,6 +293,15 @@ def shared_faults(root: Path) -> list[str]:
 
 def test_no_test_imports_another() -> None:
     assert shared_faults(ROOT) == []
+
+
+def test_what_make_test_does_not_look_at_is_run_by_another_target() -> None:
+    """``ELSEWHERE`` in the Makefile: each of these has a mark by which its target picks its tests."""
+    for mark in ("compose", "dist", "e2e", "pages", "sglang"):
+        files = sorted((ROOT / "tests" / mark).glob("test_*.py"))
+        assert files
+        told = re.compile(rf"^pytestmark = .*?mark\.({mark}|soak)\b", re.DOTALL | re.MULTILINE)
+        assert [path.name for path in files if not told.search(path.read_text())] == []
 
 
 @pytest.mark.parametrize(

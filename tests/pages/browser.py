@@ -28,6 +28,13 @@ def expect(locator: Any) -> Any:
     return expect_(locator)
 
 
+def violations(page: Any) -> list[dict[str, Any]]:
+    """What axe finds on a page, and not what it finds in order: that takes as long again."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    return Axe().run(page, options={"resultTypes": ["violations"]}).response["violations"]
+
+
 @contextmanager
 def opened() -> Iterator[Any]:
     """A browser of Playwright, until the end of the block."""

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.pages.browser import NARROW, WIDE, opened, page_of
+from tests.pages.browser import NARROW, WIDE, opened, page_of, violations
 
 pytestmark = pytest.mark.pages
 
@@ -49,8 +49,6 @@ def site() -> Iterator[str]:
 def test_no_page_has_a_serious_violation_or_asks_another_host(
     site: str, size: tuple[int, int], scheme: str
 ) -> None:
-    from axe_playwright_python.sync_playwright import Axe
-
     mine = PAGES[size == NARROW :: 2]
     assert len(mine) > 10
     found: list[str] = []
@@ -62,7 +60,7 @@ def test_no_page_has_a_serious_violation_or_asks_another_host(
             page.goto(f"{site}/{name}", wait_until="load")
             found += [
                 f"{name}: {one['impact']}: {one['id']}: {one['nodes'][0]['html'][:200]}"
-                for one in Axe().run(page).response["violations"]
+                for one in violations(page)
                 if one["impact"] in ("serious", "critical")
             ]
             if page.evaluate("document.documentElement.scrollWidth > window.innerWidth"):

@@ -16,7 +16,7 @@ import pytest
 
 from kvpool import IndexClient
 from kvpool.discovery.worker import Publisher
-from tests.pages.browser import NARROW, WIDE, expect, opened, page_of
+from tests.pages.browser import NARROW, WIDE, expect, opened, page_of, violations
 from tests.pages.live_fleet import MODEL, LiveFleet, live_fleet, seen
 from tests.support.credentials import write_tokens
 from tests.support.deadlines import eventually
@@ -221,14 +221,12 @@ def test_with_tokens_it_asks_for_one_and_keeps_it_in_the_tab(browser: Any, tmp_p
 def test_no_violation_and_nothing_to_scroll_sideways(
     browser: Any, fleet: LiveFleet, size: tuple[int, int], scheme: str
 ) -> None:
-    from axe_playwright_python.sync_playwright import Axe
-
     # Axe is a script of its own: the page's policy would not have it.
     with page_of(browser, size, scheme, bypass_csp=True) as page:
         show(page, fleet)
         ask(page, fleet.prompt())
         page.get_by_text("As a table").click()
-        found = Axe().run(page).response["violations"]
+        found = violations(page)
         assert [(one["impact"], one["id"], one["nodes"][0]["html"][:200]) for one in found] == []
         widths = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
         assert widths[0] <= widths[1], widths
@@ -240,8 +238,6 @@ def test_no_violation_and_nothing_to_scroll_sideways(
 
 
 def test_the_sign_in_has_no_violation(browser: Any, tmp_path: Path) -> None:
-    from axe_playwright_python.sync_playwright import Axe
-
     from kvpool.index.serve.auth import TokenAuth
 
     write_tokens(tmp_path / "tokens.toml", me=(["read"], ["a"]))
@@ -250,7 +246,7 @@ def test_the_sign_in_has_no_violation(browser: Any, tmp_path: Path) -> None:
             with page_of(browser, NARROW, scheme, bypass_csp=True) as page:
                 page.goto(f"http://{served.http}/status")
                 page.get_by_role("textbox", name="Token").wait_for()
-                assert Axe().run(page).response["violations"] == []
+                assert violations(page) == []
 
 
 def test_with_the_keyboard_alone(browser: Any, fleet: LiveFleet) -> None:
