@@ -9,6 +9,7 @@ options, so that nothing the engine prints can be mistaken for an answer. Comman
 - ``{"do": "burst", "prompts": [[...]], "max_tokens": 16, "n": 1}``: all at once, ``n`` answers to each; ``{"steps",
   "answers"}``: steps of the engine that gave tokens, and the tokens of each prompt's first answer;
   ``"transfer_params"`` as above;
+- ``{"do": "embed", "tokens": [...]}``: ``{"embedding", "cached_tokens", "pool_tokens"}`` of a model that embeds;
 - ``{"do": "abort", "tokens": [...], "once": PATH}``: the request is aborted as soon as there is that file;
 - ``{"do": "call", "method": "sleep", "arguments": [1], "more": {}}``: calls a method of ``vllm.LLM``; ``{"answer"}``,
   null for what JSON cannot say;
@@ -56,6 +57,8 @@ def _answer(engine: Any, command: dict[str, Any]) -> dict[str, Any]:
         return _metrics()
     if command["do"] == "burst":
         return _burst(engine, **{key: command[key] for key in command if key != "do"})
+    if command["do"] == "embed":
+        return _embed(engine, command["tokens"])
     if command["do"] == "abort":
         return _abort(engine, command["tokens"], Path(command["once"]))
     if command["do"] == "call":
@@ -94,6 +97,16 @@ def _burst(engine: Any, prompts: Sequence[list[int]], max_tokens: int, **more: A
         said |= {output.request_id: list(output.outputs[0].token_ids) for output in outputs}
     answers = [next(said[one] for one in said if one.startswith(name)) for name in names]
     return {"steps": steps, "answers": answers}
+
+
+def _embed(engine: Any, tokens: list[int]) -> dict[str, Any]:
+    before = _metrics().get(POOL_HITS, 0)
+    (output,) = engine.embed([{"prompt_token_ids": tokens}], use_tqdm=False)
+    return {
+        "embedding": list(output.outputs.embedding),
+        "cached_tokens": output.num_cached_tokens,
+        "pool_tokens": _metrics().get(POOL_HITS, 0) - before,
+    }
 
 
 def _abort(engine: Any, tokens: list[int], once: Path) -> dict[str, Any]:

@@ -12,7 +12,12 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
-Kind = Literal["llama", "gemma3", "deepseek", "gpt_oss", "lfm2", "qwen3_next", "llama4", "eagle"]
+Kind = Literal[
+    "llama", "qwen3", "gemma3", "gemma3n", "gemma4", "deepseek", "gpt_oss", "lfm2", "granite4", "qwen3_next", "llama4",
+    "eagle", "eagle3",
+]  # fmt: skip
+DRAFTS = ("eagle", "eagle3")
+HYBRIDS = ("lfm2", "granite4", "qwen3_next", "llama4")
 
 VOCABULARY = 8192
 FIRST_WORD = 10  # lower ids have a meaning in some models
@@ -32,14 +37,16 @@ def write_tiny_model(
 ) -> None:
     """Write configuration, weights (bfloat16) and a word-level tokenizer into the new ``folder``.
 
-    ``llama``: full attention, 8 heads, 4 KV heads. ``gemma3``: five layers with a sliding window of
-    ``window`` tokens per layer with full attention. ``deepseek``: MLA with latent vectors of 512 + 64
+    ``llama``, ``qwen3``: full attention, 8 heads, 4 KV heads. ``gemma3``: five layers with a sliding window of
+    ``window`` tokens per layer with full attention. ``gemma3n``, ``gemma4``: two such layers, and the last three of the
+    ``layers`` use the caches of those before them. ``deepseek``: MLA with latent vectors of 512 + 64
     elements, the only size of vLLM's CPU kernels, without experts. ``gpt_oss``: a sliding window in every
     other layer, attention sinks, four experts, two per token. ``lfm2``: short convolutions but for every
-    fourth layer, with full attention. ``qwen3_next``: gated delta nets likewise, four experts. ``llama4``:
-    attention in chunks of ``window`` tokens likewise, two experts. ``eagle``: layers that draft for a ``llama``
-    of this ``width``. ``width`` is a multiple of 256. Of the vocabulary only the last ``said_words`` are ever said.
-    About 54 MB at the defaults.
+    fourth layer, with full attention. ``granite4``: Mamba-2 likewise. ``qwen3_next``: gated delta nets likewise, four
+    experts, and a layer that drafts (MTP). ``llama4``:
+    attention in chunks of ``window`` tokens likewise, two experts. ``eagle``, ``eagle3``: layers that draft for a
+    ``llama`` of this ``width``. ``width`` is a multiple of 256. Of the vocabulary only the last ``said_words`` are ever
+    said. About 54 MB at the defaults.
     """
     import torch
     import transformers
@@ -59,8 +66,10 @@ def write_tiny_model(
         "tie_word_embeddings": False,
     }
     model: Any
-    if kind in ("llama", "eagle"):
+    if kind == "llama" or kind in DRAFTS:
         model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**common))  # type: ignore[no-untyped-call]
+    elif kind == "qwen3":
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**common))  # type: ignore[no-untyped-call]
     elif kind == "deepseek":
         common |= {"num_key_value_heads": 8, "first_k_dense_replace": layers, "q_lora_rank": None}
         common |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
@@ -71,52 +80,123 @@ def write_tiny_model(
             **common, sliding_window=window, num_local_experts=4, num_experts_per_tok=2
         )
         model = transformers.GptOssForCausalLM(moe)  # type: ignore[no-untyped-call]
-    elif kind in ("lfm2", "qwen3_next", "llama4"):
+    elif kind in HYBRIDS:
         model = _hybrid(kind, common, layers, window)
+    elif kind in ("gemma3n", "gemma4"):
+        model = _gemma_of_shared_caches(kind, common, layers, window)
     else:
         kinds = ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(layers)]
         config = transformers.Gemma3TextConfig(**common, sliding_window=window, layer_types=kinds)
         model = transformers.Gemma3ForCausalLM(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "sinks" in name:
-                parameter.normal_()  # as large as other weights of a softmax
-            elif name.endswith("A_log"):
-                parameter.uniform_(0.02, 0.2).log_()  # a state remembers long
-            elif name.endswith("dt_bias"):
-                parameter.uniform_(-3.0, -1.0)
-            if parameter.dim() < 2:
-                continue  # norms keep their neutral start
-            gain = QUERY_GAIN if "q_proj" in name or "in_proj_qkv" in name else 1.0
-            parameter.normal_(0.0, gain * parameter.shape[-1] ** -0.5)
+            _draw(name, parameter)
             if name == "lm_head.weight":
                 parameter[:-said_words] = 0.0
     folder.mkdir(parents=True, exist_ok=True)
     model = model.to(torch.bfloat16)
-    if kind == "eagle":
-        _write_drafts(folder, model)
+    if kind in DRAFTS:
+        _write_drafts(folder, kind, model)
     else:
         model.save_pretrained(folder)
+    if kind == "qwen3_next":
+        _add_drafts(folder, model)
     _write_tokenizer(folder)
 
 
-def _write_drafts(folder: Path, model: Any) -> None:
-    """The layers, and the projection of a token and the target's last state to their input."""
+def _draw(name: str, parameter: Any) -> None:
+    """Random values of a parameter; a norm keeps its neutral start."""
+    if "sinks" in name:
+        parameter.normal_()  # as large as other weights of a softmax
+    elif name.endswith("A_log"):
+        parameter.uniform_(0.02, 0.2).log_()  # a state remembers long
+    elif name.endswith("dt_bias"):
+        parameter.uniform_(-3.0, -1.0)
+    if parameter.dim() > 1:
+        gain = QUERY_GAIN if "q_proj" in name or "in_proj_qkv" in name else 1.0
+        parameter.normal_(0.0, gain * parameter.shape[-1] ** -0.5)
+
+
+def _write_drafts(folder: Path, kind: Kind, model: Any) -> None:
+    """The layers, and the projection of the target's states (EAGLE: and of a token) to their input."""
     import torch
     from safetensors.torch import save_file
+
+    def drawn(name: str, rows: int, columns: int) -> Any:
+        weights = torch.empty(rows, columns)
+        _draw(name, weights)
+        return weights.to(torch.bfloat16)
 
     width = model.config.hidden_size
     tensors = {
         name.removeprefix("model."): tensor.clone()
         for name, tensor in model.state_dict().items()
-        if name.startswith("model.layers.") and name != "model.layers.0.input_layernorm.weight"
+        if name.startswith("model.layers.")
     }
-    tensors["fc.weight"] = (torch.randn(width, 2 * width) * (2 * width) ** -0.5).to(torch.bfloat16)
+    first = "layers.0."
+    if kind == "eagle":
+        del tensors[f"{first}input_layernorm.weight"]
+        tensors["fc.weight"] = drawn("fc", width, 2 * width)
+    else:  # three states of the target; the first layer has a token beside them
+        tensors["fc.weight"] = drawn("fc", width, 3 * width)
+        tensors[f"{first}hidden_norm.weight"] = tensors[f"{first}input_layernorm.weight"].clone()
+        for name in ("q_proj", "k_proj", "v_proj"):
+            weights = f"{first}self_attn.{name}.weight"
+            tensors[weights] = drawn(name, len(tensors[weights]), 2 * width)
+        for name in ("lm_head.weight", "model.norm.weight"):
+            tensors[name.removeprefix("model.")] = model.state_dict()[name].clone()
     save_file(tensors, folder / "model.safetensors")
     model.config.save_pretrained(folder)
-    settings = json.loads((folder / "config.json").read_text())
-    settings["architectures"] = ["LlamaForCausalLM"]
-    (folder / "config.json").write_text(json.dumps(settings))
+    _set(folder, architectures=["LlamaForCausalLM"], eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+
+
+def _add_drafts(folder: Path, model: Any) -> None:
+    """MTP: a layer with full attention, and the projection of a token and the model's last state to its input."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    width = model.config.hidden_size
+    last = f"model.layers.{model.config.num_hidden_layers - 1}."
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.startswith(last)]:
+        weights = tensors[name].clone()
+        _draw(name, weights)
+        tensors[name.replace(last, "mtp.layers.0.")] = weights
+    tensors["mtp.fc.weight"] = torch.empty(width, 2 * width, dtype=torch.bfloat16)
+    _draw("fc", tensors["mtp.fc.weight"])
+    for name in ("norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"):
+        tensors[f"mtp.{name}.weight"] = tensors["model.norm.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    _set(folder, num_nextn_predict_layers=1)
+
+
+def _set(folder: Path, **settings: Any) -> None:
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | settings))
+
+
+def _gemma_of_shared_caches(kind: Kind, common: dict[str, Any], layers: int, window: int) -> Any:
+    """A model of which every third layer has full attention, and the last three no caches of their own."""
+    import transformers
+
+    own = common | {
+        "sliding_window": window,
+        "layer_types": ["full_attention" if i % 3 == 2 else "sliding_attention" for i in range(layers)],
+        "num_kv_shared_layers": 3,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": VOCABULARY,
+    }
+    if kind == "gemma4":
+        gemma4 = transformers.Gemma4TextConfig(**own, global_head_dim=2 * common["head_dim"])
+        return transformers.Gemma4ForCausalLM(gemma4)
+    own |= {
+        "intermediate_size": [common["intermediate_size"]] * layers,
+        "altup_num_inputs": 2,
+        "tie_word_embeddings": True,
+        "laurel_rank": 8,
+    }
+    gemma3n = transformers.Gemma3nTextConfig(**own, activation_sparsity_pattern=[0.0] * layers)
+    return transformers.Gemma3nForCausalLM(gemma3n)
 
 
 def _hybrid(kind: Kind, common: dict[str, Any], layers: int, window: int) -> Any:
@@ -135,6 +215,15 @@ def _hybrid(kind: Kind, common: dict[str, Any], layers: int, window: int) -> Any
             **own, layer_types=layer_types("conv"), conv_L_cache=3, block_auto_adjust_ff_dim=False
         )
         return transformers.Lfm2ForCausalLM(lfm2)  # type: ignore[no-untyped-call]
+    if kind == "granite4":
+        granite = transformers.GraniteMoeHybridConfig(
+            **{name: value for name, value in common.items() if name != "head_dim"},
+            layer_types=["attention" if i % 4 == 3 else "mamba" for i in range(layers)], position_embedding_type="nope",
+            num_local_experts=0, num_experts_per_tok=0, shared_intermediate_size=common["intermediate_size"],
+            mamba_n_heads=8, mamba_d_head=common["hidden_size"] // 4, mamba_d_state=32, mamba_n_groups=1,
+            mamba_d_conv=4, mamba_expand=2, mamba_chunk_size=64, attention_multiplier=common["head_dim"] ** -0.5,
+        )  # fmt: skip
+        return transformers.GraniteMoeHybridForCausalLM(granite)  # type: ignore[no-untyped-call]
     if kind == "qwen3_next":
         # The sizes of heads are those of vLLM's CPU kernels.
         common |= {"head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 4}

@@ -45,13 +45,17 @@ class Pair:
     second: list[Answer]
 
 
-@pytest.fixture(scope="module", params=[pytest.param("draft_model", marks=pytest.mark.rare), "eagle"])
+@pytest.fixture(
+    scope="module",
+    params=["eagle", *(pytest.param(name, marks=pytest.mark.rare) for name in ("draft_model", "eagle3"))],
+)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     folder = tmp_path_factory.mktemp(request.param)
     model = write_model(folder / "model", width=WIDTH, layers=LAYERS, said_words=16)
     drafts = model
-    if request.param == "eagle":
-        drafts = write_model(folder / "drafts", kind="eagle", width=WIDTH, layers=1, seed=1)
+    if request.param != "draft_model":
+        kind = request.param
+        drafts = write_model(folder / "drafts", kind=kind, width=WIDTH, layers=1, seed=1, said_words=16)
     options = engine_options(
         model,
         f"file://{folder}/pool",
@@ -94,7 +98,7 @@ def test_other_drafts_share_nothing(pair: Pair, other: str, tmp_path: Path) -> N
     if other == "count":
         drafts["num_speculative_tokens"] = 2
     elif other == "weights":
-        kind = "llama" if drafts["method"] == "draft_model" else "eagle"
+        kind = "llama" if drafts["method"] == "draft_model" else drafts["method"]
         layers = LAYERS if kind == "llama" else 1
         drafts["model"] = str(write_model(tmp_path / "drafts", kind=kind, width=WIDTH, layers=layers, seed=9))
     options = {**pair.options, "speculative_config": None if other == "none" else drafts}

@@ -1,4 +1,4 @@
-"""Models with recurrent states beside attention: short convolutions, gated delta nets."""
+"""Models with recurrent states beside attention: short convolutions, gated delta nets, Mamba-2; and with drafts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from demo.engine_process import EngineProcess
+from demo.tiny_model import VOCABULARY
 from kvpool import BlockHasher
 from tests.support.engine_forks import write_model
 from tests.support.engines import (
@@ -23,15 +25,19 @@ from tests.support.engines import (
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 # The kernels of gated delta nets compute in bfloat16.
-KINDS = {"lfm2": "float32", "qwen3_next": "bfloat16"}
+KINDS = {"lfm2": "float32", "qwen3_next": "bfloat16", "granite4": "float32"}
+SAID = 64  # tokens of an answer, where drafts are counted
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 # One token behind whole blocks of any of these models: it is computed from the state alone.
 WHOLE, CORRUPTED, LOST = prompt(1, 2305), prompt(2, 2305), prompt(3, 2305)
 
 
 def options_of(kind: str, folder: Path, **more: Any) -> dict[str, Any]:
-    model = folder / "model"
+    model, drafts = folder / "model", "speculative_config" in more
     if not model.exists():
-        write_model(model, kind=kind, width=256, layers=4)
+        write_model(model, kind=kind, width=256, layers=4, said_words=16 if drafts else VOCABULARY)
+    if kind == "granite4" or drafts:
+        more["worker_cls"] = "tests.support.cpu_states.StatesCpuWorker"
     return engine_options(model, f"file://{folder}/pool", dtype=KINDS[kind], **more)
 
 
@@ -50,7 +56,7 @@ def states(pool: Path, tokens: list[int]) -> list[Path]:
     return kept
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_next", pytest.param("granite4", marks=pytest.mark.rare)])
 def test_another_engine_goes_on_behind_states_of_the_pool(kind: str, tmp_path: Path) -> None:
     options, pool = options_of(kind, tmp_path), tmp_path / "pool"
     with started("first", tmp_path, options) as engine:
@@ -127,3 +133,48 @@ def test_engines_whose_states_are_others_share_nothing(tmp_path: Path) -> None:
     for name, (other, environment) in ways.items():
         with passing(name, tmp_path, {**options, **other}, **environment) as engine:
             assert engine.generate(WHOLE, GENERATED_TOKENS)["pool_tokens"] == 0, name
+
+
+@pytest.mark.rare
+def test_drafts_beside_states(tmp_path: Path) -> None:
+    """MTP: what is loaded of a layer that drafts drafts as well as what was computed."""
+    drafts = {"method": "mtp", "num_speculative_tokens": 2}
+    options = options_of("qwen3_next", tmp_path, speculative_config=drafts, kv_cache_memory_bytes=400 << 20)
+    pool = tmp_path / "pool"
+    # Of some prompts such a model accepts nothing.
+    whole, changed, lost = (
+        [prompt(10 * kind + n, 2305) for n in range(count)] for kind, count in enumerate((4, 4, 1))
+    )
+    wanted = [*whole, *changed, *lost]
+
+    def answers(engine: EngineProcess) -> list[tuple[list[int], int, int, float]]:
+        """Of each prompt: the answer, the tokens that were cached, those from the pool, the drafts accepted."""
+        found = []
+        for tokens in wanted:
+            before = engine.ask({"do": "metrics"}).get(ACCEPTED, 0.0)
+            said = engine.generate(tokens, SAID)
+            accepted = engine.ask({"do": "metrics"})[ACCEPTED] - before
+            found.append((said["tokens"], said["cached_tokens"], said["pool_tokens"], accepted))
+        return found
+
+    with started("first", tmp_path, options) as engine:
+        cold, local = answers(engine), answers(engine)
+    assert {one[2] for one in cold + local} == {0}
+    hit = local[0][1]
+    assert hit > 1000
+    states(pool, lost[0])[0].unlink()
+    for tokens in changed:
+        kept = set(states(pool, tokens))
+        for record in records(pool, tokens, block_tokens(pool, tokens)):
+            if record not in kept:  # a layer of the model, and the one that drafts
+                corrupt(record, keep_checksum=False, first_share=0.5)
+    with passing("second", tmp_path, options) as engine:
+        found = answers(engine)
+    assert [one[2] for one in found] == [hit] * 8 + [0]
+    assert [one[0] for one in found] == [one[0] for one in local]
+    accepted, of_local = ([one[3] for one in answered] for answered in (found, local))
+    assert accepted[:4] == of_local[:4]
+    assert sum(accepted[:4]) > 0
+    assert accepted[4:8] != of_local[4:8], "the bytes of the layer that drafts are used"
+    with passing("alone", tmp_path, {**options, "speculative_config": None}) as engine:
+        assert engine.generate(WHOLE, GENERATED_TOKENS)["pool_tokens"] == 0

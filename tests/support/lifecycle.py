@@ -10,6 +10,7 @@ beside the caller: a run is the same each time, and minutes of a pool that is aw
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import random
 from collections import deque
@@ -27,7 +28,11 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_request_block_hasher,
+    init_none_hash,
+)
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -40,6 +45,8 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     SlidingWindowMLASpec,
     SlidingWindowSpec,
+    SparseCacheRole,
+    UniformTypeKVCacheSpecs,
 )
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -180,7 +187,7 @@ class World:
         if group == STATES:
             values = np.full(BLOCK_TOKENS, values[-1])
         return b"".join(
-            (block + salt(group, layer, rank)).tobytes()
+            (block + salt(group, layer, rank)).astype(self.shape.number(group, layer)).tobytes()
             for block in values.reshape(-1, self.shape.block_tokens(group))
             for layer in range(LAYERS)
         )
@@ -392,6 +399,7 @@ class Shape:
     weights_never_change: bool = False  # as the setting
     states: bool = False  # a third group, of recurrent layers; the second is of full attention, or windowed
     small: bool = False  # a second group, of latent vectors in small blocks with a small window
+    indexed: bool = False  # the last layer of the first group is an indexer, whose rows are shorter
 
     def block_tokens(self, group: int) -> int:
         return SMALL_BLOCK_TOKENS if self.small and group == 1 else BLOCK_TOKENS
@@ -407,6 +415,10 @@ class Shape:
     def device_blocks(self) -> int:
         """So few that requests are preempted, and enough for each by itself."""
         return DEVICE_BLOCKS + sum(more for name, more in MORE_BLOCKS.items() if getattr(self, name))
+
+    def number(self, group: int, layer: int) -> type[np.integer[Any]]:
+        """What a layer has of a token."""
+        return np.int32 if self.indexed and group == 0 and layer == LAYERS - 1 else np.int64
 
     def window(self, group: int) -> int | None:
         if group == STATES:
@@ -446,7 +458,7 @@ class ScriptedEngine:
         kind = AsyncScheduler if self.shape.overlapping else Scheduler
         self.scheduler = kind(
             self.config,
-            cache_config(self.shape, stage=0),
+            generate_scheduler_kv_cache_config([cache_config(self.shape, stage=0)]),
             StructuredOutputManager(self.config),
             block_size=BLOCK_TOKENS,
             hash_block_size=self.shape.hash_tokens,
@@ -477,9 +489,13 @@ class ScriptedEngine:
         stage, of_stage = divmod(index, self.shape.stage_ranks)
         cache = cache_config(self.shape, stage)
         tensors = {
-            name: torch.zeros((cache.num_blocks, self.shape.block_tokens(group), 1), dtype=torch.int64)
+            name: torch.from_numpy(
+                np.zeros(
+                    (cache.num_blocks, self.shape.block_tokens(group), 1), self.shape.number(group, layer)
+                )
+            )
             for group, one in enumerate(cache.kv_cache_groups)
-            for name in one.layer_names
+            for layer, name in enumerate(one.layer_names)
         }
         numbers = [
             [tensors[name].numpy()[:, :, 0] for name in group.layer_names] for group in cache.kv_cache_groups
@@ -813,6 +829,7 @@ class ScriptedEngine:
                 at = (blocks, places % block_tokens)
                 done = computed - first
                 read = numbers[at][:done]
+                wanted = wanted.astype(numbers.dtype)
                 assert (read == wanted[:done]).all(), f"rank {rank.index} reads wrong bytes for {name}"
                 numbers[at] = wanted
 
@@ -926,7 +943,7 @@ class ScriptedEngine:
                 wanted = np.full(BLOCK_TOKENS, wanted[-1])
             for layer, numbers in enumerate(rank.numbers[group]):
                 right = wanted + self.shape.salt(group, layer, rank.index)
-                assert (numbers[block] == right).all(), "wrong bytes"
+                assert (numbers[block] == right.astype(numbers.dtype)).all(), "wrong bytes"
 
     def _check_scatter(self, rank: Rank, block_ids: Sequence[int]) -> None:
         """Blocks may be written for a load that is not reported yet, and that holds them alone."""
@@ -1024,6 +1041,12 @@ def cache_config(shape: Shape, stage: int) -> KVCacheConfig:
         KVCacheGroupSpec([f"group{index}.layer{stage * LAYERS + layer}" for layer in range(LAYERS)], spec)
         for index, spec in enumerate(specs)
     ]
+    if shape.indexed:
+        indexer = {"head_size": 16, "cache_role": SparseCacheRole.INDEXER}
+        of_layers = dict.fromkeys(groups[0].layer_names, specs[0])
+        of_layers[groups[0].layer_names[-1]] = dataclasses.replace(specs[0], **indexer)
+        rows = UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs=of_layers)
+        groups[0] = KVCacheGroupSpec(groups[0].layer_names, rows)
     return KVCacheConfig(num_blocks=shape.device_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 

@@ -83,6 +83,19 @@ SHAPES += [
     for blocks_per_record in (1, 2)
     for late in (False, True)
 ]
+# Kimi-Linear: states beside latent vectors. DeepSeek V3.2: an indexer beside them.
+SHAPES += [
+    Shape(
+        2, overlapping, windowed, slots=slots, latent=True, states=states, indexed=not states,
+        blocks_per_record=blocks_per_record, late=late,
+    )
+    for states in (False, True)
+    for overlapping in (False, True)
+    for windowed in (False, True)
+    for slots in (4, 24)
+    for blocks_per_record in (1, 2)
+    for late in (False, True)
+]  # fmt: skip
 CAPACITIES = (3_000, 1 << 20)  # bytes of the pool: a dozen blocks, and all there are
 
 WAYS_TO_LOAD_WEIGHTS = (
@@ -745,6 +758,17 @@ def test_of_small_windows_what_hits_need_is_stored_and_loaded(engine: Callable[.
     assert groups.count(0) == groups.count(1) > 0, (
         "half of the small blocks: those in front of a large one's end"
     )
+    second.add("b", list(range(1, 30)), 3)
+    second.drain()
+    assert (second.hits, second.loads, second.loads_failed) == (1, 1, 0)
+
+
+@pytest.mark.parametrize("shape", [Shape(2, latent=True, states=True), Shape(latent=True, indexed=True)])
+def test_layers_beside_latent_vectors(shape: Shape, engine: Callable[..., ScriptedEngine]) -> None:
+    shape = dataclasses.replace(shape, slots=24, weights_never_change=True)
+    first, second = engine(shape), engine(shape)
+    first.add("a", list(range(1, 30)), 3)
+    first.rest()
     second.add("b", list(range(1, 30)), 3)
     second.drain()
     assert (second.hits, second.loads, second.loads_failed) == (1, 1, 0)
