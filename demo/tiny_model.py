@@ -187,7 +187,8 @@ def _gemma_of_shared_caches(kind: Kind, common: dict[str, Any], layers: int, win
         "vocab_size_per_layer_input": VOCABULARY,
     }
     if kind == "gemma4":
-        gemma4 = transformers.Gemma4TextConfig(**own, global_head_dim=2 * common["head_dim"])
+        own["global_head_dim"] = 2 * common["head_dim"]
+        gemma4 = transformers.Gemma4TextConfig(**own)
         return transformers.Gemma4ForCausalLM(gemma4)
     own |= {
         "intermediate_size": [common["intermediate_size"]] * layers,
@@ -223,7 +224,7 @@ def _hybrid(kind: Kind, common: dict[str, Any], layers: int, window: int) -> Any
             mamba_n_heads=8, mamba_d_head=common["hidden_size"] // 4, mamba_d_state=32, mamba_n_groups=1,
             mamba_d_conv=4, mamba_expand=2, mamba_chunk_size=64, attention_multiplier=common["head_dim"] ** -0.5,
         )  # fmt: skip
-        return transformers.GraniteMoeHybridForCausalLM(granite)  # type: ignore[no-untyped-call]
+        return transformers.GraniteMoeHybridForCausalLM(granite)
     if kind == "qwen3_next":
         # The sizes of heads are those of vLLM's CPU kernels.
         common |= {"head_dim": 128, "num_attention_heads": 4, "num_key_value_heads": 4}

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvpool import __version__
-from kvpool.cli.commands import bench_store, doctor, index, lookup, purge, router, token, top
+from kvpool.cli.commands import bench_store, doctor, index, lookup, purge, router, size, token, top
 from kvpool.cli.exits import run
 from kvpool.cli.vllm import vllm
 
@@ -41,6 +41,7 @@ for command, panel, text in (
     (doctor, LOOK, "Examine a deployment: what works, what not, what to do."),
     (top, LOOK, "Watch an index: its workers and what they hold."),
     (lookup, LOOK, "Ask an index who holds how much of a prompt."),
+    (size, LOOK, "What a larger pool would hold of a trace."),
     (purge, MAINTAIN, "Delete a tenant's blocks, a namespace's, or all."),
     (token, MAINTAIN, "Make a bearer token for callers of an index."),
 ):

@@ -18,6 +18,7 @@ from kvpool.cli.settings import (
     PurgeOptions,
     Rounds,
     RouterSettings,
+    SizeOptions,
     TopOptions,
 )
 from kvpool.errors import ConfigError
@@ -116,6 +117,14 @@ def purge(options: PurgeOptions) -> None:
     from kvpool.cli.purge import run_purge
 
     run_purge(options)
+
+
+@takes(SizeOptions)
+def size(options: SizeOptions) -> None:
+    """What a pool of any size would have held of the requests in a trace: the hit rate of LRU against blocks."""
+    from kvpool.cli.size import run_size
+
+    run_size(options)
 
 
 def bench_store(

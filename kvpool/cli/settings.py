@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Annotated, ClassVar
 
 from kvpool.cli.options import (
@@ -305,6 +306,19 @@ class PurgeOptions:
         "Delete this namespace; its first 8 digits do, 32 are all of them.")] = None
     everything: Annotated[bool, flag(None, "--everything", "Delete all blocks of all tenants.")] = False
     yes: Annotated[bool, flag(None, "--yes", "Do not ask. Needed where there is no terminal.")] = False
+    as_json: Json = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizeOptions:
+    trace: Annotated[Path, option(None, "FILE", "Requests and their blocks, a session or a request a line.")]
+    block_tokens: Annotated[int | None, option(None, "TOKENS",
+        "Of a block. Without it: as the prompts' tokens and blocks tell, a power of two.", min=1, max=1 << 20)] = None
+    token_bytes: Annotated[str | None, option(None, "SIZE",
+        "KV cache of a token, such as 128KiB: the table then has bytes, too.", callback=is_size)] = None
+    apart: Annotated[float, option(None, "SECONDS", "Between the beginnings of two sessions.", min=0, max=1e9)] = 60.0
+    most_blocks: Annotated[int, option(None, "BLOCKS",
+        "Most blocks that are followed, about 200 bytes each; of more, a sample.", min=256, max=1 << 28)] = 1 << 21
     as_json: Json = False
 
 # fmt: on

@@ -1,0 +1,103 @@
+"""``kvpool size`` on traces in both forms."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.command_line import kvpool, refused
+
+# Three turns of one session and two of another, which begin with the same 128 tokens.
+SESSIONS: list[Any] = [
+    {"tools": 100, "system": 28, "turns": [
+        [0.0, 320, 10, 1.0, 0.0, 0, [[1, 5]]],
+        [30.0, 448, 10, 1.0, 9.0, 5, [[6, 2]]],
+        [90.0, 384, 10, 1.0, 9.0, 3, [[8, 3]]],
+    ]},
+    {"tools": 100, "system": 28, "turns": [[0.0, 192, 10, 1.0, 0.0, 0, [[1, 3]]], [5.0, 192, 10, 1.0, 1.0, 3, []]]},
+]  # fmt: skip
+REQUESTS: list[Any] = [[0, 1000, 5, [[0, 2]]], [10, 1500, 5, [[0, 1], [2, 2]]], [20, 500, 5, [[0, 1]]]]
+
+
+def written(path: Path, lines: list[Any]) -> Path:
+    text = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+    return path
+
+
+def curve(path: Path, *options: str) -> dict[str, Any]:
+    ended = kvpool("size", "--trace", str(path), "--json", *options)
+    assert ended.returncode == 0, ended.stderr
+    answer: dict[str, Any] = json.loads(ended.stdout)
+    return answer
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_sessions_share_what_they_begin_with(name: str, tmp_path: Path) -> None:
+    found = curve(written(tmp_path / name, SESSIONS))
+    assert found["block_tokens"] == 64
+    # Of 24 blocks asked for: 5 and 3 by the first session, 2 by the second, and its whole second turn.
+    assert found["points"][-1] == {"blocks": 11, "hit_rate": pytest.approx(13 / 24)}
+
+
+def test_when_sessions_begin_is_an_option(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.jsonl", SESSIONS)
+    far = curve(path, "--apart", "1000")["points"]
+    assert far != curve(path)["points"]
+    assert far[-1] == curve(path)["points"][-1]
+
+
+def test_requests_have_numbers_in_common(tmp_path: Path) -> None:
+    path = written(tmp_path / "c.jsonl", REQUESTS)
+    assert curve(path) == {
+        "block_tokens": 512,
+        "points": [
+            {"blocks": blocks, "hit_rate": pytest.approx(hits / 6)}
+            for blocks, hits in enumerate((0, 1, 2, 2), 1)
+        ],
+    }
+    assert curve(path, "--block-tokens", "500")["block_tokens"] == 500
+
+
+def test_the_table_says_what_to_buy(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.jsonl", SESSIONS)
+    ended = kvpool("size", "--trace", str(path), "--token-bytes", "1MiB")
+    assert ended.returncode == 0
+    first, *rows = ended.stdout.splitlines()
+    assert first == "5 requests for 24 blocks of 64 tokens, 11 of them distinct; exact"
+    assert rows[-1].split() == ["100%", "54.2%", "8", "512", "0.5"]
+    sampled = kvpool("size", "--trace", str(_long(tmp_path)), "--most-blocks", "256")
+    assert "estimated from one block in" in sampled.stdout
+
+
+def _long(folder: Path) -> Path:
+    return written(folder / "long.jsonl", [[at, 64 * 9, 1, [[9 * at, 9]]] for at in range(200)])
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (b"", "has no blocks"),
+        (b"[]\n", "line 1, is no session and no request"),
+        (b'{"turns": []}\n', "line 1, is no session"),
+        (b"[0, 10, 1, [[0, -1]]]\n", "-1 is no count"),
+        (b"[0, 10, 1, [[0, 99999999999]]]\n", "a prompt of 99,999,999,999 blocks"),
+        (
+            b'{"tools": 0, "system": 0, "turns": [[0, 64, 1, 0, 0, 3, []]]}\n',
+            "turn 1 keeps 3 blocks of fewer",
+        ),
+        (b"\xff\xfe\n", "line 1"),
+        (b"\x1f\x8bgarbage", "cannot be read"),
+    ],
+)
+def test_what_is_no_trace_is_named(text: bytes, why: str, tmp_path: Path) -> None:
+    (tmp_path / "t").write_bytes(text)
+    assert why in refused("size", "--trace", str(tmp_path / "t"))
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    assert "cannot be read" in refused("size", "--trace", str(tmp_path / "none"))
