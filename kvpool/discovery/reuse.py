@@ -6,7 +6,8 @@ prompt are there, too. All blocks of a request are looked up when it arrives, an
 
 Exact while all distinct blocks can be followed. With more of them, only those are whose hash is below a threshold,
 which falls so that ``most_blocks`` stay; distances and counts are scaled by the share that is left, and what they lack
-of all blocks asked for is counted at the smallest distance (SHARDS with its correction: Waldspurger et al., FAST 2015).
+of all blocks asked for is counted as hits (SHARDS with its correction: Waldspurger et al., FAST 2015): a block that
+each request begins with is followed or not, and its distance is a request's length.
 
 Memory: about 200 bytes a block that is followed. Not thread-safe.
 """
@@ -54,7 +55,7 @@ class ReuseCurve:
         self._largest: list[int] = []  # a heap of the hashes that are followed, negated
         self._hits = [0.0] * len(LADDER)  # blocks, by the first size that has them
         self._counted = 0.0  # blocks asked for, as the followed ones tell
-        self.asked_blocks = 0
+        self.requests = self.asked_blocks = 0
 
     @property
     def share(self) -> float:
@@ -67,6 +68,7 @@ class ReuseCurve:
 
     def ask(self, hashes: Sequence[int]) -> None:
         """A prompt is asked for. ``hashes``: of its blocks in order, spread evenly over 64 bits."""
+        self.requests += 1
         self.asked_blocks += len(hashes)
         threshold = self._threshold
         followed = hashes if threshold == HASHES else [one for one in hashes if one < threshold]
@@ -90,8 +92,9 @@ class ReuseCurve:
         """The curve, from one block to all distinct ones; neighbours are at most a tenth apart, but for the first."""
         if not self.asked_blocks:
             return []
-        hits = np.cumsum(self._hits) + (self.asked_blocks - self._counted)
-        rates = np.clip(hits / self.asked_blocks, 0.0, 1.0).tolist()
+        hits = np.array(self._hits)
+        hits[bisect_left(LADDER, self.asked_blocks / self.requests)] += self.asked_blocks - self._counted
+        rates = np.clip(np.maximum.accumulate(np.cumsum(hits)) / self.asked_blocks, 0.0, 1.0).tolist()
         most = self.distinct_blocks
         found = [Point(*each) for each in zip(LADDER, rates, strict=True) if each[0] < most]
         return [*found, Point(most, rates[-1])]
