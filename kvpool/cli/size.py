@@ -125,11 +125,9 @@ def _timed(
 def _hashes(number: int, beginning: tuple[int, int], common: int, first: int, count: int) -> list[int]:
     """Numbers of 64 bits for a session's blocks; its first ``common`` ones are those of its beginning."""
     blocks = np.arange(first, first + count, dtype=np.uint64)
-    of_session, of_beginning = (
-        _mixed(np.uint64(number)),
-        _mixed(_mixed(np.uint64(beginning[0])) ^ np.uint64(beginning[1])),
-    )
-    owner = np.where(blocks <= common, of_beginning, of_session ^ np.uint64(1))
+    of_session = _mixed(np.uint64(number)) ^ np.uint64(1)
+    of_beginning = _mixed(_mixed(np.uint64(beginning[0])) ^ np.uint64(beginning[1]))
+    owner = np.where((blocks > 0) & (blocks <= common), of_beginning, of_session)
     hashes: list[int] = _mixed(_mixed(blocks) ^ owner).tolist()
     return hashes
 
@@ -162,7 +160,7 @@ def _prompt(at_s: float, tokens: int, kept: int, runs: Iterable[Any]) -> Runs:
 
 
 def _count(number: Any) -> int:
-    if type(number) is not int or not 0 <= number < 1 << 63:
+    if type(number) is not int or not 0 <= number < 1 << 62:
         raise ValueError(f"{number!r:.40} is no count")
     return number
 

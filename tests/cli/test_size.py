@@ -85,6 +85,7 @@ def _long(folder: Path) -> Path:
         (b"[]\n", "line 1, is no session and no request"),
         (b'{"turns": []}\n', "line 1, is no session"),
         (b"[0, 10, 1, [[0, -1]]]\n", "-1 is no count"),
+        (b"[0, 10, 1, [[9223372036854775807, 1]]]\n", "9223372036854775807 is no count"),
         (b"[0, 10, 1, [[0, 99999999999]]]\n", "a prompt of 99,999,999,999 blocks"),
         (
             b'{"tools": 0, "system": 0, "turns": [[0, 64, 1, 0, 0, 3, []]]}\n',
