@@ -64,16 +64,16 @@ def run_size(options: SizeOptions) -> None:
     token_nbytes = parse_nbytes(options.token_bytes) if options.token_bytes is not None else 0
     trace = read_trace(options.trace, options.block_tokens)
     curve = ReuseCurve(options.most_blocks)
-    requests = sum(len(session.prompts) for session in trace.sessions)
+    total = sum(len(session.prompts) for session in trace.sessions)
     with progress_bar() as progress:
-        for hashes in progress.track(prompts(trace, options.apart), total=requests, description="requests"):
+        for hashes in progress.track(prompts(trace, options.apart), total=total, description="requests"):
             curve.ask(hashes)
     points = curve.points()
     if options.as_json:
         table = [point._asdict() for point in points]
         print(json.dumps({"block_tokens": trace.block_tokens, "points": table}))
         return
-    _print(curve, points, requests, trace.block_tokens, token_nbytes)
+    _print(curve, points, trace.block_tokens, token_nbytes)
 
 
 def read_trace(path: Path, block_tokens: int | None = None) -> Trace:
@@ -183,14 +183,12 @@ def _lines(path: Path) -> Iterator[bytes]:
         raise ConfigError(f"{path} cannot be read: {error}") from error
 
 
-def _print(
-    curve: ReuseCurve, points: list[Point], requests: int, block_tokens: int, token_nbytes: int
-) -> None:
+def _print(curve: ReuseCurve, points: list[Point], block_tokens: int, token_nbytes: int) -> None:
     out = console()
     exact = "exact" if curve.share == 1 else f"estimated from one block in {1 / curve.share:,.0f}"
     show(
         out,
-        f"{requests:,} requests for {curve.asked_blocks:,} blocks of {block_tokens} tokens, "
+        f"{curve.requests:,} requests for {curve.asked_blocks:,} blocks of {block_tokens} tokens, "
         f"{curve.distinct_blocks:,} of them distinct; {exact}",
     )
     columns = [Column("of the most hits"), Column("hit rate"), Column("blocks"), Column("tokens", drop=1)]

@@ -9,40 +9,32 @@ from typing import Any
 
 import pytest
 
-from demo.engine_process import EngineProcess
 from tests.support.engine_forks import write_model
-from tests.support.engines import BLOCK_TOKENS, corrupt, engine_options, passing, prompt, records, started
+from tests.support.engines import (
+    BLOCK_TOKENS,
+    Drafted,
+    corrupt,
+    drafted,
+    engine_options,
+    passing,
+    prompt,
+    records,
+    started,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 LAYERS, WIDTH = 4, 256
-SAID = 64  # tokens of an answer
 PROMPTS = [prompt(40 + number, 1400 + 37 * number) for number in range(4)]
 LOST, CHANGED = PROMPTS[2], PROMPTS[3]
-ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
-
-
-@dataclass
-class Answer:
-    tokens: list[int]
-    cached: int
-    pool: int
-    accepted: float
-
-
-def answer(engine: EngineProcess, tokens: list[int]) -> Answer:
-    before = engine.ask({"do": "metrics"}).get(ACCEPTED, 0.0)
-    said = engine.generate(tokens, SAID)
-    accepted = engine.ask({"do": "metrics"})[ACCEPTED] - before
-    return Answer(said["tokens"], said["cached_tokens"], said["pool_tokens"], accepted)
 
 
 @dataclass
 class Pair:
     pool: Path
     options: dict[str, Any]
-    local: list[Answer]
-    second: list[Answer]
+    local: list[Drafted]
+    second: list[Drafted]
 
 
 @pytest.fixture(
@@ -63,14 +55,14 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     )
     with started("first", folder, options) as first:
         for tokens in PROMPTS:
-            answer(first, tokens)
-        local = [answer(first, tokens) for tokens in PROMPTS]
+            drafted(first, tokens)
+        local = [drafted(first, tokens) for tokens in PROMPTS]
     records(folder / "pool", LOST)[3].unlink()
     layers = LAYERS + (LAYERS if request.param == "draft_model" else 1)
     for record in records(folder / "pool", CHANGED):
         corrupt(record, keep_checksum=False, first_share=LAYERS / layers)
     with passing("second", folder, options) as second:
-        yield Pair(folder / "pool", options, local, [answer(second, tokens) for tokens in PROMPTS])
+        yield Pair(folder / "pool", options, local, [drafted(second, tokens) for tokens in PROMPTS])
 
 
 def test_a_hit_is_as_long_as_a_local_one_and_drafts_as_well(pair: Pair) -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from demo.engine_process import EngineProcess
 from demo.tiny_model import VOCABULARY
 from kvpool import BlockHasher
 from tests.support.engine_forks import write_model
 from tests.support.engines import (
     GENERATED_TOKENS,
     corrupt,
+    drafted,
     engine_options,
     passing,
     prompt,
@@ -26,8 +26,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 # The kernels of gated delta nets compute in bfloat16.
 KINDS = {"lfm2": "float32", "qwen3_next": "bfloat16", "granite4": "float32"}
-SAID = 64  # tokens of an answer, where drafts are counted
-ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
 # One token behind whole blocks of any of these models: it is computed from the state alone.
 WHOLE, CORRUPTED, LOST = prompt(1, 2305), prompt(2, 2305), prompt(3, 2305)
 
@@ -147,20 +145,11 @@ def test_drafts_beside_states(tmp_path: Path) -> None:
     )
     wanted = [*whole, *changed, *lost]
 
-    def answers(engine: EngineProcess) -> list[tuple[list[int], int, int, float]]:
-        """Of each prompt: the answer, the tokens that were cached, those from the pool, the drafts accepted."""
-        found = []
-        for tokens in wanted:
-            before = engine.ask({"do": "metrics"}).get(ACCEPTED, 0.0)
-            said = engine.generate(tokens, SAID)
-            accepted = engine.ask({"do": "metrics"})[ACCEPTED] - before
-            found.append((said["tokens"], said["cached_tokens"], said["pool_tokens"], accepted))
-        return found
-
     with started("first", tmp_path, options) as engine:
-        cold, local = answers(engine), answers(engine)
-    assert {one[2] for one in cold + local} == {0}
-    hit = local[0][1]
+        cold = [drafted(engine, tokens) for tokens in wanted]
+        local = [drafted(engine, tokens) for tokens in wanted]
+    assert {one.pool for one in cold + local} == {0}
+    hit = local[0].cached
     assert hit > 1000
     states(pool, lost[0])[0].unlink()
     for tokens in changed:
@@ -169,10 +158,10 @@ def test_drafts_beside_states(tmp_path: Path) -> None:
             if record not in kept:  # a layer of the model, and the one that drafts
                 corrupt(record, keep_checksum=False, first_share=0.5)
     with passing("second", tmp_path, options) as engine:
-        found = answers(engine)
-    assert [one[2] for one in found] == [hit] * 8 + [0]
-    assert [one[0] for one in found] == [one[0] for one in local]
-    accepted, of_local = ([one[3] for one in answered] for answered in (found, local))
+        found = [drafted(engine, tokens) for tokens in wanted]
+    assert [one.pool for one in found] == [hit] * 8 + [0]
+    assert [one.tokens for one in found] == [one.tokens for one in local]
+    accepted, of_local = ([one.accepted for one in answered] for answered in (found, local))
     assert accepted[:4] == of_local[:4]
     assert sum(accepted[:4]) > 0
     assert accepted[4:8] != of_local[4:8], "the bytes of the layer that drafts are used"

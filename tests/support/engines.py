@@ -114,6 +114,25 @@ def ask(
     return engine.ask({"do": "generate", **asked})
 
 
+@dataclass
+class Drafted:
+    """An answer of an engine that drafts, and how many tokens of the drafts were right."""
+
+    tokens: list[int]
+    cached: int
+    pool: int
+    accepted: float
+
+
+def drafted(engine: EngineProcess, tokens: list[int]) -> Drafted:
+    """A long answer to a prompt: a tiny model accepts few drafts."""
+    counter = "vllm:spec_decode_num_accepted_tokens_total"
+    before = engine.ask({"do": "metrics"}).get(counter, 0.0)
+    said = engine.generate(tokens, 64)
+    accepted = engine.ask({"do": "metrics"})[counter] - before
+    return Drafted(said["tokens"], said["cached_tokens"], said["pool_tokens"], accepted)
+
+
 def call(engine: EngineProcess, method: str, *arguments: Any, **more: Any) -> Any:
     """Call a method of the engine's ``vllm.LLM``."""
     return engine.ask({"do": "call", "method": method, "arguments": arguments, "more": more})["answer"]

@@ -734,12 +734,19 @@ def arriving_at_once(
     return engines
 
 
-STATES = Shape(states=True, slots=24, weights_never_change=True)
+HYBRIDS = [
+    Shape(states=True, slots=24, weights_never_change=True),
+    Shape(2, latent=True, states=True, slots=24, weights_never_change=True),
+    Shape(latent=True, indexed=True, slots=24, weights_never_change=True),
+]
 
 
-def test_a_state_is_loaded_and_what_is_behind_it_computed(engine: Callable[..., ScriptedEngine]) -> None:
+@pytest.mark.parametrize("shape", HYBRIDS, ids=["states", "states and latent vectors", "an indexer"])
+def test_a_hybrids_blocks_are_loaded_and_what_is_behind_them_computed(
+    shape: Shape, engine: Callable[..., ScriptedEngine]
+) -> None:
     prompt = list(range(1, 30))
-    first, second = engine(STATES), engine(STATES)
+    first, second = engine(shape), engine(shape)
     first.add("a", prompt, 3)
     first.rest()
     second.add("b", prompt, 3)
@@ -758,17 +765,6 @@ def test_of_small_windows_what_hits_need_is_stored_and_loaded(engine: Callable[.
     assert groups.count(0) == groups.count(1) > 0, (
         "half of the small blocks: those in front of a large one's end"
     )
-    second.add("b", list(range(1, 30)), 3)
-    second.drain()
-    assert (second.hits, second.loads, second.loads_failed) == (1, 1, 0)
-
-
-@pytest.mark.parametrize("shape", [Shape(2, latent=True, states=True), Shape(latent=True, indexed=True)])
-def test_layers_beside_latent_vectors(shape: Shape, engine: Callable[..., ScriptedEngine]) -> None:
-    shape = dataclasses.replace(shape, slots=24, weights_never_change=True)
-    first, second = engine(shape), engine(shape)
-    first.add("a", list(range(1, 30)), 3)
-    first.rest()
     second.add("b", list(range(1, 30)), 3)
     second.drain()
     assert (second.hits, second.loads, second.loads_failed) == (1, 1, 0)
