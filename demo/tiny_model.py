@@ -66,19 +66,19 @@ def write_tiny_model(
     }
     model: Any
     if kind == "llama" or kind in DRAFTS:
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**common))  # type: ignore[no-untyped-call]
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**common))
     elif kind == "qwen3":
-        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**common))  # type: ignore[no-untyped-call]
+        model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**common))
     elif kind == "deepseek":
         common |= {"num_key_value_heads": 8, "first_k_dense_replace": layers, "q_lora_rank": None}
         common |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32}
         deepseek = transformers.DeepseekV2Config(**common)
-        model = transformers.DeepseekV2ForCausalLM(deepseek)  # type: ignore[no-untyped-call]
+        model = transformers.DeepseekV2ForCausalLM(deepseek)
     elif kind == "gpt_oss":
         moe = transformers.GptOssConfig(
             **common, sliding_window=window, num_local_experts=4, num_experts_per_tok=2
         )
-        model = transformers.GptOssForCausalLM(moe)  # type: ignore[no-untyped-call]
+        model = transformers.GptOssForCausalLM(moe)
     elif kind in HYBRIDS:
         model = _hybrid(kind, common, layers, window)
     elif kind in ("gemma3n", "gemma4"):
@@ -214,7 +214,7 @@ def _hybrid(kind: Kind, common: dict[str, Any], layers: int, window: int) -> Any
         lfm2 = transformers.Lfm2Config(
             **own, layer_types=layer_types("conv"), conv_L_cache=3, block_auto_adjust_ff_dim=False
         )
-        return transformers.Lfm2ForCausalLM(lfm2)  # type: ignore[no-untyped-call]
+        return transformers.Lfm2ForCausalLM(lfm2)
     if kind == "granite4":
         granite = transformers.GraniteMoeHybridConfig(
             **{name: value for name, value in common.items() if name != "head_dim"},
@@ -234,7 +234,7 @@ def _hybrid(kind: Kind, common: dict[str, Any], layers: int, window: int) -> Any
             num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=64,
             norm_topk_prob=True,
         )  # fmt: skip
-        return transformers.Qwen3NextForCausalLM(qwen)  # type: ignore[no-untyped-call]
+        return transformers.Qwen3NextForCausalLM(qwen)
     llama4 = transformers.Llama4TextConfig(
         **common, layer_types=layer_types("chunked_attention"), attention_chunk_size=window, use_qk_norm=True,
         no_rope_layers=[int(i % 4 != 3) for i in range(layers)], num_local_experts=2, num_experts_per_tok=1,
