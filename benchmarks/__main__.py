@@ -1,4 +1,7 @@
-"""``python -m benchmarks``: kvpool, its peers and plain loops, side by side in one run."""
+"""``python -m benchmarks``: kvpool, its peers and plain loops, side by side in one run.
+
+Over 400 lines because each command declares its options here.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from kvpool.cli.exits import EXIT_FAILED, run
 from kvpool.cli.options import Json
 from kvpool.cli.settings import BatchBytes, PoolURL, Rounds
 from kvpool.errors import ConfigError
+from kvpool.text import parse_nbytes
 
 PEERS_FOLDER = ".cache/peers"
 
@@ -319,6 +323,47 @@ def outage(
         as_json=as_json,
     ):
         raise typer.Exit(EXIT_FAILED)
+
+
+@app.command("agents")
+def agents(
+    trace: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE",
+            help="Of sessions or requests, as kvpool size reads; give it again for more. Without it: made-up sessions.",
+        ),
+    ] = None,
+    workers: Annotated[
+        list[int] | None,
+        typer.Option(min=1, max=256, help="Of a fleet; give it again for another.  [default: 8, 16, 64]"),
+    ] = None,
+    sessions: Annotated[
+        int, typer.Option(min=1, max=4096, help="The first of a trace; or made up. Requests all count.")
+    ] = 80,
+    apart: Annotated[
+        float, typer.Option(min=0, max=1e6, metavar="S", help="Seconds between the beginnings of sessions.")
+    ] = 60.0,
+    cache_bytes: Annotated[
+        str, typer.Option(metavar="SIZE", help="Of a worker's KV cache, 96 KiB a token.")
+    ] = "100GB",
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="POLICY", help="Only this one; give it again for more.")
+    ] = None,
+    server: Server = None,
+    as_json: Json = False,
+) -> None:
+    """Sessions of agents on simulated workers, with a real index and a real pool, placed by five policies.
+
+    none: in turns, without a pool; pool: in turns; load: by least load; precise: by load and blocks, without a pool;
+    kvpool: by load, blocks and sessions. Starts Valkey servers on loopback.
+    """
+    from benchmarks.agents import run_agents
+
+    run_agents(
+        traces=trace or [], workers=workers or [8, 16, 64], sessions=sessions, apart_s=apart,
+        cache_nbytes=parse_nbytes(cache_bytes), only=only or [], server=server, as_json=as_json,
+    )  # fmt: skip
 
 
 @app.command("gpu")

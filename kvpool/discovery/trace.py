@@ -48,10 +48,14 @@ class Runs(NamedTuple):
 
 @dataclass
 class Session:
-    """Prompts that name blocks of their own. Its first ``common_tokens`` are those of all with this ``beginning``."""
+    """Prompts that name blocks of their own. Its first ``common_tokens`` are those of all with this ``beginning``.
+
+    ``waits``: each prompt is asked after the answer to the one before; False: they are requests of many callers.
+    """
 
     prompts: list[Runs] = field(default_factory=list)
     beginning: tuple[int, int] = (0, 0)
+    waits: bool = True
 
     @property
     def common_tokens(self) -> int:
@@ -66,7 +70,7 @@ class Trace(NamedTuple):
 def read_trace(path: Path, block_tokens: int | None = None) -> Trace:
     """``block_tokens``: None: as the prompts' tokens and blocks tell. Errors: ``ConfigError`` names file and line."""
     sessions: list[Session] = []
-    requests = Session()
+    requests = Session(waits=False)
     for number, line in enumerate(_lines(path), 1):
         try:
             one = json.loads(line)

@@ -1,0 +1,140 @@
+"""``python -m benchmarks agents``: sessions of agents on a simulated fleet with a real index and a real pool.
+
+Engines are scripted and time is simulated; ``Fleet``, ``Router``, ``Store`` and the server are those of production. All
+policies get the same sessions. Then the smallest fleet loses a worker and the index in the middle, under each policy.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from benchmarks.agents_fleet import POLICIES, Policy, Row, simulate
+from benchmarks.agents_model import EngineModel
+from benchmarks.agents_traffic import Traffic, made_up, traffic
+from benchmarks.valkey_shards import find_server
+from kvpool.discovery.trace import read_trace
+from kvpool.errors import ConfigError
+
+SEED = 42
+MADE_UP = "made up"
+
+
+@dataclass(frozen=True)
+class _Case:
+    trace: str
+    traffic: Traffic
+    policy: Policy
+    workers: int
+    kills: bool
+
+
+def run_agents(
+    *,
+    traces: Sequence[Path],
+    workers: Sequence[int],
+    sessions: int,
+    apart_s: float,
+    cache_nbytes: int,
+    only: Sequence[str],
+    server: Path | None,
+    as_json: bool,
+) -> None:
+    """Print tables or JSON. No ``traces``: sessions are made up. ``only``: policies; none: all.
+
+    ``sessions``: of each trace; ``apart_s``: between their beginnings. Blocks for minutes. Errors: ``KVPoolError``.
+    """
+    names = [policy.name for policy in POLICIES]
+    if unknown := set(only) - set(names):
+        raise ConfigError(f"--only {min(unknown)}: the policies are {', '.join(names)}")
+    program = find_server(server)
+    console = Console(stderr=True)
+    replayed = {
+        path.name: traffic(read_trace(path), sessions=sessions, apart_s=apart_s) for path in traces
+    } or {MADE_UP: traffic(made_up(sessions, SEED), sessions=sessions, apart_s=apart_s)}
+    for trace, one in replayed.items():
+        model = EngineModel(cache_nbytes, one.block_tokens)
+        if model.blocks_of(one.longest_tokens) > model.blocks:
+            raise ConfigError(
+                f"{trace} has a prompt of {one.longest_tokens:,} tokens with its answer, and a cache has "
+                f"{model.blocks * one.block_tokens:,}: raise --cache-bytes"
+            )
+    sizes = sorted(set(workers))
+    cases = [
+        _Case(trace, one, policy, count, kills)
+        for trace, one in replayed.items()
+        for kills, counts in ((False, sizes), (True, sizes[:1]))
+        for count in counts
+        for policy in POLICIES
+        if policy.name in (only or names)
+    ]
+    rows: list[tuple[_Case, Row]] = []
+    with (
+        tempfile.TemporaryDirectory(prefix="kvpool-bench-") as folder,
+        Progress(console=console, transient=True, disable=not console.is_terminal) as progress,
+    ):
+        task = progress.add_task("", total=sum(case.traffic.turns for case in cases))
+        for number, case in enumerate(cases):
+            doing = f"{case.trace}: {case.policy.name}, {case.workers} workers{', with kills' * case.kills}"
+            progress.update(task, description=doing)
+            if not console.is_terminal:
+                console.print(f"{number + 1}/{len(cases)} {doing}", soft_wrap=True)
+            model = EngineModel(cache_nbytes, case.traffic.block_tokens)
+            row = simulate(
+                case.policy, case.workers, case.traffic, model, server=program, folder=Path(folder) / f"{number}",
+                kills=case.kills, ended=partial(progress.advance, task),
+            )  # fmt: skip
+            rows.append((case, row))
+    if as_json:
+        shown = {"sessions": sessions, "apart_s": apart_s, "cache_nbytes": cache_nbytes}
+        lists = {
+            name: [{"trace": case.trace, **asdict(row)} for case, row in rows if case.kills == kills]
+            for name, kills in (("rows", False), ("kills", True))
+        }
+        print(json.dumps(shown | lists))
+        return
+    out = Console()
+    if not out.is_terminal:  # a file has no width, and columns would be cut
+        out = Console(width=120)
+    for trace, one in replayed.items():
+        for kills in (False, True):
+            out.print(
+                _table(
+                    trace,
+                    one,
+                    [row for case, row in rows if (case.trace, case.kills) == (trace, kills)],
+                    kills,
+                )
+            )
+
+
+def _table(trace: str, replayed: Traffic, rows: Sequence[Row], kills: bool) -> Table:
+    sessions = f"{len(replayed.sessions):,} sessions, " if replayed.are_sessions else ""
+    killed = " The busiest worker and the index are killed when half of the turns have come." if kills else ""
+    table = Table(
+        title=f"{trace}: {sessions}{replayed.turns:,} turns on simulated workers.{killed} Ideal: hits over those of "
+        "one endless cache. TTFT: seconds to the first token. Moved: GB from the pool, stored: into it. Duplicate: GB "
+        "in device memory beside the first copy. Moved sessions had turns on several workers.",
+        box=SIMPLE, padding=(0, 1, 0, 0),
+    )  # fmt: skip
+    columns = ["policy", "workers", "ideal", "TTFT p50", "p90", "p99", "moved", "stored", "duplicate"]
+    columns += ["moved sessions", "moves"] * replayed.are_sessions + ["failed"] * kills
+    for name in columns:
+        table.add_column(name, justify="left" if name == "policy" else "right", no_wrap=True)
+    for row in rows:
+        cells = [
+            row.policy, f"{row.workers}", f"{row.hits_of_ideal:.1%}", f"{row.ttft_p50_s:.2f}", f"{row.ttft_p90_s:.2f}",
+            f"{row.ttft_p99_s:.2f}", f"{row.moved_gb:,.0f}", f"{row.stored_gb:,.0f}", f"{row.duplicate_gb:,.0f}",
+        ]  # fmt: skip
+        cells += [f"{row.sessions_moved}", f"{row.moves:,}"] if replayed.are_sessions else []
+        table.add_row(*cells, *([f"{row.failed}"] if kills else []))
+    return table

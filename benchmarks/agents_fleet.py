@@ -1,0 +1,268 @@
+"""``simulate``: agents' sessions on a fleet of scripted engines, placed by one policy. Simulated time; one thread.
+
+A kill takes the busiest worker with its memory, and the index with all it knows, when half of the turns have come.
+Callers ask again. Until the index is back, which then asks workers for replays and lists the pool, turns go round.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from benchmarks.agents_engine import Clock, Engine, Job
+from benchmarks.agents_index import EventLog, RealIndex, RealPool
+from benchmarks.agents_model import EngineModel
+from benchmarks.agents_traffic import Traffic, Turn
+from benchmarks.contest import percentile
+from benchmarks.valkey_shards import ValkeyShards
+from kvpool.store import open_store
+
+DEVICE, POOL = "GPU", "STORAGE"  # media of KV events
+RETRY_S = 1.0  # until a caller asks again
+WORKER_AWAY_S, INDEX_AWAY_S = 120.0, 10.0
+
+
+@dataclass(frozen=True)
+class Policy:
+    """``places``: by turns, by load, or by load and blocks. ``sessions``: it is told which turns follow each other."""
+
+    name: str
+    has_pool: bool
+    places: Literal["turns", "load", "blocks"]
+    sessions: bool = False
+
+
+POLICIES = (
+    Policy("none", False, "turns"),
+    Policy("pool", True, "turns"),
+    Policy("load", True, "load"),
+    Policy("precise", False, "blocks"),
+    Policy("kvpool", True, "blocks", sessions=True),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run. ``hits_of_ideal``: leading blocks from device or pool, over those that one endless cache would have
+    given; ``hit_rate``: over all asked for, ``pool_hits`` of them from the pool. ``moved_gb``: from the pool,
+    ``stored_gb``: into it. ``duplicate_gb``: in device memory beside the first copy, as a turn comes, on average.
+    ``sessions_moved``: with turns on several workers, in all ``moves`` times; None: requests of no session.
+    ``failed``: turns whose worker died under them.
+    """
+
+    policy: str
+    workers: int
+    turns: int
+    hits_of_ideal: float
+    hit_rate: float
+    pool_hits: float
+    ttft_p50_s: float
+    ttft_p90_s: float
+    ttft_p99_s: float
+    moved_gb: float
+    stored_gb: float
+    duplicate_gb: float
+    sessions_moved: int | None
+    moves: int | None
+    failed: int
+    simulated_s: float
+
+
+def simulate(
+    policy: Policy,
+    workers: int,
+    traffic: Traffic,
+    model: EngineModel,
+    *,
+    server: str,
+    folder: Path,
+    kills: bool = False,
+    ended: Callable[[], None] = lambda: None,
+) -> Row:
+    """Starts a Valkey server if there is a pool. ``ended``: called after each turn. Errors: ``KVPoolError``."""
+    with ExitStack() as parts:
+        pool = None
+        if policy.has_pool:
+            shard = parts.enter_context(ValkeyShards(server, folder, shards=1, io_threads=1))
+            pool = RealPool(parts.enter_context(open_store(shard.url)), traffic)
+        fleet = _Fleet(policy, workers, traffic, model, pool, kills, ended)
+        return fleet.run()
+
+
+class _Fleet:
+    def __init__(
+        self,
+        policy: Policy,
+        workers: int,
+        traffic: Traffic,
+        model: EngineModel,
+        pool: RealPool | None,
+        kills: bool,
+        ended: Callable[[], None],
+    ) -> None:
+        self._policy, self._traffic, self._model, self._pool = policy, traffic, model, pool
+        self._told_of_end = ended
+        self._clock = Clock()
+        self._kills_at = traffic.turns // 2 if kills else -1  # turns that have come
+        self._names = [f"{number:02}" for number in range(workers)]
+        self._logs: dict[str, EventLog] = {}
+        self._engines: dict[str, Engine] = {}
+        self._index: RealIndex | None = None
+        if policy.places != "turns":
+            self._index = RealIndex(self._clock, traffic, pool)
+        self._gone: list[Engine] = []
+        for name in self._names:
+            self._start(name)
+        self._turn = 0
+        self._at: dict[Job, tuple[str, str]] = {}  # worker, reservation
+        self._last: dict[int, str] = {}  # a session's worker
+        self._moves: Counter[int] = Counter()  # by session
+        self._seen = np.zeros(len(traffic.hashes), bool)
+        self._copies = [0] * len(traffic.hashes)
+        self._duplicates, self._duplicates_seen = 0, 0
+        self._came = self._failed = self._ideal = self._asked = self._device = self._from_pool = 0
+        self._ttfts: list[float] = []
+
+    def run(self) -> Row:
+        for session in self._traffic.sessions:
+            self._clock.after(session[0].pause_s, partial(self._come, session[0]))
+        while self._clock.step():
+            pass
+        assert not self._at
+        block_gb = self._model.block_nbytes / 1e9
+        moved = [engine.moved for engine in (*self._gone, *self._engines.values())]
+        ttfts = sorted(self._ttfts)
+        are_sessions = self._traffic.are_sessions
+        return Row(
+            policy=self._policy.name,
+            workers=len(self._names),
+            turns=len(ttfts),
+            hits_of_ideal=(self._device + self._from_pool) / max(1, self._ideal),
+            hit_rate=(self._device + self._from_pool) / max(1, self._asked),
+            pool_hits=self._from_pool / max(1, self._asked),
+            ttft_p50_s=statistics.median(ttfts),
+            ttft_p90_s=percentile(ttfts, 0.9),
+            ttft_p99_s=percentile(ttfts, 0.99),
+            moved_gb=sum(one.loaded_blocks for one in moved) * block_gb,
+            stored_gb=sum(one.put_blocks for one in moved) * block_gb,
+            duplicate_gb=self._duplicates_seen / self._came * block_gb,
+            sessions_moved=len(self._moves) if are_sessions else None,
+            moves=self._moves.total() if are_sessions else None,
+            failed=self._failed,
+            simulated_s=self._clock(),
+        )
+
+    # ---- turns
+
+    def _come(self, turn: Turn) -> None:
+        self._came += 1
+        self._duplicates_seen += self._duplicates
+        findable = turn.blocks[: (turn.tokens - 1) // self._traffic.block_tokens]
+        seen = self._seen[findable]
+        self._ideal += len(findable) if seen.all() else int(np.argmin(seen))
+        self._asked += len(turn.blocks)
+        self._seen[turn.blocks] = True
+        self._send(Job(turn, findable.tolist(), self._clock()))
+        if self._came == self._kills_at:
+            self._kill()
+
+    def _send(self, job: Job) -> None:
+        if not self._engines:
+            self._clock.after(RETRY_S, partial(self._send, job))
+            return
+        name, reservation = self._place(job.turn)
+        last = self._last.setdefault(job.turn.session, name)
+        if last != name:
+            self._moves[job.turn.session] += 1
+            self._last[job.turn.session] = name
+        self._at[job] = name, reservation
+        self._engines[name].submit(job)
+
+    def _place(self, turn: Turn) -> tuple[str, str]:
+        if self._index is not None:
+            return self._index.place(turn, self._engines.values(), by_blocks=self._policy.places == "blocks")
+        while True:
+            name = self._names[self._turn % len(self._names)]
+            self._turn += 1
+            if name in self._engines:
+                return name, ""
+
+    # ---- what engines tell
+
+    def changed(
+        self, engine: Engine, stored: Sequence[int], evicted: Sequence[int], after: int | None
+    ) -> None:
+        copies = self._copies
+        for block in stored:
+            self._duplicates += copies[block] > 0
+            copies[block] += 1
+        self._forget(evicted)
+        self._tell(engine, DEVICE, stored, evicted, after)
+
+    def put(self, engine: Engine, stored: Sequence[int]) -> None:
+        self._tell(engine, POOL, stored, (), None)
+
+    def ended(self, engine: Engine, job: Job) -> None:
+        _, reservation = self._at.pop(job)
+        if self._index is not None:
+            self._index.release(reservation)
+        self._device += job.device
+        self._from_pool += job.pool
+        assert job.first_s is not None
+        self._ttfts.append(job.first_s - job.came_s)
+        self._told_of_end()
+        session = self._traffic.sessions[job.turn.session]
+        if (number := job.turn.number + 1) < len(session):
+            self._clock.after(session[number].pause_s, partial(self._come, session[number]))
+
+    def _tell(
+        self, engine: Engine, medium: str, stored: Sequence[int], removed: Sequence[int], after: int | None
+    ) -> None:
+        if self._policy.places != "blocks":
+            return
+        batch = self._logs[engine.name].write(self._clock(), medium, stored, removed, after)
+        if self._index is not None:
+            self._index.tell(engine.name, batch)
+
+    def _forget(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self._copies[block] -= 1
+            self._duplicates -= self._copies[block] > 0
+
+    # ---- what dies
+
+    def _start(self, name: str) -> None:
+        self._logs[name] = EventLog(self._traffic)
+        self._engines[name] = Engine(name, self._model, self._clock, self._pool, self)
+        if self._index is not None:
+            self._index.join(name, ())
+
+    def _kill(self) -> None:
+        busy = Counter(name for name, _ in self._at.values())
+        name = max(self._names, key=lambda one: busy[one])
+        engine = self._engines.pop(name)
+        self._gone.append(engine)
+        self._forget(engine.cache.held())
+        for job in engine.kill():
+            self._failed += 1
+            del self._at[job]
+            self._clock.after(RETRY_S, partial(self._send, job))
+        self._clock.after(WORKER_AWAY_S, partial(self._start, name))
+        if self._index is not None:
+            self._index = None
+            self._clock.after(INDEX_AWAY_S, self._index_again)
+
+    def _index_again(self) -> None:
+        self._index = RealIndex(self._clock, self._traffic, self._pool)
+        for name in self._engines:
+            self._index.join(name, self._logs[name].kept)
+        if self._pool is not None and self._policy.places == "blocks":
+            self._index.learn_pool(self._pool)

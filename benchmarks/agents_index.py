@@ -1,0 +1,168 @@
+"""The real index and the real pool of ``python -m benchmarks agents``, in one process, under a simulated clock.
+
+Batches of KV events are packed as vLLM packs them, and come to ``Fleet`` through ``Sequence`` and ``Rank``, without a
+socket between. ``Router`` places, with the loads and costs of workers' gauges as the scraper reads them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import msgpack
+
+from benchmarks.agents_engine import Engine
+from benchmarks.agents_traffic import Traffic, Turn
+from kvpool.discovery.worker import Publisher, Worker
+from kvpool.errors import KVPoolError
+from kvpool.index.fleet import Fleet
+from kvpool.index.follow.pool_reconciler import MAX_KEYS_PER_S, PoolReconciler
+from kvpool.index.place.load import NO_HASH, Load
+from kvpool.index.place.metrics_page import GateCounters, PoolCost
+from kvpool.index.place.placer import RESERVE_S
+from kvpool.index.place.router import Router
+from kvpool.index.prompt import Prompt
+from kvpool.index.sequence import Sequence as BatchSequence
+from kvpool.key.hashing import seed_id
+from kvpool.key.key import Namespace
+from kvpool.store import Store
+from kvpool.store.batch import LookupGroup
+
+TENANT, MODEL = "default", "agents"
+KEPT_BATCHES = 10_000  # by a publisher, for replays: vLLM's default
+PUBLISHER = Publisher(0, "tcp://127.0.0.1:1", "tcp://127.0.0.1:2")  # nobody dials them
+PAYLOAD = bytes(8)  # of a block in the pool
+RECONCILE_TIMEOUT_S = 120.0
+
+
+class RealPool:
+    """Blocks in a store, with tiny payloads. Blocks for its answers."""
+
+    def __init__(self, store: Store, traffic: Traffic) -> None:
+        self.store = store
+        self.namespace = Namespace(TENANT, {"benchmark": "agents"})
+        self._hashes = traffic.hashes.astype(">u8")  # as keys have them
+        self._block_tokens = traffic.block_tokens
+
+    def leading(self, blocks: Sequence[int]) -> int:
+        group = LookupGroup(self._hashes[list(blocks)].tobytes(), 8, 0, 1, self._block_tokens)
+        [found] = self.store.submit_lookup(self.namespace, [group]).records()
+        return (found + b"\0").index(b"\0")
+
+    def put(self, blocks: Sequence[int]) -> None:
+        """Errors: ``KVPoolError`` without room."""
+        packed = self._hashes[list(blocks)].tobytes()
+        keys = self.namespace.keys([packed[at : at + 8] for at in range(0, len(packed), 8)], 0, 0)
+        if not all(self.store.submit_put_absent(keys, [PAYLOAD] * len(keys)).wait()):
+            raise KVPoolError("the pool of the benchmark has no room: give its server more memory")
+
+
+class EventLog:
+    """A worker's batches, as its publisher numbers and keeps them."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._hashes, self._block_tokens = traffic.hashes, traffic.block_tokens
+        self._next = 0
+        self.kept: deque[tuple[int, bytes]] = deque(maxlen=KEPT_BATCHES)
+
+    def write(
+        self, at_s: float, medium: str, stored: Sequence[int], removed: Sequence[int], after: int | None
+    ) -> tuple[int, bytes]:
+        events: list[dict[str, Any]] = []
+        if removed:
+            events.append(
+                {"type": "BlockRemoved", "block_hashes": self._of(removed), "medium": medium, "group_idx": 0}
+            )
+        if stored:
+            parent = None if after is None else int(self._hashes[after])
+            events.append(
+                {
+                    "type": "BlockStored", "block_hashes": self._of(stored), "parent_block_hash": parent,
+                    "token_ids": [], "block_size": self._block_tokens, "lora_id": None, "medium": medium,
+                    "lora_name": None, "group_idx": 0, "kv_cache_spec_kind": "full_attention",
+                }
+            )  # fmt: skip
+        batch = self._next, msgpack.packb([at_s, events, 0])
+        self._next += 1
+        self.kept.append(batch)
+        return batch
+
+    def _of(self, blocks: Sequence[int]) -> list[int]:
+        hashes: list[int] = self._hashes[list(blocks)].tolist()
+        return hashes
+
+
+class RealIndex:
+    """``pool``: of the workers; None: they have none."""
+
+    def __init__(self, clock: Callable[[], float], traffic: Traffic, pool: RealPool | None) -> None:
+        self._clock, self._traffic = clock, traffic
+        self._namespace = pool.namespace.hex if pool else ""
+        self._fleet = Fleet(clock=clock)
+        self._router = Router(self._fleet, clock=clock)
+        self._sequences: dict[str, BatchSequence] = {}
+        self._costs: dict[str, PoolCost] = {}
+        self._starts = 0
+
+    def join(self, name: str, kept: Iterable[tuple[int, bytes]]) -> None:
+        """A worker has started, or is found, with the batches that it still has."""
+        self._starts += 1
+        worker = Worker(
+            name, MODEL, self._traffic.block_tokens, seed_id(None), (PUBLISHER,),
+            incarnation=str(self._starts), namespace=self._namespace,
+        )  # fmt: skip
+        self._fleet.add(worker, "call")
+        rank = self._fleet.rank(worker.id, 0)
+        assert rank is not None
+        sequence = self._sequences[name] = BatchSequence(rank, can_replay=True)
+        self._costs[name] = PoolCost()
+        for number, payload in kept:
+            sequence.replayed(number, payload)
+        sequence.replay_ended()
+
+    def leave(self, name: str) -> None:
+        self._fleet.remove(f"{TENANT}/{name}")
+        self._sequences.pop(name).close()
+
+    def tell(self, name: str, batch: tuple[int, bytes]) -> None:
+        if (sequence := self._sequences.get(name)) is not None:
+            sequence.live(*batch)
+
+    def learn_pool(self, pool: RealPool) -> None:
+        """What the pool has, as after a start. Blocks for a round. Errors: ``KVPoolError``."""
+        reconciler = PoolReconciler(self._fleet, pool.store, keys_per_s=MAX_KEYS_PER_S)
+        try:
+            ends_s = time.monotonic() + RECONCILE_TIMEOUT_S
+            while not reconciler.totals().rounds:
+                if time.monotonic() > ends_s:
+                    raise KVPoolError(f"the pool was not listed within {RECONCILE_TIMEOUT_S:g} s")
+                time.sleep(0.01)
+        finally:
+            reconciler.close()
+
+    def place(self, turn: Turn, engines: Iterable[Engine], *, by_blocks: bool) -> tuple[str, str]:
+        """The worker's name, and the reservation, for ``release``. ``engines``: their gauges count."""
+        for engine in engines:
+            self._read(engine)
+        hashes = self._traffic.hashes[turn.blocks].tobytes() if by_blocks and len(turn.blocks) else NO_HASH
+        ranking = self._router.rank(
+            Prompt(MODEL, hashes64=hashes), limit=1, reserve_s=RESERVE_S, prompt_tokens=turn.tokens,
+            until_computed=True,
+        )  # fmt: skip
+        return ranking.unpack().picks[0].worker, ranking.reservation
+
+    def release(self, reservation: str) -> None:
+        if reservation:
+            self._router.release(TENANT, reservation)
+
+    def _read(self, engine: Engine) -> None:
+        id_, look, moved = f"{TENANT}/{engine.name}", engine.look(), engine.moved
+        load = Load(engine.name, 0, look.running, look.waiting, None, look.usage)
+        self._router.loads.scrape(id_, load, asleep=False)
+        cost = self._costs[engine.name]
+        counters = GateCounters(moved.load_tokens, moved.load_s, moved.prefill_tokens, moved.prefill_s)
+        cost.update(counters, self._clock())
+        if cost.value is not None:
+            self._router.loads.measure(id_, 0, cost.value)

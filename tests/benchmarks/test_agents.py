@@ -1,0 +1,231 @@
+"""``python -m benchmarks agents``: what it counts and prints, on a few short sessions. No figure is promised here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.agents import run_agents
+from benchmarks.agents_cache import Admitted, DeviceCache
+from benchmarks.agents_engine import Clock, Engine, Job
+from benchmarks.agents_fleet import POLICIES, Row, simulate
+from benchmarks.agents_model import TOKEN_NBYTES, EngineModel
+from benchmarks.agents_traffic import Turn, made_up, traffic
+from benchmarks.valkey_shards import find_server
+from kvpool.discovery.trace import read_trace
+from kvpool.errors import ConfigError
+from tests.support.command_line import benchmark
+
+BLOCK_TOKENS = 64
+SESSIONS, TURNS, FIRST_BLOCKS, MORE_BLOCKS = 6, 6, 60, 12
+CACHE = 400 * BLOCK_TOKENS * TOKEN_NBYTES  # of two workers: nearly all
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Sessions that begin with the same 20 blocks and grow; answers take a second, pauses four."""
+    lines = []
+    for _ in range(SESSIONS):
+        turns: list[Any] = []
+        for turn in range(TURNS):
+            kept = FIRST_BLOCKS + MORE_BLOCKS * (turn - 1) if turn else 0
+            runs = [[kept + 1, MORE_BLOCKS if turn else FIRST_BLOCKS]]
+            turns.append([5.0 * turn, (kept + runs[0][1]) * BLOCK_TOKENS + 9, 20, 1.0, 4.0, kept, runs])
+        lines.append(json.dumps({"tools": 20 * BLOCK_TOKENS, "system": 0, "turns": turns}))
+    path = tmp_path / "sessions.jsonl"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def report(capsys: pytest.CaptureFixture[str], *traces: Path, **options: Any) -> dict[str, Any]:
+    given: dict[str, Any] = {
+        "workers": [1], "sessions": 80, "apart_s": 3.0, "cache_nbytes": CACHE, "only": [], "server": None,
+        "as_json": True,
+    }  # fmt: skip
+    run_agents(traces=traces, **given | options)
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_policies_are_compared_on_the_same_sessions(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = report(capsys, trace, workers=[3, 2])
+    policies = ["none", "pool", "load", "precise", "kvpool"]
+    rows = {(row["policy"], row["workers"]): row for row in found["rows"]}
+    assert list(rows) == [(policy, workers) for workers in (2, 3) for policy in policies]
+    assert [row["policy"] for row in found["kills"]] == policies
+    for row in (*found["rows"], *found["kills"]):
+        assert row["turns"] == SESSIONS * TURNS
+        assert 0 < row["hits_of_ideal"] <= 1
+        assert 0 < row["ttft_p50_s"] <= row["ttft_p90_s"] <= row["ttft_p99_s"]
+        assert (row["moved_gb"] > 0) == (row["pool_hits"] > 0)
+        assert row["trace"] == trace.name
+    for workers in (2, 3):
+        assert rows["none", workers]["hits_of_ideal"] < 0.9
+        assert rows["pool", workers]["hits_of_ideal"] > 0.99
+        assert rows["kvpool", workers]["hits_of_ideal"] > 0.99
+        assert rows["none", workers]["moved_gb"] == rows["precise", workers]["moved_gb"] == 0
+        assert rows["kvpool", workers]["moves"] < rows["pool", workers]["moves"]
+        assert rows["kvpool", workers]["moved_gb"] < rows["pool", workers]["moved_gb"]
+        assert rows["kvpool", workers]["duplicate_gb"] < rows["pool", workers]["duplicate_gb"]
+        assert rows["pool", workers]["sessions_moved"] == SESSIONS
+        assert all(rows[policy, workers]["failed"] == 0 for policy in policies)
+
+
+def test_the_table_has_the_chosen_policies(trace: Path) -> None:
+    table = benchmark(
+        "agents", "--trace", str(trace), "--workers", "2", "--only", "kvpool", "--only", "none"
+    ).stdout
+    assert table.count(f"{trace.name}: 6 sessions, 36 turns") == 2
+    assert [line.split()[0] for line in table.splitlines() if " 2 " in line] == ["none", "kvpool"] * 2
+
+
+def run(trace: Path, policy: str, folder: Path, *, kills: bool) -> Row:
+    [chosen] = [one for one in POLICIES if one.name == policy]
+    sessions = traffic(read_trace(trace), sessions=SESSIONS, apart_s=0.2)  # several at a time
+    model = EngineModel(CACHE, BLOCK_TOKENS)
+    return simulate(chosen, 3, sessions, model, server=find_server(None), folder=folder, kills=kills)
+
+
+@pytest.mark.parametrize("policy", ["pool", "kvpool"])
+def test_a_killed_worker_costs_a_recompute_alone(policy: str, trace: Path, tmp_path: Path) -> None:
+    whole, killed = (run(trace, policy, tmp_path / f"{kills}", kills=kills) for kills in (False, True))
+    assert whole.failed == 0
+    assert killed.failed > 0
+    assert killed.turns == whole.turns
+    assert killed.hits_of_ideal > 0.95
+    assert killed.hits_of_ideal <= whole.hits_of_ideal
+    assert killed.stored_gb >= whole.stored_gb
+
+
+def test_a_run_is_the_same_again(trace: Path, tmp_path: Path) -> None:
+    assert len({run(trace, "kvpool", tmp_path / f"{at}", kills=True) for at in range(2)}) == 1
+
+
+def test_requests_without_sessions_come_when_they_came(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "requests.jsonl"
+    path.write_text("\n".join(json.dumps([at * 1000, 1100, 5, [[0, 3]]]) for at in range(8)))
+    of = traffic(read_trace(path), sessions=1, apart_s=60)
+    assert [one.pause_s for [one] in of.sessions] == list(range(8))
+    [row] = report(capsys, path, only=["none"])["rows"]
+    assert (row["turns"], row["sessions_moved"], row["hits_of_ideal"]) == (8, None, 1.0)
+    assert row["hit_rate"] == pytest.approx(14 / 16)
+
+
+def test_a_turn_waits_for_the_answer_and_the_pause(trace: Path) -> None:
+    of = traffic(read_trace(trace), sessions=2, apart_s=60)
+    assert [[turn.pause_s for turn in turns[:3]] for turns in of.sessions] == [[0, 4, 4], [60, 4, 4]]
+    first, second = (turns[0].blocks for turns in of.sessions)
+    assert (first == second).sum() == 20
+
+
+def test_made_up_sessions_begin_alike_and_grow() -> None:
+    one, again = (traffic(made_up(3, seed=1), sessions=3, apart_s=60) for _ in range(2))
+    assert [turn.pause_s for turns in one.sessions for turn in turns] == [
+        turn.pause_s for turns in again.sessions for turn in turns
+    ]
+    assert [len(turns) for turns in one.sessions] == [30] * 3
+    assert [one.sessions[0][at].tokens for at in (0, 1, 29)] == [30_000, 32_948, 115_492]
+    common = (one.sessions[0][0].blocks == one.sessions[1][0].blocks).sum()
+    assert common == 20_000 // 64
+
+
+def test_wrong_use_is_one_clear_line(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="raise --cache-bytes"):
+        report(capsys, trace, cache_nbytes=100_000_000)
+    with pytest.raises(ConfigError, match="the policies are none, pool"):
+        report(capsys, only=["best"])
+
+
+def test_memory_keeps_the_beginning_of_what_ended_last() -> None:
+    cache = DeviceCache(6)
+    assert cache.admit([1, 2, 3], 4) == Admitted(0, [])
+    assert cache.fill([1, 2, 3]) == [1, 2, 3]
+    assert cache.usage == pytest.approx(4 / 6)
+    assert cache.admit([1, 2, 4], 5) is None  # two more are empty
+    assert cache.admit([1, 2, 4], 4) == Admitted(2, [])
+    cache.release([1, 2, 3], 4)
+    assert cache.usage == pytest.approx(4 / 6)
+    assert cache.fill([4]) == [4]
+    cache.release([1, 2, 4], 4)
+    assert cache.usage == 0
+    assert cache.admit([1, 2, 3], 5) == Admitted(3, [])
+    assert cache.admit([], 2) is None
+    assert cache.admit([], 1) == Admitted(0, [4])
+
+
+class Told:
+    def __init__(self) -> None:
+        self.ends: list[tuple[float, Job]] = []
+        self.clock = Clock()
+
+    def changed(
+        self, engine: Engine, stored: Sequence[int], evicted: Sequence[int], after: int | None
+    ) -> None: ...
+
+    def put(self, engine: Engine, stored: Sequence[int]) -> None: ...
+
+    def ended(self, engine: Engine, job: Job) -> None:
+        self.ends.append((self.clock(), job))
+
+
+class Has:
+    """A pool of the first ``blocks``."""
+
+    def __init__(self, blocks: int) -> None:
+        self.blocks = blocks
+
+    def leading(self, blocks: Sequence[int]) -> int:
+        return sum(block < self.blocks for block in blocks)
+
+    def put(self, blocks: Sequence[int]) -> None: ...
+
+
+def first_tokens(
+    prompts: Sequence[Sequence[int]], pool: Has | None = None, *, cache: int = 10_000
+) -> list[float]:
+    """Seconds until each prompt's first token at one engine; all come at once, with answers of 100 tokens."""
+    told = Told()
+    model = EngineModel(cache * BLOCK_TOKENS * TOKEN_NBYTES, BLOCK_TOKENS)
+    engine = Engine("0", model, told.clock, pool, told)
+    jobs = []
+    for number, blocks in enumerate(prompts):
+        turn = Turn(number, 0, np.array(blocks, np.int32), len(blocks) * BLOCK_TOKENS + 1, 100, 0.0)
+        jobs.append(Job(turn, list(blocks), 0.0))
+        engine.submit(jobs[-1])
+    while told.clock.step():
+        pass
+    assert {job for _, job in told.ends} == set(jobs)
+    assert engine.cache.usage == 0
+    assert all(at_s > (job.first_s or 0) for at_s, job in told.ends)
+    return [job.first_s or 0 for job in jobs]
+
+
+def test_an_engine_computes_what_it_lacks_in_turns() -> None:
+    long = list(range(1000))
+    model = EngineModel()
+    [alone] = first_tokens([long])
+    assert alone == pytest.approx(model.compute_s(0, 1000 * BLOCK_TOKENS + 1))
+    first, second, again = first_tokens([long, list(range(1000, 2000)), long])
+    assert first == alone
+    assert second > 2 * alone  # it decodes the first answer meanwhile
+    assert again - second < alone / 50
+    [loaded] = first_tokens([long], Has(1000))
+    assert model.move_s(1000) < loaded < alone
+
+
+def test_an_engine_computes_others_while_it_loads() -> None:
+    long, other = list(range(1000)), list(range(5000, 5050))
+    assert first_tokens([long, other], Has(1000))[1] < EngineModel().move_s(1000)
+
+
+def test_an_engine_without_room_lets_requests_wait() -> None:
+    one, two = list(range(100)), list(range(100, 200))
+    wide, narrow = (first_tokens([one, two], cache=cache)[1] for cache in (300, 150))
+    assert narrow > wide
