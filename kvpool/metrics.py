@@ -147,12 +147,6 @@ HIT_RATIO = Metric(
     "Share of the prompt tokens of a window that this engine did not compute: from its own cache or the pool.",
     "window",
 )
-HIT_CEILING_RATIO = Metric(
-    "kvpool_hit_ceiling_ratio",
-    "Share of the prompt tokens of a window that lie in blocks which this engine had been asked for before in that "
-    "window, to about 0.02. With a shared pool the hit ratio may be higher: see kvpool_index_hit_ceiling_ratio.",
-    "window",
-)
 ENABLED = Metric(
     "kvpool_enabled",
     "0: the engine goes without the pool until it is restarted or its caches are reset; its log says why.",
@@ -250,11 +244,16 @@ INDEX_HIT_RATIO = Metric(
     "Share of the prompt tokens of a window that no engine computed, of all engines that share this pool and run now.",
     "window",
 )
-INDEX_HIT_CEILING_RATIO = Metric(
-    "kvpool_index_hit_ceiling_ratio",
-    "Share of the prompt tokens of a window that lie in blocks which some of these engines had been asked for before, "
-    "in that window, to about 0.02: the most that a pool of any size could have spared them.",
-    "window",
+INDEX_HIT_RATIO_AT_SIZE = Metric(
+    "kvpool_index_hit_ratio_at_size",
+    "Share of the blocks that these engines were asked for in the last day or two that a pool of so many times today's "
+    "size would have had, as LRU; all: a pool of any size.",
+    "size",
+)
+INDEX_TENANT_HIT_RATIO_AT_SIZE = Metric(
+    "kvpool_index_tenant_hit_ratio_at_size",
+    "The same of one tenant, in a pool of its own of so many times what it has in the pool now.",
+    "size",
 )
 INDEX_LOOKUPS = Metric("kvpool_index_lookups_total", "Lookups, by result.", "result")
 INDEX_LOOKUP_SECONDS = Metric(
@@ -269,6 +268,7 @@ INDEX_REFUSED = Metric(
     "kvpool_index_refused_requests_total", "Requests that ended without an answer, by status.", "status"
 )
 INDEX_STREAMS = Metric("kvpool_index_streams", "Streams of lookups that are open.")
+INDEX_TENANT_SIZE_LABELS = ("tenant", "size")
 INDEX_PLACEMENTS = Metric(
     "kvpool_index_placements_total",
     "Requests of proxies, by why they went where they did, or were refused.",

@@ -12,9 +12,11 @@ import secrets
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from kvpool.discovery.sample import MAX_HELD, SampledRequest, SampleWindow
 from kvpool.discovery.traffic import WINDOWS, Seen, pack_traffic
 from kvpool.discovery.worker import Worker
 from kvpool.discovery.worker_record import (
@@ -179,7 +181,7 @@ class Announcer(_Writer):
 
 
 class TrafficAnnouncer(_Writer):
-    """Writes an engine's traffic to the pool, from the first ``tell`` (any thread) on."""
+    """Writes an engine's traffic to the pool, from the first ``tell`` (one thread) on."""
 
     def __init__(
         self,
@@ -193,9 +195,16 @@ class TrafficAnnouncer(_Writer):
         self._clock = clock
         self._key = traffic_key(tenant, secrets.token_hex(8))
         self._received: tuple[dict[str, Seen], float] = ({}, 0.0)  # and its time
+        # Filled by tell(), emptied by its thread.
+        self._sampled: deque[SampledRequest] = deque(maxlen=MAX_HELD)
+        self._window = SampleWindow()  # its thread only
 
-    def tell(self, windows: dict[str, Seen]) -> None:
-        """Write these windows with the next turn; without further calls they expire. Does not block."""
+    def tell(self, windows: dict[str, Seen], sampled: Sequence[SampledRequest]) -> None:
+        """Write these windows with the next turn; without further calls they expire. Does not block.
+
+        ``sampled``: requests since the last call, timed by ``clock``.
+        """
+        self._sampled.extend(sampled)
         if not any(seen.prompt_tokens for seen in windows.values()):
             return
         self._received = (windows, self._clock())
@@ -205,10 +214,13 @@ class TrafficAnnouncer(_Writer):
 
     def _write(self) -> bool:
         windows, received_s = self._received
-        rested_s = self._clock() - received_s
+        now_s = self._clock()
+        rested_s = now_s - received_s
         recent = {name: seen if rested_s < WINDOWS[name] else Seen() for name, seen in windows.items()}
+        sampled = [self._sampled.popleft() for _ in range(len(self._sampled))]
+        sample = self._window.pack(sampled, now_s, time.time())
         try:
-            self._store.announce(self._key, pack_traffic(recent), lease_s=TRAFFIC_LEASE_S)
+            self._store.announce(self._key, pack_traffic(recent, sample), lease_s=TRAFFIC_LEASE_S)
         except KVPoolError as error:  # loads and lookups already log the pool's state
             logger.debug("what the engine was asked for is not in the pool: %s", error)
         return True

@@ -66,10 +66,31 @@ class ReuseCurve:
     def distinct_blocks(self) -> int:
         return round(len(self._uses) / self.share)
 
+    @property
+    def threshold(self) -> int:
+        """Blocks with a hash below it are followed."""
+        return self._threshold
+
+    def lower(self, threshold: int) -> None:
+        """Follow no others from now on than those with a hash below it."""
+        self._threshold = min(self._threshold, threshold)
+        gone = []
+        while self._largest and -self._largest[0] >= self._threshold:
+            gone.append(-heapq.heappop(self._largest))
+        self._uses.forget(gone)
+
     def ask(self, hashes: Sequence[int]) -> None:
         """A prompt is asked for. ``hashes``: of its blocks in order, spread evenly over 64 bits."""
-        self.requests += 1
-        self.asked_blocks += len(hashes)
+        self.count(1, len(hashes))
+        self.follow(hashes)
+
+    def count(self, requests: int, blocks: int) -> None:
+        """Count requests for so many blocks in all; ``follow`` takes those that are followed, of one request each."""
+        self.requests += requests
+        self.asked_blocks += blocks
+
+    def follow(self, hashes: Sequence[int]) -> None:
+        """``hashes``: of a prompt's blocks in order, all of those below the threshold among them."""
         threshold = self._threshold
         followed = hashes if threshold == HASHES else [one for one in hashes if one < threshold]
         if not followed:
@@ -81,12 +102,12 @@ class ReuseCurve:
         for distance, count in zip(
             *np.unique(np.maximum.accumulate(leading), return_counts=True), strict=True
         ):
-            self._hits[bisect_left(LADDER, int(distance) * weight)] += int(count) * weight
+            size = min(bisect_left(LADDER, int(distance) * weight), len(LADDER) - 1)
+            self._hits[size] += int(count) * weight
         for one in self._uses.use(followed):
             heapq.heappush(self._largest, -one)
         while len(self._uses) > self._most:
-            self._threshold = -heapq.heappop(self._largest)
-            self._uses.forget(self._threshold)
+            self.lower(-self._largest[0])
 
     def points(self) -> list[Point]:
         """The curve, from one block to all distinct ones; neighbours are at most a tenth apart, but for the first."""
@@ -135,8 +156,8 @@ class _Uses:
         self._set({self._place[one] for one in hashes}, True)
         return list(dict.fromkeys(one for one, place in zip(hashes, before, strict=True) if place < 0))
 
-    def forget(self, block: int) -> None:
-        self._set({self._place.pop(block)}, False)
+    def forget(self, blocks: Iterable[int]) -> None:
+        self._set({self._place.pop(block) for block in blocks}, False)
 
     def _set(self, places: set[int], last: bool) -> None:
         """Whether these are last uses."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import NamedTuple
@@ -141,6 +142,32 @@ class IndexStatus:
 class FleetStatus:
     index: IndexStatus
     workers: tuple[WorkerStatus, ...]
+
+
+@dataclass(frozen=True)
+class HitCurve:
+    """The share of blocks that a pool of each size would have had, as LRU, of the requests since ``since_s``.
+
+    ``sizes``: in blocks, ascending; the last is all distinct ones. ``hit_rates``: of each. ``share``: of all blocks,
+    those that are followed; 1: the curve is exact. ``since_s``: seconds since the epoch. ``block_tokens``: their
+    mean. ``pool_blocks``: today's size, which the pool has room for, or which a tenant has there; 0: unknown.
+    ``block_nbytes``: of the pool's memory for one; 0: unknown.
+    """
+
+    sizes: tuple[int, ...]
+    hit_rates: tuple[float, ...]
+    requests: int
+    requested_blocks: int
+    share: float
+    since_s: float
+    block_tokens: float = 0.0
+    pool_blocks: int = 0
+    block_nbytes: float = 0.0
+
+    def at(self, blocks: float) -> float:
+        """The hit rate of a pool of so many."""
+        place = bisect_right(self.sizes, blocks)
+        return self.hit_rates[place - 1] if place else 0.0
 
 
 class FleetTotals(NamedTuple):

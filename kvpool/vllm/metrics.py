@@ -24,6 +24,7 @@ from vllm.v1.kv_offload.base import (
 
 from kvpool import _native, metrics
 from kvpool.discovery.traffic import Seen, Traffic
+from kvpool.discovery.sample import SampledRequest
 from kvpool.key.key import Namespace
 from kvpool.metrics import Counters, Metric, Samples
 from kvpool.tracing import Tracing
@@ -121,8 +122,9 @@ AGED_S = 10.0  # between two estimates of an idle engine: old requests leave the
 class Outcomes:
     """Counts in ``counters``. ``record_tokens``: of the blocks behind the given hashes.
 
-    ``tell``: receives all windows of the traffic, ten times a second at most. ``clock``: in seconds.
-    ``tracing``: takes spans of lookups and loads.
+    ``tell``: receives all windows of the traffic, and requests that were sampled since, ten times a second at most.
+    ``clock``: in seconds.
+    ``tracing``: takes spans of prompts, lookups and loads.
     """
 
     def __init__(
@@ -130,7 +132,7 @@ class Outcomes:
         counters: Counters,
         *,
         record_tokens: int,
-        tell: Callable[[dict[str, Seen]], None],
+        tell: Callable[[dict[str, Seen], Sequence[SampledRequest]], None],
         clock: Callable[[], float],
         tracing: Tracing,
     ) -> None:
@@ -184,10 +186,10 @@ class Outcomes:
             self._count(state, "hit" if ok else "load_failed", tokens if ok else 0)
 
     def tell_ratios(self) -> None:
-        """Update the gauges of the hit ratio and its ceiling.
+        """Update the gauges of the hit ratio.
 
         After newly counted requests: ``RATIOS_S`` after the last such estimate; else after ``AGED_S``. An
-        estimate takes 30 us. The two intervals are separate, because a request counts at its load's end: an
+        estimate takes 10 us. The two intervals are separate, because a request counts at its load's end: an
         earlier estimate must not delay the last one before the engine idles.
         """
         now_s = self._clock()
@@ -200,8 +202,7 @@ class Outcomes:
         for window, seen in windows.items():
             if seen.prompt_tokens:
                 self._counters.set(metrics.HIT_RATIO, round(seen.hit_ratio, 4), window)
-                self._counters.set(metrics.HIT_CEILING_RATIO, round(seen.ceiling, 4), window)
-        self._tell(windows)
+        self._tell(windows, self._traffic.sampled())
 
     def _count(self, state: RequestState, result: str, loaded: int) -> None:
         assert result in metrics.REQUEST_RESULTS, result

@@ -1,9 +1,8 @@
-"""How much of what was asked for had been asked for before: estimates beside exact counts, windows, documents."""
+"""What an engine was asked for: windows, documents, and their writer."""
 
 from __future__ import annotations
 
 import hashlib
-import random
 import threading
 
 import msgpack
@@ -11,7 +10,8 @@ import pytest
 
 from kvpool.discovery import traffic
 from kvpool.discovery.announcer import TrafficAnnouncer
-from kvpool.discovery.traffic import Seen, Traffic, pack_traffic, together, unpack_traffic
+from kvpool.discovery.sample import unpack_sample
+from kvpool.discovery.traffic import Seen, Traffic, TrafficDocument, unpack_traffic
 from kvpool.errors import StoreUnavailable
 from kvpool.key.key import is_traffic_key, traffic_prefix
 from tests.support.deadlines import eventually
@@ -34,27 +34,6 @@ def hashes(prompt: int, blocks: int) -> bytes:
 
 def ask(to: Traffic, prompt: int, blocks: int, *, salt: int = 0, tail: int = 0) -> None:
     to.add(hashes(prompt, blocks), 32, salt=salt, block_tokens=BLOCK, prompt_tokens=blocks * BLOCK + tail)
-
-
-@pytest.mark.parametrize("distinct", [1, 100, 5000, 20_000, 100_000])
-def test_distinct_blocks_are_counted_closely(distinct: int) -> None:
-    seen_by = Traffic()
-    for first in range(0, distinct, 1000):
-        ask(seen_by, first, min(1000, distinct - first))
-    assert seen_by.windows()["15m"].distinct == pytest.approx(distinct, rel=0.06)
-
-
-def test_the_ceiling_is_what_a_perfect_cache_would_spare() -> None:
-    draw, seen_by = random.Random(3), Traffic()
-    asked_before: set[int] = set()
-    tokens = spared = 0
-    for _ in range(400):
-        prompt, tail = draw.randrange(60), draw.randrange(BLOCK)
-        ask(seen_by, prompt, 40, tail=tail)
-        tokens += 40 * BLOCK + tail
-        spared += 40 * BLOCK * (prompt in asked_before)
-        asked_before.add(prompt)
-    assert seen_by.windows()["1h"].ceiling == pytest.approx(spared / tokens, abs=0.02)
 
 
 def test_a_window_forgets_what_is_older() -> None:
@@ -83,68 +62,70 @@ def test_memory_is_bounded_over_a_week() -> None:
     assert seen_by.windows()["24h"].blocks == pytest.approx(24 * 12 * 3, rel=0.05)
 
 
-def test_other_namespaces_are_other_blocks() -> None:
-    seen_by = Traffic()
-    ask(seen_by, 1, 500, salt=1)
-    ask(seen_by, 1, 500, salt=2)
-    assert seen_by.windows()["15m"].ceiling < 0.05
+def test_a_block_has_the_same_number_in_each_engine_of_its_namespace() -> None:
+    one, other, elsewhere = Traffic(), Traffic(), Traffic()
+    for to, salt in ((one, 1), (other, 1), (elsewhere, 2)):
+        ask(to, 7, 20, salt=salt)
+    mine, same, apart = (to.sampled()[0].numbers.tolist() for to in (one, other, elsewhere))
+    assert mine == same
+    assert not set(mine) & set(apart)
 
 
-def test_engines_together_count_a_block_once() -> None:
-    one, other = Traffic(), Traffic()
-    ask(one, 1, 1000)
-    ask(other, 1, 1000)
-    one.spare(50 * BLOCK)
-    assert one.windows()["1h"].ceiling < 0.05
-    both = together([pack_traffic(one.windows()), pack_traffic(other.windows()), b"no document"])["1h"]
-    assert both.ceiling == pytest.approx(0.5, abs=0.03)
-    assert both.hit_ratio == pytest.approx(50 / 2000)
-
-
-def test_a_prompt_without_a_block_is_no_repeat() -> None:
+def test_a_prompt_without_a_block_is_counted_and_not_sampled() -> None:
     seen_by = Traffic()
     ask(seen_by, 1, 0, tail=5)
-    assert (seen_by.windows()["15m"].prompt_tokens, seen_by.windows()["15m"].ceiling) == (5, 0.0)
+    assert (seen_by.windows()["15m"].prompt_tokens, seen_by.sampled()) == (5, [])
 
 
 def _spoilt() -> list[bytes]:
-    good = {name: [bytes(traffic.REGISTERS), 1, 16, 16, 0] for name in traffic.WINDOWS}
+    good = {name: [1, 16, 16, 0] for name in traffic.WINDOWS}
     spoilt: list[object] = [
+        {"version": 1, "windows": {name: [bytes(4096), 1, 16, 16, 0] for name in traffic.WINDOWS}},
+        {"version": 3, "windows": good, "sample": None},
         {"version": 2, "windows": good},
-        {"version": 1, "windows": {**good, "1h": [bytes(10), 1, 16, 16, 0]}},
-        {"version": 1, "windows": {**good, "1h": [b"\xff" * traffic.REGISTERS, 1, 16, 16, 0]}},
-        {"version": 1, "windows": {**good, "1h": [bytes(traffic.REGISTERS), -1, 16, 16, 0]}},
-        {"version": 1, "windows": {**good, "1h": [bytes(traffic.REGISTERS), True, 16, 16, 0]}},
-        {"version": 1, "windows": {**good, "1h": [bytes(traffic.REGISTERS), 1]}},
-        {"version": 1, "windows": {**good, "1h": ["text", 1, 16, 16, 0]}},
-        {"version": 1, "windows": {}},
-        {"version": 1, "windows": 7},
+        {"version": 2, "windows": {**good, "1h": [-1, 16, 16, 0]}, "sample": None},
+        {"version": 2, "windows": {**good, "1h": [True, 16, 16, 0]}, "sample": None},
+        {"version": 2, "windows": {**good, "1h": [1 << 60, 16, 16, 0]}, "sample": None},
+        {"version": 2, "windows": {**good, "1h": [1, 16]}, "sample": None},
+        {"version": 2, "windows": {**good, "1h": "1234"}, "sample": None},
+        {"version": 2, "windows": {}, "sample": None},
+        {"version": 2, "windows": 7, "sample": None},
         [1],
         None,
     ]
-    assert unpack_traffic(msgpack.packb({"version": 1, "windows": good})) is not None
+    assert unpack_traffic(msgpack.packb({"version": 2, "windows": good, "sample": None})) is not None
     return [msgpack.packb(one) for one in spoilt] + [b"", b"\xc1", bytes(traffic.MAX_DOCUMENT_NBYTES + 1)]
 
 
 @pytest.mark.parametrize("document", _spoilt())
 def test_a_document_that_makes_no_sense_is_passed_over(document: bytes) -> None:
     assert unpack_traffic(document) is None
-    assert together([document])["1h"].prompt_tokens == 0
+
+
+def found(store: MemoryStore) -> TrafficDocument:
+    ((key, raw),) = store.announcements(traffic_prefix("t")).items()
+    assert is_traffic_key(key)
+    assert len(raw) < traffic.MAX_DOCUMENT_NBYTES
+    document = unpack_traffic(raw)
+    assert document is not None
+    return document
 
 
 def test_it_is_in_the_pool_while_the_engine_runs() -> None:
     with MemoryStore(1 << 20) as store:
         announcer = TrafficAnnouncer(store, "t", every_s=0.01)
-        announcer.tell({name: Seen() for name in traffic.WINDOWS})
+        announcer.tell({name: Seen() for name in traffic.WINDOWS}, [])
         assert announcer._thread.ident is None, "nothing was asked for"
         seen_by = Traffic()
         ask(seen_by, 1, 10)
-        announcer.tell(seen_by.windows())
+        announcer.tell(seen_by.windows(), seen_by.sampled())
         assert eventually(lambda: len(store.announcements(traffic_prefix("t"))) == 1)
-        ((key, document),) = store.announcements(traffic_prefix("t")).items()
-        assert is_traffic_key(key)
-        assert len(document) < traffic.MAX_DOCUMENT_NBYTES
-        assert together([document])["24h"].blocks == 10
+        assert found(store).windows["24h"].blocks == 10
+        sample, known = unpack_sample(found(store).sample, (0, 0))
+        assert known == (1, 10)
+        assert sample.numbers.tolist() == [
+            int.from_bytes(hashes(1, 10)[32 * i + 24 :][:8], "little") for i in range(10)
+        ]
         announcer.close()
         assert store.announcements(traffic_prefix("t")) == {}
 
@@ -155,12 +136,12 @@ def test_the_windows_of_an_engine_that_rests_end() -> None:
         announcer = TrafficAnnouncer(store, "t", every_s=0.01, clock=clock)
         seen_by = Traffic(clock)
         ask(seen_by, 1, 10)
-        announcer.tell(seen_by.windows())
+        announcer.tell(seen_by.windows(), seen_by.sampled())
 
         def known() -> list[str]:
-            windows = together(store.announcements(traffic_prefix("t")).values())
-            return [name for name, seen in windows.items() if seen.blocks]
+            return [name for name, seen in found(store).windows.items() if seen.blocks]
 
+        assert eventually(lambda: store.announcements(traffic_prefix("t")))
         assert eventually(lambda: known() == ["15m", "1h", "24h"])
         clock.now_s += 1000
         assert eventually(lambda: known() == ["1h", "24h"])
@@ -181,6 +162,6 @@ def test_a_pool_that_is_away_costs_the_caller_nothing(monkeypatch: pytest.Monkey
         announcer = TrafficAnnouncer(store, "t", every_s=0.01)
         seen_by = Traffic()
         ask(seen_by, 1, 10)
-        announcer.tell(seen_by.windows())
+        announcer.tell(seen_by.windows(), seen_by.sampled())
         assert tried.wait(60)
         announcer.close()

@@ -71,7 +71,7 @@ def test_the_one_hit_before_a_rest_is_told() -> None:
     outcomes = Outcomes(
         Counters(),
         record_tokens=BLOCK_TOKENS,
-        tell=told.append,
+        tell=lambda windows, sampled: told.append((windows, sampled)),
         clock=lambda: 2 * AGED_S,
         tracing=Tracing.of_process(),
     )
@@ -82,7 +82,8 @@ def test_the_one_hit_before_a_rest_is_told() -> None:
     outcomes.tell_ratios()
     outcomes.loaded(state, WHOLE, ok=True)
     outcomes.tell_ratios()
-    assert [windows["1h"].spared_tokens for windows in told] == [0, WHOLE]
+    assert [windows["1h"].spared_tokens for windows, _ in told] == [0, WHOLE]
+    assert [[len(one.numbers) for one in sampled] for _, sampled in told] == [[6], []]
 
 
 def test_what_was_asked_for_ages_while_an_engine_only_goes_on(engine: Callable[..., ScriptedEngine]) -> None:
@@ -92,7 +93,7 @@ def test_what_was_asked_for_ages_while_an_engine_only_goes_on(engine: Callable[.
     told: list[Any] = []
     now_s = outcomes._clock()
     outcomes._clock = lambda: now_s
-    outcomes._tell = told.append
+    outcomes._tell = lambda windows, sampled: told.append(windows)
     for _ in range(3):
         outcomes.tell_ratios()
     count = len(told)

@@ -2,8 +2,8 @@
 
 An index may start before its pool and outlives it; until then workers' events alone answer lookups.
 
-Threads: ``kvpool-pool`` reaches the pool, and then reads usage and requests; any may read ``servers`` and
-``traffic``, which are replaced whole.
+Threads: ``kvpool-pool`` reaches the pool, and then reads usage and requests; any may read ``servers``, ``traffic``
+and ``curves``, which are replaced whole.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from kvpool.discovery.traffic import Seen, together
+from kvpool.discovery.traffic import Seen
 from kvpool.discovery.worker_watch import WorkerWatch
 from kvpool.errors import AnnouncementsRefused, KVPoolError, StoreUnavailable
+from kvpool.index.answer import HitCurve
 from kvpool.index.fleet import Fleet
+from kvpool.index.follow.hit_curves import ALL, HitCurves
 from kvpool.index.follow.pool_reconciler import DEFAULT_KEYS_PER_S, PoolReconciler, ReconcilerTotals
 from kvpool.key.key import check_tenant, traffic_prefix
 from kvpool.store import open_store
@@ -38,8 +41,8 @@ class PoolFollower:
 
     ``tenants``: as in ``WorkerWatch``. Call ``start`` once. Blocking: the first attempt, a few seconds.
     ``servers``: usage of the pool's servers, as last read; empty: unknown; a pool never reached: the servers of
-    its URL, not up. ``traffic``: requested blocks by window, as engines of this pool last reported. Errors:
-    ``ConfigError`` for an unfit URL.
+    its URL, not up. ``traffic``: requested blocks by window, as engines of this pool last reported. ``curves``: by
+    tenant, and of ``ALL``. Errors: ``ConfigError`` for an unfit URL.
     """
 
     def __init__(
@@ -66,6 +69,8 @@ class PoolFollower:
         self._refused: set[str] = set()  # tenants already logged
         self.servers: list[Usage] = []
         self.traffic: Mapping[str, Seen] = {}
+        self.curves: Mapping[str, HitCurve] = {}
+        self._hit_curves = HitCurves()  # its thread only
         try:
             self._store = open_store(self._url, threads=1)
         except StoreUnavailable as error:
@@ -140,11 +145,12 @@ class PoolFollower:
         self.servers = found
 
     def _read_traffic(self, store: Store, tenants: Iterable[str]) -> None:
-        documents: list[bytes] = []
+        documents: dict[str, Mapping[str, bytes]] = {}
         try:
             for tenant in tenants:
+                documents[tenant] = {}
                 try:
-                    documents += store.announcements(traffic_prefix(tenant)).values()
+                    documents[tenant] = store.announcements(traffic_prefix(tenant))
                 except AnnouncementsRefused as error:
                     if tenant not in self._refused:
                         logger.warning(
@@ -153,7 +159,21 @@ class PoolFollower:
                     self._refused.add(tenant)
         except KVPoolError:  # the pool is away: the last values stay
             return
-        self.traffic = together(documents)
+        self.traffic = self._hit_curves.read(documents)
+        blocks, block_nbytes = self._sizes()
+        self.curves = self._hit_curves.shown(blocks, block_nbytes)
+
+    def _sizes(self) -> tuple[dict[str, int], float]:
+        """The pool's blocks by tenant, and the room for blocks of ``ALL``; bytes of a block, 0: unknown."""
+        blocks: Counter[str] = Counter()
+        for pool in self._fleet.pools():
+            blocks[pool.tenant] += pool.table.held_by(pool.holder)["pool"]
+        held = blocks.total()
+        used_nbytes = total(one.used_nbytes for one in self.servers)
+        capacity_nbytes = total(one.capacity_nbytes for one in self.servers)
+        if not held or not used_nbytes:
+            return {**blocks, ALL: held}, 0.0
+        return {**blocks, ALL: held * (capacity_nbytes or used_nbytes) // used_nbytes}, used_nbytes / held
 
     def _follow(self, store: Store) -> None:
         fleet = self._fleet
@@ -172,6 +192,12 @@ class PoolFollower:
     def _asked(self, worker_id: str, dp_rank: int) -> None:
         if (rank := self._fleet.rank(worker_id, dp_rank)) is not None:
             rank.ask()
+
+
+def total(values: Iterable[int | None]) -> int | None:
+    """None: an unknown value, or no values."""
+    known = list(values)
+    return sum(filter(None, known)) if known and None not in known else None
 
 
 def _pool_url(text: str) -> StoreURL:

@@ -16,7 +16,9 @@ from prometheus_client.registry import Collector
 
 from kvpool import metrics
 from kvpool.discovery.traffic import Seen
+from kvpool.index.answer import HitCurve
 from kvpool.index.fleet import Fleet
+from kvpool.index.follow.hit_curves import ALL
 from kvpool.index.follow.pool_follower import PoolFollower
 from kvpool.index.request_stats import Histogram, ProxyStats, ProxyTotals, RequestStats
 from kvpool.index.serve.listener import SERVER, HttpListener, refused_reply
@@ -26,6 +28,7 @@ from kvpool.store.store import Usage
 
 # Shown one by one, the first by name, so that scrapes agree. Each is a time series.
 MAX_RANKS_SHOWN = 1024
+SIZES = (0.25, 0.5, 1, 2, 4)  # of today's, whose hit ratios are shown
 FRESH_S = 1.0  # lifetime of a page: a pass over 10,000 workers takes a quarter of a second
 HEADERS = {"content-type": "text/plain; version=0.0.4; charset=utf-8", **SERVER}
 
@@ -57,6 +60,7 @@ class Exporter(Collector):
             yield from _families(metrics.POOL_RECONCILER, self._pool.totals()._asdict())
             yield from _of_servers(self._pool.servers)
             yield from _of_traffic(self._pool.traffic)
+            yield from _of_curves(self._pool.curves)
         if self._proxy is not None:
             yield from self._of_proxy(self._proxy.totals())
 
@@ -140,12 +144,24 @@ def _of_servers(servers: Sequence[Usage]) -> Iterator[Family]:
 
 
 def _of_traffic(windows: Mapping[str, Seen]) -> Iterator[Family]:
-    asked = {window: seen for window, seen in windows.items() if seen.prompt_tokens}
-    for metric, ratios in (
-        (metrics.INDEX_HIT_RATIO, {window: seen.hit_ratio for window, seen in asked.items()}),
-        (metrics.INDEX_HIT_CEILING_RATIO, {window: seen.ceiling for window, seen in asked.items()}),
-    ):
-        yield _by_label(GaugeMetricFamily, metric, ratios)
+    ratios = {window: seen.hit_ratio for window, seen in windows.items() if seen.prompt_tokens}
+    yield _by_label(GaugeMetricFamily, metrics.INDEX_HIT_RATIO, ratios)
+
+
+def _of_curves(curves: Mapping[str, HitCurve]) -> Iterator[Family]:
+    of_all = _at_sizes(curves[ALL]) if ALL in curves else {}
+    yield _by_label(GaugeMetricFamily, metrics.INDEX_HIT_RATIO_AT_SIZE, of_all)
+    metric, labels = metrics.INDEX_TENANT_HIT_RATIO_AT_SIZE, metrics.INDEX_TENANT_SIZE_LABELS
+    shown = GaugeMetricFamily(metric.name, metric.help, labels=labels)
+    for tenant in sorted(curves.keys() - {ALL}):
+        for size, ratio in _at_sizes(curves[tenant]).items():
+            shown.add_metric([tenant, size], ratio)
+    yield shown
+
+
+def _at_sizes(curve: HitCurve) -> dict[str, float]:
+    known = {f"{size:g}": curve.at(size * curve.pool_blocks) for size in SIZES if curve.pool_blocks}
+    return known | {"all": curve.hit_rates[-1]}
 
 
 def _by_label(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.resources import files
@@ -26,8 +26,10 @@ from kvpool.discovery.traffic import Seen
 from kvpool.discovery.worker import DEFAULT_TENANT
 from kvpool.errors import ConfigError
 from kvpool.index import limits
+from kvpool.index.answer import HitCurve
 from kvpool.index.fleet import Fleet
-from kvpool.index.follow.pool_follower import PoolFollower
+from kvpool.index.follow.hit_curves import ALL
+from kvpool.index.follow.pool_follower import PoolFollower, total
 from kvpool.index.place.ranking import Pick
 from kvpool.index.place.router import Router
 from kvpool.index.place.tokenizer import Tokenizers
@@ -129,6 +131,7 @@ class Status:
             raise ConfigError(f"health is one of {', '.join(HEALTHS)}, not {health!r:.40}")
         find = request.query.get("find", "")[:MAX_FIND_CHARS].casefold()
         after = request.query.get("after", "").partition("/")
+        curve = request.query.get("curve", ALL)
         with self._fleet.limits.calls(limits.PAGES, f"{request.host}:", caller.tenants):
             is_serving = self._is_serving()
             history = self._since(since)
@@ -148,6 +151,7 @@ class Status:
                     "pool": None,
                     "traffic": None,
                     "history": None,
+                    "curve": self._curve(caller, curve),
                 }
                 if caller.sees(ALL_TENANTS):
                     shown |= self._of_all()
@@ -171,7 +175,7 @@ class Status:
         while True:
             totals = self._stats.totals()
             servers = [] if self._pool is None else self._pool.servers
-            used_nbytes = _sum(one.used_nbytes for one in servers)
+            used_nbytes = total(one.used_nbytes for one in servers)
             at_s = time.monotonic() - self._started_s
             self._samples.append(Sample(at_s, totals.reuse, totals.placed, used_nbytes))
             self._taken += 1
@@ -218,9 +222,9 @@ class Status:
         pool = {
             "servers": len(servers),
             "away": [one.server for one in servers if not one.up],
-            "used_nbytes": _sum(one.used_nbytes for one in servers),
-            "capacity_nbytes": _sum(one.capacity_nbytes for one in servers),  # None: a server has no limit
-            "evicted_keys": _sum(one.evicted for one in servers),
+            "used_nbytes": total(one.used_nbytes for one in servers),
+            "capacity_nbytes": total(one.capacity_nbytes for one in servers),  # None: a server has no limit
+            "evicted_keys": total(one.evicted for one in servers),
         }
         return {
             "totals": {
@@ -234,6 +238,15 @@ class Status:
             "pool": None if self._pool is None else pool,
             "traffic": None if self._pool is None else _windows(self._pool.traffic),
         }
+
+    def _curve(self, caller: Permissions, name: str) -> dict[str, Any] | None:
+        """The curve of this tenant, or of all; None: there is none that the caller may see."""
+        curves = {} if self._pool is None else self._pool.curves
+        seen = [one for one in sorted(curves) if caller.sees(ALL_TENANTS if one == ALL else one)]
+        if not seen:
+            return None
+        shown = name if name in seen else seen[0]
+        return {"tenant": shown, "tenants": seen, **_packed(curves[shown])}
 
     def _holders(self, prompt: Prompt) -> dict[str, Any]:
         picks = self._router.rank(prompt, takes_turn=False).unpack().picks
@@ -250,19 +263,15 @@ class Status:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-def _sum(values: Iterable[int | None]) -> int | None:
-    """None: an unknown value, or no values."""
-    known = list(values)
-    return sum(filter(None, known)) if known and None not in known else None
-
-
 def _windows(traffic: Mapping[str, Seen]) -> dict[str, Any]:
     """Requested blocks of the engines, by window; without empty windows."""
-    return {
-        window: {"hit_ratio": seen.hit_ratio, "ceiling": seen.ceiling}
-        for window, seen in traffic.items()
-        if seen.prompt_tokens
-    }
+    return {window: {"hit_ratio": seen.hit_ratio} for window, seen in traffic.items() if seen.prompt_tokens}
+
+
+def _packed(curve: HitCurve) -> dict[str, Any]:
+    points = [(size, round(rate, 4)) for size, rate in zip(curve.sizes, curve.hit_rates, strict=True)]
+    of_curve = ("requests", "requested_blocks", "share", "since_s", "pool_blocks", "block_nbytes")
+    return {"points": points} | {name: getattr(curve, name) for name in of_curve}
 
 
 def _by_held(pick: Pick) -> tuple[int, int, str, int]:
@@ -310,6 +319,7 @@ _MEDIA_TYPES = {
 }
 FILES = (
     "status.css", "icon.svg", "main.js", "dom.js", "format.js", "overview.js", "chart.js", "workers.js", "prompt.js",
+    "curve.js",
 )  # fmt: skip
 FILE_HEADERS = {
     **SERVER,

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvpool.discovery.sample import SampleWindow
 from kvpool.discovery.traffic import Traffic, pack_traffic
+from kvpool.index.answer import HitCurve
 from kvpool.index.fleet import Fleet
-from kvpool.index.follow import pool_follower
+from kvpool.index.follow import hit_curves, pool_follower
+from kvpool.index.follow.hit_curves import ALL
 from kvpool.index.follow.pool_follower import PoolFollower
-from kvpool.index.serve.metrics import _of_servers, _of_traffic
+from kvpool.index.serve.metrics import _of_curves, _of_servers, _of_traffic
 from kvpool.key.key import traffic_key
 from kvpool.store import open_store
+from kvpool.store.store import Usage
 from tests.support.deadlines import eventually
 from tests.support.servers import Cluster, running
 
@@ -34,13 +40,14 @@ def following(url: str, **options: Any) -> Iterator[PoolFollower]:
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_follower, "EVERY_S", 0.05)
+    monkeypatch.setattr(hit_curves, "HOLD_S", 0.0)
 
 
 def shown(status: PoolFollower) -> dict[str, dict[str, float]]:
     """What the metrics page says, by metric and label."""
-    families = [*_of_servers(status.servers), *_of_traffic(status.traffic)]
+    families = [*_of_servers(status.servers), *_of_traffic(status.traffic), *_of_curves(status.curves)]
     return {
-        family.name: {next(iter(sample.labels.values())): sample.value for sample in family.samples}
+        family.name: {"/".join(sample.labels.values()): sample.value for sample in family.samples}
         for family in families
     }
 
@@ -83,13 +90,42 @@ def test_engines_are_put_together(tmp_path: Path) -> None:
             traffic = Traffic()
             traffic.add(prompt, 32, salt=0, block_tokens=16, prompt_tokens=1600)
             traffic.spare(400)
-            store.announce(traffic_key("t", engine), pack_traffic(traffic.windows()), lease_s=60)
+            sample = SampleWindow().pack(traffic.sampled(), time.monotonic(), time.time())
+            store.announce(traffic_key("t", engine), pack_traffic(traffic.windows(), sample), lease_s=60)
         store.announce("kvpool:t:traffic:nonsense", b"nonsense", lease_s=60)
         with following(url, tenants=("t",)) as status:
-            assert eventually(lambda: bool(status.traffic))
+            assert eventually(lambda: bool(status.curves))
             page = shown(status)
     assert page["kvpool_index_hit_ratio"] == {"15m": 0.25, "1h": 0.25, "24h": 0.25}
-    assert page["kvpool_index_hit_ceiling_ratio"]["1h"] == pytest.approx(0.5, abs=0.03)
+    assert page["kvpool_index_hit_ratio_at_size"] == {"all": 0.5}, (
+        "the pool has no block yet: no size is known"
+    )
+    assert page["kvpool_index_tenant_hit_ratio_at_size"] == {"t/all": 0.5}
+
+
+def test_sizes_are_marked_by_what_the_pool_has_room_for() -> None:
+    table = SimpleNamespace(held_by=lambda holder: {"pool": 300 if holder == "a" else 100})
+    pools = [SimpleNamespace(tenant=name, table=table, holder=name) for name in ("a", "b", "b")]
+    follower: Any = SimpleNamespace(
+        _fleet=SimpleNamespace(pools=lambda: pools),
+        servers=[Usage("s", used_nbytes=5000, capacity_nbytes=20_000)],
+    )
+    assert PoolFollower._sizes(follower) == ({"a": 300, "b": 200, ALL: 2000}, 10.0)
+    follower.servers = [Usage("s", used_nbytes=5000)]
+    assert PoolFollower._sizes(follower) == ({"a": 300, "b": 200, ALL: 500}, 10.0)
+    follower.servers = [Usage("s", up=False)]
+    assert PoolFollower._sizes(follower) == ({"a": 300, "b": 200, ALL: 500}, 0.0)
+    pools.clear()
+    assert PoolFollower._sizes(follower) == ({ALL: 0}, 0.0)
+
+
+def test_ratios_at_sizes_are_multiples_of_todays() -> None:
+    curve = HitCurve((1, 10, 100), (0.1, 0.2, 0.4), 5, 50, 1.0, 0.0, pool_blocks=20)
+    page = {family.name: family for family in _of_curves({ALL: curve})}
+    values = {
+        sample.labels["size"]: sample.value for sample in page["kvpool_index_hit_ratio_at_size"].samples
+    }
+    assert values == {"0.25": 0.1, "0.5": 0.2, "1": 0.2, "2": 0.2, "4": 0.2, "all": 0.4}
 
 
 def test_a_directory(tmp_path: Path) -> None:

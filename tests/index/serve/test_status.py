@@ -10,6 +10,7 @@ import json
 import select
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -21,7 +22,9 @@ from kvpool import BlockHasher
 from kvpool.discovery.traffic import Seen
 from kvpool.discovery.worker import Publisher
 from kvpool.index import limits
+from kvpool.index.answer import HitCurve
 from kvpool.index.fleet import Fleet
+from kvpool.index.follow.hit_curves import ALL
 from kvpool.index.place.load import Load
 from kvpool.index.place.router import Router
 from kvpool.index.place.tokenizer import Tokenizer, Tokenizers
@@ -131,17 +134,35 @@ def test_the_page_needs_no_token_and_forbids_what_is_foreign(guarded: tuple[Serv
     assert call(served, "POST", "/status").status == 405
 
 
-def test_the_hit_ratio_of_the_engines_and_its_ceiling(fleet: Fleet, tmp_path: Path) -> None:
+def test_the_hit_ratio_of_the_engines(fleet: Fleet, tmp_path: Path) -> None:
     """The index read them from the pool, and only its metrics showed them."""
     half = Seen(blocks=1, block_tokens=80, prompt_tokens=100, spared_tokens=50)
-    pool = SimpleNamespace(servers=(), traffic={"15m": half, "1h": Seen()})
+    pool = SimpleNamespace(servers=(), traffic={"15m": half, "1h": Seen()}, curves={})
     tokens = write_tokens(tmp_path / "t.toml", a=(["read"], ["a"]), everyone=(["read"], ["*"]))
     with serving(fleet, auth=TokenAuth(str(tmp_path / "t.toml")), http=True, pool=pool) as served:
-        shown = data(served, tokens["everyone"])["traffic"]
-        assert shown == {"15m": {"hit_ratio": 0.5, "ceiling": half.ceiling}}, (
-            "nothing was asked for in the hour"
-        )
+        shown = data(served, tokens["everyone"])
+        assert shown["traffic"] == {"15m": {"hit_ratio": 0.5}}, "nothing was asked for in the hour"
+        assert shown["curve"] is None
         assert data(served, tokens["a"])["traffic"] is None, "sums over all tenants"
+
+
+def test_the_curve_of_all_and_of_each_tenant(fleet: Fleet, tmp_path: Path) -> None:
+    of_all = HitCurve((1, 2, 40), (0.0, 1 / 3, 0.5), 7, 90, 0.25, 1e9, 16.0, 20, 4096.0)
+    curves = {ALL: of_all, "a": replace(of_all, requests=3), "b": replace(of_all, requests=4)}
+    pool = SimpleNamespace(servers=(), traffic={}, curves=curves)
+    tokens = write_tokens(
+        tmp_path / "t.toml", a=(["read"], ["a"]), c=(["read"], ["c"]), every=(["read"], ["*"])
+    )
+    with serving(fleet, auth=TokenAuth(str(tmp_path / "t.toml")), http=True, pool=pool) as served:
+        assert data(served, tokens["every"])["curve"] == {
+            "tenant": "", "tenants": ["", "a", "b"], "points": [[1, 0.0], [2, 0.3333], [40, 0.5]], "requests": 7,
+            "requested_blocks": 90, "share": 0.25, "since_s": 1e9, "pool_blocks": 20, "block_nbytes": 4096.0,
+        }  # fmt: skip
+        assert data(served, tokens["every"], curve="b")["curve"]["requests"] == 4
+        for asked in ("", "a", "b", "nobody"):
+            own = data(served, tokens["a"], curve=asked)["curve"]
+            assert (own["tenant"], own["tenants"], own["requests"]) == ("a", ["a"], 3)
+        assert data(served, tokens["c"])["curve"] is None
 
 
 def test_every_file_of_the_page_is_served() -> None:

@@ -1,5 +1,6 @@
 // The status page: reads the index's state every few seconds, and shows it. The token stays in this tab.
 
+import { curveQuery, showCurve, startCurve } from "./curve.js";
 import { byId, write } from "./dom.js";
 import { samplesHere, showOverview } from "./overview.js";
 import { showModels, startPrompt } from "./prompt.js";
@@ -39,13 +40,14 @@ async function call(path, options = {}) {
 async function refresh() {
   clearTimeout(timer);
   const number = ++asking;
-  const query = new URLSearchParams({ ...workersQuery(), since: samplesHere() });
+  const query = new URLSearchParams({ ...workersQuery(), ...curveQuery(), since: samplesHere() });
   try {
     const data = await call(`status/data?${query}`);
     if (number !== asking) return;
     byId("sign-in").hidden = true;
     byId("content").hidden = false; // before the chart is drawn, which is as wide as its place
     showOverview(data);
+    showCurve(data);
     showWorkers(data.workers, data.fleet, Boolean(sessionStorage.getItem(TOKEN)));
     showModels(data.fleet);
     say("");
@@ -107,6 +109,7 @@ document.addEventListener("visibilitychange", () => {
   else if (!paused && !needsToken) refresh();
 });
 
+startCurve(refresh);
 startWorkers(refresh);
 startPrompt((question) => call("status/prompt", {
   method: "POST",

@@ -129,10 +129,10 @@ function sentence(last) {
 // The engines' own counts, of windows with requests.
 function showTraffic({ traffic }) {
   const windows = WINDOWS.filter(([name]) => traffic?.[name]).map(
-    ([name, label]) => `${label}: hit rate ${percent(traffic[name].hit_ratio)}, ceiling ${percent(traffic[name].ceiling)}`,
+    ([name, label]) => `${label}: hit rate ${percent(traffic[name].hit_ratio)}`,
   );
   byId("traffic-text").hidden = !windows.length;
-  if (windows.length) write(byId("traffic-text"), `Of all tokens that the engines were asked for, last ${windows.join("; ")}. Ceiling: asked for before.`);
+  if (windows.length) write(byId("traffic-text"), `Of all tokens that the engines were asked for, last ${windows.join("; ")}.`);
 }
 
 function legend(list, entries) {
