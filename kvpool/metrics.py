@@ -4,6 +4,8 @@
 name, or ``name/value`` with a label (named by ``Metric.label``). A counter's sample is a number, summed over
 ranks and time; a gauge's a number, of which the lowest counts; a histogram's a list of observations.
 ``INDEX`` and the following belong to the index service, which reads them per scrape.
+
+Over 400 lines because every metric stands here.
 """
 
 from __future__ import annotations
@@ -126,6 +128,17 @@ PROMPT_TOKENS = Metric(
     "Prompt tokens of these requests, by where the engine had them from; pool: once they are loaded.",
     "source",
     values=TOKEN_SOURCES,
+)
+# Why a prompt's full blocks were computed; the first five: the lookup found less.
+MISS_REASONS = (
+    "new", "not_stored", "evicted", "expired", "other_namespace", "opted_out", "role", "adapter", "gate", "too_slow",
+    "unavailable", "no_room", "switched_off", "fault",
+)  # fmt: skip
+MISSED_TOKENS = Metric(
+    "kvpool_missed_tokens_total",
+    "Prompt tokens in full blocks that came neither from the engine's cache nor from the pool, by why.",
+    "reason",
+    values=MISS_REASONS,
 )
 LOADED_TOKENS = Metric("kvpool_loaded_tokens_total", "Prompt tokens whose load has succeeded.")
 LOOKUP_WAIT_SECONDS = Metric(

@@ -17,6 +17,13 @@ from kvpool.text import with_extra
 HEADERS = ("traceparent", "tracestate")
 CLOSE_MS = 3000  # to flush unsent spans
 Value = str | int | float | bool
+# Attributes by OpenTelemetry's conventions for generative AI; all others are kvpool's own.
+GEN_AI = {
+    "operation": "gen_ai.operation.name",
+    "model": "gen_ai.request.model",
+    "input_tokens": "gen_ai.usage.input_tokens",
+    "cache_read_tokens": "gen_ai.usage.cache_read.input_tokens",
+}
 
 
 class Span:
@@ -26,10 +33,10 @@ class Span:
         self._span = span
 
     def set(self, **attributes: Value) -> None:
-        """Set attributes, each under ``kvpool.`` and its name."""
+        """Set attributes, each under its name of ``GEN_AI``, or ``kvpool.`` and its name."""
         if self._span is not None:
             for name, value in attributes.items():
-                self._span.set_attribute(f"kvpool.{name}", value)
+                self._span.set_attribute(GEN_AI.get(name, f"kvpool.{name}"), value)
 
 
 _NO_SPAN = nullcontext(Span())

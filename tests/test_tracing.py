@@ -79,16 +79,21 @@ def attributes(span: Any) -> dict[str, Any]:
 def test_spans_are_below_the_callers(collector: Collector) -> None:
     tracing = Tracing.to(collector.url, "kvpool-index")
     with tracing.span("kvpool.place", SAMPLED) as span:
-        span.set(outcome="cost", prompt_blocks=7)
-    tracing.record("kvpool.load", SAMPLED, 0.25, loaded=True)
+        span.set(outcome="cost", prompt_blocks=7, model="m", operation="chat")
+    tracing.record("kvpool.load", SAMPLED, 0.25, loaded=True, input_tokens=100, cache_read_tokens=48)
     tracing.close()
     (service, placed), (_, loaded) = collector.spans
     assert service == "kvpool-index"
     assert (placed.name, loaded.name) == ("kvpool.place", "kvpool.load")
     for one in (placed, loaded):
         assert (one.trace_id.hex(), one.parent_span_id.hex()) == (TRACE, PARENT)
-    assert attributes(placed) == {"kvpool.outcome": "cost", "kvpool.prompt_blocks": 7}
-    assert attributes(loaded) == {"kvpool.loaded": True}
+    assert attributes(placed) == {
+        "kvpool.outcome": "cost", "kvpool.prompt_blocks": 7,
+        "gen_ai.request.model": "m", "gen_ai.operation.name": "chat",
+    }  # fmt: skip
+    assert attributes(loaded) == {
+        "kvpool.loaded": True, "gen_ai.usage.input_tokens": 100, "gen_ai.usage.cache_read.input_tokens": 48,
+    }  # fmt: skip
     assert loaded.end_time_unix_nano - loaded.start_time_unix_nano == pytest.approx(0.25e9, rel=1e-3)
 
 

@@ -24,7 +24,7 @@ from vllm.logger import init_logger
 
 from kvpool.config import PoolConfig
 from kvpool.errors import ConfigError, StoreUnavailable
-from kvpool.store import open_store
+from kvpool.store import StoreURL, open_store
 from kvpool.vllm import internals, support
 from kvpool.vllm.announcement import describe
 from kvpool.vllm.guard import refuse
@@ -83,6 +83,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 align_tokens, hash_block_tokens = internals.block_sizes(vllm_config, kv_cache_config)
                 events = vllm_config.kv_events_config
                 self._store = open_store(config.pool, threads=1, must_answer=not config.start_without_pool)
+                # Read by ``get_external_cache_hit_sources`` of the base.
+                self._cache_hit_source = internals.cache_hit_source(StoreURL.parse(config.pool))
                 self._scheduler = SchedulerHalf(
                     config,
                     self._store,

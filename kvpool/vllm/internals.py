@@ -38,6 +38,8 @@ from vllm.v1.kv_offload.tiering.base import JobResult
 from vllm.v1.request import Request
 
 from kvpool.errors import EngineRefused
+from kvpool.store import StoreURL
+from kvpool.store.file import FileSystem
 from kvpool.vllm.plan import Group
 
 # The engine, its model and its layers.
@@ -68,6 +70,21 @@ def engine_under_construction() -> tuple[VllmConfig, KVCacheConfig]:
         "this version of vLLM does not show a tier the engine that it belongs to, so its blocks cannot be told from "
         "those of other engines; use a version from 0.30 to 0.33, or remove KVPoolTier from secondary_tiers"
     )
+
+
+def cache_hit_source(pool: StoreURL) -> Any:
+    """Where hits of a pool come from, of vLLM's ``CacheHitSource``; None: this version counts no sources.
+
+    A directory is a disk, or on tmpfs this host's memory, as what a Unix socket reaches; other servers have no name.
+    """
+    try:
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    except ModuleNotFoundError:
+        return None
+    if pool.scheme == "file":
+        in_memory = FileSystem.of(pool.path).kind == "tmpfs"
+        return CacheHitSource.HOST if in_memory else CacheHitSource.DISK
+    return CacheHitSource.HOST if pool.scheme == "valkey+unix" else CacheHitSource.EXTERNAL_UNSPECIFIED
 
 
 def model_class(model: ModelConfig) -> type:

@@ -22,9 +22,11 @@ from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.key.key import MAX_HASH_NBYTES, MAX_INDEX, MIN_HASH_NBYTES, Namespace
 from kvpool.metrics import Counters
 from kvpool.store import Batch, LookupBatch, LookupGroup, Store
+from kvpool.store.batch import END_OF_ALL
 from kvpool.transfer.mover import STORE_TIMEOUT_S
 from kvpool.vllm import internals
 from kvpool.vllm.plan import Group, reached
+from kvpool.vllm.seen import Record, SeenRecords
 from kvpool.vllm.weights import pool_hashes
 
 logger = init_logger("vllm.kvpool")
@@ -33,38 +35,77 @@ logger = init_logger("vllm.kvpool")
 FRESH_S = 10.0  # older answers are refreshed before an offer
 LOOKUP_GRACE_S = 0.25  # grace of a lookup that stops after its own deadline
 WARN_EVERY_S = 60.0  # between two warnings of an unstable pool
+MAX_LACKING = 64  # records of a group that say why a hit is not longer
 
 
 class RequestLookup:
     """One lookup in flight, or its answer. ``asked``: by group, which records it asks for (``plan.reached``).
 
     ``present``, after success: by group a byte per record, 1: present in the pool, or needed by no hit. Under full
-    attention most records after the first miss were skipped and count as missing. ``failure``: why it failed; else "".
+    attention most records after the first miss were skipped and count as missing. ``failure``: why it failed; else "";
+    ``late``: after all of its time.
     """
 
     def __init__(
-        self, lookup: LookupBatch, asked: Sequence[bytes], started_s: float, timeout_s: float
+        self,
+        lookup: LookupBatch,
+        asked: Sequence[bytes],
+        started_s: float,
+        timeout_s: float,
+        groups: Sequence[LookupGroup] = (),
     ) -> None:
-        self._lookup, self._asked, self._started_s = lookup, asked, started_s
-        self._gives_up_s = started_s + timeout_s + LOOKUP_GRACE_S
+        self._lookup, self._asked, self._groups = lookup, asked, groups
+        self._started_s, self._ends_s = started_s, started_s + timeout_s
+        self._gives_up_s = self._ends_s + LOOKUP_GRACE_S
+        self._found: Sequence[bytes] = ()  # by group: of the records that were asked for
         self.present: list[bytes] | None = None
         self.failure = ""
+        self.late = False
 
     def ended(self, now_s: float) -> bool:
         """Whether the answer, or its failure, is known. Never blocks."""
         if self.present is None and not self.failure:
             if self._lookup.done():
                 try:
+                    self._found = self._lookup.records()
                     self.present = [
-                        _spread(there, asked)
-                        for there, asked in zip(self._lookup.records(), self._asked, strict=True)
+                        _spread(there, asked) for there, asked in zip(self._found, self._asked, strict=True)
                     ]
                 except StoreUnavailable:
                     self.failure = "store_unavailable"
+                    self.late = now_s >= self._ends_s
             elif now_s > self._gives_up_s:
-                self.failure = "timeout"
+                self.failure, self.late = "timeout", True
                 self._lookup.cancel()
         return self.present is not None or bool(self.failure)
+
+    def answers(self) -> Iterable[tuple[LookupGroup, bytes]]:
+        """What was asked for, with a byte per record: 1: the pool is known to have it."""
+        found = self._found or [bytes(group.records) for group in self._groups]
+        return zip(self._groups, found, strict=True)
+
+    def lacking(self, hit_tokens: int) -> list[Record]:
+        """The absent records for which no hit was longer than ``hit_tokens``.
+
+        Under full attention the first one, of the group that ends first: what is behind it is unknown. Of windows and
+        states the last ones before that.
+        """
+        ends = END_OF_ALL
+        lacking: list[Record] = []
+        whole = [one for one in self.answers() if not one[0].sliding_window]
+        for group, there in whole:
+            if (at := there.find(0, hit_tokens // group.record_tokens)) >= 0:
+                ends = min(ends, at * group.record_tokens)
+        for group, there in whole:
+            at = ends // group.record_tokens
+            if at < len(there) and not there[at]:
+                lacking.append(_one(group, at))
+        for group, there in self.answers():
+            if group.sliding_window:
+                begin, end = hit_tokens // group.record_tokens, min(len(there), ends // group.record_tokens)
+                while len(lacking) < MAX_LACKING and (end := there.rfind(0, begin, end)) >= 0:
+                    lacking.append(_one(group, end))
+        return lacking
 
     def is_stale(self, now_s: float) -> bool:
         return self.present is not None and now_s - self._started_s > FRESH_S
@@ -86,9 +127,10 @@ class Lookups:
         align_tokens: int,
         hash_block_tokens: int,
         timeout_s: float,
+        seen: SeenRecords,
         counters: Counters,
     ) -> None:
-        self._store, self._groups, self._ranks = store, list(groups), ranks
+        self._store, self._groups, self._ranks, self._seen = store, list(groups), ranks, seen
         self._reached = [reached(group, align_tokens) for group in self._groups]
         self._hash_block_tokens, self._timeout_s, self._counters = hash_block_tokens, timeout_s, counters
         self._is_away = False  # as logged
@@ -105,6 +147,14 @@ class Lookups:
         if lookup is not None:
             self._counters.add(metrics.LOOKUP_REQUESTS)
         return lookup
+
+    def why_missed(self, lookup: RequestLookup, hit_tokens: int) -> str:
+        """Why a request's answered lookup led to no longer hit: of ``metrics.MISS_REASONS``. Call it once a request."""
+        now_s = time.monotonic()
+        why = self._seen.why_absent(lookup.lacking(hit_tokens), now_s)
+        for group, found in lookup.answers():
+            self._seen.looked_up(group, found, now_s)
+        return why
 
     def start_tails(
         self, namespace: Namespace, request: Request, tag: bytes, places: range
@@ -130,7 +180,7 @@ class Lookups:
             self.failed("store_unavailable")
             return None
         self._counters.add(metrics.LOOKUP_BLOCKS, sum(group.records * group.ranks for group in asked))
-        return RequestLookup(lookup, wanted, time.monotonic(), self._timeout_s)
+        return RequestLookup(lookup, wanted, time.monotonic(), self._timeout_s, asked)
 
     def answered(self) -> None:
         if self._is_away:
@@ -175,6 +225,11 @@ def groups_to_ask(
             )
         )
     return asked
+
+
+def _one(group: LookupGroup, record: int) -> Record:
+    start = record * group.hash_nbytes
+    return group.hashes[start : start + group.hash_nbytes], group.group
 
 
 def _repeated(pattern: bytes, count: int) -> bytes:

@@ -9,6 +9,7 @@ Threads: of ``Outcomes``, the engine's scheduler thread only.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -115,6 +116,8 @@ def _definition(metric: Metric) -> OffloadingMetricMetadata:
     return OffloadingHistogramMetadata(documentation=metric.help, labelnames=labels, buckets=metric.buckets)
 
 
+# Of ``metrics.MISS_REASONS``, by the result that decides.
+_REASONS = {"too_slow": "gate", "no_room": "no_room", "switched_off": "switched_off"}
 RATIOS_S = 0.1  # between two estimates of a busy engine
 AGED_S = 10.0  # between two estimates of an idle engine: old requests leave the windows
 
@@ -208,9 +211,26 @@ class Outcomes:
         assert result in metrics.REQUEST_RESULTS, result
         prompt = state.request.num_prompt_tokens
         local = min(state.local_tokens, prompt)
+        missed = max(0, min(state.usable_tokens, prompt) - local - loaded)
+        reason = _REASONS.get(result, state.reason)
+        assert reason in metrics.MISS_REASONS, reason
         self._counters.add(metrics.REQUESTS, 1, result)
         self._counters.add(metrics.PROMPT_TOKENS, local, "engine_cache")
         self._counters.add(metrics.PROMPT_TOKENS, loaded, "pool")
         self._counters.add(metrics.PROMPT_TOKENS, max(0, prompt - local - loaded), "computed")
+        self._counters.add(metrics.MISSED_TOKENS, missed, reason)
+        if headers := getattr(state.request, "trace_headers", None):
+            self._tracing.record(
+                "kvpool.prompt",
+                headers,
+                max(0.0, time.time() - state.request.arrival_time),
+                result=result,
+                engine_cache_tokens=local,
+                pool_tokens=loaded,
+                missed_tokens=missed,
+                input_tokens=prompt,
+                cache_read_tokens=local + loaded,
+                **({"miss_reason": reason} if missed else {}),
+            )
         self._traffic.spare(local + loaded)
         self._counted_more = True

@@ -115,6 +115,7 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
     asked: bool = False  # an index requests the engine's whole cache
     timed: int = 0  # the number of a timed step
     load_s: dict[str, float] = field(default_factory=dict)  # by request: least duration of its load
+    load_causes: dict[str, str] = field(default_factory=dict)  # by request: why its load failed
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PoolWorkerMetadata:
         assert isinstance(other, PoolWorkerMetadata)
@@ -133,6 +134,7 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
                 name: max(self.load_s.get(name, 0.0), other.load_s.get(name, 0.0))
                 for name in self.load_s.keys() | other.load_s.keys()
             },
+            self.load_causes | other.load_causes,
         )
 
     def is_empty(self) -> bool:

@@ -35,6 +35,9 @@ class RequestState:
     waited_s: float = 0.0
     wait_counted: bool = False  # the wait for ``lookup`` was observed
     result: str = "no_answer"  # why nothing is offered: of ``metrics.REQUEST_RESULTS``
+    opted_out: bool = False
+    reason: str = "unavailable"  # why no more is loaded: of ``metrics.MISS_REASONS``
+    usable_tokens: int = 0  # of its prompt, at most, from the engine's cache and the pool
     local_tokens: int = 0  # of its prompt, in the engine's own cache
     counted: bool = False  # in the metrics
     loads_first: bool = False  # counted at the end of its load

@@ -32,7 +32,7 @@ from kvpool.config import PoolConfig
 from kvpool.discovery.announcer import TrafficAnnouncer
 from kvpool.errors import StoreClosed
 from kvpool.metrics import Counters, Samples
-from kvpool.store import Store
+from kvpool.store import Store, StoreURL
 from kvpool.tracing import Tracing
 from kvpool.vllm import internals
 from kvpool.vllm.events import CacheResync, removed_event
@@ -53,12 +53,15 @@ from kvpool.vllm.plan import (
     longest_hit,
 )
 from kvpool.vllm.requests import WITHOUT_POOL, ParamsReader, RequestState
+from kvpool.vllm.seen import SeenRecords
 from kvpool.vllm.stores import StorePlanner
 from kvpool.vllm.weights import Adapters
 
 logger = init_logger("vllm.kvpool")
 
 MIN_LOAD_S = 0.05  # least stall timeout of a load, even after a slow lookup
+# Of ``metrics.MISS_REASONS``, by the cause of a failed load; others are faults.
+LOAD_REASONS = {"missing": "evicted", "too_slow": "too_slow", "store_unavailable": "unavailable"}
 NO_OFFER: tuple[int | None, bool] = (0, False)
 ASK_AGAIN: tuple[int | None, bool] = (None, False)
 
@@ -99,6 +102,7 @@ class SchedulerHalf:
         self._requests: dict[str, RequestState] = {}
         self._params = ParamsReader()
         self._adapters = Adapters(adapter_settings)
+        self._seen = SeenRecords(StoreURL.parse(config.pool).ttl_s, time.monotonic())
         self._lookups = Lookups(
             store,
             self._groups,
@@ -106,6 +110,7 @@ class SchedulerHalf:
             align_tokens=self._align_tokens,
             hash_block_tokens=hash_block_tokens,
             timeout_s=config.lookup_timeout_s,
+            seen=self._seen,
             counters=self.counters,
         )
         self._traffic = TrafficAnnouncer(store, config.tenant)
@@ -162,12 +167,14 @@ class SchedulerHalf:
             return NO_OFFER
         state.result = self._why_no_lookup(state, local_tokens, max_tokens)
         if state.result:
+            state.reason = self._why_without(state)
             return NO_OFFER
         now = time.monotonic()
         state.result = "no_answer"
         if self._namespace.current is None or not state.checked:
             if self._in_time(state, now):
                 return self._wait(state, now)
+            state.reason = "unavailable" if state.checked else "adapter"
             self._outcomes.waited(state, now, answered=False)
             return NO_OFFER
         lookup = state.lookup
@@ -226,6 +233,12 @@ class SchedulerHalf:
             return "too_short"
         return "engine_cache" if local_tokens >= max(1, max_tokens) else ""
 
+    def _why_without(self, state: RequestState) -> str:
+        """Of ``metrics.MISS_REASONS``, for a request that asks for nothing."""
+        if not self._loads:
+            return "role"
+        return "opted_out" if state.opted_out else "adapter"
+
     def _tail(self, state: RequestState, whole_tokens: int, now: float) -> int | None:
         """How many tokens the pool has with the beginning of the block behind ``whole_tokens``; None: not known yet."""
         namespace, tag = self._namespace.current, state.adapter.tag if state.adapter is not None else b""
@@ -277,8 +290,13 @@ class SchedulerHalf:
     ) -> Sequence[BlockRef]:
         state = self._state(request)
         hashes = internals.record_hashes(request, self._hash_block_tokens, self._groups[0])
-        self._outcomes.admitted(state, hashes, self._namespace.current, loads=external_tokens > 0)
         lookup, state.lookup = state.lookup, None
+        if not state.counted:
+            state.usable_tokens = self._max_tokens(request)
+            if lookup is not None:
+                reason = self._lookups.why_missed(lookup, state.local_tokens + external_tokens)
+                state.reason = reason if state.result == "miss" else state.reason
+        self._outcomes.admitted(state, hashes, self._namespace.current, loads=external_tokens > 0)
         if lookup is not None and not (self._stores and state.params.store):
             lookup.cancel()
             lookup = None
@@ -373,6 +391,9 @@ class SchedulerHalf:
         for request_id in finished | failed:
             if (state := self._requests.get(request_id)) is not None:
                 ok = request_id not in failed
+                if not ok:
+                    cause = report.load_causes.get(request_id, "") if report else ""
+                    state.reason = LOAD_REASONS.get(cause, "fault")
                 if state.loading:
                     self._outcomes.loaded(state, state.load_tokens, ok=ok)
                     if self._gate is not None:
@@ -391,8 +412,9 @@ class SchedulerHalf:
         if report.reloaded:
             self.forget()
             self._store_planner.leave()
+            self._seen.leave(time.monotonic())
             self._namespace.reloaded(report.reloaded)
-        self._store_planner.update(report)
+        self._seen.stored(self._store_planner.update(report), time.monotonic())
         if self._events_wanted:
             self._events += [removed_event(*block) for block in sorted(report.missing)]
 
@@ -412,17 +434,19 @@ class SchedulerHalf:
 
     def _without_pool(self, request: Request) -> None:
         state = self._requests.setdefault(request.request_id, RequestState(request, WITHOUT_POOL))
-        state.params, state.refused = WITHOUT_POOL, True
+        state.params, state.refused, state.reason = WITHOUT_POOL, True, "fault"
 
     def _state(self, request: Request) -> RequestState:
         state = self._requests.get(request.request_id)
         if state is None:
             params = self._params.read(getattr(request, "kv_transfer_params", None))
+            if request.skip_reading_prefix_cache:  # some versions of vLLM ask all the same
+                params = params.model_copy(update={"load": False})
+            opted_out = not params.load
             if internals.adapter_changed_in_place(request):
                 params = WITHOUT_POOL
-            elif request.skip_reading_prefix_cache:  # some versions of vLLM ask all the same
-                params = params.model_copy(update={"load": False})
-            state = self._requests[request.request_id] = RequestState(request, params)
+            state = RequestState(request, params, opted_out=opted_out)
+            self._requests[request.request_id] = state
             if request.lora_request is not None and (params.load or params.store):
                 state.adapter = self._adapters.check(request.lora_request)
         return state
@@ -467,7 +491,7 @@ class SchedulerHalf:
     def _present(self, state: RequestState, lookup: RequestLookup) -> Sequence[bytes] | None:
         """The answer of an ended lookup; None: it failed, and the request is offered nothing again."""
         if lookup.present is None:
-            state.refused = True
+            state.refused, state.reason = True, "too_slow" if lookup.late else "unavailable"
             self._lookups.failed(lookup.failure)
         else:
             self._lookups.answered()
@@ -522,6 +546,7 @@ class SchedulerHalf:
             )
             return
         self._store_planner.leave()
+        self._seen.leave(time.monotonic())
         self._namespace.reset(in_use=self._block_pool is not None and internals.is_in_use(self._block_pool))
 
     def forget(self) -> None:

@@ -129,12 +129,13 @@ class StoreQueue:
             if len(self._given_up) > MAX_RECORDS:
                 self._given_up.popitem(last=False)
 
-    def update(self, report: PoolWorkerMetadata) -> bool:
-        """Take the workers' report; whether a record entered the pool."""
+    def update(self, report: PoolWorkerMetadata) -> list[tuple[bytes, int]]:
+        """Take the workers' report; the records that entered the pool, each by hash and group."""
         if report.store_slots:
             self._room = report.store_slots
         self._release(report.staged)
-        kept, dropped = False, []
+        kept: list[tuple[bytes, int]] = []
+        dropped = []
         for counts, ok in ((report.stored, True), (report.dropped, False)):
             for tag, ranks in counts.items():
                 if (pending := self._pending.get(tag)) is None:
@@ -143,8 +144,9 @@ class StoreQueue:
                 pending.ok &= ok
                 if pending.ranks <= 0:
                     self._end(tag, pending)
-                    kept |= pending.ok
-                    if not pending.ok and not pending.left:
+                    if pending.ok and not pending.left:
+                        kept.append(pending.wanted.key)
+                    elif not pending.left:
                         dropped.append((tag, pending.wanted))
         for _, wanted in sorted(dropped, key=lambda each: each[0], reverse=True):
             self._wait_first(wanted)

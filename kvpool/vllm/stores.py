@@ -132,9 +132,11 @@ class StorePlanner:
         if step.stores and output.total_num_scheduled_tokens:
             self._active_at = time.monotonic()
 
-    def update(self, report: PoolWorkerMetadata) -> None:
-        if self._queue.update(report):
+    def update(self, report: PoolWorkerMetadata) -> list[tuple[bytes, int]]:
+        """Take the workers' report; the records that entered the pool, each by hash and group."""
+        if kept := self._queue.update(report):
             self._active_at = time.monotonic()
+        return kept
 
     def take_events(self) -> list[BlockStored]:
         return self._queue.take_events()

@@ -45,13 +45,13 @@ from kvpool.errors import ConfigError, EngineRefused, StoreUnavailable
 from kvpool.key.checkpoint import served_digest
 from kvpool.key.key import Fact, Namespace
 from kvpool.metrics import Counters
-from kvpool.store import open_store
+from kvpool.store import StoreURL, open_store
 from kvpool.transfer import BlockMover, HostMemory, Moved, Need, Record
 from kvpool.transfer.mover import PART_NBYTES, STORE_TIMEOUT_S
 from kvpool.vllm.events import EVENT_OWNER
 from kvpool.vllm.guard import guarded, refuse
 from kvpool.vllm.identity import tier_facts
-from kvpool.vllm.internals import engine_under_construction, job_result
+from kvpool.vllm.internals import cache_hit_source, engine_under_construction, job_result
 from kvpool.vllm.lookups import ChunkLookups, is_spellable
 from kvpool.vllm.metrics import tier_definitions, tier_stats
 
@@ -123,6 +123,8 @@ class KVPoolTier(SecondaryTierManager):
             logger.warning(
                 "kvpool: the facts of this tier are not in the pool, so doctor cannot show them: %s", error
             )
+        # vLLM would derive a disk from ``medium``, whatever the pool is.
+        self.cache_hit_source = cache_hit_source(StoreURL.parse(self._config.pool))  # type: ignore[misc]
         self._rows = primary_kv_view.cast("B")
         self._rows_count = len(primary_kv_view)
         self._jobs: dict[int, _Job] = {}

@@ -280,6 +280,7 @@ class WorkerHalf:
                 self._report.load_s[job] = max(0.0, seen_at - load.started)
             if not moved.ok or (load is not None and load.outdated):
                 failed.add(job)
+                self._report.load_causes[job] = moved.cause
                 self._log_fault(moved)
             if load is not None and not load.outdated:
                 self._report.missing.update(load.records[place] for place in moved.missing)

@@ -119,6 +119,7 @@ def test_a_load_that_fails_is_no_hit(world: World, engine: Callable[..., Scripte
     failed = asked(second, "b", PROMPT)
     assert results(failed) == {"load_failed": 1}
     assert sources(failed) == {"computed": len(PROMPT)}
+    assert by_label(metrics.MISSED_TOKENS, failed) == {"evicted": WHOLE}
     assert metrics.LOADED_TOKENS.name not in failed
 
 
