@@ -89,7 +89,7 @@ def top(options: TopOptions) -> None:
     run_top(options, _index(options))
 
 
-def _index(of: LookupOptions | TopOptions) -> IndexConnection:
+def _index(of: LookupOptions | TopOptions | SizeOptions) -> IndexConnection:
     return IndexConnection(of.index, of.token_file, of.tls_ca, of.tls_cert, of.tls_key)
 
 
@@ -121,10 +121,10 @@ def purge(options: PurgeOptions) -> None:
 
 @takes(SizeOptions)
 def size(options: SizeOptions) -> None:
-    """What a pool of any size would have held of the requests in a trace: the hit rate of LRU against blocks."""
+    """What a pool of any size would have held of the engines' requests, or of a trace: the hit rate against blocks."""
     from kvpool.cli.size import run_size
 
-    run_size(options)
+    run_size(options, _index(options))
 
 
 def bench_store(

@@ -29,6 +29,7 @@ LOGS = "Logs and traces"
 PROMPT = "Prompt, in one of four forms"
 ANSWER = "Answer"
 PARTS = "What is examined"
+TRACE = "In place of an index, recorded requests"
 ORDERS = ("name", "device", "host", "disk", "batches", "lag", "gaps", "resets")
 
 
@@ -311,14 +312,23 @@ class PurgeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SizeOptions:
-    trace: Annotated[Path, option(None, "FILE", "Requests and their blocks, a session or a request a line.")]
-    block_tokens: Annotated[int | None, option(None, "TOKENS",
-        "Of a block. Without it: as the prompts' tokens and blocks tell, a power of two.", min=1, max=1 << 20)] = None
-    token_bytes: Annotated[str | None, option(None, "SIZE",
-        "KV cache of a token, such as 128KiB: the table then has bytes, too.", callback=is_size)] = None
-    apart: Annotated[float, option(None, "SECONDS", "Between the beginnings of two sessions.", min=0, max=1e9)] = 60.0
-    most_blocks: Annotated[int, option(None, "BLOCKS",
-        "Most blocks that are followed, about 200 bytes each; of more, a sample.", min=256, max=1 << 28)] = 1 << 21
+    tenant: Annotated[str | None, option(ANSWER, "TENANT",
+        "Of an index: this tenant's requests. Without it: those of all.")] = None
+    block_tokens: Annotated[int | None, option(ANSWER, "TOKENS",
+        "Of a block. Without it: as the index or the trace tells.", min=1, max=1 << 20)] = None
+    token_bytes: Annotated[str | None, option(ANSWER, "SIZE",
+        "KV cache of a token, such as 128KiB, for bytes in the table. Without it: as the index knows them.",
+        callback=is_size)] = None
     as_json: Json = False
 
 # fmt: on
+    trace: Annotated[Path | None, option(TRACE, "FILE",
+        "Requests and their blocks, a session or a request a line; no index is asked then.")] = None
+    apart: Annotated[float, option(TRACE, "SECONDS", "Between the beginnings of two sessions.", min=0, max=1e9)] = 60.0
+    most_blocks: Annotated[int, option(TRACE, "BLOCKS",
+        "Most blocks that are followed, about 200 bytes each; of more, a sample.", min=256, max=1 << 28)] = 1 << 21
+    index: Index = "127.0.0.1:50051"
+    token_file: TokenFile = None
+    tls_ca: TlsCa = None
+    tls_cert: TlsCert = None
+    tls_key: TlsKey = None

@@ -1,21 +1,36 @@
-"""``kvpool size``: what a larger or a smaller pool would hold of the requests in a trace (docs/how-to/size.md)."""
+"""``kvpool size``: what a larger or a smaller pool would hold of requests: of those that an index knows, or of a trace.
+
+docs/how-to/valkey.md, "Size a pool".
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
 
+from rich.text import Text
+
+from kvpool.cli.options import IndexConnection
 from kvpool.cli.settings import SizeOptions
 from kvpool.cli.tables import Column, add_row, console, fitted, progress_bar, show
 from kvpool.discovery.reuse import Point, ReuseCurve
 from kvpool.discovery.trace import prompts, read_trace
-from kvpool.text import parse_nbytes
+from kvpool.errors import IndexUnavailable
+from kvpool.text import format_nbytes, parse_nbytes
 
+TIMEOUT_S = 5.0
 SHARES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 1.0)  # of the hits of the largest pool
+SIZES = {"a quarter": 0.25, "half": 0.5, "as it is": 1.0, "twice": 2.0, "four times": 4.0}  # of today's
 
 
-def run_size(options: SizeOptions) -> None:
-    """Print the curve as a table or JSON. Errors: ``ConfigError`` for the options and the file."""
+def run_size(options: SizeOptions, index: IndexConnection) -> None:
+    """Print the curve as a table or JSON. Errors: ``ConfigError`` for the options and the file; of ``IndexClient``."""
     token_nbytes = parse_nbytes(options.token_bytes) if options.token_bytes is not None else 0
+    if options.trace is None:
+        _live(options, index, token_nbytes)
+        return
     trace = read_trace(options.trace, options.block_tokens)
     curve = ReuseCurve(options.most_blocks)
     total = sum(len(session.prompts) for session in trace.sessions)
@@ -24,29 +39,63 @@ def run_size(options: SizeOptions) -> None:
             curve.ask(hashes)
     points = curve.points()
     if options.as_json:
-        table = [point._asdict() for point in points]
-        print(json.dumps({"block_tokens": trace.block_tokens, "points": table}))
+        print(_json(points, trace.block_tokens))
         return
-    _print(curve, points, trace.block_tokens, token_nbytes)
+    head = _head(curve.requests, curve.asked_blocks, trace.block_tokens, curve.distinct_blocks, curve.share)
+    _print(head, points, trace.block_tokens, trace.block_tokens * token_nbytes)
 
 
-def _print(curve: ReuseCurve, points: list[Point], block_tokens: int, token_nbytes: int) -> None:
+def _live(options: SizeOptions, index: IndexConnection, token_nbytes: int) -> None:
+    with index.open(TIMEOUT_S) as client:
+        curve = client.hit_curve(options.tenant)
+    points = [Point(*each) for each in zip(curve.sizes, curve.hit_rates, strict=True)]
+    if not points:
+        of_whom = f"of tenant {options.tenant}" if options.tenant else "yet"
+        raise IndexUnavailable(
+            f"the index at {index.target} knows no request {of_whom}: it needs --pool, and engines of this pool that "
+            "were asked for something since it started, half a minute ago or more"
+        )
+    block_tokens = round(options.block_tokens or curve.block_tokens)
+    today = {"pool_blocks": curve.pool_blocks or None, "block_nbytes": curve.block_nbytes or None}
+    if options.as_json:
+        of_curve = ("requests", "requested_blocks", "share", "since_s")
+        print(_json(points, block_tokens, **{name: getattr(curve, name) for name in of_curve}, **today))
+        return
+    since = datetime.fromtimestamp(curve.since_s).astimezone().isoformat(" ", "minutes")
+    head = _head(curve.requests, curve.requested_blocks, block_tokens, curve.sizes[-1], curve.share)
+    block_nbytes = block_tokens * token_nbytes or curve.block_nbytes
+    _print(f"since {since}: {head}", points, block_tokens, block_nbytes)
+    show(console(), Text(_today(curve.pool_blocks, block_nbytes, curve.at)))
+
+
+def _today(pool_blocks: int, block_nbytes: float, at: Any) -> str:
+    if not pool_blocks:
+        return "today's size is not known: the index knows no block in the pool"
+    nbytes = f", {format_nbytes(round(pool_blocks * block_nbytes))}" if block_nbytes else ""
+    rates = ", ".join(f"{name} {at(size * pool_blocks):.1%}" for name, size in SIZES.items())
+    return f"today's size, {pool_blocks:,} blocks{nbytes}: {rates}"
+
+
+def _head(requests: int, blocks: int, block_tokens: int, distinct: int, share: float) -> str:
+    exact = "exact" if share == 1 else f"estimated from one block in {1 / share:,.0f}"
+    asked = f"{requests:,} requests for {blocks:,} blocks of {block_tokens} tokens"
+    return f"{asked}, {distinct:,} of them distinct; {exact}"
+
+
+def _json(points: Sequence[Point], block_tokens: int, **more: object) -> str:
+    return json.dumps({"block_tokens": block_tokens, "points": [point._asdict() for point in points], **more})
+
+
+def _print(head: str, points: Sequence[Point], block_tokens: int, block_nbytes: float) -> None:
     out = console()
-    exact = "exact" if curve.share == 1 else f"estimated from one block in {1 / curve.share:,.0f}"
-    show(
-        out,
-        f"{curve.requests:,} requests for {curve.asked_blocks:,} blocks of {block_tokens} tokens, "
-        f"{curve.distinct_blocks:,} of them distinct; {exact}",
-    )
+    show(out, head)
     columns = [Column("of the most hits"), Column("hit rate"), Column("blocks"), Column("tokens", drop=1)]
-    if token_nbytes:
+    if block_nbytes:
         columns.append(Column("GiB"))
     most = points[-1].hit_rate
     for share in SHARES:
         least = next(point for point in points if point.hit_rate >= share * most)
-        tokens = least.blocks * block_tokens
-        of_bytes = [f"{tokens * token_nbytes / (1 << 30):,.1f}"] if token_nbytes else []
-        add_row(
-            columns, f"{share:.0%}", f"{least.hit_rate:.1%}", f"{least.blocks:,}", f"{tokens:,}", *of_bytes
-        )
+        of_bytes = [f"{least.blocks * block_nbytes / (1 << 30):,.1f}"] if block_nbytes else []
+        tokens = f"{least.blocks * block_tokens:,}"
+        add_row(columns, f"{share:.0%}", f"{least.hit_rate:.1%}", f"{least.blocks:,}", tokens, *of_bytes)
     show(out, *fitted(columns, out.width))

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from kvpool.discovery.worker import Publisher, Worker
-from kvpool.index.answer import FleetStatus, IndexStatus, Lookup, PublisherStatus, Row, WorkerStatus
+from kvpool.index.answer import FleetStatus, HitCurve, IndexStatus, Lookup, PublisherStatus, Row, WorkerStatus
 from kvpool.index.place.load import Load
 from kvpool.index.place.ranking import Pick, Ranking
 from kvpool.index.prompt import Chat, Prompt
@@ -16,6 +16,7 @@ __all__ = [
     "Applied",
     "Chat",
     "FleetStatus",
+    "HitCurve",
     "IndexStatus",
     "Load",
     "Lookup",

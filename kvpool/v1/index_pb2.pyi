@@ -144,7 +144,7 @@ class LookupResponse(_message.Message):
     def __init__(self, worker: _Optional[_Iterable[str]] = ..., dp_rank: _Optional[_Iterable[int]] = ..., address: _Optional[_Iterable[str]] = ..., block_tokens: _Optional[_Iterable[int]] = ..., prompt_blocks: _Optional[_Iterable[int]] = ..., device_blocks: _Optional[_Iterable[int]] = ..., local_blocks: _Optional[_Iterable[int]] = ..., pool_blocks: _Optional[_Iterable[int]] = ..., sequence: _Optional[_Iterable[int]] = ..., staleness_ms: _Optional[_Iterable[int]] = ..., stale: _Optional[_Iterable[bool]] = ..., loadable_blocks: _Optional[_Iterable[int]] = ..., responses: _Optional[_Iterable[_Union[LookupResponse, _Mapping]]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., id: _Optional[int] = ...) -> None: ...
 
 class RouteRequest(_message.Message):
-    __slots__ = ("scope", "block_hashes", "token_ids", "text", "chat", "workers", "loads", "most", "reserve_ms", "prompt_tokens")
+    __slots__ = ("scope", "block_hashes", "token_ids", "text", "chat", "workers", "loads", "most", "reserve_ms", "prompt_tokens", "session_id", "prompt_cache_key")
     SCOPE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -155,6 +155,8 @@ class RouteRequest(_message.Message):
     MOST_FIELD_NUMBER: _ClassVar[int]
     RESERVE_MS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_CACHE_KEY_FIELD_NUMBER: _ClassVar[int]
     scope: Scope
     block_hashes: bytes
     token_ids: bytes
@@ -165,7 +167,9 @@ class RouteRequest(_message.Message):
     most: int
     reserve_ms: int
     prompt_tokens: int
-    def __init__(self, scope: _Optional[_Union[Scope, _Mapping]] = ..., block_hashes: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., workers: _Optional[_Iterable[str]] = ..., loads: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ..., most: _Optional[int] = ..., reserve_ms: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
+    session_id: str
+    prompt_cache_key: str
+    def __init__(self, scope: _Optional[_Union[Scope, _Mapping]] = ..., block_hashes: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., workers: _Optional[_Iterable[str]] = ..., loads: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ..., most: _Optional[int] = ..., reserve_ms: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., session_id: _Optional[str] = ..., prompt_cache_key: _Optional[str] = ...) -> None: ...
 
 class RankLoad(_message.Message):
     __slots__ = ("worker", "dp_rank", "running", "waiting", "queued_tokens", "kv_usage_permille")
@@ -184,7 +188,7 @@ class RankLoad(_message.Message):
     def __init__(self, worker: _Optional[str] = ..., dp_rank: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., kv_usage_permille: _Optional[int] = ...) -> None: ...
 
 class RouteResponse(_message.Message):
-    __slots__ = ("rows", "trust", "cost", "prefill_cost", "fetch_cost", "queue_cost", "running", "waiting", "queued_tokens", "kv_usage_permille", "reserved_cost", "load_source", "load_age_ms", "asleep", "reservation", "unreachable")
+    __slots__ = ("rows", "trust", "cost", "prefill_cost", "fetch_cost", "queue_cost", "running", "waiting", "queued_tokens", "kv_usage_permille", "reserved_cost", "load_source", "load_age_ms", "asleep", "reservation", "unreachable", "move_cost")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     TRUST_FIELD_NUMBER: _ClassVar[int]
     COST_FIELD_NUMBER: _ClassVar[int]
@@ -201,6 +205,7 @@ class RouteResponse(_message.Message):
     ASLEEP_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_FIELD_NUMBER: _ClassVar[int]
     UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
+    MOVE_COST_FIELD_NUMBER: _ClassVar[int]
     rows: LookupResponse
     trust: _containers.RepeatedScalarFieldContainer[Trust]
     cost: _containers.RepeatedScalarFieldContainer[int]
@@ -217,7 +222,8 @@ class RouteResponse(_message.Message):
     asleep: _containers.RepeatedScalarFieldContainer[bool]
     reservation: str
     unreachable: _containers.RepeatedScalarFieldContainer[bool]
-    def __init__(self, rows: _Optional[_Union[LookupResponse, _Mapping]] = ..., trust: _Optional[_Iterable[_Union[Trust, str]]] = ..., cost: _Optional[_Iterable[int]] = ..., prefill_cost: _Optional[_Iterable[int]] = ..., fetch_cost: _Optional[_Iterable[int]] = ..., queue_cost: _Optional[_Iterable[int]] = ..., running: _Optional[_Iterable[int]] = ..., waiting: _Optional[_Iterable[int]] = ..., queued_tokens: _Optional[_Iterable[int]] = ..., kv_usage_permille: _Optional[_Iterable[int]] = ..., reserved_cost: _Optional[_Iterable[int]] = ..., load_source: _Optional[_Iterable[_Union[LoadSource, str]]] = ..., load_age_ms: _Optional[_Iterable[int]] = ..., asleep: _Optional[_Iterable[bool]] = ..., reservation: _Optional[str] = ..., unreachable: _Optional[_Iterable[bool]] = ...) -> None: ...
+    move_cost: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, rows: _Optional[_Union[LookupResponse, _Mapping]] = ..., trust: _Optional[_Iterable[_Union[Trust, str]]] = ..., cost: _Optional[_Iterable[int]] = ..., prefill_cost: _Optional[_Iterable[int]] = ..., fetch_cost: _Optional[_Iterable[int]] = ..., queue_cost: _Optional[_Iterable[int]] = ..., running: _Optional[_Iterable[int]] = ..., waiting: _Optional[_Iterable[int]] = ..., queued_tokens: _Optional[_Iterable[int]] = ..., kv_usage_permille: _Optional[_Iterable[int]] = ..., reserved_cost: _Optional[_Iterable[int]] = ..., load_source: _Optional[_Iterable[_Union[LoadSource, str]]] = ..., load_age_ms: _Optional[_Iterable[int]] = ..., asleep: _Optional[_Iterable[bool]] = ..., reservation: _Optional[str] = ..., unreachable: _Optional[_Iterable[bool]] = ..., move_cost: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("tenant", "reservation")
@@ -398,6 +404,34 @@ class PublisherStatus(_message.Message):
     disk_blocks: int
     evicted_blocks: int
     def __init__(self, dp_rank: _Optional[int] = ..., sequence: _Optional[int] = ..., batches: _Optional[int] = ..., gaps: _Optional[int] = ..., replays: _Optional[int] = ..., resets: _Optional[int] = ..., staleness_ms: _Optional[int] = ..., stale: bool = ..., problem: _Optional[str] = ..., digest: _Optional[int] = ..., blocks: _Optional[int] = ..., device_blocks: _Optional[int] = ..., host_blocks: _Optional[int] = ..., disk_blocks: _Optional[int] = ..., evicted_blocks: _Optional[int] = ...) -> None: ...
+
+class HitCurveRequest(_message.Message):
+    __slots__ = ("tenant",)
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    def __init__(self, tenant: _Optional[str] = ...) -> None: ...
+
+class HitCurveResponse(_message.Message):
+    __slots__ = ("sizes", "hit_rates", "requests", "requested_blocks", "share", "since_s", "block_tokens", "pool_blocks", "block_nbytes")
+    SIZES_FIELD_NUMBER: _ClassVar[int]
+    HIT_RATES_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    SINCE_S_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    POOL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    sizes: _containers.RepeatedScalarFieldContainer[int]
+    hit_rates: _containers.RepeatedScalarFieldContainer[float]
+    requests: int
+    requested_blocks: int
+    share: float
+    since_s: float
+    block_tokens: float
+    pool_blocks: int
+    block_nbytes: float
+    def __init__(self, sizes: _Optional[_Iterable[int]] = ..., hit_rates: _Optional[_Iterable[float]] = ..., requests: _Optional[int] = ..., requested_blocks: _Optional[int] = ..., share: _Optional[float] = ..., since_s: _Optional[float] = ..., block_tokens: _Optional[float] = ..., pool_blocks: _Optional[int] = ..., block_nbytes: _Optional[float] = ...) -> None: ...
 
 class SnapshotRequest(_message.Message):
     __slots__ = ()

@@ -70,6 +70,11 @@ class IndexServiceStub(object):
                 request_serializer=kvpool_dot_v1_dot_index__pb2.ListWorkersRequest.SerializeToString,
                 response_deserializer=kvpool_dot_v1_dot_index__pb2.ListWorkersResponse.FromString,
                 _registered_method=True)
+        self.HitCurve = channel.unary_unary(
+                '/kvpool.v1.IndexService/HitCurve',
+                request_serializer=kvpool_dot_v1_dot_index__pb2.HitCurveRequest.SerializeToString,
+                response_deserializer=kvpool_dot_v1_dot_index__pb2.HitCurveResponse.FromString,
+                _registered_method=True)
         self.Snapshot = channel.unary_stream(
                 '/kvpool.v1.IndexService/Snapshot',
                 request_serializer=kvpool_dot_v1_dot_index__pb2.SnapshotRequest.SerializeToString,
@@ -134,6 +139,13 @@ class IndexServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def HitCurve(self, request, context):
+        """What a pool of any size would have had of the engines' requests.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Snapshot(self, request, context):
         """All that the index knows, for another one of the same version that is about to start.
         """
@@ -178,6 +190,11 @@ def add_IndexServiceServicer_to_server(servicer, server):
                     servicer.ListWorkers,
                     request_deserializer=kvpool_dot_v1_dot_index__pb2.ListWorkersRequest.FromString,
                     response_serializer=kvpool_dot_v1_dot_index__pb2.ListWorkersResponse.SerializeToString,
+            ),
+            'HitCurve': grpc.unary_unary_rpc_method_handler(
+                    servicer.HitCurve,
+                    request_deserializer=kvpool_dot_v1_dot_index__pb2.HitCurveRequest.FromString,
+                    response_serializer=kvpool_dot_v1_dot_index__pb2.HitCurveResponse.SerializeToString,
             ),
             'Snapshot': grpc.unary_stream_rpc_method_handler(
                     servicer.Snapshot,
@@ -375,6 +392,33 @@ class IndexService(object):
             '/kvpool.v1.IndexService/ListWorkers',
             kvpool_dot_v1_dot_index__pb2.ListWorkersRequest.SerializeToString,
             kvpool_dot_v1_dot_index__pb2.ListWorkersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def HitCurve(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvpool.v1.IndexService/HitCurve',
+            kvpool_dot_v1_dot_index__pb2.HitCurveRequest.SerializeToString,
+            kvpool_dot_v1_dot_index__pb2.HitCurveResponse.FromString,
             options,
             channel_credentials,
             insecure,

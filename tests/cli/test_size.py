@@ -1,15 +1,19 @@
-"""``kvpool size`` on traces in both forms."""
+"""``kvpool size`` on traces in both forms, and on an index."""
 
 from __future__ import annotations
 
 import gzip
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvpool.index import HitCurve
+from kvpool.index.follow.hit_curves import ALL
 from tests.support.command_line import kvpool, refused
+from tests.support.fleets import serving
 
 # Three turns of one session and two of another, which begin with the same 128 tokens.
 SESSIONS: list[Any] = [
@@ -102,3 +106,48 @@ def test_what_is_no_trace_is_named(text: bytes, why: str, tmp_path: Path) -> Non
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert "cannot be read" in refused("size", "--trace", str(tmp_path / "none"))
+
+
+# ---- of an index
+
+LIVE = HitCurve((1, 50, 100), (0.0, 0.25, 0.5), 7, 400, 0.25, 1.5e9, 16.0, 60, float(1 << 30))
+
+
+@pytest.mark.usefixtures("grpc_started")
+def test_an_index_tells_the_curve_of_all_and_of_a_tenant() -> None:
+    curves = {ALL: LIVE, "t": HitCurve((1,), (0.125,), 2, 8, 1.0, 1.5e9)}
+    pool: Any = SimpleNamespace(servers=(), curves=curves)
+    with serving(pool=pool) as index:
+        ended = kvpool("size", "--index", index.target)
+        assert ended.returncode == 0, ended.stderr
+        text = " ".join(ended.stdout.split())
+        assert text.startswith("since 2017-07-1")
+        assert (
+            "7 requests for 400 blocks of 16 tokens, 100 of them distinct; estimated from one block in 4"
+            in text
+        )
+        assert "50% 25.0% 50 800 50.0" in text
+        assert (
+            "today's size, 60 blocks, 60GiB: a quarter 0.0%, half 0.0%, as it is 25.0%, twice 50.0%, four"
+            in text
+        )
+        answer = json.loads(kvpool("size", "--index", index.target, "--json").stdout)
+        assert answer == {
+            "block_tokens": 16, "requests": 7, "requested_blocks": 400, "share": 0.25, "since_s": 1.5e9,
+            "pool_blocks": 60, "block_nbytes": float(1 << 30),
+            "points": [{"blocks": n, "hit_rate": rate} for n, rate in ((1, 0.0), (50, 0.25), (100, 0.5))],
+        }  # fmt: skip
+        of_tenant = kvpool(
+            "size", "--index", index.target, "--tenant", "t", "--block-tokens", "32", "--token-bytes", "1MiB"
+        )
+        assert "2 requests for 8 blocks of 32 tokens, 1 of them distinct; exact" in " ".join(
+            of_tenant.stdout.split()
+        )
+        assert "today's size is not known" in of_tenant.stdout
+        assert "knows no request of tenant x" in refused("size", "--index", index.target, "--tenant", "x")
+
+
+@pytest.mark.usefixtures("grpc_started")
+def test_an_index_without_a_pool_says_so() -> None:
+    with serving() as index:
+        assert "knows no request yet: it needs --pool" in refused("size", "--index", index.target)

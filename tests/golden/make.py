@@ -336,7 +336,7 @@ def make_protocol() -> list[dict[str, Any]]:
         "scope": scope, "block_hashes": whole["block_hashes"], "workers": ["w-1", "w-2"],
         "loads": [{"worker": "w-1", "dp_rank": 1, "running": 3, "waiting": 2, "queued_tokens": 4_000_000_000_000,
                    "kv_usage_permille": 250}, {"worker": "w-2"}],
-        "most": 2, "reserve_ms": 2_000, "prompt_tokens": 90,
+        "most": 2, "reserve_ms": 2_000, "prompt_tokens": 90, "session_id": "s-1", "prompt_cache_key": "app",
     })  # fmt: skip
     message(
         "RouteRequest", {"scope": {"model": "m"}, "chat": {"messages": [{"role": "user", "content": ["x"]}]}}
@@ -353,7 +353,7 @@ def make_protocol() -> list[dict[str, Any]]:
         "trust": [1, 3], "cost": [300, 4_000_000_000_000], "prefill_cost": [16, 16], "fetch_cost": [4, 13],
         "queue_cost": [280, 3_999_999_999_971], "running": [1, 0], "waiting": [0, 7], "queued_tokens": [200, 0],
         "kv_usage_permille": [15, 1000], "reserved_cost": [1, 0], "load_source": [1, 2], "load_age_ms": [0, 900],
-        "asleep": [False, True], "reservation": "00112233aabbccdd", "unreachable": [False, True],
+        "asleep": [False, True], "reservation": "00112233aabbccdd", "unreachable": [False, True], "move_cost": [0, 8],
     })  # fmt: skip
     message("RouteResponse", {"rows": {}})
     message("ReleaseRequest", {"tenant": "t", "reservation": "00112233aabbccdd"})
@@ -378,6 +378,11 @@ def make_protocol() -> list[dict[str, Any]]:
         "placements": 7, "placed_prompt_blocks": 800, "placed_matched_blocks": 600,
         "pool_servers": 3, "pool_servers_away": 1,
     }})  # fmt: skip
+    message("HitCurveRequest", {"tenant": "t"})
+    message("HitCurveResponse", {
+        "sizes": [1, 2, 300], "hit_rates": [0.0, 0.25, 0.5], "requests": 9, "requested_blocks": 1_000, "share": 0.125,
+        "since_s": 1.5e9, "block_tokens": 16.0, "pool_blocks": 200, "block_nbytes": 2_097_152.5,
+    })  # fmt: skip
     message("ListWorkersResponse", {
         "workers": [{"worker": {"name": "w-1", "tenant": "t"}, "source": "flag"}], "next_page_token": "t/w-1",
         "index": {"uptime_ms": 60_000, "instance_id": "0123456789abcdef" * 2},

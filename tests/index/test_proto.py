@@ -34,6 +34,7 @@ KINDS = {
     FieldDescriptor.TYPE_UINT64: "uint64",
     FieldDescriptor.TYPE_INT32: "int32",
     FieldDescriptor.TYPE_FIXED64: "fixed64",
+    FieldDescriptor.TYPE_DOUBLE: "double",
 }
 GENERATED = [
     f"{name}_pb2{ending}"

@@ -12,7 +12,7 @@ import grpc.aio
 
 from kvpool.discovery.worker import DEFAULT_TENANT, Worker
 from kvpool.errors import ConfigError, IndexUnavailable, KVPoolError
-from kvpool.index.answer import FleetStatus, Lookup, WorkerStatus
+from kvpool.index.answer import FleetStatus, HitCurve, Lookup, WorkerStatus
 from kvpool.index.client import calls, channel
 from kvpool.index.client.calls import Answer, Call
 from kvpool.index.client.channel import Access
@@ -160,6 +160,13 @@ class AsyncIndexClient:
         of this worker was followed, and is forgotten.
         """
         return await self._answer(calls.register_call(worker, lease_s), timeout_s)
+
+    async def hit_curve(self, tenant: str | None = None, *, timeout_s: float | None = None) -> HitCurve:
+        """What a pool of any size would have had of the engines' requests. ``tenant``: of its alone; None: of all.
+
+        Without points: the index knows no request, or has no pool.
+        """
+        return await self._answer(calls.curve_call(tenant), timeout_s)
 
     async def remove(
         self,

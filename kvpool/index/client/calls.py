@@ -7,7 +7,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from kvpool.discovery.worker import Worker
 from kvpool.errors import ConfigError
-from kvpool.index.answer import FleetStatus, Lookup
+from kvpool.index.answer import FleetStatus, HitCurve, Lookup
 from kvpool.index.place.load import Load
 from kvpool.index.place.ranking import Ranking
 from kvpool.index.prompt import Prompt
@@ -15,6 +15,7 @@ from kvpool.index.protocol.messages import (
     MAX_PROMPT_NBYTES,
     MAX_REQUESTS,
     REPLIES,
+    decode_curve,
     decode_lookup,
     decode_route,
     decode_status,
@@ -121,5 +122,9 @@ def status_call(tenant: str | None, model: str | None, page_token: str = "") -> 
 def _request(kind: Any, **fields: Any) -> Any:
     try:
         return kind(**fields)
+def curve_call(tenant: str | None) -> Call[HitCurve]:
+    return Call("HitCurve", _request(pb.HitCurveRequest, tenant=tenant or ""), decode_curve)
+
+
     except (TypeError, ValueError) as error:
         raise unsendable(error) from error

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kvpool.discovery.worker import DEFAULT_ALGORITHM, DEFAULT_TENANT, Publisher, Worker
 from kvpool.errors import ConfigError
 from kvpool.index import bounded_json
-from kvpool.index.answer import FleetStatus, IndexStatus, Lookup, PublisherStatus, Row, WorkerStatus
+from kvpool.index.answer import FleetStatus, HitCurve, IndexStatus, Lookup, PublisherStatus, Row, WorkerStatus
 from kvpool.index.place.load import Load
 from kvpool.index.place.ranking import Pick, Ranking, named_pick
 from kvpool.index.prompt import TOKEN_NBYTES, Chat, Prompt, PromptFields, reasoning_of, text_parts
@@ -43,6 +43,7 @@ REPLIES: dict[str, Any] = {
     "RemoveWorker": pb.RemoveWorkerResponse,
     "ListWorkers": pb.ListWorkersResponse,
 }
+    "HitCurve": pb.HitCurveResponse,
 
 
 # ---- prompts
@@ -331,6 +332,20 @@ def decode_status(reply: Any) -> FleetStatus:
 def _copied(kind: Any, named: Any, one: Any, **changed: Any) -> Any:
     """A ``kind`` with the fields of ``one`` that the dataclass ``named`` has, but for ``changed``."""
     return kind(**{name: getattr(one, name) for name in named.__dataclass_fields__} | changed)
+
+
+def encode_curve(curve: HitCurve) -> Any:
+    return _copied(pb.HitCurveResponse, HitCurve, curve)
+
+
+def decode_curve(reply: Any) -> HitCurve:
+    """Errors: ``ValueError``."""
+    if len(reply.sizes) != len(reply.hit_rates):
+        raise ValueError(f"it has {len(reply.sizes)} sizes and {len(reply.hit_rates)} hit rates")
+    curve: HitCurve = _copied(
+        HitCurve, HitCurve, reply, sizes=tuple(reply.sizes), hit_rates=tuple(reply.hit_rates)
+    )
+    return curve
 
 
 # ---- errors

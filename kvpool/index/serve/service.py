@@ -31,6 +31,7 @@ from kvpool.index.protocol.messages import (
     REPLIES,
     SERVICE,
     decode_worker,
+    encode_curve,
 )
 from kvpool.index.request_stats import RequestStats
 from kvpool.index.serve import worker_pages
@@ -208,6 +209,9 @@ class IndexServer:
             "ListWorkers": Method(
                 pb.ListWorkersRequest, "read", lambda request: request.tenant or None, self._list
             ),
+            "HitCurve": Method(
+                pb.HitCurveRequest, "read", lambda request: request.tenant or ALL_TENANTS, self._hit_curve
+            ),
         }
 
     def _handlers(self) -> dict[str, grpc.RpcMethodHandler]:
@@ -250,6 +254,10 @@ class IndexServer:
         return await self._in_thread(
             lambda: worker_pages.list_workers(self._fleet, request, caller, self._status(caller))
         )
+
+    async def _hit_curve(self, request: Any, _: Permissions) -> Any:
+        curves = {} if self._pool is None else self._pool.curves
+        return encode_curve(curves[request.tenant]) if request.tenant in curves else pb.HitCurveResponse()
 
     def _status(self, caller: Permissions) -> IndexStatus:
         told, totals = self._stats.totals(), self._fleet.totals()

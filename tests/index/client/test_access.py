@@ -145,12 +145,13 @@ def requests(tenant: str) -> dict[str, Any]:
         "RegisterWorker": pb.RegisterWorkerRequest(worker=pb.Worker(name="x", tenant=tenant)),
         "RemoveWorker": pb.RemoveWorkerRequest(name="x", tenant=tenant),
         "ListWorkers": pb.ListWorkersRequest(tenant=tenant),
+        "HitCurve": pb.HitCurveRequest(tenant=tenant),
     }
 
 
 RIGHT = {
-    "Lookup": "read", "LookupStream": "read", "ListWorkers": "read", "RegisterWorker": "publish",
-    "RemoveWorker": "admin",
+    "Lookup": "read", "LookupStream": "read", "ListWorkers": "read", "HitCurve": "read",
+    "RegisterWorker": "publish", "RemoveWorker": "admin",
 }  # fmt: skip
 HOLDERS = {"router": {"read"}, "worker": {"publish"}, "owner": {"read", "admin"}}
 
@@ -177,6 +178,15 @@ def test_tenants_cannot_ask_about_each_other(closed: Closed, method: str) -> Non
             )
             whom = "all tenants" if tenant == "*" else f"tenant '{tenant}'"
             assert (code, text) == ("PERMISSION_DENIED", f"this token is not for {whom}")
+
+
+def test_the_curve_of_all_is_for_who_sees_all(closed: Closed) -> None:
+    with closed.client("root") as client:
+        assert client.hit_curve().sizes == ()
+    with closed.client("router") as client:
+        assert client.hit_curve("a").sizes == ()
+        with pytest.raises(AccessDenied, match="not for all tenants"):
+            client.hit_curve()
 
 
 def test_what_a_tenant_is_told_names_no_other(closed: Closed) -> None:

@@ -29,6 +29,7 @@ import kvpool
 from kvpool import AsyncIndexClient, BlockHasher, ConfigError, IndexClient, IndexUnavailable, UnknownModel
 from kvpool.index import (
     FleetStatus,
+    HitCurve,
     IndexStatus,
     Lookup,
     Publisher,
@@ -42,10 +43,12 @@ from kvpool.index.client.channel import error_of
 from kvpool.index.fleet import Fleet
 from kvpool.index.prompt import Prompt
 from kvpool.index.protocol.messages import (
+    decode_curve,
     decode_lookup,
     decode_prompt,
     decode_status,
     decode_worker,
+    encode_curve,
     encode_index_status,
     encode_lookup,
     encode_worker_status,
@@ -452,6 +455,18 @@ def test_statuses_travel(index: IndexStatus, statuses: list[WorkerStatus]) -> No
     workers = [encode_worker_status(one) for one in statuses]
     reply = sent(pb.ListWorkersResponse(index=encode_index_status(index), workers=workers))
     assert decode_status(reply) == status
+
+
+@given(st.lists(st.tuples(U64, st.floats(0, 1)), max_size=5), U64, st.floats(0, 1))
+def test_curves_travel(points: list[tuple[int, float]], count: int, share: float) -> None:
+    sizes, rates = (tuple(column) for column in zip(*points, strict=True)) if points else ((), ())
+    curve = HitCurve(sizes, rates, count, count, share, 1.5e9, 16.5, count, 1.25)
+    assert decode_curve(sent(encode_curve(curve))) == curve
+
+
+def test_a_curve_with_columns_of_two_lengths_is_refused() -> None:
+    with pytest.raises(ValueError, match="it has 2 sizes and 1 hit rates"):
+        decode_curve(pb.HitCurveResponse(sizes=[1, 2], hit_rates=[0.5]))
 
 
 def test_an_index_of_an_earlier_version_says_nothing_of_itself() -> None:
