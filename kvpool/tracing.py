@@ -33,10 +33,11 @@ class Span:
         self._span = span
 
     def set(self, **attributes: Value) -> None:
-        """Set attributes, each under its name of ``GEN_AI``, or ``kvpool.`` and its name."""
+        """Set attributes but empty ones, each under its name of ``GEN_AI``, or ``kvpool.`` and its name."""
         if self._span is not None:
             for name, value in attributes.items():
-                self._span.set_attribute(GEN_AI.get(name, f"kvpool.{name}"), value)
+                if value != "":
+                    self._span.set_attribute(GEN_AI.get(name, f"kvpool.{name}"), value)
 
 
 _NO_SPAN = nullcontext(Span())

@@ -79,7 +79,7 @@ def attributes(span: Any) -> dict[str, Any]:
 def test_spans_are_below_the_callers(collector: Collector) -> None:
     tracing = Tracing.to(collector.url, "kvpool-index")
     with tracing.span("kvpool.place", SAMPLED) as span:
-        span.set(outcome="cost", prompt_blocks=7, model="m", operation="chat")
+        span.set(outcome="cost", prompt_blocks=7, model="m", operation="chat", worker="")
     tracing.record("kvpool.load", SAMPLED, 0.25, loaded=True, input_tokens=100, cache_read_tokens=48)
     tracing.close()
     (service, placed), (_, loaded) = collector.spans

@@ -228,9 +228,9 @@ class Outcomes:
                 engine_cache_tokens=local,
                 pool_tokens=loaded,
                 missed_tokens=missed,
+                miss_reason=reason if missed else "",
                 input_tokens=prompt,
                 cache_read_tokens=local + loaded,
-                **({"miss_reason": reason} if missed else {}),
             )
         self._traffic.spare(local + loaded)
         self._counted_more = True

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from vllm.model_executor.layers.attention.attention import set_default_quant_sca
 
 import kvpool.vllm
 from kvpool.errors import EngineRefused
+from kvpool.store import StoreURL
+from kvpool.store.file import FileSystem
 from kvpool.vllm import internals
 from kvpool.vllm.support import groups_of
 from tests.support.specs import FULL, WINDOW, cache_of
@@ -47,6 +51,37 @@ def test_the_mark_of_the_weights_changes_when_vllm_loads_them_anew_and_not_else(
     assert mark() != first
     monkeypatch.setattr(internals, "get_layers_from_vllm_config", lambda config, kind: {})
     assert internals.weights_mark(engine_config())() is None
+
+
+@pytest.mark.parametrize(
+    ("pool", "kind", "source"),
+    [
+        ("file:///pool", "ext4", "disk"),
+        ("file:///pool", "tmpfs", "host"),
+        ("valkey+unix:///run/valkey.sock", "", "host"),
+        ("valkey://10.0.0.1", "", "external_unspecified"),
+    ],
+)
+def test_hits_come_from_where_the_pool_is(
+    pool: str, kind: str, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FileSystem, "of", lambda path: FileSystem("/", kind, "never", 0, 0, 0))
+    assert internals.cache_hit_source(StoreURL.parse(pool)) == source
+
+
+def test_a_version_that_counts_no_sources_is_told_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.v1.metrics.cache_hit_source", None)
+    assert internals.cache_hit_source(StoreURL.parse("file:///pool")) is None
+
+
+@pytest.mark.usefixtures("quiet")
+def test_vllm_is_told_the_source_of_a_connectors_hits(
+    engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FileSystem, "of", lambda path: FileSystem("/", "tmpfs", "never", 0, 0, 0))
+    connector = engine().connector
+    assert connector.get_external_cache_hit_sources(None, 7) == {"host": 7}
+    assert connector.get_external_cache_hit_sources(None, 0) == {}
 
 
 # What is no interface of vLLM's, and may change with every version.

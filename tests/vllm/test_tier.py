@@ -118,6 +118,10 @@ def driven(on_server: Opened) -> Driven:
     return on_server()
 
 
+def test_hits_come_from_where_the_pool_is_and_not_from_a_disk(on_server: Opened) -> None:
+    assert on_server().tier.cache_hit_source == "external_unspecified"
+
+
 class TestTierOnServer(SecondaryTierConformance):
     @pytest.fixture
     def open_tier(self, server: Server, on_server: Opened) -> OpenTier:

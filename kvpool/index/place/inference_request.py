@@ -24,6 +24,12 @@ from kvpool.index.request_stats import Promptless
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RENDERED = frozenset((COMPLETIONS, CHAT, "/v1/responses", "/v1/messages", "/cohere/v2/chat"))
 BATCH = "/v1/chat/completions/batch"  # of chats, whose options are those of a chat
+# By path, as OpenTelemetry calls them.
+OPERATIONS = {
+    COMPLETIONS: "text_completion",
+    "/v1/embeddings": "embeddings",
+    **dict.fromkeys((CHAT, "/v1/responses", "/v1/messages"), "chat"),
+}
 MODELS = "/v1/models/"  # with the name behind it
 
 MAX_READ_NBYTES = 4 << 20  # of a body: larger ones hold images or sound, and take long to decode

@@ -24,6 +24,7 @@ from kvpool.errors import ConfigError, KVPoolError, UnknownModel
 from kvpool.index.fleet import Fleet
 from kvpool.index.place.endpoints import Endpoints, Url, parse_url
 from kvpool.index.place.inference_request import (
+    OPERATIONS,
     InferenceRequest,
     engine_json,
     engine_path,
@@ -147,6 +148,7 @@ class Placer:
                 outcome = promptless = "failed"
                 return Placement(tenant, "failed")
             finally:
+                span.set(model=placement.model, operation=OPERATIONS.get(engine_path(path), ""))
                 span.set(outcome=outcome or "given up", tenant=tenant)
                 if outcome:
                     self._stats.record_placement(time.perf_counter() - began_s, outcome, promptless)

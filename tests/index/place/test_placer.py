@@ -6,6 +6,9 @@ import asyncio
 import json
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from kvpool.index.names import Name
 from kvpool.index.place import placer as placer_module
 from kvpool.index.place.inference_request import MAX_READ_NBYTES
 from kvpool.index.table import NotAtOnce
+from kvpool.tracing import Tracing
 from tests.support.placing import LONG, Placing, placing
 
 
@@ -97,6 +101,37 @@ async def test_bodies_that_wait_to_be_read_are_bounded(monkeypatch: pytest.Monke
         assert len(done) == 2
         there.tokenizer.goes_on.set()
         assert sorted([(await task).reason for task in asked]) == ["no-tokens"] * 2 + ["prefix"] * 4
+
+
+class Recorder(Tracing):
+    """Keeps the attributes of each span."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spans: list[dict[str, Any]] = []
+
+    @contextmanager
+    def span(self, name: str, headers: Any) -> Iterator[Any]:
+        self.spans.append({})
+        yield SimpleNamespace(set=self.spans[-1].update)
+
+
+@pytest.mark.parametrize(
+    ("path", "operation"),
+    [
+        ("/v1/completions", "text_completion"),
+        ("/v1/responses?x=1", "chat"),
+        ("/v1/embeddings", "embeddings"),
+        ("/v1/audio/transcriptions", ""),
+    ],
+)
+@pytest.mark.anyio
+async def test_a_span_says_what_is_asked_for_and_of_which_model(path: str, operation: str) -> None:
+    async with placing() as there:
+        there.placer._tracing = recorder = Recorder()
+        await there.placer.place(path, {}, b'{"model": "m", "prompt": "x", "input": "x"}', "default")
+    (span,) = recorder.spans
+    assert (span["operation"], span["model"]) == (operation, "m")
 
 
 # ---- before workers of several models: a request goes to those of its own
