@@ -128,7 +128,7 @@ def test_an_index_tells_the_curve_of_all_and_of_a_tenant() -> None:
         )
         assert "50% 25.0% 50 800 50.0" in text
         assert (
-            "today's size, 60 blocks, 60GiB: a quarter 0.0%, half 0.0%, as it is 25.0%, twice 50.0%, four"
+            "today's size, 60 blocks, 60.0 GiB: a quarter 0.0%, half 0.0%, as it is 25.0%, twice 50.0%, four"
             in text
         )
         answer = json.loads(kvpool("size", "--index", index.target, "--json").stdout)
