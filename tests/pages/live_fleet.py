@@ -21,7 +21,8 @@ from pathlib import Path
 import grpc
 
 from kvpool import BlockHasher, Namespace, open_store
-from kvpool.discovery.announcer import Announcer
+from kvpool.discovery.announcer import Announcer, TrafficAnnouncer
+from kvpool.discovery.traffic import Traffic
 from kvpool.discovery.worker import Publisher, Worker
 from kvpool.index.place.metrics_page import EngineLoad
 from kvpool.key.hashing import seed_id
@@ -63,6 +64,7 @@ class LiveWorker:
         self._announcer = Announcer(
             store, a_worker(name, self.address, Publisher(0, events.events, events.replay))
         )
+        self._traffic, self._traffic_announcer = Traffic(), TrafficAnnouncer(store, "default", every_s=1.0)
 
     def show(self) -> None:
         """Its metrics as they are now."""
@@ -86,6 +88,7 @@ class LiveWorker:
             if self._is_away:
                 return
             self._running += 1
+            self._count(hashes)
             missing = [one for one in hashes if one not in self._held]
             self.show()
         time.sleep(BLOCK_S * len(missing))
@@ -106,6 +109,16 @@ class LiveWorker:
         if missing:
             self._store.put_many(NAMESPACE.keys(missing, group=0, rank=0), [VALUE] * len(missing))
 
+    def _count(self, hashes: Sequence[bytes]) -> None:
+        tokens = len(hashes) * BLOCK
+        salt = int(NAMESPACE.hex[:16], 16)
+        self._traffic.add(
+            b"".join(hashes), len(hashes[0]), salt=salt, block_tokens=BLOCK, prompt_tokens=tokens
+        )
+        spared = sum(one in self._held for one in hashes)
+        self._traffic.spare(spared * BLOCK)
+        self._traffic_announcer.tell(self._traffic.windows(), self._traffic.sampled())
+
     def go_away(self) -> None:
         """Neither events nor metrics come from now on, and its announcement stays."""
         with self._lock:
@@ -115,6 +128,7 @@ class LiveWorker:
 
     def close(self) -> None:
         self._announcer.close()
+        self._traffic_announcer.close()
         if not self._is_away:
             self.go_away()
 

@@ -54,6 +54,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveFleet]:
             assert eventually(lambda: data(one)["totals"]["placements"] > 20)
             # The index reads a worker's metrics once a second.
             assert eventually(lambda: data(one)["fleet"]["health"].get("asleep") == 1)
+            # A request waits for those of its time that other engines have not written yet.
+            assert eventually(lambda: data(one)["curve"] is not None)
             yield one
 
 
@@ -99,6 +101,33 @@ def test_it_shows_the_fleet_as_the_index_knows_it(browser: Any, fleet: LiveFleet
             re.compile(r"^Last minute: of .* held [0-9.]+ %; .* found [0-9.]+ %")
         )
         expect(page.locator("#tiers tbody tr")).to_have_count(4)
+        assert is_quiet(page), page.said
+
+
+def test_it_shows_what_a_pool_of_any_size_would_have(browser: Any, fleet: LiveFleet) -> None:
+    with page_of(browser) as page:
+        show(page, fleet)
+        card = page.get_by_role("region", name="Hit rate by the pool's size")
+        chart = card.get_by_role("img", name=re.compile("^Hit rate by the pool's size. Since 20"))
+        expect(chart.locator("path.chosen")).to_have_count(1)
+        expect(chart.locator("line.today")).to_have_count(1)
+        expect(chart.get_by_text("today")).to_have_count(1)
+        expect(page.locator("#curve-text")).to_have_text(
+            re.compile(
+                r"distinct ones \([0-9.]+ .iB\) has [0-9.]+ %; one of today's size \([0-9.]+ MiB\) [0-9.]+ %\.$"
+            )
+        )
+        rows = page.locator("#curve-table tbody tr")
+        expect(rows).to_have_count(6)
+        expect(rows.nth(2)).to_have_text(re.compile(r"^Today's size[0-9,.K]+[0-9.]+ MiB[0-9.]+ %$"))
+        expect(rows.nth(5)).to_have_text(re.compile("^Every block"))
+        drawn = data(fleet)["curve"]
+        assert drawn["points"] == sorted(drawn["points"])
+        assert card.get_by_label("Tenant").is_hidden() is False, (
+            "its one tenant has a curve beside that of all"
+        )
+        card.get_by_label("Tenant").select_option("default")
+        expect(chart).to_have_count(1)
         assert is_quiet(page), page.said
 
 
