@@ -24,8 +24,8 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvpool import _native, metrics
-from kvpool.discovery.traffic import Seen, Traffic
 from kvpool.discovery.sample import SampledRequest
+from kvpool.discovery.traffic import Seen, Traffic
 from kvpool.key.key import Namespace
 from kvpool.metrics import Counters, Metric, Samples
 from kvpool.tracing import Tracing

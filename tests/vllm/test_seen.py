@@ -15,7 +15,7 @@ from kvpool.store import LookupBatch, LookupGroup, Store
 from kvpool.tracing import Tracing, Value
 from kvpool.vllm.lookups import MAX_LACKING, RequestLookup
 from kvpool.vllm.plan import Group, PoolWorkerMetadata
-from kvpool.vllm.scheduler import SchedulerHalf
+from kvpool.vllm.scheduler import LOAD_REASONS, SchedulerHalf
 from kvpool.vllm.seen import Record, SeenRecords
 from tests.support.scheduler import (
     BLOCK_TOKENS,
@@ -296,6 +296,10 @@ def test_a_failed_load_says_why(store: Store, cause: str | None, why: str) -> No
     report = PoolWorkerMetadata(load_causes={"a": cause}) if cause else None
     scheduler.update(report, {"a"}, {"a"})
     assert reasons(scheduler) == {why: USABLE}
+
+
+def test_the_causes_of_failed_loads_are_those_that_workers_count() -> None:
+    assert set(LOAD_REASONS) < set(metrics.LOAD_REQUESTS.values)
 
 
 def test_each_request_counts_once(store: Store) -> None:

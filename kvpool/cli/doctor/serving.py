@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 from kvpool import metrics
 from kvpool.cli.doctor import rules
+from kvpool.cli.doctor.misses import miss_findings
 from kvpool.cli.doctor.rules import Finding, judge
 from kvpool.discovery.worker import Worker
 from kvpool.errors import ConfigError
@@ -27,7 +28,7 @@ MAX_NBYTES = 16 << 20
 MAX_ASKED = 64
 AT_ONCE = 16
 # A sample without its labels: NAME{LABELS} VALUE.
-_SAMPLE = re.compile(r"(kvpool_\w+)(?:\{.*\})? ([-+0-9.eE]+)")
+_SAMPLE = re.compile(r"(kvpool_\w+)(\{.*\})? ([-+0-9.eE]+)")
 FAULTS = (metrics.LOOKUP_FAILURES, metrics.REQUEST_FAULTS, metrics.REFUSED_KEYS)
 
 
@@ -40,6 +41,11 @@ def serving_findings(workers: Sequence[Worker], tls_ca: str | None) -> Iterator[
     subjects += [SimpleNamespace(worker=worker) for worker in silent]
     for subject in subjects:
         yield from judge("serving", rules.SERVING, subject, first=True)
+    sums: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for subject in subjects:
+        for name, label, value in getattr(subject, "labelled", ()):
+            sums[name][label] += value
+    yield from miss_findings(sums, workers)
     if len(workers) > MAX_ASKED:
         more = len(workers) - MAX_ASKED
         yield Finding(
@@ -60,6 +66,7 @@ def _served(worker: Worker, tls_ca: str | None) -> SimpleNamespace:
         away=page.away,
         status=page.status,
         samples=sums,
+        labelled=[*_samples(page.body)],
         figures=f"requests looked up since its start: {figure(metrics.LOOKUP_REQUESTS)}; blocks loaded: "
         f"{figure(metrics.LOADED_BLOCKS)}, stored: {figure(metrics.STORED_BLOCKS)}",
         faults=", ".join(f"{one.name} {sums[one.name]:,.0f}" for one in FAULTS if sums.get(one.name)),
@@ -69,12 +76,19 @@ def _served(worker: Worker, tls_ca: str | None) -> SimpleNamespace:
 def samples(page: bytes) -> dict[str, float]:
     """By the names of kvpool's metrics on a page, summed over their labels."""
     sums: defaultdict[str, float] = defaultdict(float)
+    for name, _, value in _samples(page):
+        sums[name] += value
+    return dict(sums)
+
+
+def _samples(page: bytes) -> Iterator[tuple[str, str, float]]:
+    """Name, value of kvpool's own label ("": it has none), and value of each sample of kvpool."""
     for line in page.decode("utf-8", "replace").splitlines():
         if (found := _SAMPLE.fullmatch(line.strip())) is not None:
+            metric = metrics.BY_NAME.get(found[1])
+            own = metric and metric.label and re.search(rf'[{{,]{metric.label}="(\w*)"', found[2] or "")
             with contextlib.suppress(ValueError):
-                value = float(found[2])
-                sums[found[1]] += value
-    return dict(sums)
+                yield found[1], own[1] if own else "", float(found[3])
 
 
 def front_findings(url: str, workers: Sequence[Worker], tls_ca: str | None) -> Iterator[Finding]:
