@@ -357,8 +357,9 @@ class RankLoad:
 class Ranking:
     """The rows of some answers, the cheapest for the prompt first (kvpool/_native/index/ranking.h)."""
 
-    # parts: an answer, and what is known of each of its rows. costs: local, pool, waiting, running, usage, speed;
-    # whether what is known of a rank takes the place of pool, and of waiting.
+    # parts: an answer, and what is known of each of its rows. costs: local, pool, waiting, running, usage, speed, move;
+    # whether what is known of a rank takes the place of pool, and of waiting. session: a number that orders equal
+    # rows, and its home: part, row, tokens of the prompt that it holds; the same if its events are not to be trusted.
     def __init__(
         self,
         parts: list[tuple[Answer, list[RankLoad | None]]],
@@ -368,6 +369,7 @@ class Ranking:
         keep_s: float,
         keep_failed_s: float,
         limit: int | None,
+        session: tuple[int, tuple[int, int, int, int] | None] | None = None,
     ) -> None: ...
     def __len__(self) -> int: ...
     # Part and row of the first, and what it costs to compute and to fetch there.

@@ -268,6 +268,7 @@ INDEX_TENANT_HIT_RATIO_AT_SIZE = Metric(
     "The same of one tenant, in a pool of its own of so many times what it has in the pool now.",
     "size",
 )
+INDEX_TENANT_SIZE_LABELS = ("tenant", "size")
 INDEX_LOOKUPS = Metric("kvpool_index_lookups_total", "Lookups, by result.", "result")
 INDEX_LOOKUP_SECONDS = Metric(
     "kvpool_index_lookup_seconds", "Time in the index of lookups that were answered."
@@ -281,11 +282,16 @@ INDEX_REFUSED = Metric(
     "kvpool_index_refused_requests_total", "Requests that ended without an answer, by status.", "status"
 )
 INDEX_STREAMS = Metric("kvpool_index_streams", "Streams of lookups that are open.")
-INDEX_TENANT_SIZE_LABELS = ("tenant", "size")
 INDEX_PLACEMENTS = Metric(
     "kvpool_index_placements_total",
     "Requests of proxies, by why they went where they did, or were refused.",
     "outcome",
+)
+INDEX_SESSION_REQUESTS = Metric(
+    "kvpool_index_session_requests_total",
+    "Requests that named a session: its first, stayed or moved to another rank, aside (shorter ones at another rank, "
+    "as of sub-agents).",
+    "result",
 )
 INDEX_PROMPTLESS = Metric(
     "kvpool_index_promptless_placements_total",

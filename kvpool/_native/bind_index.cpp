@@ -1,4 +1,5 @@
-// Python bindings of index/: tables and their images, answers of lookups, rankings of them.
+// Python bindings of index/: tables and their images, answers of lookups, rankings of them. Over 400 lines because each
+// of these holds the one before.
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -199,10 +200,13 @@ nb::object py_known(const RankLoad& load, double now_s, double keep_s) {
 // Under the GIL, as all that changes a RankLoad.
 class PyRanking {
  public:
-  using Costs8 = std::tuple<double, double, double, double, double, double, bool, bool>;
+  using Numbers = std::tuple<double, double, double, double, double, double, double, bool, bool>;
+  using Home = std::tuple<std::uint32_t, std::uint32_t, std::uint64_t, std::uint64_t>;
+  using Session = std::pair<std::uint64_t, std::optional<Home>>;
 
-  PyRanking(const nb::list& parts, const Costs8& costs, std::optional<std::uint64_t> prompt_tokens,
-            double now_s, double keep_s, double keep_failed_s, std::optional<std::size_t> limit)
+  PyRanking(const nb::list& parts, const Numbers& costs, std::optional<std::uint64_t> prompt_tokens,
+            double now_s, double keep_s, double keep_failed_s, std::optional<std::size_t> limit,
+            const std::optional<Session>& session)
       : kept_(parts) {
     std::vector<Ranking::Part> native;
     for (const nb::handle part : parts) {
@@ -215,9 +219,20 @@ class PyRanking {
       if (made.loads.size() != answer.rows->size()) throw std::invalid_argument("one load a row");
       native.push_back(std::move(made));
     }
-    ranking_ = std::make_unique<Ranking>(
-        std::move(native), Ranking::Options{std::make_from_tuple<Costs>(costs), prompt_tokens, now_s, keep_s,
-                                            keep_failed_s, limit.value_or(~std::size_t{0})});
+    Ranking::Options options{std::make_from_tuple<Costs>(costs), prompt_tokens, now_s, keep_s, keep_failed_s,
+                             limit.value_or(~std::size_t{0}),    std::nullopt};
+    if (session) {
+      const auto& [seed, home] = *session;
+      options.session = Ranking::Session{seed, std::nullopt};
+      if (home) {
+        const auto& [part, row, kept, kept_if_stale] = *home;
+        if (part >= native.size() || row >= native[part].rows->size()) {
+          throw std::invalid_argument("a home is one of the rows");
+        }
+        options.session->home = Ranking::Session::Home{part, row, kept, kept_if_stale};
+      }
+    }
+    ranking_ = std::make_unique<Ranking>(std::move(native), options);
   }
 
   std::size_t size() const { return ranking_->picks().size(); }
@@ -240,7 +255,7 @@ class PyRanking {
                          answer.loadable[i]),
           static_cast<int>(pick.trust), pick.cost(), pick.prefill, pick.fetch, pick.queue, load.running,
           load.waiting, load.queued_tokens.value_or(0), permille(load), pick.reserved,
-          static_cast<int>(pick.source), pick.load_age_ms, pick.asleep, pick.unreachable));
+          static_cast<int>(pick.source), pick.load_age_ms, pick.asleep, pick.unreachable, pick.move));
     }
     return picks;
   }
@@ -385,10 +400,10 @@ void bind_index(nb::module_& m) {
       .def_rw("reserved_cost", &RankLoad::reserved_cost)
       .def("pick", &RankLoad::pick, "number"_a, "cost"_a);
   nb::class_<PyRanking>(m, "Ranking")
-      .def(nb::init<const nb::list&, const PyRanking::Costs8&, std::optional<std::uint64_t>, double, double,
-                    double, std::optional<std::size_t>>(),
+      .def(nb::init<const nb::list&, const PyRanking::Numbers&, std::optional<std::uint64_t>, double, double,
+                    double, std::optional<std::size_t>, const std::optional<PyRanking::Session>&>(),
            "parts"_a, "costs"_a, "prompt_tokens"_a.none(), "now_s"_a, "keep_s"_a, "keep_failed_s"_a,
-           "limit"_a.none())
+           "limit"_a.none(), "session"_a.none() = nb::none())
       .def("__len__", &PyRanking::size)
       .def("best", &PyRanking::best)
       .def("pack", &PyRanking::pack, "reservation"_a)

@@ -244,6 +244,7 @@ async def _serve(
                 max_waiting=settings.max_waiting,
                 max_endpoints=settings.place_endpoints,
                 shows=not settings.no_place_headers,
+                session_header=settings.session_header,
             )
             parts.callback(placer.close)
         if settings.ext_proc is not None:

@@ -92,6 +92,9 @@ class FleetSettings:
     no_place_headers: Annotated[bool, flag(PLACING, "--no-place-headers",
         "Leave out the x-kvpool-... headers of requests and responses, which say which worker was chosen, and why: "
         "where callers must not see the names of workers.")] = False
+    session_header: Annotated[str, option(PLACING, "NAME",
+        "The header that names a request's session where its body has no session_id: the session's requests stay at a "
+        "worker while that costs less than a move.")] = "x-session-id"
     max_waiting: Annotated[int | None, option(PLACING, "REQUESTS",
         "A worker with so many requests waiting gets no more; where all have as many, the answer is 429. Without it: "
         "no limit.", min=1)] = None
@@ -115,7 +118,7 @@ class FleetSettings:
     route_cost: Annotated[list[str], option(PLACING, "NAME=NUMBER",
         "A coefficient by which workers are ranked, in prompt tokens to compute, for engines that differ from the "
         "defaults; once for each. Default: local 0.05, pool (measured, else 0.2), waiting (measured, else 1024), "
-        "running 64, usage 1024; and speed, prompt tokens that a worker computes in a second, 8000."
+        "running 64, usage 1024, move 0.5; and speed, prompt tokens that a worker computes in a second, 8000."
     )] = field(default_factory=list)
     tls_cert: Annotated[str | None, option(SECURITY, "FILE",
         "Serve TLS with this certificate and its chain, PEM; goes with --tls-key.")] = None
@@ -320,8 +323,6 @@ class SizeOptions:
         "KV cache of a token, such as 128KiB, for bytes in the table. Without it: as the index knows them.",
         callback=is_size)] = None
     as_json: Json = False
-
-# fmt: on
     trace: Annotated[Path | None, option(TRACE, "FILE",
         "Requests and their blocks, a session or a request a line; no index is asked then.")] = None
     apart: Annotated[float, option(TRACE, "SECONDS", "Between the beginnings of two sessions.", min=0, max=1e9)] = 60.0
@@ -332,3 +333,5 @@ class SizeOptions:
     tls_ca: TlsCa = None
     tls_cert: TlsCert = None
     tls_key: TlsKey = None
+
+# fmt: on

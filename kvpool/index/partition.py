@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -76,6 +76,11 @@ class Members:
     @cached_property
     def keys(self) -> tuple[tuple[str, int], ...]:
         return tuple((rank.worker.id, rank.publisher.dp_rank) for rank in self.ranks)
+
+    @cached_property
+    def places(self) -> Mapping[tuple[str, int], int]:
+        """The row of each key."""
+        return {key: row for row, key in enumerate(self.keys)}
 
 
 class Answer(NamedTuple):

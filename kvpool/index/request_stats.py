@@ -41,6 +41,9 @@ Promptless = Literal[
 PROMPTLESS: tuple[Promptless, ...] = get_args(Promptless)
 Check = Literal["same", "different", "unanswered"]  # of a prompt's tokens, beside a worker's
 CHECKS: tuple[Check, ...] = get_args(Check)
+# Where a session's request went: to its home, away from it, or beside it, as a sub-agent's.
+Placed = Literal["first", "stayed", "moved", "aside"]
+PLACED: tuple[Placed, ...] = get_args(Placed)
 RESULTS: tuple[Result, ...] = ("answered", "wrong", "unknown", "failed")
 SECONDS = (50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1.0)
 RATIOS = (0.0, 0.1, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
@@ -114,6 +117,7 @@ class RequestTotals:
     placements: Counter[str] = field(default_factory=lambda: _zeros(OUTCOMES))  # requests of proxies
     promptless: Counter[str] = field(default_factory=lambda: _zeros(PROMPTLESS))  # of these, by why
     checks: Counter[str] = field(default_factory=lambda: _zeros(CHECKS))
+    sessions: Counter[str] = field(default_factory=lambda: _zeros(PLACED))  # their requests
     placement_seconds: Histogram = field(default_factory=lambda: Histogram(SECONDS))
     placed: PlacedRequests = field(default_factory=PlacedRequests)
     reuse: Reuse = field(default_factory=Reuse)  # of lookups and placements
@@ -193,6 +197,10 @@ class RequestStats:
     def record_check(self, result: Check) -> None:
         with self._lock:
             self._totals.checks[result] += 1
+
+    def record_session(self, placed: Placed) -> None:
+        with self._lock:
+            self._totals.sessions[placed] += 1
 
     def record_placed(self, prompt_blocks: int = 0, matched_blocks: int = 0, held_blocks: int = 0) -> None:
         """``matched_blocks`` of ``prompt_blocks`` (0: unknown) need no compute. ``held_blocks``: as in ``Reuse``."""

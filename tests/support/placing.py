@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -43,9 +43,9 @@ class Placing:
     def __init__(self, placer: Placer, router: Router, tokenizer: ByteTokenizer) -> None:
         self.placer, self.router, self.tokenizer = placer, router, tokenizer
 
-    async def place(self, text: str) -> Any:
-        body = json.dumps({"model": "m", "prompt": text}).encode()
-        return await self.placer.place("/v1/completions", {}, body, "default")
+    async def place(self, text: str, headers: Mapping[str, str] | None = None, **fields: Any) -> Any:
+        body = json.dumps({"model": "m", "prompt": text, **fields}).encode()
+        return await self.placer.place("/v1/completions", headers or {}, body, "default")
 
     @property
     def reservations(self) -> int:

@@ -31,11 +31,24 @@ enum Field : unsigned {
   kAsleep,
   kReservation,
   kUnreachable,
+  kMoveCost,
 };
 
 constexpr double kFreeUsage = 0.8;   // share of a KV cache that costs nothing
 constexpr double kMeanOf = 8;        // requests
 constexpr double kFirstCost = 8192;  // at most, of the first request at a rank
+
+// Of a session and a rank: the same on all machines (the finalizer of MurmurHash3).
+std::uint64_t rendezvous(std::uint64_t seed, const Rows::Row& rank) {
+  const auto mixed = [](std::uint64_t x) {
+    x = (x ^ (x >> 33)) * 0xff51afd7ed558ccdULL;
+    x = (x ^ (x >> 33)) * 0xc4ceb9fe1a85ec53ULL;
+    return x ^ (x >> 33);
+  };
+  std::uint64_t hash = mixed(seed + rank.dp_rank);
+  for (const char each : rank.worker) hash = mixed(hash ^ static_cast<std::uint8_t>(each));
+  return hash;
+}
 
 // Half to even, as Python rounds. Never negative here, and below 2^63 by the limits of its inputs.
 std::uint64_t rounded(double value) { return static_cast<std::uint64_t>(std::nearbyint(value)); }
@@ -103,19 +116,28 @@ Ranking::Pick Ranking::score(std::uint32_t part, std::uint32_t row, const Option
   const bool is_stale = answer.stale[row] != 0;
   if (is_stale) pick.trust = answer.sequences[row] != 0 ? Trust::kDegraded : Trust::kFallback;
 
-  const std::uint64_t size = rank.block_tokens, held = answer.loadable[row] * size;
+  const std::uint64_t size = rank.block_tokens, device = on_device(part, row, options);
+  const std::uint64_t local = std::max(device, answer.local[row] * size);
+  const std::uint64_t held = std::max(local, answer.loadable[row] * size);
   const std::uint64_t tokens = options.prompt_tokens.value_or(answer.prompt_blocks * size);
   pick.prefill = tokens > held ? tokens - held : 0;
-  const double local = answer.local[row] - answer.device[row];
-  const double pool = answer.loadable[row] - answer.local[row];
   const RankLoad* const load = parts_[part].loads[row];
   const double pool_cost =
       load != nullptr && costs.measures_pool ? load->pool_cost.value_or(costs.pool) : costs.pool;
-  pick.fetch = rounded((costs.local * local + pool_cost * pool) * static_cast<double>(size));
+  pick.fetch = rounded(costs.local * static_cast<double>(local - device) +
+                       pool_cost * static_cast<double>(held - local));
+  if (options.session && options.session->home) {
+    const auto& home = *options.session->home;
+    const std::uint64_t at_home = on_device(home.part, home.row, options);
+    if (at_home > device) {  // never at home
+      const double again = rank.pool.empty() ? 1 : pool_cost;
+      pick.move = rounded(costs.move * again * static_cast<double>(at_home - device));
+    }
+  }
 
   const auto known = load == nullptr ? std::nullopt : load->known(options.now_s, options.keep_s);
+  pick.turn = options.session ? rendezvous(options.session->seed, rank) : load != nullptr ? load->picked : 0;
   if (load != nullptr) {
-    pick.picked = load->picked;
     pick.queue = pick.reserved = load->reserved_cost;
   }
   if (known) {
@@ -134,9 +156,19 @@ Ranking::Pick Ranking::score(std::uint32_t part, std::uint32_t row, const Option
   return pick;
 }
 
+// Tokens of the prompt in the rank's accelerator memory.
+std::uint64_t Ranking::on_device(std::uint32_t part, std::uint32_t row, const Options& options) const {
+  const Answer& answer = *parts_[part].answer;
+  const std::uint64_t known = std::uint64_t{answer.device[row]} * (*parts_[part].rows)[row].block_tokens;
+  if (!options.session || !options.session->home) return known;
+  const auto& home = *options.session->home;
+  if (home.part != part || home.row != row) return known;
+  return std::max(known, answer.stale[row] != 0 ? home.kept_if_stale : home.kept);
+}
+
 bool Ranking::is_before(const Pick& a, const Pick& b) const {
   const auto key = [](const Pick& pick) {
-    return std::tuple(pick.unreachable, pick.asleep, pick.cost(), pick.queue, pick.picked);
+    return std::tuple(pick.unreachable, pick.asleep, pick.cost(), pick.queue, pick.turn);
   };
   const auto ours = key(a), theirs = key(b);
   if (ours != theirs) return ours < theirs;
@@ -172,6 +204,9 @@ std::string Ranking::pack(std::string_view reservation) const {
   column(kAsleep, [](const Pick& pick) { return pick.asleep; });
   if (!reservation.empty()) append_text(out, kReservation, reservation);
   column(kUnreachable, [](const Pick& pick) { return pick.unreachable; });
+  if (std::ranges::any_of(picks_, [](const Pick& pick) { return pick.move != 0; })) {
+    column(kMoveCost, [](const Pick& pick) { return pick.move; });
+  }
   return out;
 }
 

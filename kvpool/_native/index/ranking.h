@@ -53,9 +53,9 @@ struct RankLoad {
 };
 
 // Coefficients, in tokens of a prompt to compute. `speed`: prompt tokens that a rank computes in a second, by
-// which a reported queue has shrunk.
+// which a reported queue has shrunk. `move`: share of the tokens that a moved session displaces which are fetched again.
 struct Costs {
-  double local, pool, waiting, running, usage, speed;
+  double local, pool, waiting, running, usage, speed, move;
   // A rank's measured value replaces `pool`, or `waiting`.
   bool measures_pool, measures_waiting;
 };
@@ -71,6 +71,16 @@ class Ranking {
     const Answer* answer;
     std::vector<const RankLoad*> loads;  // by row; null: no load yet
   };
+  // Of a request. `seed`: orders equal ranks, in all indexes alike. `kept`: tokens of the prompt that the home holds,
+  // whatever its events told; `kept_if_stale`: unless they tell the truth.
+  struct Session {
+    struct Home {
+      std::uint32_t part, row;
+      std::uint64_t kept, kept_if_stale;
+    };
+    std::uint64_t seed;
+    std::optional<Home> home;
+  };
   struct Options {
     Costs costs;
     std::optional<std::uint64_t> prompt_tokens;  // nothing: those of its full blocks
@@ -78,6 +88,7 @@ class Ranking {
     double keep_s;         // loads
     double keep_failed_s;  // failures to read a page
     std::size_t limit;     // picks
+    std::optional<Session> session;
   };
   struct Pick {
     std::uint32_t part = 0, row = 0;
@@ -86,9 +97,10 @@ class Ranking {
     bool asleep = false;
     bool unreachable = false;
     std::uint32_t load_age_ms = 0;
-    std::uint64_t prefill = 0, fetch = 0, queue = 0, reserved = 0, picked = 0;
+    std::uint64_t prefill = 0, fetch = 0, queue = 0, move = 0, reserved = 0;
+    std::uint64_t turn = 0;    // orders equal picks
     std::optional<Load> load;  // nothing: unknown
-    std::uint64_t cost() const { return prefill + fetch + queue; }
+    std::uint64_t cost() const { return prefill + fetch + queue + move; }
   };
 
   // The rows and answers of `parts` must outlive it.
@@ -101,6 +113,7 @@ class Ranking {
 
  private:
   Pick score(std::uint32_t part, std::uint32_t row, const Options& options) const;
+  std::uint64_t on_device(std::uint32_t part, std::uint32_t row, const Options& options) const;
   bool is_before(const Pick& a, const Pick& b) const;
   std::string pack_rows() const;
 

@@ -70,6 +70,8 @@ def route_call(
     limit: int | None,
     reserve_s: float | None,
     prompt_tokens: int | None,
+    session_id: str | None,
+    prompt_cache_key: str | None,
 ) -> Call[Ranking]:
     """Arguments as in ``IndexClient.route``."""
     request = encode_prompt(pb.RouteRequest, prompt)
@@ -80,6 +82,7 @@ def route_call(
         request.most = limit or 0
         request.reserve_ms = 0 if reserve_s is None else whole_ms("a reservation", reserve_s)
         request.prompt_tokens = prompt_tokens or 0
+        request.session_id, request.prompt_cache_key = session_id or "", prompt_cache_key or ""
     except (AttributeError, TypeError, ValueError) as error:
         raise unsendable(error) from error
     return Call("Route", request, decode_route)
@@ -119,12 +122,12 @@ def status_call(tenant: str | None, model: str | None, page_token: str = "") -> 
     return Call("ListWorkers", request, lambda reply: (decode_status(reply), reply.next_page_token))
 
 
-def _request(kind: Any, **fields: Any) -> Any:
-    try:
-        return kind(**fields)
 def curve_call(tenant: str | None) -> Call[HitCurve]:
     return Call("HitCurve", _request(pb.HitCurveRequest, tenant=tenant or ""), decode_curve)
 
 
+def _request(kind: Any, **fields: Any) -> Any:
+    try:
+        return kind(**fields)
     except (TypeError, ValueError) as error:
         raise unsendable(error) from error

@@ -86,6 +86,8 @@ class IndexClient:
         limit: int | None = None,
         reserve_s: float | None = None,
         prompt_tokens: int | None = None,
+        session_id: str | None = None,
+        prompt_cache_key: str | None = None,
         timeout_s: float | None = None,
         **fields: Unpack[PromptFields],
     ) -> Ranking:
@@ -94,13 +96,21 @@ class IndexClient:
         The prompt as in ``lookup``. ``loads``: known loads of candidates; the index keeps them and also reads
         workers' metrics itself. ``limit``: most picks; None: all. ``reserve_s``: count this prompt as load of
         the first pick for so long, for other routers; ``release`` ends it sooner. ``prompt_tokens``: of the
-        whole prompt, if given as hashes; None: of its full blocks.
+        whole prompt, if given as hashes; None: of its full blocks. ``session_id``: of requests that follow each
+        other: the next finds the blocks of this one. ``prompt_cache_key``: shared by requests that go to the same
+        of equal ranks.
         """
         if "most" in fields:
             raise ConfigError("route takes limit= in place of most=")
         prompt = as_prompt(model, fields)
         call = calls.route_call(
-            prompt, loads=loads, limit=limit, reserve_s=reserve_s, prompt_tokens=prompt_tokens
+            prompt,
+            loads=loads,
+            limit=limit,
+            reserve_s=reserve_s,
+            prompt_tokens=prompt_tokens,
+            session_id=session_id,
+            prompt_cache_key=prompt_cache_key,
         )
         return self._answer(call, timeout_s)
 
@@ -135,6 +145,13 @@ class IndexClient:
             workers += page.workers
         return FleetStatus(status.index, tuple(workers))
 
+    def hit_curve(self, tenant: str | None = None, *, timeout_s: float | None = None) -> HitCurve:
+        """What a pool of any size would have had of the engines' requests. ``tenant``: of its alone; None: of all.
+
+        Without points: the index knows no request, or has no pool.
+        """
+        return self._answer(calls.curve_call(tenant), timeout_s)
+
     def register(
         self, worker: Worker, lease_s: float | None = None, *, timeout_s: float | None = None
     ) -> bool:
@@ -144,13 +161,6 @@ class IndexClient:
         of this worker was followed, and is forgotten.
         """
         return self._answer(calls.register_call(worker, lease_s), timeout_s)
-
-    def hit_curve(self, tenant: str | None = None, *, timeout_s: float | None = None) -> HitCurve:
-        """What a pool of any size would have had of the engines' requests. ``tenant``: of its alone; None: of all.
-
-        Without points: the index knows no request, or has no pool.
-        """
-        return self._answer(calls.curve_call(tenant), timeout_s)
 
     def remove(
         self,

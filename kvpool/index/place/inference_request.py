@@ -17,19 +17,20 @@ import msgspec
 from kvpool.discovery.worker import DEFAULT_TENANT
 from kvpool.errors import ConfigError
 from kvpool.index import bounded_json
+from kvpool.index.place.sessions import Session
 from kvpool.index.prompt import TOKEN_NBYTES, Chat, Prompt
 from kvpool.index.request_stats import Promptless
 
 # An engine renders the tokens of these paths, under "/render" behind the path (vLLM 0.32).
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RENDERED = frozenset((COMPLETIONS, CHAT, "/v1/responses", "/v1/messages", "/cohere/v2/chat"))
-BATCH = "/v1/chat/completions/batch"  # of chats, whose options are those of a chat
 # By path, as OpenTelemetry calls them.
 OPERATIONS = {
     COMPLETIONS: "text_completion",
     "/v1/embeddings": "embeddings",
     **dict.fromkeys((CHAT, "/v1/responses", "/v1/messages"), "chat"),
 }
+BATCH = "/v1/chat/completions/batch"  # of chats, whose options are those of a chat
 MODELS = "/v1/models/"  # with the name behind it
 
 MAX_READ_NBYTES = 4 << 20  # of a body: larger ones hold images or sound, and take long to decode
@@ -49,8 +50,9 @@ _RENDERED_BY_ENGINE = frozenset(
 _NOT_OF_PROMPT = frozenset(
     (
         "best_of", "frequency_penalty", "logprobs", "max_completion_tokens", "max_output_tokens", "max_tokens",
-        "metadata", "min_p", "min_tokens", "n", "presence_penalty", "repetition_penalty", "seed", "stop",
-        "stop_token_ids", "store", "stream", "stream_options", "temperature", "top_k", "top_logprobs", "top_p", "user",
+        "metadata", "min_p", "min_tokens", "n", "presence_penalty", "prompt_cache_key", "repetition_penalty", "seed",
+        "session_id", "stop", "stop_token_ids", "store", "stream", "stream_options", "temperature", "top_k",
+        "top_logprobs", "top_p", "user", "vllm_xargs",
     )
 )  # fmt: skip
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -92,7 +94,7 @@ def engine_json(body: bytes) -> bytes:
 class InferenceRequest(NamedTuple):
     """``path``: by which its tokens are made. ``nbytes``: of its body. ``workers``: candidates by name; None: all.
     ``model``: as the request names it; empty: none. ``prompt``: the first of several; None: only an engine knows
-    its tokens. ``body``: for ``path``, with the first of several chats.
+    its tokens. ``body``: for ``path``, with the first of several chats. ``session``: None: it names none.
     """
 
     path: str
@@ -103,6 +105,7 @@ class InferenceRequest(NamedTuple):
     prompt: Prompt | None = None
     cache_salt: str | None = None
     body: bytes = b""
+    session: Session | None = None
 
     @property
     def tokens_estimate(self) -> int:
@@ -117,9 +120,10 @@ def read_request(
     tenant: str = DEFAULT_TENANT,
     workers: Sequence[str] | None = None,
     default: Callable[[], str] = str,
+    session_id: str | None = None,
 ) -> InferenceRequest:
     """``path``, ``body``: of ``engine_path``, ``engine_json``. ``default``: asked for the model where it names none.
-    Errors: ``ConfigError``; such a request can still be placed by load.
+    ``session_id``: of a header. Errors: ``ConfigError``; such a request can still be placed by load.
     """
     if len(body) > MAX_READ_NBYTES:
         raise ConfigError(f"a body of {len(body)} bytes is not read, {MAX_READ_NBYTES} at most")
@@ -132,7 +136,8 @@ def read_request(
             fields["messages"] = chats[0] if chats else msgspec.Raw(b"[]")
             body = msgspec.json.encode(fields)
         model = _text(fields, "model") or default()
-        request = InferenceRequest(path, nbytes, tenant, workers, model, body=body)
+        session = _session(fields, tenant, session_id)
+        request = InferenceRequest(path, nbytes, tenant, workers, model, body=body, session=session)
         if path not in RENDERED:
             return request
         request = request._replace(cache_salt=_text(fields, "cache_salt"))
@@ -177,6 +182,15 @@ def _prompt(request: InferenceRequest, fields: dict[str, msgspec.Raw]) -> Prompt
         request.model, token_ids, text=text, chat=chat, tenant=request.tenant,
         cache_salt=request.cache_salt or None, workers=request.workers,
     )  # fmt: skip
+
+
+def _session(fields: dict[str, msgspec.Raw], tenant: str, of_header: str | None) -> Session | None:
+    """In the engine's order (``_get_session_id`` in vllm/entrypoints/generate/base/serving.py)."""
+    named = _text(fields, "session_id") or of_header
+    if not named and "vllm_xargs" in fields:
+        value = msgspec.json.decode(fields["vllm_xargs"], type=dict[str, Any] | None) or {}
+        named = value.get("session_id")
+    return Session.of(tenant, named if isinstance(named, str) else None, _text(fields, "prompt_cache_key"))
 
 
 def _text(fields: dict[str, msgspec.Raw], name: str) -> str | None:

@@ -12,6 +12,7 @@ from kvpool.errors import KVPoolError
 from kvpool.index.limits import INFERENCE, Limits
 from kvpool.index.place.load import EJECTED
 from kvpool.index.place.ranking import Pick
+from kvpool.index.place.sessions import Session
 from kvpool.index.request_stats import Outcome, Promptless
 
 # Headers of requests and responses.
@@ -21,6 +22,8 @@ WORKER, MATCHED, BLOCKS, REASON = (
 )  # fmt: skip
 RANK = "x-data-parallel-rank"  # vllm/entrypoints/serve/engine/serving.py
 OURS = (DESTINATION, WORKER, MATCHED, BLOCKS, REASON, RANK)  # dropped from requests and workers' responses
+
+SESSION = "x-session-id"  # vllm/entrypoints/generate/base/serving.py
 
 MAX_BODY_NBYTES = 16 << 20
 RETRY_AFTER_S = 1
@@ -98,7 +101,7 @@ class Placement:
     unknown. ``detail``: more on the reason; may be empty. ``reservation``: of the best, for
     ``Placer.release``; empty: none. ``held_blocks``: of the prompt, the most of any rank or the pool.
     ``promptless``: why it was placed without its prompt; None: with it. ``model``: as the request names it;
-    empty: none.
+    empty: none. ``session``: None: the request names none.
     """
 
     tenant: str
@@ -111,3 +114,4 @@ class Placement:
     held_blocks: int = 0
     promptless: Promptless | None = None
     model: str = ""
+    session: Session | None = None

@@ -33,10 +33,21 @@ from kvpool.index.place.inference_request import (
     why_unread,
 )
 from kvpool.index.place.load import NO_HASH
-from kvpool.index.place.placement import BLOCKS, MATCHED, REASON, WORKER, Placement, Refusal, Target, fit
+from kvpool.index.place.placement import (
+    BLOCKS,
+    MATCHED,
+    REASON,
+    SESSION,
+    WORKER,
+    Placement,
+    Refusal,
+    Target,
+    fit,
+)
 from kvpool.index.place.ranking import NativeRanking
 from kvpool.index.place.renderer import RENDER_S, NoTokens, Renderer, Start
 from kvpool.index.place.router import Router
+from kvpool.index.place.sessions import Session
 from kvpool.index.place.stored_responses import StoredResponses
 from kvpool.index.place.token_checks import TokenChecks
 from kvpool.index.place.tokenizer import Tokenizers
@@ -78,8 +89,8 @@ class Placer:
     ``tokenizers``: by model; workers render other models' tokens. ``serves``: whether the index is warm;
     until then a request without a worker may go to any. ``timeout_s``: of a whole placement. ``max_waiting``:
     waiting requests at which a worker takes no more; None: any number. ``max_endpoints``: of a placement,
-    1 to ``MAX_ENDPOINTS``. ``shows``: whether ``headers`` name a request's worker and reason. ``checks``: None: its
-    own.
+    1 to ``MAX_ENDPOINTS``. ``shows``: whether ``headers`` name a request's worker and reason. ``session_header``:
+    names a request's session where its body does not. ``checks``: None: its own.
     """
 
     def __init__(
@@ -97,13 +108,14 @@ class Placer:
         max_waiting: int | None = None,
         max_endpoints: int = MAX_ENDPOINTS,
         shows: bool = True,
+        session_header: str = SESSION,
         checks: TokenChecks | None = None,
     ) -> None:
         self._fleet, self._router, self._endpoints = fleet, router, endpoints
         self._tokenizers, self._renderer = tokenizers, renderer
         self._stats, self._serves, self._tracing = stats or RequestStats(), serves, tracing or Tracing()
         self._timeout_s, self._max_waiting, self._max_endpoints = timeout_s, max_waiting, max_endpoints
-        self._shows = shows
+        self._shows, self.session_header = shows, session_header.lower()
         self.stored, self.names = StoredResponses(), fleet.names
         self._checks = checks or TokenChecks(tokenizers, self._stats)
         self._threads = ThreadPoolExecutor(THREADS, "kvpool-place")
@@ -136,6 +148,7 @@ class Placer:
                 blocks, held = placement.prompt_blocks, placement.held_blocks
                 self._stats.record_placed(blocks, best.matched_blocks if blocks else 0, held if blocks else 0)
                 span.set(prompt_blocks=blocks, worker=best.worker, matched_blocks=best.matched_blocks)
+                span.set(model=placement.model, operation=OPERATIONS.get(engine_path(path), ""))
                 return placement
             except Refusal as refusal:
                 outcome = "busy" if refusal.status == 429 else "no-worker"
@@ -148,7 +161,6 @@ class Placer:
                 outcome = promptless = "failed"
                 return Placement(tenant, "failed")
             finally:
-                span.set(model=placement.model, operation=OPERATIONS.get(engine_path(path), ""))
                 span.set(outcome=outcome or "given up", tenant=tenant)
                 if outcome:
                     self._stats.record_placement(time.perf_counter() - began_s, outcome, promptless)
@@ -172,12 +184,20 @@ class Placer:
         """A target's answer to the request; None: none. Failures in a row eject its worker."""
         worker_id, failed = f"{placement.tenant}/{target.worker}", status is None or status in FAILED
         self._router.record(worker_id, failed=failed)
+        if not failed:
+            self._settle(placement, target)
         if status is not None and (status == 404 or status < 300):
             self.names.note(worker_id, placement.model, served=status != 404)
 
     def doubt(self, placement: Placement, target: Target) -> None:
         """A target did not serve the request, for a failure or a 404: that says nothing of its health."""
         self.names.note(f"{placement.tenant}/{target.worker}", placement.model, served=False)
+
+    def _settle(self, placement: Placement, target: Target) -> None:
+        """The next request of its session finds what this target computes."""
+        if placement.session is not None and target is not placement.targets[0]:
+            ranks = [(f"{placement.tenant}/{one.worker}", one.dp_rank or 0) for one in placement.targets]
+            self._router.settle(placement.session, ranks[0], ranks[placement.targets.index(target)])
 
     def release(self, placement: Placement) -> None:
         self._release(placement.tenant, placement.reservation)
@@ -204,6 +224,7 @@ class Placer:
     ) -> Placement:
         ends_s = time.monotonic() + self._timeout_s
         path, body = engine_path(path), engine_json(body)
+        session_id = headers.get(self.session_header)
         workers: Sequence[str] | None = None
         if subset is not None:
             workers = await self._endpoints.names_at(subset, tenant, self._timeout_s)
@@ -212,7 +233,7 @@ class Placer:
         keeper = self.stored.worker(tenant, path, body)
         if keeper and keeper in (workers or (keeper,)) and self._fleet.ranks_of(f"{tenant}/{keeper}"):
             workers = [keeper]
-        ranked = await self._read(path, body, tenant, workers, ends_s)
+        ranked = await self._read(path, body, tenant, workers, session_id, ends_s)
         if ranked.needs_render:
             try:
                 ranked = await self._rendered(ranked.request, headers, ends_s)
@@ -220,7 +241,7 @@ class Placer:
                 detail = f"{ranked.detail}; {error}" if ranked.detail else str(error)
                 ranked = ranked._replace(promptless=error.reason, detail=detail)
                 if ranked.has_own:  # up to where they differ they find what is there
-                    ranked = await self._read(path, body, tenant, workers, ends_s, trusts=True)
+                    ranked = await self._read(path, body, tenant, workers, session_id, ends_s, trusts=True)
         if ranked.request.prompt is not None:
             model = self._tokenizers.model_of(ranked.request.prompt, self.names)
             self._checks.offer(ranked.request, model, partial(self._prompt, headers, RENDER_S))
@@ -234,6 +255,7 @@ class Placer:
         body: bytes,
         tenant: str,
         workers: Sequence[str] | None,
+        session_id: str | None,
         ends_s: float,
         *,
         trusts: bool = False,
@@ -243,7 +265,8 @@ class Placer:
         def read(at_once: bool) -> _Ranked:
             """Any thread; takes time with the body's size. Errors: ``NotAtOnce``."""
             try:
-                request = read_request(path, body, tenant, workers, partial(self.names.default, tenant))
+                default = partial(self.names.default, tenant)
+                request = read_request(path, body, tenant, workers, default, session_id)
                 self.names.check(tenant, request.model)
             except UnknownModel as error:
                 return _Ranked(request, None, "unknown-model", str(error))
@@ -266,7 +289,8 @@ class Placer:
         def unread() -> InferenceRequest:
             has_several = self.names.are_several(tenant)  # only then its model matters
             model = named_model(path, body) if has_several else ""
-            return InferenceRequest(path, len(body), tenant, workers, model)
+            session = Session.of(tenant, session_id)
+            return InferenceRequest(path, len(body), tenant, workers, model, session=session)
 
         if len(body) <= INLINE_NBYTES:
             with suppress(NotAtOnce):
@@ -318,7 +342,12 @@ class Placer:
     def _ranked(self, request: InferenceRequest, prompt: Prompt, at_once: bool) -> _Ranked:
         try:
             ranking = self._router.rank(
-                prompt, limit=MAX_PICKS, reserve_s=RESERVE_S, until_computed=True, at_once=at_once
+                prompt,
+                limit=MAX_PICKS,
+                reserve_s=RESERVE_S,
+                session=request.session,
+                until_computed=True,
+                at_once=at_once,
             )
         except NotAtOnce:
             raise
@@ -341,6 +370,7 @@ class Placer:
                 limit=MAX_PICKS,
                 reserve_s=RESERVE_S,
                 prompt_tokens=request.tokens_estimate,
+                session=request.session,
                 until_computed=True,
                 takes_turn=takes_turn,
                 at_once=at_once,
@@ -391,10 +421,15 @@ class Placer:
         except BaseException:
             self._release(tenant, reservation)
             raise
-        first = next(iter(placed.values()))
+        first, session = next(iter(placed.values())), ranked.request.session
         if first is not picks[0]:
             self._release(tenant, reservation)
             reservation = ""
+            if session is not None:
+                keys = [(f"{tenant}/{pick.worker}", pick.dp_rank) for pick in (picks[0], first)]
+                self._router.settle(session, *keys)
+        if ranking.placed is not None:
+            self._stats.record_session(ranking.placed)
         matched = first.row.loadable_blocks
         if reason == "load" and matched:
             reason = "prefix"
@@ -413,5 +448,5 @@ class Placer:
         held_blocks = max(matched, *ranking.matched()[2:])
         return Placement(
             tenant, reason, targets, prompt_blocks, ranked.detail, reservation, time.monotonic(), held_blocks,
-            ranked.promptless, ranked.request.model,
+            ranked.promptless, ranked.request.model, session,
         )  # fmt: skip

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from kvpool.index.answer import Row
 from kvpool.index.place.load import LOAD_SOURCES, LoadSource
+from kvpool.index.request_stats import Placed
 
 if TYPE_CHECKING:
     from kvpool import _native
@@ -21,9 +22,9 @@ class Pick(NamedTuple):
     """One data-parallel rank of one worker, and the cost of a prompt there, in tokens to compute.
 
     ``cost`` is the sum of ``prefill_cost`` (tokens in no tier), ``fetch_cost`` (tokens in the worker's other
-    tiers or the pool) and ``queue_cost`` (earlier work). The last has ``running`` and ``waiting`` requests,
-    ``queued_tokens`` (0 also if unknown), ``kv_usage_permille`` and ``reserved_cost``; ``load_source`` and
-    ``load_age_ms`` are their origin.
+    tiers or the pool), ``queue_cost`` (earlier work) and ``move_cost`` (of a session away from its rank). Of the
+    queue: ``running`` and ``waiting`` requests, ``queued_tokens`` (0 also if unknown), ``kv_usage_permille`` and
+    ``reserved_cost``; ``load_source`` and ``load_age_ms`` are their origin.
 
     ``trust``: ``exact``: blocks are known; ``degraded``: stale, device and local blocks count as 0; ``fallback``:
     nothing is known. ``asleep``: its engine serves no requests now. ``unreachable``: stale and silent.
@@ -44,6 +45,7 @@ class Pick(NamedTuple):
     load_age_ms: int
     asleep: bool
     unreachable: bool
+    move_cost: int = 0
 
     @property
     def worker(self) -> str:
@@ -61,9 +63,9 @@ class Pick(NamedTuple):
 
 def named_pick(packed: Sequence[Any]) -> Pick:
     """Of values in ``Pick``'s order, with numbers for trust and source. Errors: ``LookupError`` for unnamed ones."""
-    row, trust, *costs, source, age_ms, asleep, unreachable = packed
+    row, trust, *costs, source, age_ms, asleep, unreachable, move_cost = packed
     named = (TRUSTS[trust], *costs, LOAD_SOURCES[source])
-    return Pick._make((Row._make(row), *named, age_ms, asleep, unreachable))
+    return Pick._make((Row._make(row), *named, age_ms, asleep, unreachable, move_cost))
 
 
 @dataclass(frozen=True)
@@ -75,11 +77,12 @@ class Ranking:
 
 
 class NativeRanking(NamedTuple):
-    """A ``Ranking`` as the native core sorted it, not unpacked."""
+    """A ``Ranking`` as the native core sorted it, not unpacked. ``placed``: of a session's request."""
 
     native: _native.Ranking
     reservation: str
     answers: Sequence[Answer]
+    placed: Placed | None = None
 
     def matched(self) -> tuple[int, int, int, int]:
         """Blocks of the prompt, and the most of any candidate on its device, locally and in the pool."""

@@ -1,6 +1,6 @@
 """``Router``: ranks the workers of a model by the cost of a prompt there, and holds reservations.
 
-    cost    = prefill + fetch + queue
+    cost    = prefill + fetch + queue + move
     prefill = tokens of the prompt behind the loadable blocks
     fetch   = local * tokens that the worker holds behind its device blocks
             + pool * tokens that the pool holds behind those
@@ -9,11 +9,16 @@
             + usage * (share of the KV cache in use - 0.8, not below 0) / 0.2 + reserved cost
               (2^40 of a worker that fails: ``Ejections``), less the tokens of the prompt that earlier requests
               compute there now (``InFlight``)
+    move    = of a request whose session has a home (``Sessions``): move * (pool, without one 1)
+            * tokens of the prompt in the home's device memory and not in this one: they displace others' blocks, which
+              are fetched again
+
+A session's first request goes to the rank of equal cost that a hash of both names: the same for all indexes.
 
 Ranks are scored and sorted natively (``kvpool/_native/index/ranking.h``).
 
-Threads: any; no I/O. ``_lock`` guards ``_reservations``, ``_in_flight``, ``_ejections`` and ``_picks``: choice
-and reservation are one step, so concurrent routers see each other's.
+Threads: any; no I/O. ``_lock`` guards ``_reservations``, ``_in_flight``, ``_ejections``, ``_sessions`` and
+``_picks``: choice and reservation are one step, so concurrent routers see each other's.
 """
 
 from __future__ import annotations
@@ -39,7 +44,9 @@ from kvpool.index.place.load import (
     Reservations,
 )
 from kvpool.index.place.ranking import NativeRanking, Ranking
+from kvpool.index.place.sessions import Session, Sessions
 from kvpool.index.prompt import Prompt, PromptFields, as_prompt
+from kvpool.index.request_stats import Placed
 from kvpool.key.hashing import len_tokens
 
 if TYPE_CHECKING:
@@ -60,7 +67,8 @@ class Costs:
     computing. ``pool`` None: as measured per rank, ``POOL`` if unknown. ``waiting``: per waiting request;
     None: the mean cost of the rank's last placements, else ``WAITING``. ``running``: per running request.
     ``usage``: for a full KV cache; up to four fifths it is free. ``speed``: prompt tokens that a worker
-    computes in a second, which shorten queues and reservations. Errors: ``ConfigError``.
+    computes in a second, which shorten queues and reservations. ``move``: share of the tokens that a moved session
+    displaces which others need again. Errors: ``ConfigError``.
     """
 
     local: float = 0.05
@@ -69,6 +77,7 @@ class Costs:
     running: float = 64.0
     usage: float = 1024.0
     speed: float = 8000.0
+    move: float = 0.5
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -80,17 +89,18 @@ class Costs:
                     f"the coefficient {one.name} is a number from 0 to {MAX_COEFFICIENT:g}, not {value:g}"
                 )
 
-    def native(self) -> tuple[float, float, float, float, float, float, bool, bool]:
+    def native(self) -> tuple[float, float, float, float, float, float, float, bool, bool]:
         pool = POOL if self.pool is None else self.pool
         waiting = WAITING if self.waiting is None else self.waiting
         measures = self.pool is None, self.waiting is None
-        return self.local, pool, waiting, self.running, self.usage, self.speed, *measures
+        return self.local, pool, waiting, self.running, self.usage, self.speed, self.move, *measures
 
 
 class Router:
     """Places requests on the workers of ``fleet``.
 
-    ``loads``: from the scraper. ``tenant_share``: of reservations, per tenant. ``clock``: monotonic seconds.
+    ``loads``: from the scraper. ``tenant_share``: of reservations and sessions, per tenant. ``clock``: monotonic
+    seconds.
     """
 
     def __init__(
@@ -110,6 +120,7 @@ class Router:
         self._reservations = Reservations(clock, self.loads, tenant_share)
         self._in_flight = InFlight(self.loads, self._reservations)
         self._ejections = Ejections(clock, self._reservations, fleet.ranks_of)
+        self._sessions = Sessions(clock, tenant_share)
         self._picks = 0  # choices so far
 
     def route(
@@ -120,6 +131,8 @@ class Router:
         limit: int | None = None,
         reserve_s: float | None = None,
         prompt_tokens: int | None = None,
+        session_id: str | None = None,
+        prompt_cache_key: str | None = None,
         **fields: Unpack[PromptFields],
     ) -> Ranking:
         """The ranks of a model's workers, the cheapest for this prompt first.
@@ -127,11 +140,18 @@ class Router:
         The prompt as in ``Fleet.lookup``. ``loads``: known loads of candidates, kept for later. ``limit``: most
         picks; None: all. ``reserve_s``: count this prompt as load of the first pick for so long, or until
         ``release``; skipped above the limit. ``prompt_tokens``: of the whole prompt, if given as hashes; None: of
-        its full blocks. Ties go to the least load, then to the least recent pick. Errors: as ``Fleet.lookup``.
+        its full blocks. ``session_id``: of requests that follow each other. ``prompt_cache_key``: without it, of
+        requests that alike ranks share. Ties go to the least load, then to the least recent pick. Errors: as
+        ``Fleet.lookup``.
         """
         prompt = as_prompt(model, fields)
         return self.rank(
-            prompt, loads=loads, limit=limit, reserve_s=reserve_s, prompt_tokens=prompt_tokens
+            prompt,
+            loads=loads,
+            limit=limit,
+            reserve_s=reserve_s,
+            prompt_tokens=prompt_tokens,
+            session=Session.of(prompt.tenant, session_id, prompt_cache_key),
         ).unpack()
 
     def rank(
@@ -141,6 +161,7 @@ class Router:
         limit: int | None = None,
         reserve_s: float | None = None,
         prompt_tokens: int | None = None,
+        session: Session | None = None,
         until_computed: bool = False,
         takes_turn: bool = True,
         at_once: bool = False,
@@ -176,11 +197,14 @@ class Router:
                     KEEP_S,
                     KEEP_FAILED_S,
                     limit,
+                    session and self._session(session, answers, prompt_tokens, credit),
                 )
-            reservation = ""
+            reservation, placed = "", None
             if len(native) and takes_turn:
                 reservation = self._take(answers, native, reserve_s, until_computed, credit)
-        return NativeRanking(native, reservation, answers)
+                if session is not None and session.stays:
+                    placed = self._place(session, answers, native, prompt_tokens)
+        return NativeRanking(native, reservation, answers, placed)
 
     def release(self, tenant: str, reservation: str) -> bool:
         """End a reservation early; False: it has ended, or is of another tenant."""
@@ -196,6 +220,47 @@ class Router:
         """The outcome of a worker's health check."""
         with self._lock:
             self._ejections.check(worker_id, failed=failed)
+
+    @property
+    def sessions(self) -> int:
+        """That have a home."""
+        return len(self._sessions)
+
+    def settle(self, session: Session, placed: RankKey, rank: RankKey) -> None:
+        """A session's request that was ``placed`` at one rank went to another."""
+        with self._lock:
+            self._sessions.settle(session, placed, rank)
+
+    def _session(
+        self,
+        session: Session,
+        answers: Sequence[Answer],
+        prompt_tokens: int | None,
+        credit: Mapping[RankKey, int],
+    ) -> tuple[int, tuple[int, int, int, int] | None]:
+        """As ``_native.Ranking`` takes it."""
+        home = self._sessions.home(session) if session.stays else None
+        if home is not None:
+            for part, answer in enumerate(answers):
+                if (row := answer.members.places.get(home.rank)) is not None:
+                    size = answer.members.ranks[row].worker.block_tokens
+                    tokens = _tokens(answer, size, prompt_tokens)
+                    kept = self._sessions.kept(home, answer.hashes, size, tokens)
+                    # What is computed there now is credited to its reservation.
+                    return session.seed, (part, row, *(kept if home.rank not in credit else (0, 0)))
+        return session.seed, None
+
+    def _place(
+        self,
+        session: Session,
+        answers: Sequence[Answer],
+        native: _native.Ranking,
+        prompt_tokens: int | None,
+    ) -> Placed:
+        part, row, _ = native.best()
+        answer = answers[part]
+        tokens = _tokens(answer, answer.members.ranks[row].worker.block_tokens, prompt_tokens)
+        return self._sessions.place(session, answer.members.keys[row], answer.hashes, tokens)
 
     def _take(
         self,
@@ -219,3 +284,9 @@ class Router:
         name = self._reservations.add(key[0].partition("/")[0], *key, cost, reserve_s, each_s)
         self._in_flight.add(key, bytes(answers[part].hashes), name)
         return name
+
+
+def _tokens(answer: Answer, block_tokens: int, prompt_tokens: int | None) -> int:
+    if prompt_tokens is not None:
+        return prompt_tokens
+    return len(memoryview(answer.hashes).cast("B")) // 8 * block_tokens

@@ -19,6 +19,7 @@ from kvpool.index import bounded_json
 from kvpool.index.answer import FleetStatus, HitCurve, IndexStatus, Lookup, PublisherStatus, Row, WorkerStatus
 from kvpool.index.place.load import Load
 from kvpool.index.place.ranking import Pick, Ranking, named_pick
+from kvpool.index.place.sessions import Session
 from kvpool.index.prompt import TOKEN_NBYTES, Chat, Prompt, PromptFields, reasoning_of, text_parts
 from kvpool.key.hashing import len_tokens
 from kvpool.v1 import index_pb2 as pb
@@ -42,8 +43,8 @@ REPLIES: dict[str, Any] = {
     "RegisterWorker": pb.RegisterWorkerResponse,
     "RemoveWorker": pb.RemoveWorkerResponse,
     "ListWorkers": pb.ListWorkersResponse,
-}
     "HitCurve": pb.HitCurveResponse,
+}
 
 
 # ---- prompts
@@ -245,7 +246,7 @@ def encode_load(load: Load) -> Any:
 
 
 def decode_route_options(request: Any) -> dict[str, Any]:
-    """The arguments of ``Router.route`` that ``RouteRequest`` has beside the prompt."""
+    """The arguments of ``Router.rank`` that ``RouteRequest`` has beside the prompt."""
     if len(request.loads) > MAX_LOADS:
         raise ConfigError(f"a request names at most {MAX_LOADS} loads, not {len(request.loads)}")
     return {
@@ -263,14 +264,18 @@ def decode_route_options(request: Any) -> dict[str, Any]:
         "limit": request.most or None,
         "reserve_s": request.reserve_ms / 1000 if request.reserve_ms else None,
         "prompt_tokens": request.prompt_tokens or None,
+        "session": Session.of(
+            request.scope.tenant or DEFAULT_TENANT, request.session_id, request.prompt_cache_key
+        ),
     }
 
 
 def decode_route(reply: Any) -> Ranking:
     """Errors: ``ValueError`` when columns differ in length, or have an unnamed value."""
     lookup = decode_lookup(reply.rows)
-    columns = [getattr(reply, name) for name in Pick._fields[1:-1]]  # the row is of ``lookup``
-    columns.append(reply.unreachable or [False] * len(lookup))  # empty: of an earlier version
+    columns = [getattr(reply, name) for name in Pick._fields[1:-2]]  # the row is of ``lookup``
+    # Empty: of an earlier version, or without a move.
+    columns += [reply.unreachable or [False] * len(lookup), reply.move_cost or [0] * len(lookup)]
     if {len(lookup), *map(len, columns)} != {len(lookup)}:
         raise ValueError("its columns differ in length")
     try:
@@ -329,11 +334,6 @@ def decode_status(reply: Any) -> FleetStatus:
     return FleetStatus(_copied(IndexStatus, IndexStatus, reply.index), tuple(workers))
 
 
-def _copied(kind: Any, named: Any, one: Any, **changed: Any) -> Any:
-    """A ``kind`` with the fields of ``one`` that the dataclass ``named`` has, but for ``changed``."""
-    return kind(**{name: getattr(one, name) for name in named.__dataclass_fields__} | changed)
-
-
 def encode_curve(curve: HitCurve) -> Any:
     return _copied(pb.HitCurveResponse, HitCurve, curve)
 
@@ -346,6 +346,11 @@ def decode_curve(reply: Any) -> HitCurve:
         HitCurve, HitCurve, reply, sizes=tuple(reply.sizes), hit_rates=tuple(reply.hit_rates)
     )
     return curve
+
+
+def _copied(kind: Any, named: Any, one: Any, **changed: Any) -> Any:
+    """A ``kind`` with the fields of ``one`` that the dataclass ``named`` has, but for ``changed``."""
+    return kind(**{name: getattr(one, name) for name in named.__dataclass_fields__} | changed)
 
 
 # ---- errors

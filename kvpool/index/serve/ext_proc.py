@@ -199,7 +199,7 @@ class Exchange:
         headers = {
             header.key: (header.raw_value or header.value.encode()).decode("latin-1")
             for header in message.request_headers.headers.headers
-            if header.key in _KEPT
+            if header.key in _KEPT or header.key == self._placer.session_header
         }
         subset = _subset(message.metadata_context)
         nbytes = sum(len(name) + len(value) for name, value in headers.items())

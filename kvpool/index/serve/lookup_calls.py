@@ -106,6 +106,8 @@ class LookupCalls:
             ranking = self._router.rank(prompt, at_once=at_once, **decode_route_options(request))
             if len(ranking.native):
                 self._stats.record_placed()
+            if ranking.placed is not None:
+                self._stats.record_session(ranking.placed)
             return ranking.pack(), Matched(*ranking.matched())
 
         return await self._ask(request, pack, len(request.loads) * LOAD_NBYTES)

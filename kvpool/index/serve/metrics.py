@@ -93,6 +93,7 @@ class Exporter(Collector):
         yield GaugeMetricFamily(streams.name, streams.help, value=totals.streams)
         yield _by_label(CounterMetricFamily, metrics.INDEX_PLACEMENTS, totals.placements)
         yield _by_label(CounterMetricFamily, metrics.INDEX_PROMPTLESS, totals.promptless)
+        yield _by_label(CounterMetricFamily, metrics.INDEX_SESSION_REQUESTS, totals.sessions)
         yield _by_label(CounterMetricFamily, metrics.INDEX_TOKEN_CHECKS, totals.checks)
         yield _histograms(metrics.INDEX_PLACEMENT_SECONDS, {"": totals.placement_seconds})
         yield _histograms(metrics.INDEX_LOOKUP_SECONDS, {"": totals.seconds})

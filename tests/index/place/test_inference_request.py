@@ -21,8 +21,10 @@ from kvpool.index.place.inference_request import (
     engine_json,
     engine_path,
     named_model,
+    prompt_key,
     read_request,
 )
+from kvpool.index.place.sessions import Session
 from kvpool.index.prompt import Chat
 from tests.support.deadlines import eventually
 
@@ -194,3 +196,30 @@ def sent(port: int, target: str, body: bytes) -> tuple[int, dict[str, Any]]:
         return reply.status, json.loads(said) if reply.status == 200 else {}
     finally:
         connection.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "header", "named", "stays"),
+    [
+        ({"session_id": "b", "vllm_xargs": {"session_id": "x"}, "prompt_cache_key": "k"}, "h", "b", True),
+        ({"vllm_xargs": {"session_id": "x"}, "prompt_cache_key": "k"}, "h", "h", True),
+        ({"vllm_xargs": {"session_id": "x"}, "prompt_cache_key": "k"}, None, "x", True),
+        ({"session_id": "", "vllm_xargs": {"session_id": 7}, "prompt_cache_key": "k"}, "", "k", False),
+        ({"session_id": None, "vllm_xargs": None}, None, None, False),
+    ],
+)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/responses", "/v1/embeddings"])
+def test_a_session_is_named_as_engines_read_it(
+    path: str, fields: dict[str, Any], header: str | None, named: str | None, stays: bool
+) -> None:
+    body = json.dumps({"model": "m", "prompt": "x", "messages": [], **fields}).encode()
+    session = read_request(path, body, "t", session_id=header).session
+    assert session == (Session.of("t", named) if stays else Session.of("t", None, named))
+
+
+def test_a_session_changes_no_token() -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+    named = {**body, "session_id": "s", "prompt_cache_key": "k", "vllm_xargs": {"session_id": "s"}}
+    first, second = (json.dumps(one).encode() for one in (body, named))
+    assert prompt_key(CHAT, first) == prompt_key(CHAT, second)
+    assert read_request(CHAT, first).prompt == read_request(CHAT, second).prompt

@@ -203,3 +203,41 @@ async def test_a_request_of_no_known_model_goes_to_the_worker_with_the_least_to_
             there.placer.release(placement)
         taken = [(await targets(there, "/v1/completions", body))[0] for _ in range(4)]
         assert sorted(taken) == ["a", "a", "b", "b"], "of equals not always the same"
+
+
+@pytest.mark.anyio
+async def test_a_session_goes_on_where_its_last_request_was_answered() -> None:
+    async with placing() as there:
+        fresh = LONG[::-1]
+        named: list[tuple[dict[str, str], dict[str, Any]]] = [
+            ({"x-session-id": "s"}, {}), ({}, {"session_id": "s"}), ({}, {"vllm_xargs": {"session_id": "s"}})
+        ]  # fmt: skip
+        first = await there.place(fresh, *named[0][:1])
+        home = first.targets[0].worker
+        for headers, fields in named:
+            there.placer.release(first)
+            placement = await there.place(fresh, headers, **fields)
+            there.placer.release(placement)
+            assert placement.targets[0].worker == home
+        other = placement.targets[1]
+        there.placer.record(placement, placement.targets[0])
+        there.placer.record(placement, other, 200)
+        moved = await there.place(fresh, {"x-session-id": "s"})
+        assert moved.targets[0].worker == other.worker != home
+        totals = there.placer._stats.totals().sessions
+        assert totals == {"first": 1, "stayed": 4, "moved": 0, "aside": 0}
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/completions"])
+@pytest.mark.anyio
+async def test_a_session_of_a_prompt_that_nobody_reads_stays(path: str) -> None:
+    async with placing() as there:
+
+        async def placed(headers: dict[str, str]) -> str:
+            body = b'{"model": "m", "input": "x"}' if "embed" in path else b"{" + b" " * MAX_READ_NBYTES
+            placement = await there.placer.place(path, headers, body, "default")
+            there.placer.release(placement)
+            return str(placement.targets[0].worker)
+
+        assert len({await placed({"x-session-id": "s"}) for _ in range(6)}) == 1
+        assert len({await placed({}) for _ in range(6)}) == 2

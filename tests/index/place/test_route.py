@@ -84,6 +84,22 @@ def test_a_router_places_a_request(served: Served) -> None:
             index.route("y", token_ids=TOKENS)
 
 
+def test_a_session_stays_where_it_is(served: Served) -> None:
+    """The worker of its first prompt does not announce a block."""
+    with IndexClient(served.target, 60) as index:
+        fresh = list(range(5000, 5800))
+        home = index.route("m", token_ids=fresh, session_id="s").picks[0].worker
+        assert {index.route("m", token_ids=fresh, session_id="s").picks[0].worker for _ in range(6)} == {home}
+        first, *others = index.route("m", token_ids=fresh, session_id="s").picks
+        assert (first.cost, first.move_cost) == (0, 0)
+        assert {(one.cost, one.move_cost) for one in others} == {(800 + 400, 400)}
+        alike = [index.route("m", token_ids=fresh, prompt_cache_key="k").picks for _ in range(6)]
+        assert len({picks[0].worker for picks in alike}) == 1
+        assert {pick.move_cost for picks in alike for pick in picks} == {0}
+        assert len({index.route("m", token_ids=fresh).picks[0].worker for _ in range(6)}) == 3
+    assert served._stats.totals().sessions == {"first": 1, "stayed": 7, "moved": 0, "aside": 0}
+
+
 def test_text_and_chats_find_who_holds_them(served: Served, tokenizer: Tokenizer) -> None:
     with IndexClient(served.target, 60) as index:
         text = "a tool says 42 " * 20

@@ -142,3 +142,15 @@ def test_a_callers_name_of_its_request_reaches_the_worker(front: str, tmp_path: 
     with envoy_cluster(tmp_path) if front == "envoy" else proxy_cluster() as there:
         reply = post(there.url, ASKED, x_request_id="what my log says")
         assert there.workers[reply.worker].seen()["x-request-id"] == "what my log says"
+
+
+@MODES
+def test_a_session_stays_by_the_header_that_is_told(tmp_path: Path, duplex: bool) -> None:
+    with envoy_cluster(tmp_path, duplex=duplex, place={"session_header": "X-Conversation"}) as there:
+
+        def placed(**headers: str) -> str:
+            body = {"model": "m", "input": "x" * 40_000}
+            return str(post(there.url, body, "/v1/embeddings", **headers).worker)
+
+        assert len({placed(x_conversation="s") for _ in range(6)}) == 1
+        assert len({placed(x_session_id="s") for _ in range(6)}) > 1

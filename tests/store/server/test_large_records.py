@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvpool import open_store
+from kvpool.store.clients import executor
 from tests.support.conformance import keys
 from tests.support.credentials import Authority
 from tests.support.servers import CLIENTS, Cluster, TlsServer, running, started, with_client
@@ -33,7 +34,10 @@ def served(where: str, folder: Path) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("where", "client"), [*itertools.product(("plain", "tls"), CLIENTS), ("cluster", "native")]
 )
-def test_records_of_states_come_back(where: str, client: str, tmp_path: Path) -> None:
+def test_records_of_states_come_back(
+    where: str, client: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor, "MAX_CALL_S", TIMEOUT_S)  # on a busy machine
     value = bytearray(range(256)) * (NBYTES >> 8)
     with served(where, tmp_path) as url, open_store(with_client(url, client)) as store:
         values = [value.copy() for _ in range(COUNT)]
