@@ -350,6 +350,12 @@ def agents(
     only: Annotated[
         list[str] | None, typer.Option(metavar="POLICY", help="Only this one; give it again for more.")
     ] = None,
+    peers: Annotated[
+        bool, typer.Option("--peers", help="vllm-router and smg, too, in real time on a small fleet.")
+    ] = False,
+    peers_folder: Annotated[
+        str, typer.Option(metavar="FOLDER", help="Their environments, made by make bench-peers.")
+    ] = PEERS_FOLDER,
     server: Server = None,
     as_json: Json = False,
 ) -> None:
@@ -362,7 +368,8 @@ def agents(
 
     run_agents(
         traces=trace or [], workers=workers or [8, 16, 64], sessions=sessions, apart_s=apart,
-        cache_nbytes=parse_nbytes(cache_bytes), only=only or [], server=server, as_json=as_json,
+        cache_nbytes=parse_nbytes(cache_bytes), only=only or [], peers=Path(peers_folder) if peers else None,
+        server=server, as_json=as_json,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 Engines are scripted and time is simulated; ``Fleet``, ``Router``, ``Store`` and the server are those of production. All
 policies get the same sessions. Then the smallest fleet loses a worker and the index in the middle, under each policy.
+Others' routers run in real time, on a fleet that a machine holds.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.agents_fleet import POLICIES, Policy, Row, simulate
+from benchmarks.agents_fronts import DIVISOR, SESSIONS, TURNS, WORKERS, FrontRow, run_fronts
 from benchmarks.agents_model import EngineModel
 from benchmarks.agents_traffic import Traffic, made_up, traffic
 from benchmarks.valkey_shards import find_server
@@ -46,12 +48,14 @@ def run_agents(
     apart_s: float,
     cache_nbytes: int,
     only: Sequence[str],
+    peers: Path | None,
     server: Path | None,
     as_json: bool,
 ) -> None:
     """Print tables or JSON. No ``traces``: sessions are made up. ``only``: policies; none: all.
 
-    ``sessions``: of each trace; ``apart_s``: between their beginnings. Blocks for minutes. Errors: ``KVPoolError``.
+    ``sessions``: of each trace; ``apart_s``: between their beginnings. ``peers``: environments of others' routers;
+    None: without. Blocks for minutes. Errors: ``KVPoolError``.
     """
     names = [policy.name for policy in POLICIES]
     if unknown := set(only) - set(names):
@@ -78,43 +82,48 @@ def run_agents(
         if policy.name in (only or names)
     ]
     rows: list[tuple[_Case, Row]] = []
+    routers: list[FrontRow] = []
     with (
         tempfile.TemporaryDirectory(prefix="kvpool-bench-") as folder,
         Progress(console=console, transient=True, disable=not console.is_terminal) as progress,
     ):
         task = progress.add_task("", total=sum(case.traffic.turns for case in cases))
-        for number, case in enumerate(cases):
-            doing = f"{case.trace}: {case.policy.name}, {case.workers} workers{', with kills' * case.kills}"
+
+        def begins(doing: str) -> None:
             progress.update(task, description=doing)
             if not console.is_terminal:
-                console.print(f"{number + 1}/{len(cases)} {doing}", soft_wrap=True)
+                console.print(doing, soft_wrap=True)
+
+        for number, case in enumerate(cases):
+            kills = ", with kills" if case.kills else ""
+            begins(
+                f"{number + 1}/{len(cases)} {case.trace}: {case.policy.name}, {case.workers} workers{kills}"
+            )
             model = EngineModel(cache_nbytes, case.traffic.block_tokens)
             row = simulate(
                 case.policy, case.workers, case.traffic, model, server=program, folder=Path(folder) / f"{number}",
                 kills=case.kills, ended=partial(progress.advance, task),
             )  # fmt: skip
             rows.append((case, row))
+        if peers is not None:
+            routers = run_fronts(peers, begins)
     if as_json:
         shown = {"sessions": sessions, "apart_s": apart_s, "cache_nbytes": cache_nbytes}
         lists = {
             name: [{"trace": case.trace, **asdict(row)} for case, row in rows if case.kills == kills]
             for name, kills in (("rows", False), ("kills", True))
         }
-        print(json.dumps(shown | lists))
+        print(json.dumps(shown | lists | {"routers": [asdict(row) for row in routers]}))
         return
     out = Console()
     if not out.is_terminal:  # a file has no width, and columns would be cut
         out = Console(width=120)
     for trace, one in replayed.items():
         for kills in (False, True):
-            out.print(
-                _table(
-                    trace,
-                    one,
-                    [row for case, row in rows if (case.trace, case.kills) == (trace, kills)],
-                    kills,
-                )
-            )
+            of = [row for case, row in rows if (case.trace, case.kills) == (trace, kills)]
+            out.print(_table(trace, one, of, kills))
+    if routers:
+        out.print(_fronts_table(routers))
 
 
 def _table(trace: str, replayed: Traffic, rows: Sequence[Row], kills: bool) -> Table:
@@ -137,4 +146,20 @@ def _table(trace: str, replayed: Traffic, rows: Sequence[Row], kills: bool) -> T
         ]  # fmt: skip
         cells += [f"{row.sessions_moved}", f"{row.moves:,}"] if replayed.are_sessions else []
         table.add_row(*cells, *([f"{row.failed}"] if kills else []))
+    return table
+
+
+def _fronts_table(rows: Sequence[FrontRow]) -> Table:
+    table = Table(
+        title=f"In real time: {SESSIONS} made-up sessions of {TURNS} turns before {WORKERS} workers without a pool, "
+        f"lengths and times divided by {DIVISOR}. TTFT: ms to the first token.",
+        box=SIMPLE, padding=(0, 1, 0, 0),
+    )  # fmt: skip
+    for name in ("front", "ideal", "TTFT p50", "p90", "p99", "moved sessions", "moves", "failed"):
+        table.add_column(name, justify="left" if name == "front" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.policy, f"{row.hits_of_ideal:.1%}", f"{row.ttft_p50_s * 1e3:.0f}", f"{row.ttft_p90_s * 1e3:.0f}",
+            f"{row.ttft_p99_s * 1e3:.0f}", f"{row.sessions_moved}", f"{row.moves}", f"{row.failed}",
+        )  # fmt: skip
     return table

@@ -48,10 +48,13 @@ class Clock:
 
 @dataclass(eq=False)
 class Job:
-    """A turn at a worker. ``device``, ``pool``: leading blocks from there. ``first_s``: of its first token."""
+    """A turn at a worker. ``ideal``: leading blocks that an endless cache would have; ``device``, ``pool``: those that
+    came from there. ``first_s``: of its first token.
+    """
 
     turn: Turn
     findable: Sequence[int]  # leading blocks that could be found: one token is always computed
+    ideal: int
     came_s: float
     device: int = 0
     pool: int = 0

@@ -128,7 +128,7 @@ class _Fleet:
         self._seen = np.zeros(len(traffic.hashes), bool)
         self._copies = [0] * len(traffic.hashes)
         self._duplicates, self._duplicates_seen = 0, 0
-        self._came = self._failed = self._ideal = self._asked = self._device = self._from_pool = 0
+        self._came = self._failed = self._ideal = self._asked = self._hits = self._from_pool = 0
         self._ttfts: list[float] = []
 
     def run(self) -> Row:
@@ -145,8 +145,8 @@ class _Fleet:
             policy=self._policy.name,
             workers=len(self._names),
             turns=len(ttfts),
-            hits_of_ideal=(self._device + self._from_pool) / max(1, self._ideal),
-            hit_rate=(self._device + self._from_pool) / max(1, self._asked),
+            hits_of_ideal=self._hits / max(1, self._ideal),
+            hit_rate=self._hits / max(1, self._asked),
             pool_hits=self._from_pool / max(1, self._asked),
             ttft_p50_s=statistics.median(ttfts),
             ttft_p90_s=percentile(ttfts, 0.9),
@@ -167,10 +167,11 @@ class _Fleet:
         self._duplicates_seen += self._duplicates
         findable = turn.blocks[: (turn.tokens - 1) // self._traffic.block_tokens]
         seen = self._seen[findable]
-        self._ideal += len(findable) if seen.all() else int(np.argmin(seen))
+        ideal = len(findable) if seen.all() else int(np.argmin(seen))
+        self._ideal += ideal
         self._asked += len(turn.blocks)
         self._seen[turn.blocks] = True
-        self._send(Job(turn, findable.tolist(), self._clock()))
+        self._send(Job(turn, findable.tolist(), ideal, self._clock()))
         if self._came == self._kills_at:
             self._kill()
 
@@ -188,7 +189,10 @@ class _Fleet:
 
     def _place(self, turn: Turn) -> tuple[str, str]:
         if self._index is not None:
-            return self._index.place(turn, self._engines.values(), by_blocks=self._policy.places == "blocks")
+            return self._index.place(
+                turn, self._engines.values(), by_blocks=self._policy.places == "blocks",
+                by_session=self._policy.sessions and self._traffic.are_sessions,
+            )  # fmt: skip
         while True:
             name = self._names[self._turn % len(self._names)]
             self._turn += 1
@@ -214,7 +218,7 @@ class _Fleet:
         _, reservation = self._at.pop(job)
         if self._index is not None:
             self._index.release(reservation)
-        self._device += job.device
+        self._hits += min(job.ideal, job.device + job.pool)  # a turn that asks again may find its own blocks
         self._from_pool += job.pool
         assert job.first_s is not None
         self._ttfts.append(job.first_s - job.came_s)

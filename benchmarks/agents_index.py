@@ -23,6 +23,7 @@ from kvpool.index.place.load import NO_HASH, Load
 from kvpool.index.place.metrics_page import GateCounters, PoolCost
 from kvpool.index.place.placer import RESERVE_S
 from kvpool.index.place.router import Router
+from kvpool.index.place.sessions import Session
 from kvpool.index.prompt import Prompt
 from kvpool.index.sequence import Sequence as BatchSequence
 from kvpool.key.hashing import seed_id
@@ -142,14 +143,16 @@ class RealIndex:
         finally:
             reconciler.close()
 
-    def place(self, turn: Turn, engines: Iterable[Engine], *, by_blocks: bool) -> tuple[str, str]:
+    def place(
+        self, turn: Turn, engines: Iterable[Engine], *, by_blocks: bool, by_session: bool
+    ) -> tuple[str, str]:
         """The worker's name, and the reservation, for ``release``. ``engines``: their gauges count."""
         for engine in engines:
             self._read(engine)
         hashes = self._traffic.hashes[turn.blocks].tobytes() if by_blocks and len(turn.blocks) else NO_HASH
         ranking = self._router.rank(
             Prompt(MODEL, hashes64=hashes), limit=1, reserve_s=RESERVE_S, prompt_tokens=turn.tokens,
-            until_computed=True,
+            session=Session.of(TENANT, f"{turn.session}") if by_session else None, until_computed=True,
         )  # fmt: skip
         return ranking.unpack().picks[0].worker, ranking.reservation
 

@@ -207,6 +207,20 @@ def _dynamo(python: Path) -> Callable[[Path, RouteFleet, int], AbstractContextMa
 
 _KVPOOL = [sys.executable, "-c", "from kvpool.cli import main; main()"]
 DIRECT = Front("direct", _direct)
+KVPOOL_ROUTER = Front("kvpool router", _kvpool_router)
+
+
+def routers(peers: Path) -> dict[str, Front]:
+    """Those of others, by program. Errors: ``ConfigError``."""
+    found = {}
+    for name, program, made in (
+        ("vllm-router kv_aware", "vllm-router", _vllm_router), ("smg cache_aware", "smg", _smg),
+    ):  # fmt: skip
+        path = peers / program / "bin" / program
+        if not path.exists():
+            raise ConfigError(f"there is no {path}: make bench-peers makes it, in a clone of kvpool")
+        found[program] = Front(name, made(path))
+    return found
 
 
 def fronts(peers: Path | None) -> list[Front]:
@@ -218,15 +232,9 @@ def fronts(peers: Path | None) -> list[Front]:
         Front("Envoy + kvpool, duplex", lambda *of: _picker(*of, duplex=True)),
     ]
     if _has_router():
-        found.append(Front("kvpool router", _kvpool_router))
+        found.append(KVPOOL_ROUTER)
     if peers is not None:
-        for name, program, made in (
-            ("vllm-router kv_aware", "vllm-router", _vllm_router), ("smg cache_aware", "smg", _smg),
-        ):  # fmt: skip
-            path = peers / program / "bin" / program
-            if not path.exists():
-                raise ConfigError(f"there is no {path}: make bench-peers makes it, in a clone of kvpool")
-            found.append(Front(name, made(path)))
+        found += routers(peers).values()
         python, packages = route_dynamo.installed(peers)
         worker = ("benchmarks.route_dynamo", str(packages))
         found.append(Front("Dynamo's frontend", _dynamo(python), worker, route_dynamo.environment))

@@ -106,7 +106,7 @@ def run_talk(
         middle = (len(conversations[0]) + 1) // 2
         halves = [range(middle), range(middle, len(conversations[0]))]
     worker_of: dict[int, str] = {}
-    with _stage(traffic, front, replicas, blocks=int(SPARE * blocks / WORKERS), token_s=TOKEN_S) as (
+    with stage(traffic, front, replicas, blocks=int(SPARE * blocks / WORKERS), token_s=TOKEN_S) as (
         fleet,
         running,
     ):
@@ -129,7 +129,7 @@ def run_talk(
                     due.append((number, at + 1))
                 return True
 
-            _in_loop(lambda: call_all(TALKERS, ask))
+            in_loop(lambda: call_all(TALKERS, ask))
             return firsts
 
         talk(halves[0])
@@ -168,7 +168,7 @@ def run_speed(
     each phase is cut after ``most_s`` seconds.
     """
     due = iter(turns)
-    with _stage(traffic, front, 1, blocks=1 << 30, token_s=0.0) as (fleet, running):
+    with stage(traffic, front, 1, blocks=1 << 30, token_s=0.0) as (fleet, running):
         sent = 0
 
         def ask_some(callers: int, count: int, seconds: float) -> tuple[_Tally, float]:
@@ -187,7 +187,7 @@ def run_speed(
                 tally.add(turn, answer, follows=True)
                 return True
 
-            return tally, _in_loop(lambda: call_all(callers, ask))
+            return tally, in_loop(lambda: call_all(callers, ask))
 
         ask_some(4, warm, 10 * most_s)
         time.sleep(SETTLE_S)
@@ -209,13 +209,14 @@ def run_speed(
 
 
 @contextmanager
-def _stage(
-    traffic: Traffic, front: Front, replicas: int, *, blocks: int, token_s: float
+def stage(
+    traffic: Traffic, front: Front, replicas: int, *, blocks: int, token_s: float, workers: int = WORKERS
 ) -> Iterator[tuple[RouteFleet, Running]]:
+    """Fresh workers with caches of ``blocks``, and replicas of a front before them."""
     with tempfile.TemporaryDirectory(prefix="kvpool-bench-") as name:
         folder = Path(name)
         started = RouteFleet(
-            folder, traffic.plan, traffic.folder, count=WORKERS, blocks=blocks, token_s=token_s, worker=front.worker,
+            folder, traffic.plan, traffic.folder, count=workers, blocks=blocks, token_s=token_s, worker=front.worker,
             environment=front.environment(folder),
         )  # fmt: skip
         with started as fleet, front.start(folder, fleet, replicas) as running:
@@ -223,7 +224,7 @@ def _stage(
             yield fleet, running
 
 
-def _in_loop(work: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+def in_loop(work: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
     """``asyncio.run`` on uvloop, whose own ``run`` Python 3.10 and 3.11 reject as a factory."""
     loop = uvloop.new_event_loop()
     try:

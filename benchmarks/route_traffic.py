@@ -89,11 +89,12 @@ class Turn(NamedTuple):
     number: int
     messages: Sequence[bytes]
 
-    def body(self, *, stream: bool) -> bytes:
+    def body(self, *, stream: bool, session_id: str = "") -> bytes:
         """For ``/v1/chat/completions``."""
         streams = b'"stream":true,"stream_options":{"include_usage":true},' if stream else b""
-        return b'{"model":"%s","messages":[%s],"max_tokens":16,%s"seed":%d}' % (
-            MODEL.encode(), b",".join(self.messages), streams, self.number,
+        session = b'"session_id":"%s",' % session_id.encode() if session_id else b""
+        return b'{"model":"%s","messages":[%s],"max_tokens":16,%s%s"seed":%d}' % (
+            MODEL.encode(), b",".join(self.messages), streams, session, self.number,
         )  # fmt: skip
 
 
@@ -131,6 +132,11 @@ class Traffic:
             self._turns(begun[number % systems], [self.words(words) for _ in range(turns)])
             for number in range(count)
         ]
+
+    def sessions(self, count: int, *, system_words: int, words: Sequence[int]) -> list[list[Turn]]:
+        """``count`` conversations after one text, with a turn of so many words each."""
+        begun = self._begin(self.words(system_words))
+        return [self._turns(begun, [self.words(each) for each in words]) for _ in range(count)]
 
     def follow_ups(self, conversations: int, *, nbytes: int, turns: int) -> list[Turn]:
         """Distinct requests with bodies of about ``nbytes``: ``turns`` short questions per conversation, each
