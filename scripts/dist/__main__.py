@@ -1,12 +1,13 @@
 """Wheels of kvpool for manylinux_2_28, and its sdist.
 
-    python scripts/dist SCRATCH OUT [--for-tests] [TARGET ...]
+    python scripts/dist SCRATCH OUT [--for-tests] [--system-openssl] [TARGET ...]
 
 TARGET: cp310-x86_64, cp311-x86_64, cp312-x86_64 (stable ABI: 3.12 and newer), or with aarch64; all six unless some are
 named. SCRATCH keeps sources, OpenSSL and compiled objects for the next time. Runs in an environment with the tools of
 scripts/dist/tools.txt, on Linux, x86-64, with make and perl. Python 3.10, 3.11 and 3.12 are looked for on the PATH and
 among pyenv's; a wheel for another processor takes the headers of this machine's Python.
---for-tests: an older OpenSSL will do where the pinned one cannot be fetched.
+--for-tests: an older OpenSSL will do where the pinned one cannot be fetched. --system-openssl: this Debian's static
+one, if it has one, in place of minutes of compiling; such wheels are for tests only.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def main() -> None:
         "targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)}; all unless named"
     )
     parser.add_argument("--for-tests", action="store_true")
+    parser.add_argument("--system-openssl", action="store_true")
     asked = parser.parse_args()
     unknown = sorted(set(asked.targets) - set(TARGETS))
     if unknown:
@@ -49,11 +51,12 @@ def main() -> None:
     pythons = {name: find_python(name) for name in dict.fromkeys(one.partition("-")[0] for one in targets)}
     scratch, out = asked.scratch.resolve(), asked.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
+    system = openssl.of_system() if asked.system_openssl else None
     try:
         xxhash, crypto = sources.XXHASH, sources.OPENSSL
         trees = {xxhash: sources.unpacked(xxhash, scratch / "sources")}
         try:
-            trees[crypto] = sources.unpacked(crypto, scratch / "sources")
+            crypto, trees[crypto] = system or (crypto, sources.unpacked(crypto, scratch / "sources"))
         except sources.Unavailable as failure:
             if not asked.for_tests:
                 raise
@@ -72,7 +75,10 @@ def main() -> None:
         began = time.monotonic()
         toolchain = Toolchain(arch, scratch / f"tools-{arch}", scratch / "zig")
         cmake = toolchain.write()
-        prefix = openssl.build(crypto, trees[crypto], toolchain, scratch)
+        if system is None:
+            prefix = openssl.build(crypto, trees[crypto], toolchain, scratch)
+        else:
+            prefix = openssl.linked(arch, scratch)
         say(f"{target}: build tools")
         python = environment(pythons[name], name, scratch)
         say(f"{target}: compiling; its output: {scratch / f'{name}-{arch}.log'}")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
-from sources import Source
+from sources import OPENSSL_FOR_TESTS, Source
 from toolchain import Toolchain
 
 # A path without files, so that no other OpenSSL's settings are read, and the core finds authorities itself.
@@ -32,6 +35,43 @@ _CIPHERS = (
     "rmd160",
 )
 WITHOUT = (*_CODE, *_PROTOCOLS, *_CIPHERS, "sm2", "sm3", "sm4")
+
+
+_LICENCE = Path("/usr/share/doc/libssl-dev/copyright")
+
+
+def of_system() -> tuple[Source, Path] | None:
+    """This Debian's static OpenSSL, and the folder of its licence. None: it has none."""
+    header = Path("/usr/include/openssl/opensslv.h")
+    if not all(one.exists() for one in (header, _LICENCE, *_libraries(platform.machine()))):
+        return None
+    version = re.search(r'OPENSSL_VERSION_STR "(3[0-9.]+)"', header.read_text())
+    if version is None:
+        return None
+    return replace(
+        OPENSSL_FOR_TESTS, version=version[1], sha256="", licence_file=_LICENCE.name
+    ), _LICENCE.parent
+
+
+def _libraries(arch: str) -> list[Path]:
+    return [Path(f"/usr/lib/{arch}-linux-gnu", name) for name in ("libssl.a", "libcrypto.a")]
+
+
+def linked(arch: str, scratch: Path) -> Path:
+    """Folder with ``include`` and ``lib`` of ``of_system``."""
+    if arch != platform.machine():
+        raise SystemExit(f"--system-openssl: this machine's OpenSSL is not for {arch}")
+    prefix = scratch / "openssl-of-system"
+    shutil.rmtree(prefix, ignore_errors=True)
+    headers = [
+        *Path("/usr/include/openssl").glob("*.h"),
+        *Path(f"/usr/include/{arch}-linux-gnu/openssl").glob("*.h"),
+    ]
+    for folder, files in (("include/openssl", headers), ("lib", _libraries(arch))):
+        (prefix / folder).mkdir(parents=True)
+        for one in files:
+            (prefix / folder / one.name).symlink_to(one)
+    return prefix
 
 
 def build(source: Source, tree: Path, toolchain: Toolchain, scratch: Path) -> Path:
