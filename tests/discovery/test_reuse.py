@@ -89,6 +89,24 @@ def test_a_block_twice_in_a_prompt_is_used_once() -> None:
     assert curve.points() == [(1, 1 / 6), (2, 2 / 6), (3, 2 / 6)]
 
 
+def test_blocks_with_the_smallest_hashes_are_counted_in_the_largest_size() -> None:
+    """Nobody's hashes are so; a document may say it."""
+    curve = ReuseCurve(most_blocks=256)
+    for _ in range(2):
+        curve.ask(range(300))
+    assert curve.share < 1e-16
+    assert all(0 <= point.hit_rate <= 1 for point in curve.points())
+
+
+def test_a_curve_that_is_lowered_forgets_the_blocks_above() -> None:
+    curve = ReuseCurve()
+    curve.ask([1 << 63, 5, 6])
+    curve.lower(1 << 63)
+    assert (curve.share, curve.distinct_blocks) == (0.5, 4)
+    curve.lower(1 << 64)
+    assert curve.share == 0.5
+
+
 def test_without_requests_there_is_no_curve() -> None:
     curve = ReuseCurve()
     assert curve.points() == []

@@ -92,11 +92,20 @@ def test_a_document_is_bounded_whatever_comes(requests: int, blocks: int) -> Non
     assert 0 < len(found.numbers) <= sample.MAX_BLOCKS
 
 
+def test_what_nobody_takes_is_bounded() -> None:
+    sampler = Sampler(0.0)
+    for request in range(sample.MAX_HELD + 500):
+        sampler.add(numbers(1), float(request))
+    taken = sampler.take()
+    assert len(taken) == sample.MAX_HELD
+    assert taken[-1].requests == sample.MAX_HELD + 500
+
+
 def test_a_request_whose_blocks_all_left_the_sample_is_counted_once() -> None:
     """It had one when it was read first, then the rate fell."""
     sampler, window = Sampler(0.0), SampleWindow()
-    sampler.add(np.array([largest(0)]), 1.0)
     sampler.add(np.array([1], np.uint64), 1.0)
+    sampler.add(np.array([largest(0)]), 1.0)
     _, known = read(window, sampler, 2.0)
     sampler.add(np.array([largest(0)] * 5, np.uint64), 2.0)
     sampler._shift = 3

@@ -114,7 +114,8 @@ def test_it_shows_what_a_pool_of_any_size_would_have(browser: Any, fleet: LiveFl
         expect(chart.get_by_text("today")).to_have_count(1)
         expect(page.locator("#curve-text")).to_have_text(
             re.compile(
-                r"distinct ones \([0-9.]+ .iB\) has [0-9.]+ %; one of today's size \([0-9.]+ MiB\) [0-9.]+ %\.$"
+                r"distinct ones \([0-9.]+ .iB\) has [0-9.]+ %; "
+                r"one of today's size, [0-9,.K]+ blocks \([0-9.]+ MiB\), [0-9.]+ %\.$"
             )
         )
         rows = page.locator("#curve-table tbody tr")

@@ -5,14 +5,15 @@ until all engines have written theirs of that time; then they are in order. A cu
 shown is the older of two, which has ``LIFE_S`` behind it once the index has run for so long. It begins without blocks.
 
 Bounds: ``MAX_TENANTS`` curves beside that of all, two lives each of ``reuse.MOST_BLOCKS`` blocks (13 MB); of a tenant
-``MAX_ENGINES`` documents a round; of a curve ``BLOCKS_PER_S`` sampled uses a second, about 5 us each in a life: of
-more, its sample gets thinner. A tenant's documents change its own curve, and that of all.
+``MAX_ENGINES`` documents a round; of a curve ``BLOCKS_PER_S`` sampled uses a second, about 5 us each in a life: a
+hundredth of a core; of more, its sample gets thinner. A tenant's documents change its own curve, and that of all.
 
 Threads: one.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 import time
@@ -32,8 +33,9 @@ ALL = ""  # the name of the curve of all tenants
 LIFE_S = 86_400.0
 MAX_TENANTS = 16
 MAX_ENGINES = 1024
-BLOCKS_PER_S = 1024.0
-MAX_BLOCKS = 1 << 14  # at once
+BLOCKS_PER_S = 2048.0
+MAX_BLOCKS = 1 << 15  # at once
+REQUEST_COST = 16  # in blocks: 80 us
 HOLD_S = 25.0  # longer than between two writes of an engine and two readings together
 
 
@@ -47,6 +49,7 @@ class HitCurves:
         self._curves: dict[str, _Curve] = {}
         self._known: dict[str, OrderedDict[str, _Known]] = {}  # by tenant and key
         self._seen: dict[str, Seen] = {}  # of the longest window
+        self._only = ""  # the tenant that alone has asked: its curve is that of all
 
     def read(self, documents: Mapping[str, Mapping[str, bytes]]) -> dict[str, Seen]:
         """Take what is new in engines' documents, by tenant and key. Returns all tenants' traffic by window.
@@ -77,7 +80,10 @@ class HitCurves:
     def shown(self, pool_blocks: Mapping[str, int], block_nbytes: float) -> dict[str, HitCurve]:
         """By tenant and ``ALL``, those with requests. ``pool_blocks``: today's sizes."""
         found = {}
-        for name, curve in self._curves.items():
+        curves = dict(self._curves)
+        if self._only and ALL in curves:
+            curves[self._only] = curves[ALL]
+        for name, curve in curves.items():
             if not curve.requests:
                 continue
             seen = self._seen.get(name, Seen())
@@ -110,7 +116,14 @@ class HitCurves:
         for name in [name for name, curve in self._curves.items() if not curve.lives_on(now_s)]:
             del self._curves[name]
         of_all = [sample for found in samples.values() for sample in found]
+        asking = {name for name, found in samples.items() if found}
+        if ALL not in self._curves:
+            self._only = next(iter(asking)) if len(asking) == 1 else ""
+        elif self._only and asking - {self._only}:
+            self._curves[self._only], self._only = copy.deepcopy(self._curves[ALL]), ""
         for name, found in {ALL: of_all, **samples}.items():
+            if name == self._only != ALL:
+                continue
             if found and name not in self._curves and len(self._curves) <= MAX_TENANTS:
                 self._curves[name] = _Curve(now_s, self._wall)
             if name in self._curves:
@@ -132,7 +145,7 @@ class _Curve:
         self._lives = [_Life(ReuseCurve(), now_s, wall())]
         self._waiting: Sample | None = None
         self._unsampled = (0, 0)  # requests and blocks, which the next sampled one stands for
-        self._room, self._room_at_s = float(MAX_BLOCKS), now_s
+        self._room, self._room_at_s = float(MAX_BLOCKS), now_s  # for sampled blocks
 
     @property
     def requests(self) -> int:
@@ -164,21 +177,20 @@ class _Curve:
 
     def _thinned(self, sample: Sample) -> list[Sample]:
         """As many of its blocks as there is room for, without requests that have none then."""
-        shift = sample.shift
-        while (
-            count := np.count_nonzero(kept := sample.numbers <= largest(shift))
-        ) > self._room and shift < MAX_SHIFT:
-            shift += 1
+        owners = np.repeat(np.arange(len(sample.sampled)), sample.sampled)
         requests, blocks = self._unsampled
-        if not 0 < count <= self._room:
+        for shift in range(sample.shift, MAX_SHIFT + 1):
+            kept = sample.numbers <= largest(shift)
+            sampled = np.bincount(owners[kept], minlength=len(sample.sampled))
+            rows = np.flatnonzero(sampled)
+            cost = int(sampled.sum()) + REQUEST_COST * len(rows)
+            if cost <= self._room:
+                break
+        if not 0 < cost <= self._room:
             self._unsampled = (requests + int(sample.requests.sum()), blocks + int(sample.blocks.sum()))
             return []
-        self._room -= count
+        self._room -= cost
         self._unsampled = (0, 0)
-        sampled = np.bincount(
-            np.repeat(np.arange(len(sample.sampled)), sample.sampled)[kept], minlength=len(sample.sampled)
-        )
-        rows = np.flatnonzero(sampled)
         stands_for = np.minimum(np.searchsorted(rows, np.arange(len(sampled))), len(rows) - 1)
         of_requests, of_blocks = (
             np.bincount(stands_for, weights=column).astype(np.int64)

@@ -11,7 +11,7 @@ import pytest
 
 from kvpool.discovery import sample
 from kvpool.discovery.reuse import ReuseCurve
-from kvpool.discovery.sample import SampleWindow
+from kvpool.discovery.sample import Sample, SampleWindow
 from kvpool.discovery.traffic import WINDOWS, Seen, Traffic, pack_traffic
 from kvpool.index.answer import HitCurve
 from kvpool.index.follow import hit_curves
@@ -182,10 +182,23 @@ def test_tenants_have_curves_of_their_own_and_share_no_block() -> None:
     assert pool.curve().sizes[-1] == 20
 
 
+def test_the_only_tenant_keeps_its_curve_when_another_comes() -> None:
+    pool = Pool(2, tenants=("a", "b"))
+    requests = [(0, prompt) for _, prompt in sessions(6, 60, engines=1)]
+    pool.replay(requests[:30], 150.0)
+    assert pool.curve("a") == pool.curve()
+    assert len(pool.index._curves) == 1
+    pool.replay([(1, [1, 2, 3]), *requests[30:]], 150.0)
+    alone = exact(prompts_of(requests)).points()
+    curve = pool.curve("a")
+    assert list(zip(curve.sizes, curve.hit_rates, strict=True)) == alone
+    assert (curve.requests, pool.curve("b").requests, pool.curve().requests) == (60, 1, 61)
+
+
 def test_a_hostile_tenant_does_not_change_the_curve_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [(0, prompt) for _, prompt in sessions(4, 60, engines=1)]
     alone = Pool(1, tenants=("good",))
-    alone.replay(requests, 100.0)
+    alone.replay(requests, 40.0)
     pool = Pool(1, tenants=("good",))
     honest = pool.documents
     draw = np.random.default_rng(1)
@@ -193,11 +206,11 @@ def test_a_hostile_tenant_does_not_change_the_curve_of_another(monkeypatch: pyte
     def with_hostile() -> Mapping[str, Mapping[str, bytes]]:
         return {
             **honest(),
-            "evil": {traffic_key("evil", f"{n:016x}"): hostile(draw, pool.clock.now_s) for n in range(3)},
+            "evil": {traffic_key("evil", "0" * 16): hostile(draw, pool.clock.now_s)},
         }
 
     monkeypatch.setattr(pool, "documents", with_hostile)
-    pool.replay(requests, 100.0)
+    pool.replay(requests, 40.0)
     assert pool.curve("good") == alone.curve("good")
     assert pool.curve("evil").requests > 0
 
@@ -222,7 +235,7 @@ def test_memory_is_bounded_whatever_documents_say(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(hit_curves, "MAX_ENGINES", 30)
     clock, draw = Clock(), np.random.default_rng(2)
     curves = HitCurves(clock, wall=lambda: EPOCH_S + clock.now_s)
-    for round_ in range(8):
+    for round_ in range(5):
         clock.now_s += ROUND_S
         curves.read(
             {
@@ -241,6 +254,35 @@ def test_memory_is_bounded_whatever_documents_say(monkeypatch: pytest.MonkeyPatc
     assert ALL in curves._curves
     curves.read({})
     assert not curves._known
+
+
+def test_a_flood_thins_the_sample_and_loses_no_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hit_curves, "MAX_BLOCKS", 512)
+    monkeypatch.setattr(hit_curves, "BLOCKS_PER_S", 8.0)
+    costs: list[int] = []
+    follow = hit_curves._follow
+
+    def counted(curve: ReuseCurve, part: Sample) -> None:
+        costs.append(len(part.numbers) + hit_curves.REQUEST_COST * len(part.sampled))
+        follow(curve, part)
+
+    monkeypatch.setattr(hit_curves, "_follow", counted)
+    pool = Pool(2)
+    requests = list(sessions(8, 400, engines=2))
+    pool.replay(requests, 400.0)
+    assert 0 < sum(costs) <= 512 + 8 * 500
+    curve = pool.curve()
+    assert curve.share < 1 / 8
+    behind = pool.index._curves[ALL]._unsampled
+    assert curve.requests + behind[0] == 400
+    assert curve.requested_blocks + behind[1] == sum(map(len, prompts_of(requests)))
+
+
+def test_more_engines_than_are_read_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hit_curves, "MAX_ENGINES", 3)
+    pool = Pool(5)
+    pool.replay([(number, [number]) for number in range(5)], 10.0)
+    assert pool.index.read(pool.documents())["1h"].blocks == pool.curve().requests == 3
 
 
 @pytest.mark.parametrize(

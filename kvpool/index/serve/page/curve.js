@@ -48,17 +48,17 @@ function at(points, blocks) {
   return rate;
 }
 
-function sizeOf(curve, blocks) {
-  return curve.block_nbytes ? bytes(blocks * curve.block_nbytes) : `${compact(blocks)} blocks`;
+function nbytesOf(curve, blocks) {
+  return curve.block_nbytes ? ` (${bytes(blocks * curve.block_nbytes)})` : "";
 }
 
 function sentence(curve) {
   const [most, all] = curve.points[curve.points.length - 1];
   const since = new Date(curve.since_s * 1000).toLocaleString("sv").slice(0, 16);
   const from = `Since ${since}: of ${compact(curve.requested_blocks)} blocks that the engines were asked for, `;
-  const ofAny = `a pool that keeps all ${compact(most)} distinct ones (${sizeOf(curve, most)}) has ${percent(all)}`;
+  const ofAny = `a pool that keeps all ${compact(most)} distinct ones${nbytesOf(curve, most)} has ${percent(all)}`;
   const today = curve.pool_blocks
-    ? `one of today's size (${sizeOf(curve, curve.pool_blocks)}) ${percent(at(curve.points, curve.pool_blocks))}.`
+    ? `one of today's size, ${compact(curve.pool_blocks)} blocks${nbytesOf(curve, curve.pool_blocks)}, ${percent(at(curve.points, curve.pool_blocks))}.`
     : "today's size is not known.";
   return `${from}${ofAny}; ${today}`;
 }
