@@ -101,6 +101,13 @@ def test_the_newest_record_takes_a_slot_and_the_older_one_is_new_again() -> None
     assert seen.why_absent(each(asked)[-1:], 10.0) == "evicted"
 
 
+def test_a_record_does_not_take_over_what_was_known_of_another_one_in_its_slot() -> None:
+    seen, first, second = SeenRecords(TTL_S, 0.0, slots=1), records(1), records(1)
+    seen.looked_up(first, b"\1", 10.0)
+    seen.looked_up(second, b"\0", 10.0)
+    assert [seen.why_absent(each(one), 10.0) for one in (first, second)] == ["new", "not_stored"]
+
+
 class Ended(LookupBatch):
     def __init__(self, found: list[bytes]) -> None:
         self._found = found
@@ -220,12 +227,16 @@ def test_an_unused_record_expires(store: Store, monkeypatch: pytest.MonkeyPatch)
     assert missed(scheduler, request("b")) == {"expired": USABLE}
 
 
-def test_an_engine_that_left_its_namespace_misses_what_it_has_there(store: Store) -> None:
+@pytest.mark.parametrize("leaves", ["reset", "reload"])
+def test_an_engine_that_left_its_namespace_misses_what_it_has_there(store: Store, leaves: str) -> None:
     scheduler, asked = half(store), request("a")
     missed(scheduler, asked)
     stored(scheduler, asked, store)
     scheduler.finished(asked)
-    scheduler.reset()
+    if leaves == "reset":
+        scheduler.reset()
+    else:
+        scheduler.update(PoolWorkerMetadata(reloaded=1), (), ())
     assert missed(scheduler, request("b")) == {"other_namespace": USABLE}
 
 
@@ -360,12 +371,16 @@ def test_the_span_of_a_prompt_says_why_it_missed(
         asked.trace_headers = {"traceparent": "of a test"}
         missed(scheduler, asked)
     missed(scheduler, request("untraced"))
+    whole = request("c")
+    whole.trace_headers = {"traceparent": "of a test"}
+    missed(scheduler, whole, local_tokens=USABLE)
     spans = [attributes for name, attributes in recorder.spans if name == "kvpool.prompt"]
     assert [(one["result"], one["miss_reason"]) for one in spans] == [
         ("without", "opted_out"),
         ("miss", "new"),
+        ("engine_cache", ""),
     ]
-    assert [one["cache_read_tokens"] for one in spans] == [0, 0]
+    assert [one["cache_read_tokens"] for one in spans] == [0, 0, USABLE]
 
 
 def test_a_worker_reports_why_its_load_failed() -> None:
