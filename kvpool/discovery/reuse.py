@@ -64,7 +64,7 @@ class ReuseCurve:
 
     @property
     def distinct_blocks(self) -> int:
-        return round(len(self._uses) / self.share)
+        return min(round(len(self._uses) / self.share), LADDER[-1])
 
     @property
     def threshold(self) -> int:

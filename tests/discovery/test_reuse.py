@@ -95,7 +95,7 @@ def test_blocks_with_the_smallest_hashes_are_counted_in_the_largest_size() -> No
     for _ in range(2):
         curve.ask(range(300))
     assert curve.share < 1e-16
-    assert all(0 <= point.hit_rate <= 1 for point in curve.points())
+    assert all(0 <= point.hit_rate <= 1 and point.blocks < 1 << 50 for point in curve.points())
 
 
 def test_a_curve_that_is_lowered_forgets_the_blocks_above() -> None:
