@@ -53,7 +53,7 @@ struct RankLoad {
 };
 
 // Coefficients, in tokens of a prompt to compute. `speed`: prompt tokens that a rank computes in a second, by
-// which a reported queue has shrunk. `move`: share of the tokens that a moved session displaces which are fetched again.
+// which a reported queue has shrunk. `move`: tokens that are fetched again for each one that a moved session displaces.
 struct Costs {
   double local, pool, waiting, running, usage, speed, move;
   // A rank's measured value replaces `pool`, or `waiting`.

@@ -67,8 +67,8 @@ class Costs:
     computing. ``pool`` None: as measured per rank, ``POOL`` if unknown. ``waiting``: per waiting request;
     None: the mean cost of the rank's last placements, else ``WAITING``. ``running``: per running request.
     ``usage``: for a full KV cache; up to four fifths it is free. ``speed``: prompt tokens that a worker
-    computes in a second, which shorten queues and reservations. ``move``: share of the tokens that a moved session
-    displaces which others need again. Errors: ``ConfigError``.
+    computes in a second, which shorten queues and reservations. ``move``: tokens that others fetch again for each one
+    that a moved session displaces; these displace others in turn. Errors: ``ConfigError``.
     """
 
     local: float = 0.05
@@ -77,7 +77,7 @@ class Costs:
     running: float = 64.0
     usage: float = 1024.0
     speed: float = 8000.0
-    move: float = 0.5
+    move: float = 2.0
 
     def __post_init__(self) -> None:
         for one in fields(self):
