@@ -350,6 +350,9 @@ def agents(
     only: Annotated[
         list[str] | None, typer.Option(metavar="POLICY", help="Only this one; give it again for more.")
     ] = None,
+    engines: Annotated[
+        bool, typer.Option("--engines", help="Real CPU engines, too, with short sessions.")
+    ] = False,
     peers: Annotated[
         bool, typer.Option("--peers", help="vllm-router and smg, too, in real time on a small fleet.")
     ] = False,
@@ -368,8 +371,8 @@ def agents(
 
     run_agents(
         traces=trace or [], workers=workers or [8, 16, 64], sessions=sessions, apart_s=apart,
-        cache_nbytes=parse_nbytes(cache_bytes), only=only or [], peers=Path(peers_folder) if peers else None,
-        server=server, as_json=as_json,
+        cache_nbytes=parse_nbytes(cache_bytes), only=only or [], engines=engines,
+        peers=Path(peers_folder) if peers else None, server=server, as_json=as_json,
     )  # fmt: skip
 
 

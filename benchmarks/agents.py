@@ -2,7 +2,7 @@
 
 Engines are scripted and time is simulated; ``Fleet``, ``Router``, ``Store`` and the server are those of production. All
 policies get the same sessions. Then the smallest fleet loses a worker and the index in the middle, under each policy.
-Others' routers run in real time, on a fleet that a machine holds.
+Others' routers and real engines run in real time, on fleets that a machine holds.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from benchmarks.agents_engines import engines_table, run_engines
 from benchmarks.agents_fleet import POLICIES, Policy, Row, simulate
-from benchmarks.agents_fronts import DIVISOR, SESSIONS, TURNS, WORKERS, FrontRow, run_fronts
+from benchmarks.agents_fronts import fronts_table, run_fronts
 from benchmarks.agents_model import EngineModel
 from benchmarks.agents_traffic import Traffic, made_up, traffic
 from benchmarks.valkey_shards import find_server
@@ -48,14 +49,15 @@ def run_agents(
     apart_s: float,
     cache_nbytes: int,
     only: Sequence[str],
+    engines: bool,
     peers: Path | None,
     server: Path | None,
     as_json: bool,
 ) -> None:
     """Print tables or JSON. No ``traces``: sessions are made up. ``only``: policies; none: all.
 
-    ``sessions``: of each trace; ``apart_s``: between their beginnings. ``peers``: environments of others' routers;
-    None: without. Blocks for minutes. Errors: ``KVPoolError``.
+    ``sessions``: of each trace; ``apart_s``: between their beginnings. ``engines``: real ones, too. ``peers``:
+    environments of others' routers; None: without. Blocks for minutes. Errors: ``KVPoolError``.
     """
     names = [policy.name for policy in POLICIES]
     if unknown := set(only) - set(names):
@@ -82,7 +84,6 @@ def run_agents(
         if policy.name in (only or names)
     ]
     rows: list[tuple[_Case, Row]] = []
-    routers: list[FrontRow] = []
     with (
         tempfile.TemporaryDirectory(prefix="kvpool-bench-") as folder,
         Progress(console=console, transient=True, disable=not console.is_terminal) as progress,
@@ -95,9 +96,9 @@ def run_agents(
                 console.print(doing, soft_wrap=True)
 
         for number, case in enumerate(cases):
-            kills = ", with kills" if case.kills else ""
+            disturbed = ", with kills" if case.kills else ""
             begins(
-                f"{number + 1}/{len(cases)} {case.trace}: {case.policy.name}, {case.workers} workers{kills}"
+                f"{number + 1}/{len(cases)} {case.trace}: {case.policy.name}, {case.workers} workers{disturbed}"
             )
             model = EngineModel(cache_nbytes, case.traffic.block_tokens)
             row = simulate(
@@ -105,15 +106,16 @@ def run_agents(
                 kills=case.kills, ended=partial(progress.advance, task),
             )  # fmt: skip
             rows.append((case, row))
-        if peers is not None:
-            routers = run_fronts(peers, begins)
+        real = run_engines(program, begins) if engines else []
+        routers = run_fronts(peers, begins) if peers is not None else []
     if as_json:
         shown = {"sessions": sessions, "apart_s": apart_s, "cache_nbytes": cache_nbytes}
         lists = {
             name: [{"trace": case.trace, **asdict(row)} for case, row in rows if case.kills == kills]
             for name, kills in (("rows", False), ("kills", True))
         }
-        print(json.dumps(shown | lists | {"routers": [asdict(row) for row in routers]}))
+        lists |= {"engines": list(map(asdict, real)), "routers": list(map(asdict, routers))}
+        print(json.dumps(shown | lists))
         return
     out = Console()
     if not out.is_terminal:  # a file has no width, and columns would be cut
@@ -122,8 +124,10 @@ def run_agents(
         for kills in (False, True):
             of = [row for case, row in rows if (case.trace, case.kills) == (trace, kills)]
             out.print(_table(trace, one, of, kills))
+    if real:
+        out.print(engines_table(real))
     if routers:
-        out.print(_fronts_table(routers))
+        out.print(fronts_table(routers))
 
 
 def _table(trace: str, replayed: Traffic, rows: Sequence[Row], kills: bool) -> Table:
@@ -146,20 +150,4 @@ def _table(trace: str, replayed: Traffic, rows: Sequence[Row], kills: bool) -> T
         ]  # fmt: skip
         cells += [f"{row.sessions_moved}", f"{row.moves:,}"] if replayed.are_sessions else []
         table.add_row(*cells, *([f"{row.failed}"] if kills else []))
-    return table
-
-
-def _fronts_table(rows: Sequence[FrontRow]) -> Table:
-    table = Table(
-        title=f"In real time: {SESSIONS} made-up sessions of {TURNS} turns before {WORKERS} workers without a pool, "
-        f"lengths and times divided by {DIVISOR}. TTFT: ms to the first token.",
-        box=SIMPLE, padding=(0, 1, 0, 0),
-    )  # fmt: skip
-    for name in ("front", "ideal", "TTFT p50", "p90", "p99", "moved sessions", "moves", "failed"):
-        table.add_column(name, justify="left" if name == "front" else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            row.policy, f"{row.hits_of_ideal:.1%}", f"{row.ttft_p50_s * 1e3:.0f}", f"{row.ttft_p90_s * 1e3:.0f}",
-            f"{row.ttft_p99_s * 1e3:.0f}", f"{row.sessions_moved}", f"{row.moves}", f"{row.failed}",
-        )  # fmt: skip
     return table

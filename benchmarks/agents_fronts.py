@@ -14,6 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.box import SIMPLE
+from rich.table import Table
+
 from benchmarks.agents_model import CACHE_NBYTES, TOKEN_NBYTES, EngineModel
 from benchmarks.agents_traffic import COMMON_TOKENS, FIRST_TOKENS, TURN_TOKENS, made_up
 from benchmarks.contest import percentile
@@ -121,3 +124,19 @@ def _row(name: str, traffic: Traffic, answers: Sequence[tuple[int, Turn, Answer]
         moves=sum(moves.values()),
         failed=len(answers) - len(good),
     )
+
+
+def fronts_table(rows: Sequence[FrontRow]) -> Table:
+    table = Table(
+        title=f"In real time: {SESSIONS} made-up sessions of {TURNS} turns before "
+        f"{WORKERS} workers without a pool, lengths and times divided by {DIVISOR}. TTFT: ms to the first token.",
+        box=SIMPLE, padding=(0, 1, 0, 0),
+    )  # fmt: skip
+    for name in ("front", "ideal", "TTFT p50", "p90", "p99", "moved sessions", "moves", "failed"):
+        table.add_column(name, justify="left" if name == "front" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.policy, f"{row.hits_of_ideal:.1%}", f"{row.ttft_p50_s * 1e3:.0f}", f"{row.ttft_p90_s * 1e3:.0f}",
+            f"{row.ttft_p99_s * 1e3:.0f}", f"{row.sessions_moved}", f"{row.moves}", f"{row.failed}",
+        )  # fmt: skip
+    return table

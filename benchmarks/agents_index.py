@@ -16,7 +16,7 @@ import msgpack
 from benchmarks.agents_engine import Engine
 from benchmarks.agents_traffic import Traffic, Turn
 from kvpool.discovery.worker import Publisher, Worker
-from kvpool.errors import KVPoolError
+from kvpool.errors import KVPoolError, StoreUnavailable
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow.pool_reconciler import MAX_KEYS_PER_S, PoolReconciler
 from kvpool.index.place.load import NO_HASH, Load
@@ -35,17 +35,26 @@ TENANT, MODEL = "default", "agents"
 KEPT_BATCHES = 10_000  # by a publisher, for replays: vLLM's default
 PUBLISHER = Publisher(0, "tcp://127.0.0.1:1", "tcp://127.0.0.1:2")  # nobody dials them
 PAYLOAD = bytes(8)  # of a block in the pool
-RECONCILE_TIMEOUT_S = 120.0
+CONNECT_TIMEOUT_S, RECONCILE_TIMEOUT_S = 30.0, 120.0
 
 
 class RealPool:
-    """Blocks in a store, with tiny payloads. Blocks for its answers."""
+    """Blocks in a store, with tiny payloads. Waits for its connection, and for its answers. Errors: ``KVPoolError``."""
 
     def __init__(self, store: Store, traffic: Traffic) -> None:
         self.store = store
         self.namespace = Namespace(TENANT, {"benchmark": "agents"})
         self._hashes = traffic.hashes.astype(">u8")  # as keys have them
         self._block_tokens = traffic.block_tokens
+        ends_s = time.monotonic() + CONNECT_TIMEOUT_S
+        while True:
+            try:
+                self.leading([0])
+                return
+            except StoreUnavailable:
+                if time.monotonic() > ends_s:
+                    raise
+                time.sleep(0.05)
 
     def leading(self, blocks: Sequence[int]) -> int:
         group = LookupGroup(self._hashes[list(blocks)].tobytes(), 8, 0, 1, self._block_tokens)

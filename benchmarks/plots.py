@@ -216,9 +216,35 @@ def _fleet(figure: Any, result: Result) -> str:
     return "Hits of sessions, by what routers know (simulated fleet, real index)"
 
 
+def _agents(figure: Any, result: Result) -> str:
+    rows = result["rows"]
+    workers = sorted({row["workers"] for row in rows})
+    hits, waits = figure.subplots(1, 2)
+    for policy, colour, label in (
+        ("none", "slow", "no pool, in turns"),
+        ("pool", "good", "pool, in turns"),
+        ("load", "other", "pool, least load"),
+        ("precise", "fourth", "no pool, by blocks"),
+        ("kvpool", "own", "kvpool: pool, blocks, sessions"),
+    ):
+        of = sorted((row for row in rows if row["policy"] == policy), key=lambda row: row["workers"])
+        for axes, column in ((hits, "hits_of_ideal"), (waits, "ttft_p90_s")):
+            axes.plot(range(len(of)), [row[column] for row in of], marker="o", linewidth=2,
+                      color=STAND_INS[colour], label=label)  # fmt: skip
+    for axes, title in ((hits, "hits over the ideal"), (waits, "seconds to the first token, p90")):
+        axes.set_xticks(range(len(workers)), [f"{count}" for count in workers])
+        axes.set_xlabel("workers")
+        axes.set_title(title, fontsize=10)
+    hits.set_ylim(0, 1.05)
+    waits.set_yscale("log")
+    hits.legend(loc="lower left", fontsize=8, bbox_to_anchor=(0.0, 0.5))
+    return "Sessions of a coding agent (simulated engines, real index and pool)"
+
+
 PICTURES: dict[str, tuple[str, Callable[[Any, Result], str]]] = {
     "first-token": ("lengths", _lengths),
     "outage": ("outage", _outage),
     "store": ("store", _store),
     "routers": ("fleet", _fleet),
+    "agents": ("agents", _agents),
 }

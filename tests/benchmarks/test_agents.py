@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,13 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
+from benchmarks import agents_engines, agents_fronts
 from benchmarks.agents import run_agents
 from benchmarks.agents_cache import Admitted, DeviceCache
 from benchmarks.agents_engine import Clock, Engine, Job
 from benchmarks.agents_fleet import POLICIES, Row, simulate
 from benchmarks.agents_model import TOKEN_NBYTES, EngineModel
 from benchmarks.agents_traffic import Turn, made_up, traffic
+from benchmarks.route_caller import Answer
+from benchmarks.route_traffic import Traffic
 from benchmarks.valkey_shards import find_server
 from kvpool.discovery.trace import read_trace
 from kvpool.errors import ConfigError
@@ -44,8 +49,8 @@ def trace(tmp_path: Path) -> Path:
 
 def report(capsys: pytest.CaptureFixture[str], *traces: Path, **options: Any) -> dict[str, Any]:
     given: dict[str, Any] = {
-        "workers": [1], "sessions": 80, "apart_s": 3.0, "cache_nbytes": CACHE, "only": [], "peers": None,
-        "server": None, "as_json": True,
+        "workers": [1], "sessions": 80, "apart_s": 3.0, "cache_nbytes": CACHE, "only": [], "engines": False,
+        "peers": None, "server": None, "as_json": True,
     }  # fmt: skip
     run_agents(traces=traces, **given | options)
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -228,3 +233,48 @@ def test_an_engine_without_room_lets_requests_wait() -> None:
     one, two = list(range(100)), list(range(100, 200))
     wide, narrow = (first_tokens([one, two], cache=cache)[1] for cache in (300, 150))
     assert narrow > wide
+
+
+def test_real_fronts_are_judged_by_what_earlier_turns_left(tmp_path: Path) -> None:
+    traffic = Traffic(tmp_path, 1)
+    one, two = traffic.sessions(2, system_words=100, words=[40, 20])
+    prompts = [traffic.plan.prompts[turn.number] for turn in (*one, *two)]
+    first, second, other, last = (prompt.earlier * 16 for prompt in prompts)
+    assert first == other < second == last
+    answers = [
+        (0, one[0], Answer(200, 0.4, 0.5, "a", 0)),
+        (1, two[0], Answer(200, 0.2, 0.5, "b", other)),
+        (0, one[1], Answer(200, 0.1, 0.5, "b", second - 16)),
+        (1, two[1], Answer(503, 0.0, 0.5)),
+    ]
+    row = agents_fronts._row("smg", traffic, answers)
+    assert row.hits_of_ideal == pytest.approx((other + second - 16) / (other + second))
+    assert (row.turns, row.failed, row.sessions_moved, row.moves) == (3, 1, 1, 1)
+    assert row.ttft_p50_s == 0.2
+    assert "1" in render(agents_fronts.fronts_table([row]))
+
+
+def test_real_engines_are_judged_by_whole_blocks_of_earlier_prompts() -> None:
+    prompts = agents_engines._prompts()
+    assert len(prompts) == agents_engines.SESSIONS * agents_engines.TURNS
+    for prompt in prompts:
+        held = max(
+            (common(prompt.tokens, other.tokens) for other in prompts[: prompts.index(prompt)]), default=0
+        )
+        assert prompt.ideal == held // agents_engines.BLOCK_TOKENS * agents_engines.BLOCK_TOKENS
+    said = [{"tokens": [1], "cached_tokens": 1 << 20, "pool_tokens": 0, "first_token_s": 0.5}] * len(prompts)
+    placed = [0] * (len(prompts) - 1) + [1]
+    row = agents_engines._row("pool", prompts, said, placed, [[1]] * (len(prompts) - 1) + [[2]])
+    assert (row.hits_of_ideal, row.sessions_moved, row.moves, row.other_tokens) == (1.0, 1, 1, 1)
+
+
+def common(one: Sequence[int], other: Sequence[int]) -> int:
+    return next(
+        (at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
+
+
+def render(table: Any) -> str:
+    out = Console(width=120, record=True, file=io.StringIO())
+    out.print(table)
+    return out.export_text()
