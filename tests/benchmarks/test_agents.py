@@ -75,6 +75,7 @@ def test_policies_are_compared_on_the_same_sessions(trace: Path, capsys: pytest.
         assert rows["kvpool", workers]["hits_of_ideal"] > 0.99
         assert rows["none", workers]["moved_gb"] == rows["precise", workers]["moved_gb"] == 0
         assert rows["kvpool", workers]["moves"] < rows["pool", workers]["moves"]
+        assert rows["precise", workers]["moves"] < rows["none", workers]["moves"] / 2
         assert rows["kvpool", workers]["duplicate_gb"] < rows["pool", workers]["duplicate_gb"]
         assert rows["pool", workers]["sessions_moved"] == SESSIONS
         assert all(rows[policy, workers]["failed"] == 0 for policy in policies)
@@ -162,6 +163,9 @@ def test_memory_keeps_the_beginning_of_what_ended_last() -> None:
     assert cache.admit([1, 2, 3], 5) == Admitted(3, [])
     assert cache.admit([], 2) is None
     assert cache.admit([], 1) == Admitted(0, [4])
+    cache.release([], 1)
+    cache.release([1, 2, 3], 5)
+    assert cache.admit([], 5) == Admitted(0, [3, 2])
 
 
 class Told:
