@@ -109,7 +109,7 @@ class Fleet:
         return answer["data"]
 
 
-SHOWN = ("result", "source", "window", "cause", "where", "outcome", "le")
+SHOWN = ("result", "source", "window", "cause", "where", "outcome", "size", "le")
 
 
 def _completion(tokens: list[int], max_tokens: int) -> dict[str, Any]:
