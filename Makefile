@@ -80,9 +80,9 @@ DIST := .cache/dist
 IMAGE_WHEELS := $(or $(WHEELS),cp311-$(shell uname -m))
 IMAGE_WHEEL := $(DIST)/.stamp-$(subst $(eval) ,-,$(IMAGE_WHEELS))
 # Warnings of the core's compiler are errors where changes are judged, not on users' machines.
-# There an OpenSSL is not compiled for the images alone: six minutes of a processor. make dist compiles it.
-SYSTEM_OPENSSL := $(if $(CI),--system-openssl)
 WERROR := -DKVPOOL_WERROR=$(if $(CI),ON,OFF)
+# CI links Debian's static OpenSSL into the images' wheel: make dist compiles another, six minutes of a processor.
+SYSTEM_OPENSSL := $(if $(CI),--system-openssl)
 # What takes longest comes first, so that no worker is left with it at the end.
 SLOW_FIRST := tests/test_gpu_proof.py tests/store tests/vllm tests/cli
 ELSEWHERE := tests/benchmarks tests/compose tests/dist tests/e2e tests/pages tests/sglang

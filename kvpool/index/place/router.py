@@ -221,11 +221,6 @@ class Router:
         with self._lock:
             self._ejections.check(worker_id, failed=failed)
 
-    @property
-    def sessions(self) -> int:
-        """That have a home."""
-        return len(self._sessions)
-
     def settle(self, session: Session, placed: RankKey, rank: RankKey) -> None:
         """A session's request that was ``placed`` at one rank went to another."""
         with self._lock:

@@ -164,7 +164,7 @@ def test_a_cache_key_chooses_among_equals_and_pins_nothing() -> None:
     (name,) = chosen
     busy = [Load(one, waiting=1 if one == name else 0) for one in NAMES]
     assert of_key(loads=busy) != name
-    assert there.router.sessions == 0
+    assert len(there.router._sessions) == 0
     assert {pick.move_cost for pick in there.route(PROMPT, None, prompt_cache_key="app").picks} == {0}
 
 
