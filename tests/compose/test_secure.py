@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 import kvpool
-from tests.compose.cluster import ASK_TIMEOUT_S, MODEL, ROOT, Cluster
+from tests.compose.cluster import ASK_TIMEOUT_S, MODEL, ROOT, Cluster, cached
 from tests.support.deadlines import eventually
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
@@ -71,10 +71,11 @@ def test_a_request_over_tls_is_placed_and_served_from_the_pool(secured: Secured)
         assert eventually(again)
     with pytest.raises(httpx.HTTPError):
         httpx.post(url.replace("https", "http"), json=body, timeout=10)
-    (other,) = {"worker-1", "worker-2"} - {holder.partition(":")[0]}
-    loaded = cluster.complete(other, PROMPT, 8)
-    assert loaded["usage"]["prompt_tokens_details"]["cached_tokens"] == FULL_BLOCKS * BLOCK_TOKENS
-    assert loaded["choices"][0]["text"] == first.json()["choices"][0]["text"]
+    prompts = ([200 + number, *PROMPT[1:]] for number in range(10))
+    whole = FULL_BLOCKS * BLOCK_TOKENS
+    computed, loaded = cluster.hand_over(("worker-1", "worker-2"), prompts, 8, whole)
+    assert (cached(computed), cached(loaded)) == (0, whole)
+    assert loaded["choices"][0]["text"] == computed["choices"][0]["text"]
 
 
 def test_an_index_answers_those_with_its_token_only(secured: Secured) -> None:
