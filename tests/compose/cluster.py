@@ -150,6 +150,8 @@ class Cluster:
             computed, loaded = (self.complete(worker, prompt, max_tokens) for worker in workers)
             if cached(loaded) == cached_tokens:
                 break
+            page = self.ask(workers[1], "/metrics").splitlines()
+            print("missed:", *(line for line in page if line.startswith("kvpool_missed_tokens_total")))
         return computed, loaded
 
     def metric(self, worker: str, name: str) -> float:
