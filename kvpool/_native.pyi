@@ -12,6 +12,7 @@ CONTAINS: int
 DELETE: int
 TOUCH: int
 PUT_ABSENT: int
+EXPIRE: int
 
 # Result of one key of a batch; Batch.results() has one byte per key, in the order of the keys.
 MISS: int  # get, contains, touch, delete: not there (or damaged, and then deleted and counted)

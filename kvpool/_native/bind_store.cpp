@@ -171,7 +171,7 @@ class PyIoExecutor {
                  std::optional<double> max_s) {
     orphans_->reap();
     if (op_number < 0 || op_number >= static_cast<int>(kOpCount)) {
-      throw std::invalid_argument("op must be PUT, GET, CONTAINS, DELETE, TOUCH or PUT_ABSENT");
+      throw std::invalid_argument("op must be PUT, GET, CONTAINS, DELETE, TOUCH, PUT_ABSENT or EXPIRE");
     }
     const auto op = static_cast<Op>(op_number);
     const Clock::duration timeout = to_duration(timeout_s, false);
@@ -180,7 +180,7 @@ class PyIoExecutor {
 
     if (moves_bytes(op) == buffers.is_none()) {
       throw std::invalid_argument(moves_bytes(op) ? "PUT, GET and PUT_ABSENT need buffers"
-                                                  : "CONTAINS, DELETE and TOUCH take no buffers");
+                                                  : "CONTAINS, DELETE, TOUCH and EXPIRE take no buffers");
     }
     Buffers held;
     std::vector<Batch::Buffer> spans;
@@ -352,6 +352,7 @@ void bind_store(nb::module_& m) {
   m.attr("DELETE") = static_cast<int>(Op::kDelete);
   m.attr("TOUCH") = static_cast<int>(Op::kTouch);
   m.attr("PUT_ABSENT") = static_cast<int>(Op::kPutAbsent);
+  m.attr("EXPIRE") = static_cast<int>(Op::kExpire);
   m.attr("MISS") = static_cast<int>(Status::kMiss);
   m.attr("OK") = static_cast<int>(Status::kOk);
   m.attr("NO_ROOM") = static_cast<int>(Status::kNoRoom);

@@ -149,6 +149,15 @@ class Store(ABC):
         """``contains_many``, and each present value counts as used: it is evicted, and expires, later."""
         return _finished(self.submit_touch(keys, timeout_s=timeout_s))
 
+    def expire_many(self, keys: Sequence[str], *, timeout_s: float | None = None) -> int:
+        """Let the keys' values go soon; returns how many were present. Blocks.
+
+        A server drops them after a forty-eighth of their time to live, a directory evicts them first. A later use
+        (``touch_many``, a get) renews them; a use by another process within a ninety-sixth of the time to live
+        after its last one may not.
+        """
+        return sum(_finished(self._begin(_native.EXPIRE, "expire", keys, None, timeout_s)))
+
     def delete_many(self, keys: Sequence[str], *, timeout_s: float | None = None) -> int:
         """Delete the keys' values; returns how many were present. Blocks."""
         return sum(_finished(self._begin(_native.DELETE, "delete", keys, None, timeout_s)))

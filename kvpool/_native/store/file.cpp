@@ -112,6 +112,8 @@ FileIoThread::Outcome FileIoThread::execute(const Item& item) {
       return contains(path);
     case Op::kTouch:
       return touch(path);
+    case Op::kExpire:
+      return expire(path);
     case Op::kDelete:
       return remove_record(path, bucket_of(item.key()));
   }
@@ -199,6 +201,14 @@ FileIoThread::Outcome FileIoThread::contains(const std::string& path) const {
 FileIoThread::Outcome FileIoThread::touch(const std::string& path) const {
   const Outcome found = contains(path);
   if (found.status == Status::kOk) mark_used(path);
+  return found;
+}
+
+// As if it had never been used.
+FileIoThread::Outcome FileIoThread::expire(const std::string& path) const {
+  const Outcome found = contains(path);
+  constexpr timespec kNever[2] = {{0, UTIME_OMIT}, {0, 0}};
+  if (found.status == Status::kOk) utimensat(AT_FDCWD, path.c_str(), kNever, AT_SYMLINK_NOFOLLOW);
   return found;
 }
 

@@ -74,6 +74,7 @@ class FileIoThread : public IoThread {
 
   Outcome contains(const std::string& path) const;
   Outcome touch(const std::string& path) const;
+  Outcome expire(const std::string& path) const;
   Outcome remove_record(const std::string& path, unsigned bucket);
   int remove(const std::string& path, unsigned bucket);
   int remove(const std::string& path, unsigned counted_in, std::uint64_t nbytes);

@@ -249,7 +249,8 @@ Counters IoExecutor::counters() const {
   };
   const auto sum = [&read](Status status) {
     return read(Op::kPut, status) + read(Op::kPutAbsent, status) + read(Op::kGet, status) +
-           read(Op::kContains, status) + read(Op::kDelete, status) + read(Op::kTouch, status);
+           read(Op::kContains, status) + read(Op::kDelete, status) + read(Op::kTouch, status) +
+           read(Op::kExpire, status);
   };
   const auto nbytes = [this](Op op) {
     return core_->ok_nbytes[static_cast<std::size_t>(op)].load(std::memory_order_relaxed);

@@ -17,6 +17,9 @@
 // kPutAbsent tests presence, as kTouch, and puts only absent values. It ends as kOk when this item put the
 // value, as kPresent when it was present or the awaited put of the key stored it.
 //
+// kExpire lets a present value go soon: a server shortens its time to live, files are evicted first. A later use
+// renews it.
+//
 // A batch has a time without progress, and one in all: a long queue on a slow link is no silent server. A byte that
 // moves is progress: of a server's connection for all that it carries, of the store for what waits in its queues.
 //
@@ -46,8 +49,16 @@ namespace kvpool {
 
 using Clock = std::chrono::steady_clock;
 
-enum class Op : std::uint8_t { kPut = 0, kGet = 1, kContains = 2, kDelete = 3, kTouch = 4, kPutAbsent = 5 };
-inline constexpr std::size_t kOpCount = 6;
+enum class Op : std::uint8_t {
+  kPut = 0,
+  kGet = 1,
+  kContains = 2,
+  kDelete = 3,
+  kTouch = 4,
+  kPutAbsent = 5,
+  kExpire = 6,
+};
+inline constexpr std::size_t kOpCount = 7;
 
 inline bool is_put(Op op) { return op == Op::kPut || op == Op::kPutAbsent; }
 inline bool moves_bytes(Op op) { return is_put(op) || op == Op::kGet; }

@@ -109,7 +109,7 @@ void RespConnection::on_poll(short events) {
 
 void RespConnection::again(std::unique_ptr<Request> request) {
   auto fresh = request->item ? std::make_unique<Request>(request->kind, std::move(*request->item),
-                                                         request->asking, request->hops)
+                                                         settings_.ttl, request->asking, request->hops)
                              : std::make_unique<Request>(request->kind, std::move(request->key_text),
                                                          settings_.ttl, request->asking);
   fresh->deadline = request->deadline;
@@ -174,6 +174,8 @@ RespRequest::Kind RespConnection::kind_of(Op op) const {
       return Kind::kDelete;
     case Op::kContains:
       return Kind::kContains;
+    case Op::kExpire:
+      return Kind::kExpire;
     default:
       return touches_ ? Kind::kTouch : Kind::kContains;
   }
@@ -181,7 +183,7 @@ RespRequest::Kind RespConnection::kind_of(Op op) const {
 
 void RespConnection::begin(Item&& taken) {
   const Kind kind = kind_of(taken.op());
-  add(std::make_unique<Request>(kind, std::move(taken)));
+  add(std::make_unique<Request>(kind, std::move(taken), settings_.ttl));
 }
 
 void RespConnection::push_redirected(std::unique_ptr<Request> request) {

@@ -61,7 +61,13 @@ class RespNode {
 class RespUses {
  public:
   // Checks per time to live.
-  static constexpr int kLooks = 8;
+  static constexpr int kLooks = 96;
+  // Of an expiring key, in spans between two checks: one is left to a key whose use was not checked.
+  static constexpr int kSpansLeft = 2;
+
+  static std::chrono::milliseconds shortened(std::chrono::milliseconds ttl) {
+    return std::max(ttl / kLooks * kSpansLeft, std::chrono::milliseconds(1));
+  }
 
   // True when a used key was not checked in the present span of `ttl` / kLooks; marks it as checked.
   bool is_due(std::string_view key, std::chrono::milliseconds ttl, Clock::time_point now) {
@@ -72,6 +78,10 @@ class RespUses {
     std::uint64_t& place = seen_[hash % kPlaces];
     const std::uint64_t mark = ((hash & ~kEpochs) | (epoch & kEpochs)) | kUsed;
     return std::exchange(place, mark) != mark;
+  }
+  // Its next use is due.
+  void forget(std::string_view key) {
+    if (!seen_.empty()) seen_[std::hash<std::string_view>{}(key) % kPlaces] = 0;
   }
 
  private:

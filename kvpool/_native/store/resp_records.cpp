@@ -203,7 +203,7 @@ void RespConnection::end_get(Request& request) {
 // record again. A good record written meanwhile is also lost: a further miss, never a wrong byte.
 void RespConnection::clean_up(Request& damaged) {
   counts_.damaged.add(damaged.damage);
-  add(std::make_unique<Request>(Kind::kCleanup, std::move(*damaged.item), damaged.asking));
+  add(std::make_unique<Request>(Kind::kCleanup, std::move(*damaged.item), settings_.ttl, damaged.asking));
   damaged.item.reset();
 }
 

@@ -168,6 +168,7 @@ std::string RespConnection::on_token(Request& request, const RespToken& token) {
     case Kind::kContains:
     case Kind::kDelete:
     case Kind::kTouch:
+    case Kind::kExpire:
     case Kind::kCleanup:
     case Kind::kRenew:
       if (token.kind != RespKind::kInteger || token.value < 0 || token.value > 1) return kUnexpected;
@@ -242,7 +243,8 @@ bool RespConnection::note_refusal(Request& request, std::string_view word, std::
 // The front's item sends the same server another command.
 void RespConnection::go_on(Request& answered, Kind kind) {
   if (!answered.item) return end_front(Status::kMiss, {});
-  auto request = std::make_unique<Request>(kind, std::move(*answered.item), answered.asking, answered.hops);
+  auto request = std::make_unique<Request>(kind, std::move(*answered.item), settings_.ttl, answered.asking,
+                                           answered.hops);
   answered.item.reset();
   end_front(Status::kMiss, {});
   add(std::move(request));
@@ -329,7 +331,9 @@ void RespConnection::end_front(Status status, std::string words) {
 // notify all followers of the server.
 std::unique_ptr<RespRequest> RespConnection::look_at(const Request& used) {
   const std::string& key = used.item->key().text;
-  if (used.item->op() == Op::kContains || used.item->op() == Op::kDelete) return nullptr;
+  if (used.item->op() == Op::kExpire) uses_.forget(key);  // the next use renews it
+  if (!is_put(used.item->op()) && used.item->op() != Op::kGet && used.item->op() != Op::kTouch)
+    return nullptr;
   if (!renews_ || !uses_.is_due(key, settings_.ttl, Clock::now())) return nullptr;
   if (used.kind == Kind::kPut) return nullptr;  // its time to live just began
   return std::make_unique<Request>(Kind::kAge, key, settings_.ttl);
@@ -367,8 +371,8 @@ void RespConnection::redirect_front() {
   // A migrating slot stays with its server until it has arrived.
   if (!front->moved_asking) topology_.mark_stale();
   if (!front->item) return;  // the caller has given up
-  auto fresh =
-      std::make_unique<Request>(front->kind, std::move(*front->item), front->moved_asking, front->hops + 1);
+  auto fresh = std::make_unique<Request>(front->kind, std::move(*front->item), settings_.ttl,
+                                         front->moved_asking, front->hops + 1);
   redirected_.push_back({std::move(fresh), std::move(front->moved_host), front->moved_port});
 }
 

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "store/resp_dial.h"
+#include "store/resp_node.h"
 
 namespace kvpool {
 namespace {
@@ -17,7 +18,8 @@ constexpr std::size_t kSendWindowsAhead = 4;
 
 }  // namespace
 
-RespRequest::RespRequest(Kind kind_, Item&& item_, bool asking_, unsigned hops_)
+RespRequest::RespRequest(Kind kind_, Item&& item_, std::chrono::milliseconds ttl, bool asking_,
+                         unsigned hops_)
     : kind(kind_),
       item(std::move(item_)),
       deadline(kind_ == Kind::kCleanup ? Clock::now() + kRespPatience : item->deadline()),
@@ -48,6 +50,9 @@ RespRequest::RespRequest(Kind kind_, Item&& item_, bool asking_, unsigned hops_)
       break;
     case Kind::kTouch:
       append_command(head, {"TOUCH", key});
+      break;
+    case Kind::kExpire:
+      append_command(head, {"PEXPIRE", key, std::to_string(RespUses::shortened(ttl).count())});
       break;
     default:
       append_command(head, {"UNLINK", key});

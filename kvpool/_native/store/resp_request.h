@@ -24,15 +24,16 @@ inline constexpr auto kRespPatience = std::chrono::seconds(5);
 inline constexpr std::string_view kAsking = "*1\r\n$6\r\nASKING\r\n";
 
 struct RespRequest {
-  // kCleanup deletes a damaged record; without an item, kAge reads a time to live, kRenew restarts it.
-  enum class Kind : std::uint8_t { kPut, kGet, kContains, kDelete, kTouch, kCleanup, kAge, kRenew };
+  // kCleanup deletes a damaged record; without an item, kAge reads a time to live, kRenew restarts it. kExpire
+  // shortens it.
+  enum class Kind : std::uint8_t { kPut, kGet, kContains, kDelete, kTouch, kExpire, kCleanup, kAge, kRenew };
   // The replies to a put: to each of its commands, then EXEC's two results.
   enum class PutReply : std::uint8_t { kMulti, kHset, kPexpire, kExec, kHsetDone, kPexpireDone };
   enum class Stage : std::uint8_t { kStart, kHeader, kBody };
   enum class Sink : std::uint8_t { kNowhere, kHeader, kBody };
 
-  // Composes the item's command.
-  RespRequest(Kind kind, Item&& item, bool asking = false, unsigned hops = 0);
+  // Composes the item's command. `ttl`: of used values.
+  RespRequest(Kind kind, Item&& item, std::chrono::milliseconds ttl, bool asking = false, unsigned hops = 0);
   // Without an item: kCleanup, kAge or kRenew.
   RespRequest(Kind kind, std::string key, std::chrono::milliseconds ttl, bool asking = false);
 

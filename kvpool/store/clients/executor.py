@@ -38,7 +38,8 @@ from kvpool.threads import start_thread
 PROBE_S = 0.5  # dial of an unreachable server; under TLS DIAL_S, because it enters a busy interpreter dozens of times
 MAX_CALL_S = 4.0  # per call, so that close() can wait for it
 DIAL_S = 2.0
-LOOKS = 8  # checks of a used key's time to live, per time to live
+LOOKS = 96  # checks of a used key's time to live, per time to live
+SPANS_LEFT = 2  # of an expiring key, between two checks
 MAX_LOOKED = 1 << 17  # checked keys that a thread remembers
 
 _Outcome = tuple[Sequence[int], str | None]  # a status per key, and the first fault in words
@@ -177,6 +178,8 @@ class LinkThread:
             return self._ask(batch, b"UNLINK", keys)
         if batch.operation == _native.TOUCH:
             return self._touch(batch, keys)
+        if batch.operation == _native.EXPIRE:
+            return self._expire(batch, keys)
         assert batch.views is not None
         views = batch.views[start:end]
         if batch.operation == _native.PUT:
@@ -276,6 +279,13 @@ class LinkThread:
         return _outcome(outcomes)
 
     # ------------------------------------------------------------------ times to live
+
+    def _expire(self, batch: QueuedBatch, keys: Sequence[bytes]) -> _Outcome:
+        for key in keys:
+            self._looked.pop(key, None)  # the next use renews it
+        left_ms = b"%d" % max(1, self._ttl_ms // LOOKS * SPANS_LEFT)
+        replies = self._exchange(batch, [(b"PEXPIRE", key, left_ms) for key in keys])
+        return _outcome([found(reply) for reply in replies])
 
     def _use(self, keys: Sequence[bytes], *, begins: bool = False) -> None:
         """Record uses. ``begins``: after a put, which starts the time to live."""
