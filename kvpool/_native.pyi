@@ -36,13 +36,23 @@ def hash_chain(
     extras: dict[int, bytes],
 ) -> list[bytes]: ...
 
-# The last 8 bytes of each hash, read big-endian, as packed little-endian u64: what KV events carry.
+class HashCache:
+    """kvpool/_native/key/hash_cache.h. Any thread."""
+
+    def __init__(self, max_nbytes: int) -> None: ...
+    @property
+    def nbytes(self) -> int: ...
+
+# The last 8 bytes of each hash, read big-endian, as packed little-endian u64: what KV events carry. cache: None: all
+# are computed. owner: of what is kept there; others' is not used.
 def hash_chain64(
     algorithm: str,
     parent: bytes,
     token_ids: Sequence[int] | Buffer,
     block_tokens: int,
     extras: dict[int, bytes],
+    cache: HashCache | None = None,
+    owner: str = "",
 ) -> bytes: ...
 def digest(algorithm: str, data: Buffer) -> bytes: ...
 
@@ -117,7 +127,8 @@ class IoExecutor:
 
     def counters(self) -> dict[str, int]:
         """Totals since the start: puts, put_nbytes, present_puts, get_hits, get_misses, get_nbytes, contains_hits,
-        contains_misses, deletes, delete_misses, no_room, faults, cancelled, timed_out (keys, not batches).
+        contains_misses, deletes, delete_misses, expires, expire_misses, no_room, faults, cancelled, timed_out (keys, not
+        batches).
 
         Gauge: queued (keys that no thread has taken; a lookup counts as one).
         Files: damaged, damaged_<cause> with the causes of verify_record(), evicted, evicted_nbytes,
@@ -379,6 +390,9 @@ class Ranking:
     def pack(self, reservation: str) -> bytes: ...
     # A row, and the other fields of a Pick in their order; trust and source as numbers.
     def picks(self) -> list[tuple[Any, ...]]: ...
+
+# Commas, and opening brackets and braces, of a text; in strings, too.
+def json_size(text: Buffer) -> tuple[int, int]: ...
 
 # The token ids of a list in JSON, packed native u32. ValueError: what ``text`` is not.
 def read_token_list(text: Buffer, most: int) -> bytes: ...

@@ -204,6 +204,9 @@ class PoolConfig(_Settings):
     blocks_per_record: int = Field(
         1, ge=1, le=64, description="how many blocks of the engine the pool keeps as one record"
     )
+    keep_share: float = Field(
+        0.1, ge=0, le=0.5, description="share of the pool that may hold what requests ask to keep; 0: none"
+    )
     store_decode: bool = Field(True, description="store generated tokens, or only prompts")
     weights_never_change: WeightsNeverChange = False
     cost_gate: bool = Field(

@@ -55,9 +55,9 @@ LOOKUP_FAILURES = Metric(
 LOOKUP_BLOCKS = Metric("kvpool_lookup_blocks_total", "Keys that lookups were about.")
 REQUEST_FAULTS = Metric(
     "kvpool_request_faults_total",
-    "Requests that went on without the pool after a fault of kvpool, by what it did: lookup, offer, load or store.",
+    "Requests that went on without the pool after a fault of kvpool, by what it did, such as lookup or load.",
     "where",
-    values=("lookup", "offer", "load", "store"),
+    values=("lookup", "offer", "load", "store", "hint"),
 )
 OFFERED_TOKENS = Metric("kvpool_offered_tokens_total", "Prompt tokens offered to the engine from the pool.")
 OFFER_MISMATCHES = Metric(
@@ -139,6 +139,23 @@ MISSED_TOKENS = Metric(
     "Prompt tokens in full blocks that came neither from the engine's cache nor from the pool, by why.",
     "reason",
     values=MISS_REASONS,
+)
+HINT_ACTIONS = ("keep", "done", "priority", "prefetch", "unknown", "invalid")
+HINTS = Metric(
+    "kvpool_hints_total",
+    "Hints of requests, by what they ask for. Prefetch is ignored, as are unknown and invalid ones.",
+    "action",
+    values=HINT_ACTIONS,
+)
+KEPT_NBYTES = Metric(
+    "kvpool_kept_bytes", "Records in the pool that this engine keeps because requests asked for it."
+)
+KEEPS_REFUSED = Metric(
+    "kvpool_keeps_refused_total",
+    "Prefixes that were not kept, or no longer, because keep_share has no room for them.",
+)
+DONE_KEYS = Metric(
+    "kvpool_done_keys_total", "Keys whose time to live got short because a request was done with them."
 )
 LOADED_TOKENS = Metric("kvpool_loaded_tokens_total", "Prompt tokens whose load has succeeded.")
 LOOKUP_WAIT_SECONDS = Metric(

@@ -34,6 +34,7 @@ def test_defaults() -> None:
         "store_policy": "write_through",
         "min_requests_to_store": 1,
         "blocks_per_record": 1,
+        "keep_share": 0.1,
         "store_decode": True,
         "weights_never_change": False,
         "start_without_pool": False,
@@ -47,7 +48,7 @@ def test_every_field_from_the_dict() -> None:
         "staging_nbytes": "1GiB", "max_store_nbytes_per_s": 500, "threads": 64,
         "advertise_host": "fd00::7", "http_port": 65535, "worker": "node-1:5557", "lease_s": 3,
         "store_policy": "write_through", "min_requests_to_store": 2, "blocks_per_record": 4, "store_decode": False,
-        "weights_never_change": True, "start_without_pool": True,
+        "weights_never_change": True, "start_without_pool": True, "keep_share": 0.25,
         "cost_gate": False,
     }  # fmt: skip
     config = load(given)
@@ -67,7 +68,7 @@ def test_every_field_from_the_environment() -> None:
             "KVPOOL_LEASE_S": "30", "KVPOOL_THREADS": "4", "KVPOOL_STORE_POLICY": "write_back",
             "KVPOOL_MIN_REQUESTS_TO_STORE": "2", "KVPOOL_STORE_DECODE": "false", "KVPOOL_COST_GATE": "0",
             "KVPOOL_WEIGHTS_NEVER_CHANGE": "true", "KVPOOL_START_WITHOUT_POOL": "1",
-            "KVPOOL_BLOCKS_PER_RECORD": "1",
+            "KVPOOL_BLOCKS_PER_RECORD": "1", "KVPOOL_KEEP_SHARE": "0",
             "PATH": "/bin", "KVPOOL_SERVICE_HOST": "10.0.0.1", "KVPOOL_PORT": "tcp://10.0.0.1:1",
         },
     )  # fmt: skip
@@ -76,7 +77,7 @@ def test_every_field_from_the_environment() -> None:
         "staging_nbytes": 64 << 20, "max_store_nbytes_per_s": 1_000_000, "threads": 4,
         "advertise_host": "10.0.0.7", "http_port": 8001, "worker": "w", "lease_s": 30.0,
         "store_policy": "write_back", "min_requests_to_store": 2, "blocks_per_record": 1, "store_decode": False,
-        "weights_never_change": True, "start_without_pool": True,
+        "weights_never_change": True, "start_without_pool": True, "keep_share": 0.0,
         "cost_gate": False,
     }  # fmt: skip
     assert config.model_dump().keys() == PoolConfig.model_fields.keys()

@@ -47,6 +47,7 @@ _KEY = re.compile(
 _FACTS_KEY = re.compile(rf"kvpool:({TENANT_PATTERN}):([0-9a-f]{{32}}){FACTS_SUFFIX}")
 _ANY_KEY = re.compile(rf"kvpool:({TENANT_PATTERN}):")
 _TRAFFIC_KEY = re.compile(rf"kvpool:({TENANT_PATTERN}):traffic:[0-9a-f]{{16}}")
+_KEEPER_KEY = re.compile(rf"kvpool:({TENANT_PATTERN}):keeper:[0-9a-f]{{16}}")
 _ASKED = "?"  # impossible in a worker's name
 _WORKER_KEY = re.compile(rf"kvpool:({TENANT_PATTERN}):worker:({_INDEX_PATTERN}):({WORKER_NAME_PATTERN})")
 
@@ -180,6 +181,19 @@ def traffic_prefix(tenant: str) -> str:
 
 def is_traffic_key(key: str) -> bool:
     return _TRAFFIC_KEY.fullmatch(key) is not None
+
+
+def keeper_key(tenant: str, engine: str) -> str:
+    """The key that counts an engine among those that keep prefixes: ``kvpool:TENANT:keeper:ENGINE``, 16 hex digits."""
+    return f"{keepers_prefix(tenant)}{engine}"
+
+
+def keepers_prefix(tenant: str) -> str:
+    return tenant_prefix(tenant) + "keeper:"
+
+
+def is_keeper_key(key: str) -> bool:
+    return _KEEPER_KEY.fullmatch(key) is not None
 
 
 def parse_tenant(key: str) -> str | None:

@@ -31,7 +31,6 @@ from kvpool.vllm.weights import pool_hashes
 
 logger = init_logger("vllm.kvpool")
 
-
 FRESH_S = 10.0  # older answers are refreshed before an offer
 LOOKUP_GRACE_S = 0.25  # grace of a lookup that stops after its own deadline
 WARN_EVERY_S = 60.0  # between two warnings of an unstable pool
@@ -138,15 +137,21 @@ class Lookups:
 
     def start(self, namespace: Namespace, request: Request, tag: bytes) -> RequestLookup | None:
         """Start the lookup of a request; ``tag``: its adapter's, or empty. None: no pool."""
-        hashes = [internals.record_hashes(request, self._hash_block_tokens, group) for group in self._groups]
-        asked = groups_to_ask(self._groups, hashes, self._ranks, self._reached)
-        if tag:
-            asked = [one._replace(hashes=pool_hashes(one.hashes, one.hash_nbytes, tag)) for one in asked]
-        wanted = [_repeated(each, len(known)) for each, known in zip(self._reached, hashes, strict=True)]
+        asked, tokens = self.records(request, tag), self._hash_block_tokens
+        counts = (len(internals.record_hashes(request, tokens, group)) for group in self._groups)
+        wanted = [_repeated(each, count) for each, count in zip(self._reached, counts, strict=True)]
         lookup = self._submit(namespace, asked, wanted)
         if lookup is not None:
             self._counters.add(metrics.LOOKUP_REQUESTS)
         return lookup
+
+    def records(self, request: Request, tag: bytes) -> list[LookupGroup]:
+        """By group, the records of a request that a hit may need."""
+        hashes = [internals.record_hashes(request, self._hash_block_tokens, group) for group in self._groups]
+        asked = groups_to_ask(self._groups, hashes, self._ranks, self._reached)
+        if tag:
+            asked = [one._replace(hashes=pool_hashes(one.hashes, one.hash_nbytes, tag)) for one in asked]
+        return asked
 
     def why_missed(self, lookup: RequestLookup, hit_tokens: int) -> str:
         """Why a request's answered lookup led to no longer hit: of ``metrics.MISS_REASONS``. Call it once a request."""
@@ -351,9 +356,8 @@ class ChunkLookups:
         self._touching.clear()
 
     def _take_questions(self) -> list[OffloadKey]:
-        questions = [key for key in dict.fromkeys(self._questions) if key in self._probes]
-        self._questions.clear()
-        return questions
+        questions, self._questions = dict.fromkeys(self._questions), []
+        return [key for key in questions if key in self._probes]
 
     def _ask(self, keys: list[OffloadKey]) -> None:
         """Ask whether the pool has these, which counts them as used."""
@@ -377,11 +381,10 @@ class ChunkLookups:
             return
         try:
             names = self._names(self._touches)
-            self._touches.clear()
             self._touching.append(self._store.submit_touch(names, timeout_s=STORE_TIMEOUT_S))
         except Exception as error:
-            self._touches.clear()
             self._cause(error)
+        self._touches.clear()
 
     def _unanswered(self, keys: Iterable[OffloadKey], cause: str) -> None:
         self._counters.add(metrics.LOOKUP_FAILURES, 1, cause)

@@ -18,6 +18,7 @@ from vllm.logger import init_logger
 from vllm.v1.request import Request
 
 from kvpool.text import unknown
+from kvpool.vllm.hints import MAX_KEEP_S, NO_HINTS, Hints
 from kvpool.vllm.lookups import RequestLookup
 from kvpool.vllm.weights import AdapterCheck, pool_hash
 
@@ -28,6 +29,7 @@ logger = init_logger("vllm.kvpool")
 class RequestState:
     request: Request
     params: RequestParams
+    hints: Hints = NO_HINTS
     adapter: AdapterCheck | None = None
     lookup: RequestLookup | None = None  # the latest
     tails: tuple[int, RequestLookup] | None = None  # behind so many tokens of whole blocks
@@ -74,13 +76,20 @@ MAX_SHOWN_CHARS = 200
 
 
 class RequestParams(BaseModel):
-    """Permitted uses; a lower ``priority``, as vLLM's, gets scarce slots first and loses its stores last."""
+    """Permitted uses, and hints; a lower ``priority``, as vLLM's, gets scarce slots first and loses its stores last."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
     load: bool = True
     store: bool = True
     priority: int = Field(default=0, ge=-(1 << 31), lt=1 << 31)
+    keep_s: float = Field(default=0.0, ge=0, le=MAX_KEEP_S)
+    done: bool = False
+    prefetch: bool = False
+
+    @property
+    def hints(self) -> Hints:
+        return Hints(self.keep_s, self.done, self.prefetch, self.priority)
 
 
 WITHOUT_POOL = RequestParams(load=False, store=False)

@@ -38,6 +38,7 @@ from kvpool.vllm import internals
 from kvpool.vllm.events import CacheResync, removed_event
 from kvpool.vllm.gate import MIN_STEP_TOKENS, CostGate
 from kvpool.vllm.guard import RequestFaults, guarded
+from kvpool.vllm.hints import read_hints
 from kvpool.vllm.identity import EngineNamespace
 from kvpool.vllm.loads import Loads
 from kvpool.vllm.lookups import Lookups, RequestLookup
@@ -53,6 +54,7 @@ from kvpool.vllm.plan import (
     longest_hit,
 )
 from kvpool.vllm.requests import WITHOUT_POOL, ParamsReader, RequestState
+from kvpool.vllm.retention import Prefix, Retention
 from kvpool.vllm.seen import SeenRecords
 from kvpool.vllm.stores import StorePlanner
 from kvpool.vllm.weights import Adapters
@@ -114,6 +116,8 @@ class SchedulerHalf:
             counters=self.counters,
         )
         self._traffic = TrafficAnnouncer(store, config.tenant)
+        self._retention = Retention(store, config.tenant, share=config.keep_share, counters=self.counters)
+        self._record_nbytes: dict[int, int] = {}  # by group, of all ranks
         self._outcomes = Outcomes(
             self.counters,
             record_tokens=self._groups[0].record_tokens,
@@ -404,6 +408,8 @@ class SchedulerHalf:
                     self._loads_under_way.fail(request_id)
         if report is None:
             return
+        for group, nbytes in report.record_nbytes.items():
+            self._record_nbytes[group] = self._record_nbytes.get(group, 0) + nbytes
         self._resync_asked |= report.asked
         for reason in report.broken.values():
             self.switch_off(reason)
@@ -419,6 +425,7 @@ class SchedulerHalf:
             self._events += [removed_event(*block) for block in sorted(report.missing)]
 
     def finished(self, request: Request) -> None:
+        self._retain(request)
         state = self._requests.pop(request.request_id, None)
         self._store_planner.finished(request.request_id)
         if state is not None:
@@ -430,6 +437,28 @@ class SchedulerHalf:
             if state.loading:
                 self._cancelled.append(request.request_id)
 
+    @guarded(None, request="hint")
+    def _retain(self, request: Request) -> None:
+        """Do what a request hinted at, for all of its records in the pool."""
+        state, namespace = self._requests.get(request.request_id), self._namespace.current
+        if state is None or namespace is None:
+            return
+        keep_s, done = state.hints.keep_s, state.hints.done
+        if not (keep_s or done or self._retention.keeps):
+            return
+        hashes = internals.record_hashes(request, self._hash_block_tokens, self._groups[0])
+        tag = state.adapter.tag if state.adapter is not None else b""
+        if not (keep_s or done) or tag is None:
+            self._retention.used(hashes)
+            return
+        records = self._lookups.records(request, tag)
+        nbytes = sum(group.records * self._record_nbytes.get(group.group, 0) for group in records)
+        prefix = Prefix(namespace, records, hashes, nbytes)
+        if done:
+            self._retention.let_go(prefix)
+        else:
+            self._retention.keep(prefix, keep_s)
+
     # Helpers for the steps of a request.
 
     def _without_pool(self, request: Request) -> None:
@@ -439,13 +468,17 @@ class SchedulerHalf:
     def _state(self, request: Request) -> RequestState:
         state = self._requests.get(request.request_id)
         if state is None:
-            params = self._params.read(getattr(request, "kv_transfer_params", None))
+            given = getattr(request, "kv_transfer_params", None)
+            params = self._params.read(given)
+            hints = read_hints(params.hints, given, getattr(request, "kv_hints", None), self.counters)
+            if hints.priority != params.priority:
+                params = params.model_copy(update={"priority": hints.priority})
             if request.skip_reading_prefix_cache:  # some versions of vLLM ask all the same
                 params = params.model_copy(update={"load": False})
             opted_out = not params.load
             if internals.adapter_changed_in_place(request):
                 params = WITHOUT_POOL
-            state = RequestState(request, params, opted_out=opted_out)
+            state = RequestState(request, params, hints, opted_out=opted_out)
             self._requests[request.request_id] = state
             if request.lora_request is not None and (params.load or params.store):
                 state.adapter = self._adapters.check(request.lora_request)
@@ -577,4 +610,5 @@ class SchedulerHalf:
         self.forget()
         self._requests.clear()
         self._adapters.close()
+        self._retention.close()
         self._traffic.close()

@@ -128,6 +128,11 @@ class WorkerHalf:
             return
         self._report.facts[self._rank] = facts
         self._report.store_slots = self._mover.store_slots
+        self._report.record_nbytes = {
+            index: copier.payload_nbytes
+            for index, (group, copier) in enumerate(zip(self._groups, copiers, strict=True))
+            if group.stored_by(self._rank)
+        }
         if self._rank == 0:
             self._announcer = EngineAnnouncer(self._config, self._model, describe)
         if not self._config.weights_never_change:

@@ -155,3 +155,17 @@ def test_what_was_evicted_comes_back_and_lives_as_long_as_the_url_says(policies:
         assert (TTL_S - 600) * 1000 < policies.server.client.pttl(key) <= TTL_S * 1000
     answer = policies.ask("back")
     assert answer["pool_tokens"] == PROMPT_BLOCKS * BLOCK_TOKENS
+
+
+def test_a_request_that_is_done_lets_its_blocks_go_and_one_that_keeps_is_counted(policies: Policies) -> None:
+    names = policies.evicted("back")
+    assert len(names) >= PROMPT_BLOCKS
+    policies.ask("back", done=True)
+    assert eventually(
+        lambda: all(
+            0 < policies.server.client.pttl(name) <= TTL_S * 1000 // 48 for name in names[:PROMPT_BLOCKS]
+        )
+    )
+    assert len(policies.evicted("back")) == len(names), "they are still there"
+    policies.ask("back", keep_s=60)
+    assert eventually(lambda: policies.server.client.keys("*:keeper:*"))

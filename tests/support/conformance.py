@@ -608,15 +608,25 @@ class StoreConformance:
         store.get_many_into([key(0), key(1), key(7)], [bytearray(100) for _ in range(3)])
         store.contains_many([key(0), key(8)])
         assert store.touch_many([key(8), key(1)]) == [False, True]
+        store.expire_many([key(9), key(0)])
         store.delete_many([key(2), key(9)])
         counters = store.counters()
         assert all(type(value) is int and value >= 0 for value in counters.values())
         expected = {
             "puts": 3, "put_nbytes": 300, "get_hits": 2, "get_misses": 1, "get_nbytes": 200,
             "contains_hits": 2, "contains_misses": 2, "deletes": 1, "delete_misses": 1,
+            "expires": 1, "expire_misses": 1,
             "no_room": 0, "faults": 0, "cancelled": 0, "timed_out": 0, "damaged": 0, "evicted": 0,
         }  # fmt: skip
         assert {name: counters.get(name) for name in expected} == expected
+
+    def test_what_expires_is_there_for_a_while(self, store: Store) -> None:
+        store.put_many(keys(3), [b"value"] * 3)
+        assert store.expire_many([key(0), key(7), key(2)]) == 2
+        assert store.contains_many([*keys(3), key(7)]) == [True] * 3 + [False]
+        buffer = bytearray(5)
+        assert store.get_many_into([key(0)], [buffer]) == [True]
+        assert buffer == b"value"
 
     def test_nothing_works_after_close(self, open_one: OpenStore) -> None:
         store = open_one(MIB)
@@ -629,6 +639,7 @@ class StoreConformance:
             lambda: store.contains_many([key(1)]),
             lambda: store.touch_many([key(1)]),
             lambda: store.delete_many([key(1)]),
+            lambda: store.expire_many([key(1)]),
             lambda: store.submit_put([key(1)], [b"x"]),
             lambda: store.submit_get([key(1)], [bytearray(1)]),
             lambda: store.submit_contains([key(1)]),
@@ -685,6 +696,17 @@ class EvictionConformance:
                 assert list(store.submit_put_absent([name], [value]).results()) == [_native.OK]
             assert store.contains_many(names[:4]) == [True, True, False, False]
             assert store.contains_many(names[10:]) == [True] * 3
+
+    def test_what_expires_goes_first_unless_it_is_used_again(self, open_one: OpenStore) -> None:
+        names, value = NAMESPACE.keys([hashed(number) for number in range(13)], 0, 0), bytes(100_000)
+        with open_one(MIB) as store:
+            for name in names[:10]:
+                assert store.put_many([name], [value]) == [True]
+            assert store.expire_many(names[5:9]) == 4
+            assert store.touch_many([names[5]]) == [True]
+            for name in names[10:]:
+                assert store.put_many([name], [value]) == [True]
+            assert store.contains_many(names[5:10]) == [True, False, False, False, True]
 
 
 class ServerConformance(StoreConformance):

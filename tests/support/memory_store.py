@@ -23,7 +23,8 @@ from tests.support.scripted_store import LookedUp, SelfMoving
 # The names that the file store uses, too. Nothing here faults, is cancelled or times out.
 _COUNTERS = (
     "puts", "put_nbytes", "present_puts", "get_hits", "get_misses", "get_nbytes", "contains_hits",
-    "contains_misses", "deletes", "delete_misses", "no_room", "faults", "cancelled", "timed_out", "damaged", "evicted",
+    "contains_misses", "deletes", "delete_misses", "expires", "expire_misses",
+    "no_room", "faults", "cancelled", "timed_out", "damaged", "evicted",
 )  # fmt: skip
 
 
@@ -135,6 +136,14 @@ class MemoryStore(SelfMoving):
         elif op == _native.GET:
             assert views is not None
             results = bytes(map(self._get, keys, views))
+        elif op == _native.EXPIRE:
+            with self._lock:
+                found = [key in self._records for key in keys]
+                for key in (key for key, hit in zip(keys, found, strict=True) if hit):
+                    self._records.move_to_end(key, last=False)
+                self._counters["expires"] += sum(found)
+                self._counters["expire_misses"] += len(found) - sum(found)
+            results = bytes(_native.OK if hit else _native.MISS for hit in found)
         elif op in (_native.CONTAINS, _native.TOUCH):
             with self._lock:
                 found = [key in self._records for key in keys]

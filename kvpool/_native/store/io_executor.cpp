@@ -266,6 +266,8 @@ Counters IoExecutor::counters() const {
       {"contains_misses", read(Op::kContains, Status::kMiss) + read(Op::kTouch, Status::kMiss)},
       {"deletes", read(Op::kDelete, Status::kOk)},
       {"delete_misses", read(Op::kDelete, Status::kMiss)},
+      {"expires", read(Op::kExpire, Status::kOk)},
+      {"expire_misses", read(Op::kExpire, Status::kMiss)},
       {"no_room", sum(Status::kNoRoom)},
       {"faults", sum(Status::kFault)},
       {"cancelled", sum(Status::kCancelled)},

@@ -31,7 +31,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.4
 
 _COUNTERS = (
     "puts", "put_nbytes", "present_puts", "get_hits", "get_misses", "get_nbytes", "contains_hits",
-    "contains_misses", "deletes", "delete_misses", "no_room", "faults", "cancelled", "timed_out", "damaged", "evicted",
+    "contains_misses", "deletes", "delete_misses", "expires", "expire_misses",
+    "no_room", "faults", "cancelled", "timed_out", "damaged", "evicted",
     "connections", "disconnections", "failed_dials", "refused", "up_connections", "queued",
     *(f"damaged_{cause}" for cause in metrics.DAMAGES),
 )  # fmt: skip
@@ -47,6 +48,8 @@ _COUNTED = {
     (_native.TOUCH, _native.MISS): "contains_misses",
     (_native.DELETE, _native.OK): "deletes",
     (_native.DELETE, _native.MISS): "delete_misses",
+    (_native.EXPIRE, _native.OK): "expires",
+    (_native.EXPIRE, _native.MISS): "expire_misses",
 }
 _COUNTED_ALWAYS = {
     _native.NO_ROOM: "no_room",

@@ -80,3 +80,18 @@ def test_a_lookup_again_costs_one_command(server: Server, url: str) -> None:
             assert store.touch_many(keys(4)) == [True] * 4
         # By each of two threads once, at the most.
         assert looks() - before <= 4
+
+
+def test_what_expires_has_a_short_time_left_until_it_is_used_again(server: Server, url: str) -> None:
+    put_aged(server, url, left_ms=TTL_MS - 1000)
+    soon_ms = TTL_MS // 48
+    with open_store(url, threads=1) as store:
+        assert store.touch_many(keys(4)) == [True] * 4, "a use of late does not keep the next one from renewing"
+        assert store.expire_many([*keys(4), key(9)]) == 4
+        assert all(soon_ms - 60_000 < server.client.pttl(name) <= soon_ms for name in keys(4))
+        assert not server.client.exists(key(9))
+        assert store.touch_many(keys(2)) == [True, True]
+        assert store.get_many_into([key(2)], [bytearray(5)]) == [True]
+        used = [key(0), key(1), key(2)]
+        assert eventually(lambda: all(server.client.pttl(name) > TTL_MS - 60_000 for name in used))
+        assert server.client.pttl(key(3)) <= soon_ms
