@@ -169,7 +169,8 @@ def go(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
         **os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}", "GOROOT": str(program.parents[1]),
         "GOPATH": f"{path}:{GO / 'usr/share/gocode'}", "GO111MODULE": "off", "CGO_ENABLED": "0",
         "GOCACHE": str(ROOT / ".cache/go/build"), "GOTOOLCHAIN": "local",
-        "GOFLAGS": "'-gcflags=all=-N -l'",  # most of the time is gRPC's compilation: without its optimizations
+        # Most of the time is gRPC's compilation: without optimizations, debug information and searches for garbage.
+        "GOFLAGS": "'-gcflags=all=-N -l -dwarf=false'", "GOGC": "off",
         "GOLDEN": str(ROOT / "tests/golden/protocol.json"),
     }  # fmt: skip
     return folder, environment
