@@ -83,11 +83,11 @@ IMAGE_WHEEL := $(DIST)/.stamp-$(subst $(eval) ,-,$(IMAGE_WHEELS))
 WERROR := -DKVPOOL_WERROR=$(if $(CI),ON,OFF)
 # CI links Debian's static OpenSSL into the images' wheel: make dist compiles another, six minutes of a processor.
 SYSTEM_OPENSSL := $(if $(CI),--system-openssl)
-# What takes longest comes first, so that no worker is left with it at the end.
+# What takes longest comes first, so that no worker is left with it at the end. What make check runs is left out.
 SLOW_FIRST := tests/test_gpu_proof.py tests/store tests/vllm tests/cli
 ELSEWHERE := tests/benchmarks tests/compose tests/dist tests/e2e tests/pages tests/sglang
 PARTS = $(SLOW_FIRST) $(filter-out $(SLOW_FIRST) $(ELSEWHERE),$(patsubst %/__init__.py,%,$(wildcard tests/*/__init__.py))) \
-  $(filter-out $(SLOW_FIRST),$(wildcard tests/test_*.py))
+  $(filter-out $(SLOW_FIRST) tests/test_architecture.py,$(wildcard tests/test_*.py))
 SOAKED = tests/e2e/test_versions.py tests/store \
   $(shell grep -rl --include='test_*.py' --exclude=test_versions.py --exclude-dir=store 'mark\.soak' tests)
 RUN_PYTEST := $(BIN)/python -m pytest -o cache_dir=.cache/pytest
