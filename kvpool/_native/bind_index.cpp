@@ -22,6 +22,7 @@
 
 #include "bindings.h"
 #include "index/answer.h"
+#include "index/json_size.h"
 #include "index/lookup_request.h"
 #include "index/ranking.h"
 #include "index/table.h"
@@ -276,6 +277,12 @@ nb::object py_read_lookup_request(nb::handle packed) {
                         begin + request->prompt.size());
 }
 
+std::pair<std::size_t, std::size_t> py_json_size(nb::handle text) {
+  const Bytes bytes(text);
+  const JsonSize size = json_size(bytes.get());
+  return {size.commas, size.containers};
+}
+
 nb::bytes py_token_list(nb::handle text, std::size_t most) {
   const Bytes bytes(text);
   return to_bytes(without_gil([&] {
@@ -409,6 +416,7 @@ void bind_index(nb::module_& m) {
       .def("pack", &PyRanking::pack, "reservation"_a)
       .def("picks", &PyRanking::picks);
   m.def("read_lookup_request", &py_read_lookup_request, "packed"_a);
+  m.def("json_size", &py_json_size, "text"_a);
   m.def("read_token_list", &py_token_list, "text"_a.none(), "most"_a);
 }
 

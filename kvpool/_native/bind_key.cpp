@@ -14,6 +14,7 @@
 
 #include "bindings.h"
 #include "key/checksum.h"
+#include "key/hash_cache.h"
 #include "key/hashing.h"
 #include "key/record.h"
 
@@ -106,24 +107,28 @@ std::vector<std::uint64_t> read_tokens(nb::handle object) {
   return read_sequence({object, "token ids must be a sequence of integers or a buffer of them"});
 }
 
-// `extras`: block index to its extra keys as CBOR.
-std::vector<std::byte> chain(HashAlgorithm algorithm, const nb::bytes& parent, nb::handle token_ids,
-                             std::size_t block_tokens, const nb::dict& extras) {
-  const std::vector<std::uint64_t> tokens = read_tokens(token_ids);
-  const nb::list items = extras.items();  // keeps the bytes alive
-  Extras by_block;
-  for (const nb::handle item : items) {
-    const auto [block, extra] = nb::cast<std::pair<std::uint64_t, nb::bytes>>(item);
-    by_block.emplace_back(block, as_text(extra));
+// The tokens and extra keys of a prompt. `extras`: block index to its extra keys as CBOR.
+struct Hashed {
+  Hashed(nb::handle token_ids, const nb::dict& extras)
+      : tokens(read_tokens(token_ids)), items(extras.items()) {
+    for (const nb::handle item : items) {
+      const auto [block, extra] = nb::cast<std::pair<std::uint64_t, nb::bytes>>(item);
+      by_block.emplace_back(block, as_text(extra));
+    }
+    std::ranges::sort(by_block);
   }
-  std::ranges::sort(by_block);
-  return without_gil([&] { return hash_chain(algorithm, as_text(parent), tokens, block_tokens, by_block); });
-}
+
+  const std::vector<std::uint64_t> tokens;
+  const nb::list items;  // keeps the bytes alive
+  Extras by_block;
+};
 
 nb::list py_hash_chain(std::string_view algorithm_name, const nb::bytes& parent, nb::handle token_ids,
                        std::size_t block_tokens, const nb::dict& extras) {
   const HashAlgorithm algorithm = parse_algorithm(algorithm_name);
-  const std::vector<std::byte> digests = chain(algorithm, parent, token_ids, block_tokens, extras);
+  const Hashed prompt(token_ids, extras);
+  const std::vector<std::byte> digests = without_gil(
+      [&] { return hash_chain(algorithm, as_text(parent), prompt.tokens, block_tokens, prompt.by_block); });
   const std::size_t nbytes = digest_nbytes(algorithm);
   const std::size_t blocks = digests.size() / nbytes;
   nb::list hashes = nb::steal<nb::list>(PyList_New(static_cast<Py_ssize_t>(blocks)));
@@ -137,9 +142,16 @@ nb::list py_hash_chain(std::string_view algorithm_name, const nb::bytes& parent,
 }
 
 nb::bytes py_hash_chain64(std::string_view algorithm_name, const nb::bytes& parent, nb::handle token_ids,
-                          std::size_t block_tokens, const nb::dict& extras) {
+                          std::size_t block_tokens, const nb::dict& extras, HashCache* cache,
+                          std::string_view owner) {
   const HashAlgorithm algorithm = parse_algorithm(algorithm_name);
-  return to_bytes(low_words(algorithm, chain(algorithm, parent, token_ids, block_tokens, extras)));
+  const Hashed prompt(token_ids, extras);
+  const std::string_view first = as_text(parent);
+  return to_bytes(without_gil([&] {
+    if (cache != nullptr)
+      return cache->hash_chain64(owner, algorithm, first, prompt.tokens, block_tokens, prompt.by_block);
+    return low_words(algorithm, hash_chain(algorithm, first, prompt.tokens, block_tokens, prompt.by_block));
+  }));
 }
 
 // Hashes lie wherever the allocator put them: a join waits for memory twice for each, the prefetch hides most of it.
@@ -220,7 +232,10 @@ void bind_key(nb::module_& m) {
 
   m.def("hash_chain", &py_hash_chain, "algorithm"_a, "parent"_a, "token_ids"_a, "block_tokens"_a, "extras"_a);
   m.def("hash_chain64", &py_hash_chain64, "algorithm"_a, "parent"_a, "token_ids"_a, "block_tokens"_a,
-        "extras"_a);
+        "extras"_a, "cache"_a.none() = nb::none(), "owner"_a = "");
+  nb::class_<HashCache>(m, "HashCache")
+      .def(nb::init<std::size_t>(), "max_nbytes"_a)
+      .def_prop_ro("nbytes", &HashCache::nbytes);
   m.def("pack_hashes", &py_pack_hashes, "hashes"_a);
   m.def("digest", &py_digest, "algorithm"_a, "data"_a);
   m.def("checksum", &py_checksum, "data"_a);

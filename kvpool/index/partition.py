@@ -113,11 +113,17 @@ class Pool(NamedTuple):
 class Partition:
     """``namespaces``: of the pool, with the number of their workers; 0: known from the pool alone.
 
-    ``hasher``: hashes tokens as its workers do; None: ``no_hasher`` says why.
+    ``hasher``: hashes tokens as its workers do; None: ``no_hasher`` says why. ``hashes``: of all partitions; those of
+    a tenant serve only itself.
     """
 
     def __init__(
-        self, key: Key, index: PrefixIndex, seed: str | None, clock: Callable[[], float] = time.monotonic
+        self,
+        key: Key,
+        index: PrefixIndex,
+        seed: str | None,
+        clock: Callable[[], float] = time.monotonic,
+        hashes: _native.HashCache | None = None,
     ) -> None:
         self.key = key
         self.index = index
@@ -130,7 +136,9 @@ class Partition:
             self.no_hasher = f"hash with another seed than the index: {ONE_SEED}"
         else:
             try:
-                self.hasher = BlockHasher(key.block_tokens, key.hash_algorithm, seed)
+                self.hasher = BlockHasher(
+                    key.block_tokens, key.hash_algorithm, seed, cache=hashes, owner=key.tenant
+                )
             except ConfigError:  # the case that check_worker leaves: xxhash_cbor without a seed
                 self.no_hasher = f"hash with {key.hash_algorithm}, which needs a seed: {ONE_SEED}"
 

@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from kvpool import _native
 from kvpool.discovery.networks import one_spelling
 from kvpool.discovery.worker import MAX_PUBLISHERS, MAX_WORKERS, Worker
 from kvpool.errors import ConfigError, KVPoolError, SnapshotRefused
@@ -34,6 +35,7 @@ SOURCES: tuple[Source, ...] = ("pool", "flag", "call")
 MAX_MODELS = 1024  # (tenant, model) pairs; those without workers make room
 MAX_PARTITIONS = 1024  # of a fleet
 MAX_RANKS = 32768  # of all workers; a table has room for 65,536 holders
+HASHES_NBYTES = 32 << 20  # of prompts that may be extended: of 48 million tokens, in blocks of 16
 RANK_NBYTES = 8 << 10  # of memory beside the tables
 MAX_NAMESPACES = 1024  # of a partition
 MAX_LEASE_S = 86400.0
@@ -88,6 +90,7 @@ class Workers:
     ) -> None:
         self._options, self._seed, self._clock, self._limits = options, seed, clock, limits
         self._share = tenant_share
+        self._hashes = _native.HashCache(HASHES_NBYTES)
         self._used: Counter[tuple[str, str]] = Counter()  # by tenant: workers, and ranks
         self._followed: dict[str, Counter[str]] = {}  # by endpoint: publishing workers of each tenant
         self.present: dict[str, Present] = {}  # by worker's id
@@ -274,7 +277,7 @@ class Workers:
             index = restored
             if index is None:
                 index = PrefixIndex(block_tokens=worker.block_tokens, **self._options)
-            partition = Partition(Key.of(worker), index, self._seed, self._clock)
+            partition = Partition(Key.of(worker), index, self._seed, self._clock, self._hashes)
             self.models[name] = (*partitions, partition)
         try:
             self._enter_namespace(partition, worker.namespace)

@@ -34,13 +34,21 @@ class BlockHasher:
     ``algorithm``.
 
     ``block_tokens``: vLLM's hash block size. ``seed``: the engines' ``PYTHONHASHSEED``; None: unset, which
-    only ``sha256_cbor`` allows. Prompts of embeddings have no hash here. Immutable and thread-safe. Errors:
-    ``ConfigError``.
+    only ``sha256_cbor`` allows. ``cache``: of ``hashes64``, of several hashers; ``owner``: those of equal owners use
+    each other's hashes. Prompts of embeddings have no hash here. Immutable and thread-safe. Errors: ``ConfigError``.
     """
 
-    __slots__ = ("_algorithm", "_block_tokens", "_none_hash")
+    __slots__ = ("_algorithm", "_block_tokens", "_cache", "_none_hash", "_owner")
 
-    def __init__(self, block_tokens: int, algorithm: str = "sha256_cbor", seed: str | None = None) -> None:
+    def __init__(
+        self,
+        block_tokens: int,
+        algorithm: str = "sha256_cbor",
+        seed: str | None = None,
+        *,
+        cache: _native.HashCache | None = None,
+        owner: str = "",
+    ) -> None:
         if type(block_tokens) is not int or not 1 <= block_tokens <= MAX_BLOCK_TOKENS:
             raise ConfigError(
                 f"block_tokens is a whole number from 1 to {MAX_BLOCK_TOKENS}, not {block_tokens!r}"
@@ -62,6 +70,7 @@ class BlockHasher:
             seed = DEFAULT_SEED
         self._block_tokens = block_tokens
         self._algorithm = algorithm
+        self._cache, self._owner = cache, owner
         self._none_hash = _native.digest(algorithm, _cbor(_text("seed", seed)))
 
     @property
@@ -109,7 +118,13 @@ class BlockHasher:
         extras = self._extras(len_tokens(token_ids) // self._block_tokens, lora, cache_salt, multimodal)
         try:
             return _native.hash_chain64(
-                self._algorithm, self._none_hash, token_ids, self._block_tokens, extras
+                self._algorithm,
+                self._none_hash,
+                token_ids,
+                self._block_tokens,
+                extras,
+                self._cache,
+                self._owner,
             )
         except (ValueError, TypeError, OverflowError) as error:
             raise ConfigError(str(error)) from error

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvpool import ConfigError
+from kvpool import ConfigError, _native
 from kvpool.index import bounded_json
 from kvpool.index.place.inference_request import read_request
 
@@ -50,3 +52,13 @@ def test_a_prompt_of_a_million_tokens_is_read() -> None:
     prompt = read_request("/v1/completions", body).prompt
     assert prompt is not None
     assert prompt.nbytes == 4 << 19
+
+
+@given(
+    st.lists(
+        st.sampled_from([b",", b"[", b"{", b"]", b"}", b"[{,", b"\xff\x00;|", b"," * 300, b"[" * 241])
+    ).map(b"".join)
+)
+def test_what_may_become_objects_is_counted(text: bytes) -> None:
+    assert _native.json_size(text) == (text.count(b","), text.count(b"[") + text.count(b"{"))
+    assert _native.json_size(bytearray(text)) == _native.json_size(text)

@@ -4,13 +4,16 @@ import array
 import json
 import random
 import struct
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvpool import BlockHasher
+from kvpool import BlockHasher, _native
 from kvpool.errors import ConfigError
 from tests.support import vllm_blocks
 from tests.support.deadlines import ends_within
@@ -153,6 +156,81 @@ def test_extra_keys_cost_little() -> None:
     with ends_within(0.5):
         hashes = hasher.hashes(tokens, lora=("a", "/a"), multimodal=[("i", 16 * n, 16) for n in range(1000)])
     assert len(hashes) == 8192
+
+
+# ---------------------------------------------------------------------- hashes that are looked up
+
+SEGMENT = 64  # blocks, kSegmentBlocks in kvpool/_native/key/hash_cache.h
+BASE = [token * 7919 % 150_000 for token in range(3 * SEGMENT * 2)]
+PROMPTS = st.fixed_dictionaries(
+    {
+        "block_tokens": st.sampled_from([1, 2]), "algorithm": st.sampled_from(["sha256_cbor", "xxhash_cbor"]),
+        "seed": st.sampled_from(["0", "1"]), "owner": st.sampled_from(["", "a"]),
+        # One of few bases up to a place, then another token.
+        "end": st.sampled_from([0, 1, SEGMENT - 1, SEGMENT, 2 * SEGMENT, 2 * SEGMENT + 3, 4 * SEGMENT, len(BASE)]),
+        "changed": st.sampled_from([None, 0, SEGMENT - 1, SEGMENT, 2 * SEGMENT + 1, 5 * SEGMENT]),
+        "lora": st.sampled_from([None, ("a", "/a")]), "cache_salt": st.sampled_from([None, "s"]),
+        "multimodal": st.sampled_from([(), [("i", SEGMENT, 3)], [("i", SEGMENT + 1, 3)], [("j", 3 * SEGMENT, 200)]]),
+    }
+)  # fmt: skip
+
+
+@given(
+    prompts=st.lists(PROMPTS, min_size=2, max_size=12), nbytes=st.sampled_from([0, 1 << 10, 2 << 10, 1 << 20])
+)
+def test_looked_up_hashes_are_those_that_are_computed(prompts: list[dict[str, Any]], nbytes: int) -> None:
+    cache = _native.HashCache(nbytes)
+    for one in prompts:
+        made = (one["block_tokens"], one["algorithm"], one["seed"])
+        tokens = BASE[: one["end"]]
+        if one["changed"] is not None and one["changed"] < len(tokens):
+            tokens = [*tokens[: one["changed"]], 1, *tokens[one["changed"] + 1 :]]
+        extras = {name: one[name] for name in ("lora", "cache_salt", "multimodal")}
+        cached = BlockHasher(*made, cache=cache, owner=one["owner"])
+        assert cached.hashes64(tokens, **extras) == BlockHasher(*made).hashes64(tokens, **extras)
+        assert cache.nbytes <= nbytes
+
+
+def test_a_prompt_that_goes_on_adds_what_is_new() -> None:
+    cache = _native.HashCache(1 << 20)
+    hasher = BlockHasher(1, cache=cache, owner="a")
+    hasher.hashes64(BASE[:SEGMENT])
+    of_one = cache.nbytes
+    for end, segments in ((2 * SEGMENT - 1, 1), (2 * SEGMENT, 2), (SEGMENT, 2), (6 * SEGMENT, 6)):
+        hasher.hashes64(BASE[:end])
+        assert cache.nbytes == segments * of_one
+    BlockHasher(1, cache=cache, owner="b").hashes64(BASE[:SEGMENT])
+    assert cache.nbytes == 7 * of_one, "another owner's hashes are not used"
+
+
+def test_what_is_kept_is_bounded_and_the_last_used_stays() -> None:
+    of_one = 1 << 10  # more than one takes, less than two
+    cache = _native.HashCache(of_one)
+    hasher = BlockHasher(1, cache=cache)
+    for first in range(20):
+        hasher.hashes64(list(range(first, first + SEGMENT)))
+        assert 0 < cache.nbytes <= of_one
+
+
+def test_threads_may_share_looked_up_hashes() -> None:
+    cache = _native.HashCache(4 << 10)
+    prompts = [BASE[place:] + BASE[:place] for place in range(0, len(BASE), 40)]
+    expected = [BlockHasher(1).hashes64(prompt) for prompt in prompts]
+    wrong: list[int] = []
+
+    def ask() -> None:
+        hasher = BlockHasher(1, cache=cache)
+        for _ in range(20):
+            wrong.extend(
+                place for place, prompt in enumerate(prompts) if hasher.hashes64(prompt) != expected[place]
+            )
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
 
 
 # ---------------------------------------------------------------------- against the installed vLLM

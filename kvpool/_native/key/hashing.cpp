@@ -18,8 +18,6 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little, "wire formats are written as they lie in memory");
 
-constexpr std::size_t kMaxDigestNbytes = 32;
-
 struct Free {
   void operator()(EVP_MD* md) const { EVP_MD_free(md); }
   void operator()(EVP_MD_CTX* context) const { EVP_MD_CTX_free(context); }

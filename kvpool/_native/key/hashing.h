@@ -19,6 +19,7 @@ enum class HashAlgorithm { kSha256Cbor, kXxhashCbor };
 // Throws std::invalid_argument for any other name.
 HashAlgorithm parse_algorithm(std::string_view name);
 
+constexpr std::size_t kMaxDigestNbytes = 32;
 std::size_t digest_nbytes(HashAlgorithm algorithm);
 
 // (index of a block, its extra keys as CBOR), ascending by index.

@@ -55,7 +55,28 @@ _NOT_OF_PROMPT = frozenset(
         "top_logprobs", "top_p", "user", "vllm_xargs",
     )
 )  # fmt: skip
+# Fields that change the tokens of a chat, beside its messages.
+_OF_CHAT = (
+    "add_generation_prompt", "chat_template_kwargs", "continue_final_message", "documents", "reasoning_effort", "tools",
+)  # fmt: skip
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+# Of a chat, whose messages are most of it: they are read at once, other fields as above.
+_ABSENT = msgspec.Raw()
+_CHAT_FIELDS = msgspec.json.Decoder(
+    msgspec.defstruct(
+        "_ChatFields",
+        [
+            ("messages", Any, None),
+            *(
+                (name, msgspec.Raw, _ABSENT)
+                for name in (
+                    *_OF_CHAT, *sorted(_RENDERED_BY_ENGINE), "cache_salt", "kv_transfer_params", "model",
+                    "prompt_cache_key", "session_id", "vllm_xargs",
+                )
+            ),
+        ],
+    )
+)  # fmt: skip
 _TOKENS = "prompt_token_ids"  # in kv_transfer_params: an engine takes them in place of the prompt
 _PARAMS = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
 _RAWS = msgspec.json.Decoder(list[msgspec.Raw])
@@ -129,12 +150,13 @@ def read_request(
         raise ConfigError(f"a body of {len(body)} bytes is not read, {MAX_READ_NBYTES} at most")
     try:
         bounded_json.check(body)
-        fields = _FIELDS.decode(body)
-        nbytes = len(body)
+        nbytes, messages = len(body), None
         if path == BATCH:
-            path, chats = CHAT, _RAWS.decode(fields.get("messages", b"[]"))
-            fields["messages"] = chats[0] if chats else msgspec.Raw(b"[]")
-            body = msgspec.json.encode(fields)
+            path, body = CHAT, _first_of_batch(body)
+        if path == CHAT:
+            messages, fields = _chat_fields(body)
+        else:
+            fields = _FIELDS.decode(body)
         model = _text(fields, "model") or default()
         session = _session(fields, tenant, session_id)
         request = InferenceRequest(path, nbytes, tenant, workers, model, body=body, session=session)
@@ -145,7 +167,7 @@ def read_request(
             return request
         if _TOKENS in (_PARAMS.decode(fields.get("kv_transfer_params", b"null")) or ()):
             return request
-        return request._replace(prompt=_prompt(request, fields))
+        return request._replace(prompt=_prompt(request, fields, messages))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ConfigError) as error:
         raise ConfigError(f"the body cannot be read: {error!s:.200}") from error
 
@@ -157,15 +179,27 @@ def why_unread(body: bytes) -> Promptless:
     return "too-large" if len(body) > MAX_READ_NBYTES else "unreadable"
 
 
-def _prompt(request: InferenceRequest, fields: dict[str, msgspec.Raw]) -> Prompt:
+def _first_of_batch(body: bytes) -> bytes:
+    fields = _FIELDS.decode(body)
+    chats = _RAWS.decode(fields.get("messages", b"[]"))
+    fields["messages"] = chats[0] if chats else msgspec.Raw(b"[]")
+    return msgspec.json.encode(fields)
+
+
+def _chat_fields(body: bytes) -> tuple[Any, dict[str, msgspec.Raw]]:
+    """Its messages, and the other fields that placing reads."""
+    read: Any = _CHAT_FIELDS.decode(body)
+    names = read.__struct_fields__[1:]
+    return read.messages, {name: raw for name in names if (raw := getattr(read, name)) is not _ABSENT}
+
+
+def _prompt(request: InferenceRequest, fields: dict[str, msgspec.Raw], messages: Any) -> Prompt:
     text: str | None = None
     token_ids: list[int] | None = None
     chat: Chat | None = None
     if request.path == CHAT:
-        body: dict[str, Any] = {
-            name: msgspec.json.decode(raw) for name, raw in fields.items() if name not in _NOT_OF_PROMPT
-        }
-        chat = Chat.of_request(body)
+        body = {name: msgspec.json.decode(fields[name]) for name in _OF_CHAT if name in fields}
+        chat = Chat.of_request({**body, "messages": messages})
     else:
         raw = fields.get("prompt", b"null")
         try:

@@ -2,25 +2,25 @@
 
 Prompts grow: a conversation's next turn repeats the last. Encoding takes 0.3 us a byte, a lookup a hundredth of that.
 Texts are cut where tokenizers cut regardless of context: at special tokens, and after ``PIECE_CHARS`` between words.
-Each tokenizer is probed when loaded; one that fails gets whole texts. Runs of ``RUN_CHARS`` and more between special
-tokens are remembered whole, too: a chat of 220,000 characters is 27 lookups of runs, and those of the last pieces.
+Each tokenizer is probed when loaded; one that fails gets whole texts. Each piece knows which one came behind it last:
+where the text goes on with that one, it is neither searched for an end nor hashed.
 """
 
 from __future__ import annotations
 
 import re
 import threading
+import weakref
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 PIECE_CHARS = 4096  # at least, of a piece that does not end at a special token
 SPECIAL_CHARS = 256  # at least, of one that does: a lookup takes as long as 10 characters
-RUN_CHARS = 2 * PIECE_CHARS
-MAX_PIECE_CHARS = 4 * PIECE_CHARS  # of a remembered piece or run
+MAX_PIECE_CHARS = 4 * PIECE_CHARS  # of a remembered piece
 MAX_NBYTES = 128 << 20
-ENTRY_NBYTES = 256  # of memory beside text and tokens
+ENTRY_NBYTES = 512  # of memory beside text and tokens
 
 # Before a space between letters, and before a mark of Chinese or Japanese text between them. The patterns of
 # GPT-2, Llama 3, Qwen, DeepSeek and gpt-oss all begin a new piece there. No digits: some count them from the left.
@@ -33,8 +33,19 @@ _PROBES = (
 )
 
 
+class _Piece:
+    """``following``: the piece that came behind it last, while it is remembered."""
+
+    __slots__ = ("__weakref__", "following", "text", "tokens")
+
+    def __init__(self, text: str, tokens: array[int]) -> None:
+        self.text, self.tokens = text, tokens
+        self.following: weakref.ref[_Piece] | None = None
+
+
 class TokenCache:
-    """``encode``: the tokens of a text, without a tokenizer's own at the ends. Any thread.
+    """``encode``: the tokens of a text, without a tokenizer's own at the ends. Any thread; ``_lock`` guards ``_known``
+    and ``_nbytes``.
 
     ``added_tokens``: matched verbatim in a text. ``cuts``: whether texts are cut.
     """
@@ -42,78 +53,80 @@ class TokenCache:
     def __init__(self, encode: Callable[[str], list[int]], added_tokens: Iterable[Any]) -> None:
         self._encode = encode
         self._lock = threading.Lock()
-        self._known: OrderedDict[str, array[int]] = OrderedDict()
+        self._known: OrderedDict[str, _Piece] = OrderedDict()
         self._nbytes = 0
+        self._start = _Piece("", array("I"))  # before each text
         added = list(added_tokens)
-        self._special = _pattern([one.content for one in added if not one.normalized])
+        special = [one.content for one in added if not one.normalized]
+        self._special = _pattern(special)
+        self._longest = max(map(len, special), default=0)
+        # Else what comes behind a piece could move its end.
+        self._follows = not _overlap(frozenset(special))
         # Tokens that absorb neighbouring spaces, or match only whole words, depend on their context.
         plain = not any(one.lstrip or one.rstrip or one.single_word for one in added)
         spaced = any(_BETWEEN_WORDS.search(one.content) for one in added)
-        self._piece_chars, self._special_chars, self._run_chars = PIECE_CHARS, SPECIAL_CHARS, RUN_CHARS
+        self._piece_chars, self._special_chars = PIECE_CHARS, SPECIAL_CHARS
         self.cuts = plain and not spaced and self._is_exact([one.content for one in added][:8])
 
     def tokens(self, text: str) -> array[int]:
         if not self.cuts or len(text) <= self._special_chars:
             return array("I", self._encode(text))
-        made = array("I")
-        begin = 0
-        for end in self._run_ends(text):
-            run = text[begin:end]
-            if (known := self._find(run)) is None:
-                self._keep(run, known := self._by_piece(run))
-            made += known
-            begin = end
-        return made + self._by_piece(text[begin:])
+        pieces: list[_Piece] = []
+        before, begin = self._start, 0
+        while begin < len(text):
+            piece = self._following(before, text, begin)
+            if piece is None:
+                piece = self._piece(text[begin : self._end(text, begin)])
+                before.following = weakref.ref(piece)
+            pieces.append(piece)
+            before, begin = piece, begin + len(piece.text)
+        with self._lock:
+            for piece in pieces:
+                if piece.text in self._known:
+                    self._known.move_to_end(piece.text)
+        return array("I", b"".join([piece.tokens for piece in pieces]))
 
-    def _run_ends(self, text: str) -> Iterator[int]:
-        begin = 0
-        for found in self._special.finditer(text) if self._special else ():
-            if found.start() - begin >= self._run_chars:
-                yield (begin := found.start())
+    def _following(self, before: _Piece, text: str, begin: int) -> _Piece | None:
+        """The piece that came behind this one last, if the text goes on with it and can be cut behind it."""
+        piece = before.following() if before.following is not None and self._follows else None
+        if piece is None or not text.startswith(piece.text, begin):
+            return None
+        end = begin + len(piece.text)
+        at_special = self._special is not None and self._special.match(text, end)
+        return piece if at_special or end == len(text) or _BETWEEN_WORDS.match(text, end) else None
 
-    def _by_piece(self, text: str) -> array[int]:
-        made = array("I")
-        for piece in self._pieces(text):
-            if (known := self._find(piece)) is None:
-                self._keep(piece, known := array("I", self._encode(piece)))
-            made += known
-        return made
-
-    def _pieces(self, text: str) -> Iterator[str]:
-        for begin, end in self._between_special(text):
-            while end - begin > self._piece_chars:
-                cut = _BETWEEN_WORDS.search(text, begin + self._piece_chars, end)
-                if cut is None:
-                    break
-                yield text[begin : cut.start()]
-                begin = cut.start()
-            if end > begin:
-                yield text[begin:end]
-
-    def _between_special(self, text: str) -> Iterator[tuple[int, int]]:
-        begin = 0
-        for found in self._special.finditer(text) if self._special else ():
-            if found.start() - begin >= self._special_chars:
-                yield begin, found.start()
-                begin = found.start()
-        yield begin, len(text)
-
-    def _find(self, text: str) -> array[int] | None:
+    def _piece(self, text: str) -> _Piece:
         with self._lock:
             known = self._known.get(text)
-            if known is not None:
-                self._known.move_to_end(text)
+        if known is not None:
             return known
-
-    def _keep(self, text: str, made: array[int]) -> None:
+        piece = _Piece(text, array("I", self._encode(text)))
         if len(text) > MAX_PIECE_CHARS:
-            return
+            return piece
         with self._lock:
-            if text not in self._known:
-                self._known[text] = made
-                self._nbytes += _nbytes(text, made)
+            known = self._known.setdefault(text, piece)
+            if known is piece:
+                self._nbytes += _nbytes(piece)
             while self._nbytes > MAX_NBYTES:
-                self._nbytes -= _nbytes(*self._known.popitem(last=False))
+                self._nbytes -= _nbytes(self._known.popitem(last=False)[1])
+        return known
+
+    def _end(self, text: str, begin: int) -> int:
+        """Of the piece that begins here. What is searched in vain is short, or part of the piece."""
+        enough = begin + self._piece_chars
+        if (end := self._special_from(text, begin, enough)) is not None:
+            return end
+        cut = _BETWEEN_WORDS.search(text, enough, enough + PIECE_CHARS)
+        last = len(text) if cut is None else cut.start()
+        end = self._special_from(text, begin, last)
+        return last if end is None else end
+
+    def _special_from(self, text: str, begin: int, last: int) -> int | None:
+        """Where the first special token begins that ends a piece, ``last`` at most."""
+        for found in self._special.finditer(text, begin, last + self._longest) if self._special else ():
+            if begin + self._special_chars <= found.start() <= last:
+                return found.start()
+        return None
 
     def _is_exact(self, special: list[str]) -> bool:
         """Whether pieces give the tokens of the whole text, wherever it is cut."""
@@ -121,7 +134,12 @@ class TokenCache:
         self._piece_chars = self._special_chars = 1
         try:
             for probe in (*_PROBES, mixed, mixed * 3):
-                parts = [token for piece in self._pieces(probe) for token in self._encode(piece)]
+                parts: list[int] = []
+                begin = 0
+                while begin < len(probe):
+                    end = self._end(probe, begin)
+                    parts += self._encode(probe[begin:end])
+                    begin = end
                 if parts != self._encode(probe):
                     return False
         finally:
@@ -136,5 +154,14 @@ def _pattern(contents: list[str]) -> re.Pattern[str] | None:
     return re.compile("|".join(re.escape(one) for one in sorted(contents, key=len, reverse=True)))
 
 
-def _nbytes(piece: str, tokens: array[int]) -> int:
-    return ENTRY_NBYTES + len(piece.encode("utf-8", "surrogatepass")) + 4 * len(tokens)
+def _overlap(contents: Collection[str]) -> bool:
+    """Whether one may begin within another."""
+    beginnings = {one[:end] for one in contents for end in range(1, len(one) + 1)}
+    rests = {one[begin:] for one in contents for begin in range(1, len(one))}
+    return any(
+        rest in beginnings or any(rest[:end] in contents for end in range(1, len(rest))) for rest in rests
+    )
+
+
+def _nbytes(piece: _Piece) -> int:
+    return ENTRY_NBYTES + len(piece.text.encode("utf-8", "surrogatepass")) + 4 * len(piece.tokens)

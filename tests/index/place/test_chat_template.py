@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from jinja2 import TemplateError
 
 from kvpool.index.place.chat_template import ChatTemplate
 from tests.support import chat_shapes
@@ -29,3 +30,44 @@ def test_templates_of_all_shapes_get_the_form_of_content_that_vllm_gives_them(
 )
 def test_the_variables_of_a_template_are_those_that_it_reads(source: str, variables: set[str]) -> None:
     assert ChatTemplate.of(source).variables == variables
+
+
+VALUE = {"role": "user", "items": 1, "_private": 2, "format": "3", "text": "a{}b", "none": None, "__len__": 4}
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        "v.role", "v.missing", "v.missing is defined", "v.missing.more", "v.items is callable", "v.items() | list",
+        "v._private", "v['items']", "v.get('role')", "v.format", "v.__len__", "v.__class__", "v.keys() | list",
+        "v.pop('role')",
+        "v.text.strip('a')", "v.text.format('x')", "v.text.format_map({})", "v.text.__class__", "v.text.missing",
+        "v.text.split('{')[-1].upper()", "v.none.more", "(1).real", "[1].append(2)", "[1, 2].index(2)",
+        "namespace(a=1).a", "namespace(a='{0.__class__}'.format).a(1)", "namespace(a=1)._Namespace__attrs",
+        "namespace(a=1).b", "namespace(a=1).__class__", "namespace(f=v.text.strip).f('b')", "v | attr('role')",
+        "[v] | map(attribute='role') | list",
+    ],
+)  # fmt: skip
+def test_attributes_in_a_template_are_what_the_sandbox_gives(read: str) -> None:
+    from transformers.utils import chat_template_utils
+
+    loops = "{% for m in [v, 2] %}{{ loop.index0 }}{{ loop.last }}{{ loop.nextitem }}{{ loop.missing }}{% endfor %}"
+    source = (
+        loops
+        + "{% for m in [1, 2] %}{{ loop.cycle('a', 'b') }}{{ loop._iterator }}{% endfor %}{{ "
+        + read
+        + " }}"
+    )
+
+    def render(template: Any) -> str:
+        try:
+            return str(template.render(v=dict(VALUE)))
+        except (TemplateError, TypeError, LookupError) as error:
+            return repr(error)
+
+    ChatTemplate.of(source)  # which the library compiles once
+    ours: Any = chat_template_utils._compile_jinja_template(source)
+    theirs: Any = chat_template_utils._cached_compile_jinja_template(source)
+    assert ours is not theirs
+    assert "getattr" in vars(ours.environment)
+    assert render(ours) == render(theirs)

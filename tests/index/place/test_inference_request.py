@@ -10,7 +10,10 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvpool.errors import ConfigError
 from kvpool.index.place.inference_request import (
@@ -223,3 +226,42 @@ def test_a_session_changes_no_token() -> None:
     first, second = (json.dumps(one).encode() for one in (body, named))
     assert prompt_key(CHAT, first) == prompt_key(CHAT, second)
     assert read_request(CHAT, first).prompt == read_request(CHAT, second).prompt
+
+
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-9, 9), st.sampled_from(["", "a", "none"])),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=2), st.dictionaries(st.sampled_from("ab"), inner, max_size=2)
+    ),
+    max_leaves=3,
+)
+OTHERS = (
+    "add_generation_prompt", "chat_template_kwargs", "continue_final_message", "documents", "reasoning_effort", "tools",
+    "temperature", "response_format", "unknown",
+)  # fmt: skip
+
+
+@given(
+    fields=st.lists(st.tuples(st.sampled_from(OTHERS), JSON), max_size=5),
+    messages=st.lists(st.lists(JSON, max_size=2), max_size=2),
+    escaped=st.booleans(),
+)
+def test_a_chat_has_the_fields_of_its_body(
+    fields: list[tuple[str, Any]], messages: list[Any], escaped: bool
+) -> None:
+    name = '"mess\\u0061ges"' if escaped else '"messages"'
+    parts = [f"{json.dumps(name)}:{json.dumps(value)}" for name, value in fields]
+    for place, value in enumerate(messages):  # twice: the last counts
+        parts.insert(2 * place, f"{name}:{json.dumps(value)}")
+    body = ("{" + ",".join([*parts, '"model": "m"']) + "}").encode()
+    try:
+        expected: Chat | None = Chat.of_request(msgspec.json.decode(body))
+    except ConfigError:
+        expected = None
+    try:
+        prompt = read_request(CHAT, body).prompt
+    except ConfigError:
+        assert expected is None
+    else:
+        assert prompt is not None
+        assert prompt.chat == expected

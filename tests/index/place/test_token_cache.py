@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -92,7 +93,6 @@ class Cached:
         self._made = made
         self.cache = TokenCache(self.whole, made.get_added_tokens_decoder().values())
         self.cache._piece_chars = self.cache._special_chars = 8  # and texts of any length are cut
-        self.cache._run_chars = 16
         self.encoded.clear()
 
     def whole(self, text: str) -> list[int]:
@@ -129,6 +129,32 @@ def test_pieces_have_the_tokens_of_the_whole(cached: dict[str, Cached], name: st
     assert list(one.cache.tokens(text)) == one.whole(text), "and when they are remembered"
 
 
+BASE = "".join(f"<|im_start|>user\nquestion {number} word's  end<|im_end|>\n1234 " for number in range(12))
+
+
+@pytest.mark.parametrize("name", CUT)
+@given(turns=st.lists(st.tuples(st.integers(0, len(BASE)), TEXTS), min_size=2, max_size=8))
+def test_texts_that_begin_alike_have_their_own_tokens(
+    cached: dict[str, Cached], name: str, turns: list[tuple[int, str]]
+) -> None:
+    one = cached[name]
+    for end, more in turns:
+        text = BASE[:end] + more
+        assert list(one.cache.tokens(text)) == one.whole(text)
+
+
+def test_a_special_token_that_begins_before_the_end_of_a_known_piece_is_one_token() -> None:
+    from tokenizers import AddedToken
+
+    made = by_pattern(QWEN)
+    made.add_special_tokens(
+        [AddedToken(one, special=True, normalized=False) for one in ("[a]", "[a][", "[b]")]
+    )
+    one = Cached(made)
+    for text in ("the quick brown[a]<s>tail", "the quick brown[a][b]tail", "the quick brown[a]<s>the dog"):
+        assert list(one.cache.tokens(text)) == one.whole(text)
+
+
 def test_the_next_turn_of_a_conversation_is_made_into_tokens_alone(cached: dict[str, Cached]) -> None:
     one = cached["qwen"]
     turns = "".join(
@@ -138,7 +164,7 @@ def test_the_next_turn_of_a_conversation_is_made_into_tokens_alone(cached: dict[
     one.encoded.clear()
     more = "<|im_start|>user\nanother one<|im_end|>\n"
     assert list(one.cache.tokens(turns + more))[-3:] == one.whole(more)[-3:]
-    assert "".join(one.encoded[:-1]) == more.removesuffix("<|im_end|>\n"), "only what is new"
+    assert "".join(one.encoded[:-1]) == more, "only what is new"
 
 
 def test_what_is_remembered_is_bounded(cached: dict[str, Cached], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,10 +176,18 @@ def test_what_is_remembered_is_bounded(cached: dict[str, Cached], monkeypatch: p
             " ".join(draw.choice(["alpha", "beta", "gamma"]) + str(draw.random()) for _ in range(9))
         )
     assert one.cache._nbytes <= 20_000
-    assert one.cache._nbytes == sum(
-        token_cache._nbytes(piece, made) for piece, made in one.cache._known.items()
-    )
+    assert one.cache._nbytes == sum(map(token_cache._nbytes, one.cache._known.values()))
     assert len(one.cache._known) < 200
+
+
+def test_what_is_forgotten_is_freed(cached: dict[str, Cached], monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Cached(MADE["qwen"]())
+    one.cache.tokens(BASE)
+    pieces = [weakref.ref(piece) for piece in one.cache._known.values()]
+    assert len(pieces) > 10
+    monkeypatch.setattr(token_cache, "MAX_NBYTES", 0)
+    one.cache.tokens("another text, for which there is no room")
+    assert [piece for piece in pieces if piece() is not None] == []
 
 
 def test_threads_may_share_it(cached: dict[str, Cached], monkeypatch: pytest.MonkeyPatch) -> None:
