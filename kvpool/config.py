@@ -1,17 +1,14 @@
 """Settings from the vLLM dict, ``KVPOOL_*`` in the environment, and a TOML file, in this order of precedence.
 
-``KVPOOL_CONFIG`` names the file. Nothing else in kvpool reads the environment.
+``KVPOOL_CONFIG`` names the file. Beside this only ``kvpool.environment`` reads the environment.
 """
 
 from __future__ import annotations
 
-import importlib
 import ipaddress
 import os
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -26,17 +23,19 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from kvpool.environment import (
+    CONFIG_VARIABLE,
+    ENVIRONMENT_PREFIX,
+    INDEX_TOKEN_VARIABLE,
+    hash_seed,
+    read_toml,
+)
 from kvpool.errors import ConfigError
 from kvpool.key.key import check_tenant, check_worker_name
 from kvpool.text import nearest, parse_nbytes, redact, unknown
 
-__all__ = ["HiCacheConfig", "PoolConfig", "TierConfig", "hash_seed", "index_token", "read_toml", "redact"]
+__all__ = ["HiCacheConfig", "PoolConfig", "TierConfig", "hash_seed", "redact"]
 
-ENVIRONMENT_PREFIX = "KVPOOL_"
-CONFIG_VARIABLE = "KVPOOL_CONFIG"
-HASH_SEED_VARIABLE = "PYTHONHASHSEED"
-INDEX_TOKEN_VARIABLE = "KVPOOL_INDEX_TOKEN"  # noqa: S105 - a name
-MAX_CONFIG_FILE_NBYTES = 1 << 20
 _TYPO_LIKENESS = 0.8  # Kubernetes' KVPOOL_PORT of a service named kvpool is 0.5 like KVPOOL_POOL
 _HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
 _WHOLE_NUMBER = re.compile(r"[+-]?[0-9]{1,19}")
@@ -280,16 +279,6 @@ class HiCacheConfig(_Settings):
     )  # fmt: skip
 
 
-def hash_seed(environ: Mapping[str, str] | None = None) -> str | None:
-    """The seed of vLLM's block hashes: ``PYTHONHASHSEED`` as text, or None when unset."""
-    return (os.environ if environ is None else environ).get(HASH_SEED_VARIABLE)
-
-
-def index_token(environ: Mapping[str, str] | None = None) -> str:
-    """The secret bearer token for an index: ``KVPOOL_INDEX_TOKEN``; empty when unset."""
-    return (os.environ if environ is None else environ).get(INDEX_TOKEN_VARIABLE, "")
-
-
 def _is_reachable(host: str) -> bool:
     """Whether ``host`` can address a single host: a name, or an IP address other than the wildcard."""
     try:
@@ -347,32 +336,3 @@ def _one_line(errors: list[ErrorDetails], spelled: Mapping[str, str], settings: 
     problem = str(cause) if cause is not None else error["msg"].removeprefix("Input ")
     got = "" if name == "pool" or cause is not None else f", got {error['input']!r:.80}"
     return f"{spelled[name]}: {problem}{got}"
-
-
-def read_toml(path: str, named_by: str) -> dict[str, Any]:
-    """Parse the TOML file at ``path``, as named by an option or a variable. Errors: ``ConfigError``."""
-    tomllib = _toml_reader(path)
-    try:
-        with Path(path).open("rb") as file:
-            raw = file.read(MAX_CONFIG_FILE_NBYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{named_by}={path}: {error.strerror}") from error
-    if len(raw) > MAX_CONFIG_FILE_NBYTES:
-        raise ConfigError(f"{path}: larger than {MAX_CONFIG_FILE_NBYTES} bytes: this is not such a file")
-    try:
-        settings: dict[str, Any] = tomllib.loads(raw.decode())
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError, UnicodeDecodeError
-        raise ConfigError(f"{path}: not TOML: {str(error).splitlines()[0]}") from None
-    return settings
-
-
-def _toml_reader(path: str) -> ModuleType:
-    for name in ("tomllib", "tomli"):  # standard library from Python 3.11
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError:
-            continue
-    raise ConfigError(
-        f"{path}: reading TOML needs Python 3.11 or the package tomli: install tomli, "
-        f"or set the settings in {ENVIRONMENT_PREFIX}* variables"
-    )

@@ -19,9 +19,9 @@ from typing import Any
 from kvpool.cli.index_options import load_tokenizers, parse_costs, parse_worker
 from kvpool.cli.options import IndexConnection
 from kvpool.cli.settings import IndexSettings, LogFormat, LogLevel, RouterSettings
-from kvpool.config import hash_seed, redact
 from kvpool.discovery.networks import WorkerNetworks, places_of
 from kvpool.discovery.worker import DEFAULT_TENANT, Worker
+from kvpool.environment import hash_seed
 from kvpool.errors import ConfigError, IndexUnavailable, SnapshotRefused
 from kvpool.index.client.channel import check_target
 from kvpool.index.client.tls import ServerTls, trusting
@@ -47,7 +47,7 @@ from kvpool.index.serve.proxy import Proxy
 from kvpool.index.serve.service import IndexServer
 from kvpool.index.serve.status import Status
 from kvpool.index.snapshot import Snapshot, unpack
-from kvpool.text import counted, make_printable, parse_nbytes
+from kvpool.text import counted, make_printable, parse_nbytes, redact
 from kvpool.tracing import Tracing
 
 BOOTSTRAP_TIMEOUT_S = 30.0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_type_
 
 import typer
 
-from kvpool.config import index_token
+from kvpool.environment import index_token
 from kvpool.errors import ConfigError
 from kvpool.text import parse_address, parse_nbytes
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 import typer
 
 from kvpool.cli.options import option
-from kvpool.config import CONFIG_VARIABLE, HASH_SEED_VARIABLE, PoolConfig
+from kvpool.environment import CONFIG_VARIABLE, HASH_SEED_VARIABLE
 from kvpool.errors import ConfigError
 from kvpool.text import redact
 
@@ -120,6 +120,8 @@ def command_of(
 
     Reads the file of ``--config``. Errors: ``ConfigError``, a sentence with what to change.
     """
+    from kvpool.config import PoolConfig
+
     if list(arguments[:1]) != ["serve"]:
         raise ConfigError("kvpool vllm starts a server: write kvpool vllm -- serve MODEL, then vLLM's options")
     own = [*arguments[1:]]

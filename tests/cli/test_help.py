@@ -256,6 +256,15 @@ def test_a_folder_without_write_access_is_one_clear_line(tmp_path: Path) -> None
     assert "Traceback" not in ended.stderr
 
 
+def test_commands_start_without_pydantic() -> None:
+    """Its import takes as long as the rest of a command's start."""
+    code = "import sys, kvpool.cli.index, kvpool.cli.app; print('pydantic' in sys.modules)"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert ended.stdout == "False\n"
+
+
 # ---- tables
 
 

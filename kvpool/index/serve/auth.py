@@ -22,7 +22,7 @@ import secrets
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, NamedTuple, get_args
 
-from kvpool.config import read_toml
+from kvpool.environment import read_toml
 from kvpool.errors import AccessDenied, ConfigError
 from kvpool.index.client.channel import MAX_TOKEN_CHARS
 from kvpool.index.client.tls import file_state
