@@ -324,11 +324,11 @@ class Layout:
     """The facts of a worker's KV memory that change the meaning of bytes under a key.
 
     ``kv_dtype``: element type, such as ``"bfloat16"`` or ``"fp8_e4m3"``. ``groups``: a layout per KV-cache
-    group, in the engine's order. Errors: ``ConfigError``.
+    group, in the engine's order; None: the pool has nothing of it. Errors: ``ConfigError``.
     """
 
     kv_dtype: str
-    groups: tuple[GroupLayout, ...]
+    groups: tuple[GroupLayout | None, ...]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", tuple(self.groups))
@@ -344,6 +344,8 @@ class Layout:
         """
         facts: dict[str, Fact] = {"kv_dtype": self.kv_dtype, "groups": len(self.groups)}
         for index, group in enumerate(self.groups):
+            if group is None:
+                continue
             prefix = f"group{index}."
             facts[prefix + "block_tokens"] = group.block_tokens
             facts[prefix + "layers"] = group.layers

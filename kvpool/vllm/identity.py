@@ -111,7 +111,9 @@ def engine_facts(
         specs = internals.layer_specs(group)
         if any(isinstance(one, MambaSpec) for one in specs):
             facts["conv_state_layout"] = internals.conv_state_layout()
-        if any(isinstance(one, MambaSpec) or support.is_sparse_mla(one) for one in specs):
+        if internals.is_scratch(group) or any(
+            isinstance(one, MambaSpec) or support.is_sparse_mla(one) for one in specs
+        ):
             facts[f"group{index}.specs"] = digest_of([_spec(one) for one in specs])
     groups = support.groups_of(cache, blocks_per_record)
     return facts | layout_of(groups, layers, kv_dtype.removeprefix("torch.")).facts()
@@ -140,7 +142,9 @@ def layout_of(groups: Sequence[Group], layers: Sequence[Sequence[torch.Tensor]],
     return Layout(
         kv_dtype,
         tuple(
-            GroupLayout(
+            None
+            if group.scratch
+            else GroupLayout(
                 block_tokens=group.record_tokens,
                 layers=len(views),
                 payload_nbytes=group.blocks_per_record

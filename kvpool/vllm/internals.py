@@ -157,28 +157,33 @@ def layer_specs(group: KVCacheGroupSpec) -> list[Any]:
     return list(spec.kv_cache_specs.values()) if isinstance(spec, UniformTypeKVCacheSpecs) else [spec]
 
 
+def is_scratch(group: KVCacheGroupSpec) -> bool:
+    """Whether vLLM keeps a group out of its prefix cache: each request computes its blocks anew behind a hit."""
+    return not group.kv_cache_spec.prefix_cacheable
+
+
 def layers_of(cache: KVCacheConfig, kv_caches: dict[str, torch.Tensor]) -> list[list[torch.Tensor]]:
-    """For each group, its layers as views of shape ``[num_blocks, ...]``. Errors: ``EngineRefused``."""
+    """For each group, its layers as views of shape ``[num_blocks, ...]``; none of scratch.
+
+    Errors: ``EngineRefused``.
+    """
     try:
         from vllm.v1.kv_cache_interface import group_kernel_blocks
     except ImportError as error:
         raise EngineRefused(f"this version of vLLM is not supported ({error}); use 0.30 to 0.33") from error
+    names = [[] if is_scratch(group) else group.layer_names for group in cache.kv_cache_groups]
     for index, group in enumerate(cache.kv_cache_groups):
-        if not group.layer_names:
+        if not (names[index] or is_scratch(group)):
             raise EngineRefused(
                 f"a pipeline stage has no layer of KV-cache group {index}, which is not supported yet; "
                 "change --pipeline-parallel-size"
             )
-    missing = [name for group in cache.kv_cache_groups for name in group.layer_names if name not in kv_caches]
+    missing = [name for of_group in names for name in of_group if name not in kv_caches]
     if missing:
         raise EngineRefused(f"layer {missing[0]} has no KV cache of its own, which is not supported yet")
     return [
-        [
-            group_kernel_blocks(one, cache.num_blocks)
-            for name in group.layer_names
-            for one in _tensors(kv_caches[name])
-        ]
-        for group in cache.kv_cache_groups
+        [group_kernel_blocks(one, cache.num_blocks) for name in of_group for one in _tensors(kv_caches[name])]
+        for of_group in names
     ]
 
 
@@ -200,7 +205,7 @@ def kernel_packing(config: VllmConfig, cache: KVCacheConfig) -> str:
     dtype = config.model_config.dtype
     assert isinstance(dtype, torch.dtype), "vLLM has resolved its name"
     for group in cache.kv_cache_groups:
-        for layer in layer_specs(group):
+        for layer in () if is_scratch(group) else layer_specs(group):
             # Latent vectors and states are not packed.
             if isinstance(layer, AttentionSpec) and not isinstance(layer, MLAAttentionSpec):
                 # The backend reads the model's type, not the cache's, which is bytes for FP8.
@@ -243,6 +248,15 @@ def offered_states(output: SchedulerOutput) -> Mapping[str, Sequence[tuple[int, 
     return offered
 
 
+def tokens_held(request: Request, computed_tokens: int, refilled_tokens: int) -> int:
+    """Of how many tokens a request has blocks at the start of its first step, at ``computed_tokens``.
+
+    ``refilled_tokens``: that the engine computes again in front of a hit's end, without writing their blocks.
+    """
+    begins = int(getattr(request, "replay_start", 0))
+    return computed_tokens + (refilled_tokens if begins and begins == computed_tokens else 0)
+
+
 def stop_at(request: Request, tokens: int) -> None:
     """Let the engine end a step of the request's prompt there, and keep its states, if it can."""
     if hasattr(request, "shared_prefix_boundary"):
@@ -274,7 +288,9 @@ def hash_tags() -> bool:
 
 
 def record_hashes(request: Request, hash_block_tokens: int, group: Group) -> Sequence[bytes]:
-    """The hashes of the request's records in a group: each record's last block hash."""
+    """The hashes of the request's records in a group: each record's last block hash; none of scratch."""
+    if group.scratch:
+        return ()
     step = group.record_tokens // hash_block_tokens
     hashes: Sequence[bytes] = request.block_hashes
     return hashes if step == 1 else hashes[step - 1 :: step]

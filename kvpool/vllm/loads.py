@@ -39,7 +39,7 @@ class Loads:
     ) -> None:
         self._groups, self._hash_block_tokens = list(groups), hash_block_tokens
         self._step_tokens, self._patience_s = step_tokens, patience_s
-        self._windowed = any(not group.needs_all for group in groups)
+        self._windowed = any(not (group.needs_all or group.is_ring) for group in groups)
         self._loads: dict[str, _Load] = {}
         self._by: dict[Record, str] = {}
         self._block_pool: BlockPool | None = None
@@ -69,7 +69,7 @@ class Loads:
         hashes = internals.record_hashes(request, self._hash_block_tokens, group)
         for i in records_to_load(group, local_tokens, hit_tokens):
             yield hashes[i], i
-        if hit_tokens % group.record_tokens:
+        if hit_tokens % group.record_tokens and not group.scratch:
             tail: bytes = request.block_hashes[hit_tokens // self._hash_block_tokens - 1]
             yield tail, hit_tokens // group.record_tokens
 

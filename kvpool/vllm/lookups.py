@@ -173,6 +173,7 @@ class Lookups:
         asked = [
             LookupGroup(packed, nbytes, index, len(group.key_ranks(self._ranks)), 1, sliding_window=True)
             for index, group in enumerate(self._groups)
+            if not group.scratch
         ]
         return self._submit(namespace, asked, [b"\1" * len(places)] * len(asked))
 

@@ -24,7 +24,8 @@ class Group:
     whose block holds all that they keep of the tokens up to its end: a window of two tokens, so that only a prefix's
     last block is needed. ``copies``: number of neighbouring ranks with equal bytes; with MLA, a whole pipeline stage.
     ``reads_ahead``: drafts' layers compute a token with the next one, which a block's hash does not cover. So a block
-    is stored, and a hit ends in front of it, when the token behind it is known.
+    is stored, and a hit ends in front of it, when the token behind it is known. ``scratch``: its blocks are one
+    request's alone: a ring, or a window that the engine fills again behind each hit. The pool has none of them.
     """
 
     block_tokens: int
@@ -35,6 +36,7 @@ class Group:
     copies: int = 1
     chunk: int | None = None
     reads_ahead: bool = False
+    scratch: bool = False
 
     @property
     def record_tokens(self) -> int:
@@ -43,7 +45,12 @@ class Group:
     @property
     def needs_all(self) -> bool:
         """Whether a query sees every token before it."""
-        return self.window is None and self.chunk is None
+        return self.window is None and self.chunk is None and not self.scratch
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether a request has a single block, which it writes in circles."""
+        return self.scratch and self.window is None
 
     def first_seen(self, tokens: int) -> int:
         """The first token that the query behind ``tokens`` tokens sees."""
@@ -156,6 +163,8 @@ def records_to_load(group: Group, local_tokens: int, hit_tokens: int) -> range:
     Those of the tokens that the next query sees (``Group.first_seen``). ``local_tokens`` is a multiple of the
     group's block size, maybe inside a record; a part of a record behind ``hit_tokens`` is left out.
     """
+    if group.scratch:
+        return range(0)
     first = max(local_tokens, group.first_seen(hit_tokens)) // group.record_tokens
     return range(first, hit_tokens // group.record_tokens)
 
@@ -171,6 +180,9 @@ def room_of_load(groups: Sequence[Group], hit_tokens: int, tokens: int, step_tok
     """The blocks that a prompt of ``tokens`` takes with a load up to ``hit_tokens``, in steps of ``step_tokens``."""
     loaded = needed = 0
     for group in groups:
+        if group.is_ring:
+            loaded, needed = loaded + 1, needed + 1
+            continue
         first, most = group.first_seen(hit_tokens) // group.block_tokens, -(-tokens // group.block_tokens)
         if not group.needs_all:
             most = min(most, -(-(group.most_seen(tokens) + step_tokens) // group.block_tokens) + 1)
@@ -254,6 +266,8 @@ def reached(group: Group, align_tokens: int) -> bytes:
     vLLM keeps itself (``SlidingWindowManager.reachable_block_mask``).
     """
     records = align_tokens // group.record_tokens
+    if group.scratch:
+        return bytes(records)
     if group.window is None:  # chunks may begin anywhere
         return b"\1" * records
     first = max(0, align_tokens - group.window + 1) // group.record_tokens
@@ -265,11 +279,15 @@ def has_tails(groups: Sequence[Group], match_tokens: int) -> bool:
     """Whether hits that end at multiples of ``match_tokens`` may end inside of a block.
 
     Such a tail is a record, too: the block that holds it, under the hash of its end. What a block holds behind it is
-    computed again. For states beside full attention, with blocks of one size, as in vLLM's own offloading.
+    computed again. For states beside full attention, with blocks of one size, as in vLLM's own offloading. Where the
+    engine fills a window again behind a hit, it cuts hits to whole blocks.
     """
+    refills = any(group.scratch and not group.is_ring for group in groups)
+    groups = [group for group in groups if not group.scratch]
     sizes = {group.block_tokens for group in groups}
     return (
-        len(sizes) == 1
+        not refills
+        and len(sizes) == 1
         and 0 < match_tokens < min(sizes)
         and any(group.state for group in groups)
         and all(
@@ -292,6 +310,8 @@ def is_resumed_at(group: Group, tokens: int, prompt_tokens: int, stop_tokens: in
 
 def _usable_tokens(group: Group, there: bytes, local_tokens: int, hit_tokens: int) -> int:
     """The longest hit up to ``hit_tokens`` that ``group`` allows, ignoring alignment."""
+    if group.scratch:
+        return hit_tokens
     hit_tokens = min(hit_tokens, len(there) * group.record_tokens)
     if group.reads_ahead and not group.state:
         hit_tokens = max(0, there.rfind(1, 0, hit_tokens // group.record_tokens + 1)) * group.record_tokens

@@ -89,6 +89,7 @@ class SchedulerHalf:
         adapter_settings: str = "",
     ) -> None:
         self._config, self._store, self._groups = config, store, list(groups)
+        self._first = next(group for group in self._groups if not group.scratch)
         self._hash_block_tokens = hash_block_tokens
         # Where the engine can resume, and records of every group end.
         self._align_tokens = math.lcm(align_tokens, *(group.record_tokens for group in self._groups))
@@ -120,7 +121,7 @@ class SchedulerHalf:
         self._record_nbytes: dict[int, int] = {}  # by group, of all ranks
         self._outcomes = Outcomes(
             self.counters,
-            record_tokens=self._groups[0].record_tokens,
+            record_tokens=self._first.record_tokens,
             tell=self._traffic.tell,
             clock=time.monotonic,
             tracing=Tracing.of_process(),
@@ -248,7 +249,7 @@ class SchedulerHalf:
         namespace, tag = self._namespace.current, state.adapter.tag if state.adapter is not None else b""
         if not self._match_tokens or namespace is None or tag is None:
             return 0
-        most = min(state.request.num_tokens - 1, whole_tokens + self._groups[0].block_tokens - 1)
+        most = min(state.request.num_tokens - 1, whole_tokens + self._first.block_tokens - 1)
         places = range(whole_tokens // self._hash_block_tokens, most // self._hash_block_tokens)
         if not places:
             return 0
@@ -293,7 +294,7 @@ class SchedulerHalf:
         self, request: Request, tables: Sequence[Sequence[int]], external_tokens: int
     ) -> Sequence[BlockRef]:
         state = self._state(request)
-        hashes = internals.record_hashes(request, self._hash_block_tokens, self._groups[0])
+        hashes = internals.record_hashes(request, self._hash_block_tokens, self._first)
         lookup, state.lookup = state.lookup, None
         if not state.counted:
             state.usable_tokens = self._max_tokens(request)
@@ -446,7 +447,7 @@ class SchedulerHalf:
         keep_s, done = state.hints.keep_s, state.hints.done
         if not (keep_s or done or self._retention.keeps):
             return
-        hashes = internals.record_hashes(request, self._hash_block_tokens, self._groups[0])
+        hashes = internals.record_hashes(request, self._hash_block_tokens, self._first)
         tag = state.adapter.tag if state.adapter is not None else b""
         if not (keep_s or done) or tag is None:
             self._retention.used(hashes)

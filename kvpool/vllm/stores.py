@@ -101,13 +101,13 @@ class StorePlanner:
         self._held = self._queue.held
         self._tails = tails and write_through
         self._reached = [reached(group, align_tokens) for group in self._groups]
+        self._refilled_tokens = max((group.window or 0 for group in groups if group.scratch), default=0)
         self._progress: dict[str, _Progress] = {}
         self._late_answers: deque[_LateAnswer] = deque()
         self._requests = RequestCounter() if config.min_requests_to_store > 1 else None
-        ahead = sum(-(-STEPS_AHEAD * step_tokens // group.block_tokens) for group in self._groups)
+        ahead = sum(-(-STEPS_AHEAD * step_tokens // one.block_tokens) for one in groups if not one.is_ring)
         self._write_back = WriteBack(self._queue, blocks_ahead=ahead, counters=counters)
-        # Time of the last store of a computing step, or arrival in the pool.
-        self._active_at = 0.0
+        self._active_at = 0.0  # last store of a computing step, or arrival in the pool
 
     def bind(self, block_pool: BlockPool) -> None:
         """Bind the engine's own cache. kvpool only holds references to its blocks while workers copy them."""
@@ -181,7 +181,8 @@ class StorePlanner:
             computed_tokens = min(computed_tokens, request.num_prompt_tokens)
         begins = progress.planned is None
         if progress.planned is None:
-            progress.held = [before // group.record_tokens for group in self._groups]
+            held = internals.tokens_held(request, before, self._refilled_tokens)
+            progress.held = [held // group.record_tokens for group in self._groups]
             progress.planned = self._first_to_plan(request, progress, pool_hash)
         if pool_hash is None:
             progress.present, progress.answer = (), None
@@ -190,7 +191,7 @@ class StorePlanner:
         tables: tuple[list[int], ...] | None = None
         for index, group in enumerate(self._groups):
             known_tokens = computed_tokens - group.reads_ahead
-            if known_tokens // group.record_tokens <= progress.planned[index]:
+            if group.scratch or known_tokens // group.record_tokens <= progress.planned[index]:
                 continue
             hashes = internals.record_hashes(request, self._hash_block_tokens, group)
             new = records_to_store(group.record_tokens, progress.planned[index], known_tokens, len(hashes))
@@ -249,7 +250,7 @@ class StorePlanner:
             blocks += [
                 (index, tables[index][tokens // group.block_tokens])
                 for index, group in enumerate(self._groups)
-                if not group.state
+                if not (group.state or group.scratch)
             ]
             for index, block_id in blocks:
                 self._store_tail(step, source, index, tokens, block_id)

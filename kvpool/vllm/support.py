@@ -16,6 +16,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -220,22 +221,24 @@ def groups_of(
     config: KVCacheConfig, blocks_per_record: int = 1, tensor_parallel: int = 1, *, reads_ahead: bool = False
 ) -> list[Group]:
     """The KV-cache groups for plans, of equal record sizes. Errors: ``EngineRefused`` names the attention."""
-    if not config.kv_cache_groups:
-        raise EngineRefused("the model has no KV cache to share; remove --kv-transfer-config")
     groups = []
     for index, group in enumerate(config.kv_cache_groups):
         layers = internals.layer_specs(group)
         spec = layers[0] if len(set(map(type, layers))) == 1 else group.kv_cache_spec
         # Exact types only: subclasses (sinks, chunked windows, ...) keep other bytes or need other blocks.
-        if type(spec) is FullAttentionSpec:
+        if internals.is_scratch(group) and type(spec) in (CircularBufferSpec, SlidingWindowMLASpec):
+            groups.append(_scratch_group(index, group, spec, reads_ahead))
+        elif type(spec) is FullAttentionSpec:
             groups.append(Group(group.kv_cache_spec.block_size))
         elif type(spec) is SlidingWindowSpec and not getattr(spec, "extra_retained_tokens", 0):
             groups.append(Group(group.kv_cache_spec.block_size, spec.sliding_window))
         elif type(spec) in (MLAAttentionSpec, SlidingWindowMLASpec):
             _refuse_uncommon_mla(index, group)
             window = spec.sliding_window if type(spec) is SlidingWindowMLASpec else None
-            block_tokens = group.kv_cache_spec.block_size
-            groups.append(Group(block_tokens, window, latent=True, copies=tensor_parallel))
+            # None: the model does not say whether its ranks have the same. 0.30 has no such field.
+            whole = all(getattr(layer, "max_tp_shards", 1) == 1 for layer in layers)
+            copies = tensor_parallel if whole else 1
+            groups.append(Group(group.kv_cache_spec.block_size, window, latent=True, copies=copies))
         elif type(spec) is ChunkedLocalAttentionSpec:
             groups.append(Group(group.kv_cache_spec.block_size, chunk=spec.attention_chunk_size))
         elif type(spec) is MambaSpec:
@@ -243,10 +246,14 @@ def groups_of(
         else:
             raise EngineRefused(
                 f"KV-cache group {index} is of kind {type(spec).__name__}, which is not supported yet; "
-                "supported are full attention, sliding windows, chunks, MLA and states"
+                "supported are full attention, sliding windows, chunks, MLA, states and rings"
             )
+    if all(group.scratch for group in groups):
+        raise EngineRefused("the model has no KV cache to share; remove --kv-transfer-config")
     return [
-        dataclasses.replace(
+        group
+        if group.scratch
+        else dataclasses.replace(
             group, blocks_per_record=1 if group.state else blocks_per_record, reads_ahead=reads_ahead
         )
         for group in groups
@@ -260,6 +267,16 @@ def is_sparse_mla(spec: Any) -> bool:
     return type(spec) is MLAAttentionSpec and any(
         getattr(spec, one.name) != one.default for one in dataclasses.fields(spec) if one.name in _SPARSE_MLA
     )
+
+
+def _scratch_group(index: int, group: KVCacheGroupSpec, spec: Any, reads_ahead: bool) -> Group:
+    _refuse_main_memory(index, group)
+    if reads_ahead:
+        raise EngineRefused(
+            f"KV-cache group {index} is computed anew behind each hit, which is not supported yet beside drafts whose "
+            "layers read ahead; remove --speculative-config"
+        )
+    return Group(spec.block_size, getattr(spec, "sliding_window", None), scratch=True)
 
 
 def _state_group(index: int, group: KVCacheGroupSpec, tensor_parallel: int) -> Group:
@@ -293,20 +310,24 @@ def refuse_tier(config: VllmConfig, cache: KVCacheConfig) -> None:
 
 
 def _refuse_uncommon_mla(index: int, group: KVCacheGroupSpec) -> None:
-    """Refuse what is computed again behind a hit, and caches in main memory: their blocks hold, or need, more."""
+    """Refuse MLA whose blocks hold, or need, more than latent vectors of their tokens."""
     for layer in internals.layer_specs(group):
         known = _MLA_LAYOUT | _SPARSE_MLA
         if type(layer) is SlidingWindowMLASpec:  # else of a hybrid whose layers vLLM takes for one kind
             known |= {"sliding_window"}
         for one in dataclasses.fields(layer):
             value = getattr(layer, one.name)
-            plain = 1 if one.name == "max_tp_shards" else one.default  # 1: every rank has it whole
-            if one.name not in known and value != plain:
+            if one.name not in known and value != one.default and (one.name, value) != ("max_tp_shards", 1):
                 raise EngineRefused(
                     f"KV-cache group {index} is MLA with {one.name} {value!r}, which is not supported yet; "
                     "supported are latent vectors, indexers beside them, and windows of both"
                 )
+    _refuse_main_memory(index, group)
+
+
+def _refuse_main_memory(index: int, group: KVCacheGroupSpec) -> None:
     if getattr(group, "host_resident", False) or not getattr(group, "enable_kv_transfer", True):
         raise EngineRefused(
-            f"KV-cache group {index} is MLA of which main memory keeps a part, which is not supported yet"
+            f"main memory keeps a part of KV-cache group {index}, which is not supported yet; "
+            "remove --kv-transfer-config"
         )

@@ -65,6 +65,9 @@ class WorkerHalf:
         model: str = "",
     ) -> None:
         self._config, self._groups = config, list(groups)
+        # Of the groups in the pool, their places among the mover's copiers.
+        in_pool = (index for index, group in enumerate(self._groups) if not group.scratch)
+        self._places = {index: place for place, index in enumerate(in_pool)}
         self._rank, self._pipeline_parallel = rank, pipeline_parallel
         self._step_tokens = step_tokens
         self._model = model  # its display name
@@ -113,8 +116,7 @@ class WorkerHalf:
                 must_answer=not self._config.start_without_pool,
             )
             copiers = [
-                BlockCopier(views, group.blocks_per_record)
-                for group, views in zip(self._groups, layers, strict=True)
+                BlockCopier(layers[index], self._groups[index].blocks_per_record) for index in self._places
             ]
             self._mover = KVCacheMover(
                 self._store,
@@ -129,9 +131,9 @@ class WorkerHalf:
         self._report.facts[self._rank] = facts
         self._report.store_slots = self._mover.store_slots
         self._report.record_nbytes = {
-            index: copier.payload_nbytes
-            for index, (group, copier) in enumerate(zip(self._groups, copiers, strict=True))
-            if group.stored_by(self._rank)
+            index: copiers[place].payload_nbytes
+            for index, place in self._places.items()
+            if self._groups[index].stored_by(self._rank)
         }
         if self._rank == 0:
             self._announcer = EngineAnnouncer(self._config, self._model, describe)
@@ -143,7 +145,9 @@ class WorkerHalf:
             self._begin_announcing(namespace)
 
     def _staging_nbytes(self, copiers: Sequence[BlockCopier]) -> int:
-        step_records = sum(-(-self._step_tokens // group.record_tokens) for group in self._groups)
+        step_records = sum(
+            -(-self._step_tokens // self._groups[index].record_tokens) for index in self._places
+        )
         slot_nbytes = max(copier.payload_nbytes for copier in copiers)
         return self._config.staging_nbytes or default_nbytes(step_records, slot_nbytes)
 
@@ -353,7 +357,7 @@ class WorkerHalf:
             hashes = [ref.block_hash for ref in refs if ref.group == group]
             rank = self._groups[group].key_rank(self._rank)
             keys[group] = self._namespace.keys(hashes, group, rank)[::-1]
-        return [Block(keys[ref.group].pop(), ref.group, ref.block_ids) for ref in refs]
+        return [Block(keys[ref.group].pop(), self._places[ref.group], ref.block_ids) for ref in refs]
 
     @staticmethod
     def _count(into: dict[int, int], tags: Sequence[int]) -> None:

@@ -262,6 +262,10 @@ def test_layout_facts() -> None:
         "group1.attention": "sliding_window:1024",
     }
     Namespace("t", Layout("bfloat16", (FULL, window)).facts())
+    of_one = Layout("bfloat16", (FULL, None)).facts()
+    assert of_one == Layout("bfloat16", (FULL,)).facts() | {"groups": 2}, (
+        "the pool has nothing of the other group"
+    )
 
 
 def test_every_field_of_a_layout_is_a_fact() -> None:

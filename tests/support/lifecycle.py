@@ -11,6 +11,7 @@ beside the caller: a run is the same each time, and minutes of a pool that is aw
 from __future__ import annotations
 
 import dataclasses
+import math
 import pickle
 import random
 from collections import deque
@@ -38,6 +39,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -66,9 +68,12 @@ from tests.support.scripted_store import NoDocuments, SelfMoving
 BLOCK_TOKENS = 4
 WINDOW = 9  # tokens; blocks outside of it go back to the engine while the request runs
 SMALL_BLOCK_TOKENS, SMALL_WINDOW = 2, 3  # of which hits need the last in front of each end only
+POOLED_TOKENS = 2  # that a layer compresses to one; a ring keeps those that are not yet so many
+REFILLED_WINDOW = 8  # whole blocks
 LAYERS = 2
 DEVICE_BLOCKS = 26  # of two groups
-MORE_BLOCKS = {"states": 12, "small": 24}  # two steps under way are 24 small blocks
+# Two steps under way are 24 small blocks, or 12 of a window that is filled again.
+MORE_BLOCKS = {"states": 12, "small": 24, "ring": 6, "refilled": 16}
 MAX_TOKENS = 64
 MAX_DRAFTS = 3
 BUDGET_S = 0.2
@@ -184,7 +189,7 @@ class World:
         _, fingerprint, block_hash, group, rank = parse_key(key)
         values = self.values[self.weights[fingerprint], block_hash]
         values = values[-self.shape.record_tokens(group) :]
-        if group == STATES:
+        if self.shape.is_state(group):
             values = np.full(BLOCK_TOKENS, values[-1])
         return b"".join(
             (block + salt(group, layer, rank)).astype(self.shape.number(group, layer)).tobytes()
@@ -380,6 +385,9 @@ class Running:
     tokens: int  # of the prompt, and those that were sampled
     computed: int  # of them; what is planned ahead counts drafts as accepted
     drafts: list[int] = field(default_factory=list)  # of the next step
+    replay_start: int = (
+        0  # from here on it is computed again, so far as the window that is filled again reaches
+    )
     written: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # by this step, drafts with it
 
 
@@ -400,12 +408,39 @@ class Shape:
     states: bool = False  # a third group, of recurrent layers; the second is of full attention, or windowed
     small: bool = False  # a second group, of latent vectors in small blocks with a small window
     indexed: bool = False  # the last layer of the first group is an indexer, whose rows are shorter
+    ring: bool = False  # a second group, of a ring; behind it one of states, or of full attention
+    refilled: bool = False  # before them all a window of latent vectors that is filled again behind a hit
+
+    @property
+    def first(self) -> int:
+        """The first group in the pool."""
+        return int(self.refilled)
+
+    @property
+    def ring_group(self) -> int:
+        return self.first + 1
 
     def block_tokens(self, group: int) -> int:
+        if self.is_ring(group):
+            return POOLED_TOKENS * -(-(POOLED_TOKENS + self.drafts) // POOLED_TOKENS)
         return SMALL_BLOCK_TOKENS if self.small and group == 1 else BLOCK_TOKENS
 
     def record_tokens(self, group: int) -> int:
-        return self.block_tokens(group) * (1 if group == STATES else self.blocks_per_record)
+        return self.block_tokens(group) * (1 if self.is_state(group) else self.blocks_per_record)
+
+    def is_state(self, group: int) -> bool:
+        return self.states and group == STATES
+
+    def is_ring(self, group: int) -> bool:
+        return self.ring and group == self.ring_group
+
+    def is_scratch(self, group: int) -> bool:
+        return self.is_ring(group) or group < self.first
+
+    @property
+    def align_tokens(self) -> int:
+        """Where the engine's hits end."""
+        return math.lcm(BLOCK_TOKENS, self.block_tokens(self.ring_group))
 
     @property
     def hash_tokens(self) -> int:
@@ -418,11 +453,13 @@ class Shape:
 
     def number(self, group: int, layer: int) -> type[np.integer[Any]]:
         """What a layer has of a token."""
-        return np.int32 if self.indexed and group == 0 and layer == LAYERS - 1 else np.int64
+        return np.int32 if self.indexed and group == self.first and layer == LAYERS - 1 else np.int64
 
     def window(self, group: int) -> int | None:
-        if group == STATES:
+        if self.is_state(group):
             return 2
+        if group < self.first:
+            return REFILLED_WINDOW
         if group == 1 and (self.small or self.windowed):
             return SMALL_WINDOW if self.small else WINDOW
         return None
@@ -433,7 +470,7 @@ class Shape:
 
     def part(self, group: int, rank: int) -> int:
         """The number under which the pool has what a rank holds of a group."""
-        return rank // self.stage_ranks if self.latent and (group == 0 or self.small) else rank
+        return rank // self.stage_ranks if self.latent and (group == self.first or self.small) else rank
 
     def parts(self, group: int) -> int:
         return self.part(group, self.ranks - 1) + 1
@@ -460,10 +497,12 @@ class ScriptedEngine:
             self.config,
             generate_scheduler_kv_cache_config([cache_config(self.shape, stage=0)]),
             StructuredOutputManager(self.config),
-            block_size=BLOCK_TOKENS,
+            block_size=self.shape.align_tokens,
             hash_block_size=self.shape.hash_tokens,
             log_stats=False,
         )
+        if self.shape.refilled:  # only these workers fill a window again
+            self.scheduler.use_v2_model_runner = True
         self.connector = self.scheduler.connector
         assert isinstance(self.connector, KVPoolConnector)
         assert self.connector._scheduler is not None
@@ -563,6 +602,8 @@ class ScriptedEngine:
             for request in self.scheduler.requests.values():
                 self._learn(request)
             planned = self.scheduler.schedule()
+            for new in planned.scheduled_new_reqs:  # the list grows with the request
+                new.prefill_token_ids = new.prefill_token_ids and list(new.prefill_token_ids)
             self._check_stores(planned)
             self.queue.appendleft([planned, None])
 
@@ -713,12 +754,16 @@ class ScriptedEngine:
             assert isinstance(metadata, PoolMetadata)
             connector = rank.connector
             connector.bind_connector_metadata(metadata)
+            first = self.shape.first
             for load in metadata.loads:
+                assert not any(self.shape.is_scratch(record.group) for record in load.blocks)
                 assert load.request_id not in rank.loading, "one request is loaded twice at a time"
                 rank.loading[load.request_id] = {
                     (record.group, block) for record in load.blocks for block in record.block_ids if block
                 }
-                self.begun_inside += any(0 in record.block_ids for record in load.blocks if record.group == 0)
+                self.begun_inside += any(
+                    0 in record.block_ids for record in load.blocks if record.group == first
+                )
             for name in names:
                 self._forward(rank, name, computed[name], planned.num_scheduled_tokens[name])
             connector.start_load_kv(None)  # type: ignore[arg-type]
@@ -754,9 +799,10 @@ class ScriptedEngine:
             self.running.pop(name, None)
         for new in planned.scheduled_new_reqs:
             text = self.texts[new.req_id]
-            self.running[new.req_id] = Running(
-                text, [list(ids) for ids in new.block_ids], text.prompt_tokens, new.num_computed_tokens
-            )
+            tokens = len(new.prefill_token_ids or ()) or text.prompt_tokens
+            tables = [list(ids) for ids in new.block_ids]
+            running = Running(text, tables, tokens, new.num_computed_tokens, replay_start=new.replay_start)
+            self.running[new.req_id] = running
         cached = planned.scheduled_cached_reqs
         told = (cached.req_ids, cached.new_block_ids, cached.num_output_tokens, cached.num_computed_tokens)
         for name, new_ids, outputs, computed in zip(*told, strict=True):
@@ -816,9 +862,17 @@ class ScriptedEngine:
             window, block_tokens = self.shape.window(group), self.shape.block_tokens(group)
             first = 0 if window is None else max(0, computed - window + 1)
             end = computed + tokens
-            if group == STATES:
+            if self.shape.is_state(group):
                 self._advance(rank, running, computed, end, busy)
                 continue
+            if self.shape.is_ring(group):
+                self._go_round(rank, running, computed, end, busy)
+                continue
+            known = computed  # tokens whose bytes have to be there
+            if running.replay_start and self.shape.is_scratch(group):
+                first = max(first, running.replay_start)
+            elif running.replay_start:  # it writes none of the blocks of the hit
+                known = max(known, min(end, running.replay_start + REFILLED_WINDOW))
             places = np.arange(first, end)
             blocks = np.array(table)[places // block_tokens]
             assert (blocks > 0).all(), "the engine took a block away that the next token sees"
@@ -827,7 +881,7 @@ class ScriptedEngine:
                 wanted = np.concatenate((running.text.values[first:computed], running.written))
                 wanted += self.shape.salt(group, layer, rank.index)
                 at = (blocks, places % block_tokens)
-                done = computed - first
+                done = known - first
                 read = numbers[at][:done]
                 wanted = wanted.astype(numbers.dtype)
                 assert (read == wanted[:done]).all(), f"rank {rank.index} reads wrong bytes for {name}"
@@ -849,6 +903,23 @@ class ScriptedEngine:
                 elif tokens:
                     assert (numbers[block] == value + own).all(), f"rank {rank.index} reads a wrong state"
 
+    def _go_round(
+        self, rank: Rank, running: Running, computed: int, end: int, busy: set[tuple[int, int]]
+    ) -> None:
+        """Read what is not compressed yet, and keep a step's last tokens; hits end where nothing is left over."""
+        ring = self.shape.ring_group
+        (block,) = running.tables[ring]
+        assert block, "the engine took the ring away"
+        assert (ring, block) not in busy, "a ring is used that is loaded"
+        size = self.shape.block_tokens(ring)
+        left = np.arange(computed // POOLED_TOKENS * POOLED_TOKENS, computed)
+        kept = np.arange(max(computed, end - size), end)
+        for layer, numbers in enumerate(rank.numbers[ring]):
+            own = self.shape.salt(ring, layer, rank.index)
+            read = numbers[block][left % size]
+            assert (read == running.text.values[left] + own).all(), f"rank {rank.index} reads a wrong ring"
+            numbers[block][kept % size] = running.written[kept - computed] + own
+
     # What has to hold.
 
     def _learn(self, request: Request) -> None:
@@ -861,7 +932,7 @@ class ScriptedEngine:
             values = text.values[: (index + 1) * self.shape.hash_tokens].copy()
             known = self.world.values.setdefault((text.weights, request.block_hashes[index]), values)
             assert (known == values).all()
-            before = index - self.shape.record_tokens(0) // self.shape.hash_tokens
+            before = index - self.shape.record_tokens(self.shape.first) // self.shape.hash_tokens
             self.world.parents[request.block_hashes[index]] = (
                 request.block_hashes[before] if before >= 0 else None
             )
@@ -875,6 +946,7 @@ class ScriptedEngine:
             self.tags.clear()
             self.dropped.clear()
         for block, tag in zip(step.stores, step.tags, strict=True):
+            assert not self.shape.is_scratch(block.group), "what belongs to one request is stored"
             self.tags[tag] = (block.block_hash, block.group)
             was_there = self.in_pool(block.block_hash, block.group)
             self.stored_again += was_there and not self.in_pool(block.block_hash, block.group, now=True)
@@ -939,7 +1011,7 @@ class ScriptedEngine:
             block_tokens = self.shape.block_tokens(group)
             start = tables[group].index(block) * block_tokens
             wanted = self.texts[name].values[start : start + block_tokens]
-            if group == STATES:
+            if self.shape.is_state(group):
                 wanted = np.full(BLOCK_TOKENS, wanted[-1])
             for layer, numbers in enumerate(rank.numbers[group]):
                 right = wanted + self.shape.salt(group, layer, rank.index)
@@ -1032,8 +1104,16 @@ def cache_config(shape: Shape, stage: int) -> KVCacheConfig:
         specs.append(SlidingWindowMLASpec(**small, max_tp_shards=1))
     if shape.windowed:
         specs.append(SlidingWindowSpec(**common, sliding_window=WINDOW))
+    if shape.ring:
+        ring = common | {"block_size": shape.block_tokens(shape.ring_group)}
+        specs.append(CircularBufferSpec(**ring, head_size_v=0))
+    if shape.refilled:
+        window = {"sliding_window": REFILLED_WINDOW, "bounded_replay": True}
+        specs.insert(0, SlidingWindowMLASpec(**common, **window, max_tp_shards=1))
+    if shape.ring and not shape.states:
+        specs.append(FullAttentionSpec(**common))
     if shape.states:
-        if not shape.windowed:
+        if not shape.windowed and not shape.ring:
             specs.append(FullAttentionSpec(**common))
         state = {"shapes": ((BLOCK_TOKENS,),), "dtypes": (torch.int64,), "mamba_cache_mode": "align"}
         specs.append(MambaSpec(block_size=BLOCK_TOKENS, page_size_padded=specs[0].page_size_bytes, **state))

@@ -10,6 +10,7 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -34,6 +35,8 @@ ROWS = replace(LATENT, dtype=torch.uint8, cache_dtype_str="fp8_ds_mla", state_co
 SMALL_WINDOW = SlidingWindowMLASpec(
     block_size=4, num_kv_heads=1, max_tp_shards=1, head_size=1024, dtype=torch.float32, sliding_window=8, alignment=576,
 )  # fmt: skip
+RING = CircularBufferSpec(block_size=8, num_kv_heads=1, head_size=64, head_size_v=0, dtype=torch.float32)
+REFILLED = replace(SMALL_WINDOW, bounded_replay=True)
 CHUNKED = ChunkedLocalAttentionSpec(
     block_size=32, num_kv_heads=4, head_size=32, dtype=torch.bfloat16, attention_chunk_size=64
 )

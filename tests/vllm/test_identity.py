@@ -44,6 +44,8 @@ from tests.support.specs import (
     CHUNKED,
     FULL,
     LATENT,
+    REFILLED,
+    RING,
     ROWS,
     SMALL_WINDOW,
     STATE,
@@ -242,6 +244,27 @@ def test_latents_of_another_form_share_nothing(engine_config: Any) -> None:
     ):
         found = engine_facts(config, cache_of(replace(ROWS, **other)), WEIGHTS, layers)
         assert differing(facts, found) == {"group0.specs"}, other
+
+
+def test_scratch_of_another_form_shares_nothing(engine_config: Any) -> None:
+    """What stands in it decides on what is computed behind it. A ring's length depends on drafts and does not."""
+    config, latents = engine_config(), [torch.zeros((8, 32, 576))]
+
+    def facts(*specs: Any) -> dict[str, Any]:
+        layers = [latents if spec in (LATENT, SMALL_WINDOW) else [] for spec in specs]
+        return engine_facts(config, cache_of(*specs), WEIGHTS, layers)
+
+    ring = facts(LATENT, RING)
+    assert (ring["groups"], ring["hash_block_tokens"]) == (2, 32)
+    assert "group1.attention" not in ring
+    with_ring, without = facts(LATENT, LATENT, RING), facts(LATENT, LATENT)
+    assert differing(with_ring, without) == {"groups", "group2.layer_names", "group2.specs"}
+    assert differing(ring, facts(LATENT, replace(RING, dtype=torch.bfloat16))) == {"group1.specs"}
+    assert differing(ring, facts(LATENT, replace(RING, head_size=32))) == {"group1.specs"}
+    assert differing(ring, facts(LATENT, replace(RING, block_size=16))) == set()
+    stored, refilled = facts(LATENT, SMALL_WINDOW), facts(LATENT, REFILLED)
+    assert {"group1.specs", "group1.attention"} <= differing(stored, refilled)
+    assert differing(refilled, facts(LATENT, replace(REFILLED, sliding_window=16))) == {"group1.specs"}
 
 
 def test_scales_inside_of_rows_are_no_facts(engine_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:

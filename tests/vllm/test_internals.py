@@ -7,6 +7,7 @@ import dataclasses
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from kvpool.store import StoreURL
 from kvpool.store.file import FileSystem
 from kvpool.vllm import internals
 from kvpool.vllm.support import groups_of
-from tests.support.specs import FULL, WINDOW, cache_of
+from tests.support.specs import FULL, REFILLED, RING, WINDOW, cache_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.allow_leaks("vLLM keeps helpers of its own for a process")]
 
@@ -33,6 +34,23 @@ def test_a_stage_without_a_layer_of_some_group_is_refused_by_name() -> None:
         EngineRefused, match=r"stage has no layer of KV-cache group 1.*--pipeline-parallel-size"
     ):
         internals.layers_of(cache, {"layer0": torch.zeros(8, 32)})
+
+
+@pytest.mark.parametrize("spec", [RING, REFILLED])
+def test_of_scratch_no_layer_is_taken_whether_there_is_one_or_not(spec: Any) -> None:
+    cache, layer = cache_of(FULL, spec, WINDOW), torch.zeros(8, 32)
+    kv_caches = {"layer0": layer, "layer2": layer}
+    for layers in (["layer1"], []):
+        cache.kv_cache_groups[1].layer_names = layers
+        assert [len(of_group) for of_group in internals.layers_of(cache, kv_caches)] == [1, 0, 1]
+
+
+def test_what_is_computed_again_in_front_of_a_hits_end_is_held() -> None:
+    again = SimpleNamespace(replay_start=24)
+    held = [internals.tokens_held(again, tokens, 8) for tokens in (0, 24, 32)]
+    assert held == [0, 32, 32]
+    for other in (SimpleNamespace(replay_start=0), SimpleNamespace()):
+        assert internals.tokens_held(other, 0, 8) == 0, "nothing is computed again; this version never does"
 
 
 def test_the_mark_of_the_weights_changes_when_vllm_loads_them_anew_and_not_else(

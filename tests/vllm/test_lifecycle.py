@@ -96,6 +96,24 @@ SHAPES += [
     for blocks_per_record in (1, 2)
     for late in (False, True)
 ]  # fmt: skip
+# Rings beside latent vectors: GLM-5.3-Flash; with a window that is filled again: DeepSeek V4.1.
+SHAPES += [
+    Shape(
+        ranks, overlapping, slots=slots, latent=True, ring=True, refilled=refilled, states=states,
+        blocks_per_record=blocks_per_record, late=late,
+    )
+    for ranks in (1, 2)
+    for overlapping in (False, True)
+    for refilled, states in ((False, False), (True, False), (False, True))
+    for slots in (4, 24)
+    for blocks_per_record in (1, 2)
+    for late in (False, True)
+]  # fmt: skip
+SHAPES += [
+    Shape(overlapping=overlapping, latent=True, ring=True, refilled=refilled, slots=24, drafts=3)
+    for overlapping in (False, True)
+    for refilled in (False, True)
+]
 CAPACITIES = (3_000, 1 << 20)  # bytes of the pool: a dozen blocks, and all there are
 
 WAYS_TO_LOAD_WEIGHTS = (
@@ -275,7 +293,8 @@ class EngineLife(Life):
         engine.dropped.difference_update([one for one in engine.dropped if engine.in_pool(*one)])
         self.world.put.clear()
         self.world.lose(1.0)
-        step = self.shape.record_tokens(0) // self.shape.hash_tokens
+        first = self.shape.first
+        step = self.shape.record_tokens(first) // self.shape.hash_tokens
         hashes = BlockHasher(self.shape.hash_tokens).hashes(prompt)[step - 1 :: step]
         # What comes behind a record that was given up is given up with it, also where a late answer to this request's
         # lookup then brings that one back: the next request brings the rest.
@@ -283,7 +302,7 @@ class EngineLife(Life):
             engine.add(f"asked again{attempt}", prompt, 1)
             engine.drain()
             engine.rest()
-            missing = [i for i, block_hash in enumerate(hashes) if not engine.in_pool(block_hash, 0)]
+            missing = [i for i, block_hash in enumerate(hashes) if not engine.in_pool(block_hash, first)]
             if not missing:
                 break
         assert not missing or engine.planner._broken, f"{missing} of {len(hashes)} records were not stored"
@@ -752,6 +771,33 @@ def test_a_hybrids_blocks_are_loaded_and_what_is_behind_them_computed(
     second.add("b", prompt, 3)
     second.drain()
     assert (second.hits, second.loads, second.loads_failed) == (1, 1, 0)
+
+
+RINGS = [
+    Shape(latent=True, ring=True, slots=24, weights_never_change=True),
+    Shape(2, latent=True, ring=True, refilled=True, slots=24, weights_never_change=True),
+    Shape(latent=True, ring=True, states=True, slots=24, weights_never_change=True),
+    Shape(latent=True, ring=True, refilled=True, slots=24, weights_never_change=True, drafts=3),
+]
+
+
+@pytest.mark.parametrize("shape", RINGS, ids=["ring", "ring and window", "ring and states", "drafts"])
+def test_what_is_one_requests_alone_is_not_stored_and_hits_stand_without_it(
+    shape: Shape, engine: Callable[..., ScriptedEngine]
+) -> None:
+    prompt = list(range(1, 30))
+    first, second = engine(shape), engine(shape)
+    first.add("a", prompt, 3)
+    first.rest()
+    groups = {parse_key(key).group for key in first.world.put}
+    assert groups == {shape.first, shape.first + 2}
+    second.add("b", prompt, 3)
+    second.drain()
+    assert (second.hits, second.loads, second.loads_failed) == (1, 1, 0)
+    hit = (len(prompt) - 1) // shape.align_tokens * shape.align_tokens
+    assert second.counters()[metrics.LOADED_TOKENS.name] == hit
+    behind = (len(prompt) + 2) // BLOCK_TOKENS - hit // BLOCK_TOKENS
+    assert len(second.tags) == 2 * behind, "what is computed again of a hit is not stored again"
 
 
 SMALL = Shape(small=True, latent=True, slots=24, weights_never_change=True)

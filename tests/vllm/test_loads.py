@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from vllm.v1.core.block_pool import BlockPool
@@ -74,4 +75,9 @@ def test_with_a_window_a_load_starts_only_where_it_can_go_on() -> None:
         assert loads._block_pool is not None
         loads._block_pool.get_new_blocks(room.loaded)
         assert loads.leave_room(second, HIT_TOKENS) is starts
-    assert loads_of([FULL], 1).leave_room(second, HIT_TOKENS), "vLLM counts blocks of full attention itself"
+    ring = Group(8, scratch=True)
+    for groups in ([FULL], [FULL, ring]):
+        fits = loads_of(groups, 1).leave_room(second, HIT_TOKENS)
+        assert fits, "vLLM counts blocks of full attention itself, and of a ring"
+    refilled = replace(WINDOWED, scratch=True)
+    assert room_of_load([FULL, ring, refilled], HIT_TOKENS, 100, 32) == room._replace(loaded=room.loaded + 1)

@@ -41,19 +41,24 @@ def situations(draw: st.DrawFn) -> Situation:
     ]
     if draw(st.booleans()):
         groups = [replace(group, reads_ahead=True) for group in groups]
+    for _ in range(draw(st.integers(0, 2))):
+        scratch = Group(draw(BLOCKS), draw(st.none() | st.integers(1, 300)), scratch=True)
+        groups.insert(draw(st.integers(0, len(groups))), scratch)
     engine_tokens = math.lcm(*(group.block_tokens for group in groups))
     align_tokens = math.lcm(*(group.record_tokens for group in groups))
     max_tokens = draw(st.integers(0, 12 // per_record)) * align_tokens
     local_tokens = draw(st.integers(0, max_tokens // engine_tokens)) * engine_tokens
     present = [
         draw(st.lists(st.booleans() | st.just(True), min_size=n, max_size=n))
-        for n in (max_tokens // group.record_tokens for group in groups)
+        for n in (0 if group.scratch else max_tokens // group.record_tokens for group in groups)
     ]
     return groups, present, local_tokens, max_tokens, align_tokens
 
 
 def _sees(group: Group, token: int, hit_tokens: int) -> bool:
     """Whether the query at position ``hit_tokens`` attends to ``token`` (itself at distance 0)."""
+    if group.scratch:
+        return False
     if group.chunk is not None and token // group.chunk != hit_tokens // group.chunk:
         return False
     return token < hit_tokens and (group.window is None or hit_tokens - token < group.window)
@@ -116,7 +121,7 @@ def test_a_record_is_kept_where_any_hit_needs_it_and_else_a_window_keeps_none(si
             if group.reads_ahead and not group.state and hit_tokens < max_tokens:
                 needed[hit_tokens // group.record_tokens] = True
         assert all(k for k, n in zip(kept, needed, strict=True) if n)
-        if group.window is not None and not group.reads_ahead:
+        if group.scratch or (group.window is not None and not group.reads_ahead):
             assert kept == needed
 
 
@@ -204,6 +209,8 @@ def test_hits_end_inside_of_blocks_of_states_beside_full_attention_only() -> Non
     assert not has_tails([FULL, STATE], 4), "blocks of two sizes"
     assert not has_tails([FULL], 4)
     assert not has_tails([FULL, state, Group(16, 100)], 4)
+    assert has_tails([FULL, Group(8, scratch=True), state], 4), "a ring's blocks do not matter"
+    assert not has_tails([FULL, Group(16, 32, scratch=True), state], 4), "then vLLM cuts hits to whole blocks"
     for other in ({"blocks_per_record": 2}, {"reads_ahead": True}):
         assert not has_tails([replace(FULL, **other), state], 4)
 
