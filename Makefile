@@ -315,8 +315,8 @@ $(SERVERS)/.stamp: scripts/servers | $(VENV)/.stamp-venv
 $(DIST)/.stamp-tools: scripts/dist/tools.txt | $(VENV)/.stamp-venv
 	@echo "fetching what makes wheels"
 	@rm -rf $(DIST)/tools
-	@$(PYTHON) -m venv $(DIST)/tools
-	@$(DIST)/tools/bin/python -m pip install -qq -r scripts/dist/tools.txt
+	$(call venv_of,$(DIST)/tools)
+	@$(BIN)/python -m pip --python $(DIST)/tools/bin/python install -qq -r scripts/dist/tools.txt
 	@touch $@
 
 # Apart from .venv: Envoy's messages come with packages that others have, too (google, opentelemetry).
@@ -391,7 +391,7 @@ $(PROTO_TOOLS)/.stamp: scripts/proto | $(VENV)/.stamp-venv
 # Of LMCache only its native client is used, which needs torch and none of the other things that its wheel asks for.
 $(PEERS)/lmcache/.stamp: | $(VENV)/.stamp-venv
 	$(call peer_environment,lmcache,$(TORCH) numpy)
-	@$(PEERS)/lmcache/bin/python -m pip install -qq --no-deps lmcache==$(LMCACHE_VERSION)
+	@$(BIN)/python -m pip --python $(PEERS)/lmcache/bin/python install -qq --no-deps lmcache==$(LMCACHE_VERSION)
 	@touch $@
 
 # LMCache as vLLM loads it: a folder for the path of vLLM's own interpreter. What it asks for beyond these is there, or
@@ -417,8 +417,8 @@ $(PEERS)/dynamo/.stamp: | $(VENV)/.stamp-venv
 
 # Its frontend, and what that imports. The rest of what its wheel asks for is for engines, Kubernetes and simulations.
 $(DYNAMO_FRONTEND): $(PEERS)/dynamo/.stamp
-	@$(<D)/bin/python -m pip install -qq msgspec packaging pyyaml
-	@$(<D)/bin/python -m pip install -qq --no-deps ai-dynamo==$(DYNAMO_VERSION)
+	@$(BIN)/python -m pip --python $(<D)/bin/python install -qq msgspec packaging pyyaml
+	@$(BIN)/python -m pip --python $(<D)/bin/python install -qq --no-deps ai-dynamo==$(DYNAMO_VERSION)
 	@touch $@
 
 $(PEERS)/vllm-router/.stamp: | $(VENV)/.stamp-venv
@@ -430,19 +430,22 @@ $(PEERS)/smg/.stamp: | $(VENV)/.stamp-venv
 	@touch $@
 
 # Apart from .venv: none of it is for who works on the code.
-.cache/docs/.stamp: scripts/docs-requirements.txt | $(VENV)/.stamp-system
+.cache/docs/.stamp: scripts/docs-requirements.txt | $(VENV)/.stamp-venv
 	@echo "making the environment of the documentation"
 	@rm -rf $(@D)
-	@$(PYTHON) -m venv $(@D)
-	@$(@D)/bin/python -m pip install -qq -r $<
+	$(call venv_of,$(@D))
+	@$(BIN)/python -m pip --python $(@D)/bin/python install -qq -r $<
 	@touch $@
+
+# $(1): a folder. What is installed there, the pip of .venv installs: one of its own takes five seconds of a processor.
+venv_of = @$(PYTHON) -m venv --without-pip $(1)
 
 # $(1): a peer; $(2): what it needs.
 define peer_environment
 	@echo "making the environment of $(1)"
 	@rm -rf $(PEERS)/$(1)
-	@$(PYTHON) -m venv $(PEERS)/$(1)
-	@$(PEERS)/$(1)/bin/python -m pip install -qq $(foreach wanted,$(2),'$(wanted)')
+	$(call venv_of,$(PEERS)/$(1))
+	@$(BIN)/python -m pip --python $(PEERS)/$(1)/bin/python install -qq $(foreach wanted,$(2),'$(wanted)')
 endef
 
 $(PAGES)/.stamp: | $(VENV)/.stamp-venv
