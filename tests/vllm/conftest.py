@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import fcntl
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,13 +25,16 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 @pytest.fixture(scope="session")
-def engine_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A function that makes a ``VllmConfig`` from options of ``EngineArgs``, with kvpool as its connector."""
+def engine_config(tmp_path_factory: pytest.TempPathFactory, testrun_uid: str) -> Any:
+    """A function that makes a ``VllmConfig`` from options of ``EngineArgs``, with kvpool as its connector.
+
+    The first process of a run writes the model, and vLLM inspects it in one more. The others wait, and find both.
+    """
     from vllm.engine.arg_utils import EngineArgs
 
     from demo.engine_process import write_model
 
-    model: Path = write_model(tmp_path_factory.mktemp("config") / "model", kind="llama", width=256, layers=2)
+    model = tmp_path_factory.getbasetemp().parent / f"config-{testrun_uid}"
 
     def make(**options: Any) -> Any:
         transfer = {**connector_config("file:///unused"), **options.pop("transfer", {})}
@@ -48,6 +52,11 @@ def engine_config(tmp_path_factory: pytest.TempPathFactory) -> Any:
             }
         ).create_engine_config()
 
+    with model.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not model.exists():
+            write_model(model, kind="llama", width=256, layers=2)
+            make()
     return make
 
 
