@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import resource
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -95,49 +93,37 @@ def test_an_address_that_one_cannot_connect_to_is_a_problem_of_that_worker(
         assert followed(heard, [0])
 
 
-VLLM_PUBLISHER = """
-import sys
-from vllm.distributed.kv_events import BlockStored, KVEventBatch, ZmqEventPublisher
-events, replay = sys.argv[1:3]
-publisher = ZmqEventPublisher(3, endpoint=events, replay_endpoint=replay, buffer_steps=10000)
-for line in sys.stdin:
-    start, count = map(int, line.split())
-    for at in range(start, start + count):
-        stored = BlockStored([at], None, list(range(16)), 16, None, "GPU", None)
-        publisher.publish(KVEventBatch(ts=float(at), events=[stored]))
-    print("published", flush=True)
-publisher.shutdown()
-"""
-
-
 @pytest.mark.vllm
+@pytest.mark.allow_leaks("ZMQ's context lives as long as the process")
 def test_vllms_own_publisher_with_more_batches_than_a_replay_carries_at_once(
-    feed: Subscriber, heard: Heard, tmp_path: Path
+    feed: Subscriber, heard: Heard
 ) -> None:
     """Its ROUTER drops what a slow reader leaves in its queue of 1,000, without a word."""
+    from vllm.distributed.kv_events import BlockStored, KVEventBatch, ZmqEventPublisher
+
     events, replay = free_ports(2)
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(
-            # vLLM adds the rank to the port.
-            [sys.executable, "-c", VLLM_PUBLISHER, f"tcp://*:{events - 3}", f"tcp://*:{replay - 3}"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-        )  # fmt: skip
-    assert process.stdin is not None
-    assert process.stdout is not None
+    # vLLM adds the rank to the port.
+    publisher = ZmqEventPublisher(
+        3,
+        endpoint=f"tcp://*:{events - 3}",
+        replay_endpoint=f"tcp://*:{replay - 3}",
+        buffer_steps=10000,
+    )
+
+    def publish(numbers: range) -> None:
+        for number in numbers:
+            stored = BlockStored([number], None, list(range(16)), 16, None, "GPU", None)
+            publisher.publish(KVEventBatch(ts=float(number), events=[stored]))
+
     try:
-        process.stdin.write("0 9000\n")
-        process.stdin.flush()
-        assert process.stdout.readline() == "published\n", (tmp_path / "log").read_text()
+        publish(range(9000))
         follow(feed, heard, worker_of(Publisher(3, f"tcp://127.0.0.1:{events}", f"tcp://127.0.0.1:{replay}")))
         assert eventually(lambda: heard.numbers == list(range(9000)))
-        process.stdin.write("9000 500\n")
-        process.stdin.flush()
+        publish(range(9000, 9500))
         assert eventually(lambda: heard.numbers == list(range(9500)) and not heard.stale)
         assert heard.problems == []
     finally:
-        process.stdin.close()
-        process.stdout.close()
-        process.wait(60)
+        publisher.shutdown()
 
 
 def test_three_hundred_workers_that_are_away_hold_up_none_that_is_there(tmp_path: Path) -> None:
