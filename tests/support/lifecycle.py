@@ -11,6 +11,7 @@ beside the caller: a run is the same each time, and minutes of a pool that is aw
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import pickle
 import random
@@ -30,6 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core.kv_cache_utils import (
+    KVCacheBlockCopy,
     generate_scheduler_kv_cache_config,
     get_request_block_hasher,
     init_none_hash,
@@ -184,18 +186,29 @@ class World:
             first.end()
         self.clock.now_s = until_s
 
-    def payload_of(self, key: str) -> bytes:
-        """What has to be in the record under a key: block by block, layer by layer."""
+    def is_payload(self, key: str, payload: memoryview) -> bool:
+        """Whether this has to be in the record under a key: block by block, layer by layer.
+
+        Behind the end of a tail anything may be.
+        """
         _, fingerprint, block_hash, group, rank = parse_key(key)
         values = self.values[self.weights[fingerprint], block_hash]
-        values = values[-self.shape.record_tokens(group) :]
+        known = len(values) % BLOCK_TOKENS if self.shape.tails else 0
         if self.shape.is_state(group):
-            values = np.full(BLOCK_TOKENS, values[-1])
-        return b"".join(
-            (block + salt(group, layer, rank)).astype(self.shape.number(group, layer)).tobytes()
-            for block in values.reshape(-1, self.shape.block_tokens(group))
-            for layer in range(LAYERS)
-        )
+            values, known = np.full(BLOCK_TOKENS, values[-1]), BLOCK_TOKENS
+        elif known:
+            values = np.append(values[-known:], np.zeros(BLOCK_TOKENS - known, np.int64))
+        else:
+            values = values[-self.shape.record_tokens(group) :]
+        start = 0
+        for block in values.reshape(-1, self.shape.block_tokens(group)):
+            for layer in range(LAYERS):
+                right = (block + salt(group, layer, rank)).astype(self.shape.number(group, layer))
+                there = np.frombuffer(payload[start : start + right.nbytes], right.dtype)
+                if not (there == right)[: known or None].all():
+                    return False
+                start += right.nbytes
+        return start == payload.nbytes
 
     def lose(self, part: float) -> None:
         """Somebody empties the pool, or a part of it."""
@@ -287,9 +300,7 @@ class _Batch:
     def _check_source(self) -> None:
         """Whoever sends a buffer must leave it alone until the batch has ended, also if nobody waits for it."""
         for key, view in zip(self.keys, self.views, strict=True):
-            assert bytes(view) == self.client.world.payload_of(key), (
-                f"a buffer changed while it was sent: {key}"
-            )
+            assert self.client.world.is_payload(key, view), f"a buffer changed while it was sent: {key}"
 
     def _spoil(self) -> None:
         """Who did not end well may have written anything."""
@@ -408,6 +419,7 @@ class Shape:
     states: bool = False  # a third group, of recurrent layers; the second is of full attention, or windowed
     small: bool = False  # a second group, of latent vectors in small blocks with a small window
     indexed: bool = False  # the last layer of the first group is an indexer, whose rows are shorter
+    tails: bool = False  # hits end inside of blocks, too; with states
     ring: bool = False  # a second group, of a ring; behind it one of states, or of full attention
     refilled: bool = False  # before them all a window of latent vectors that is filled again behind a hit
 
@@ -444,7 +456,7 @@ class Shape:
 
     @property
     def hash_tokens(self) -> int:
-        return SMALL_BLOCK_TOKENS if self.small else BLOCK_TOKENS
+        return SMALL_BLOCK_TOKENS if self.small or self.tails else BLOCK_TOKENS
 
     @property
     def device_blocks(self) -> int:
@@ -750,6 +762,7 @@ class ScriptedEngine:
             drafted = len(planned.scheduled_spec_decode_tokens.get(name, ()))
             sampled.append(self._sample(name, computed[name], planned.num_scheduled_tokens[name], drafted))
         for rank in self.ranks:
+            self._copy(rank, planned.kv_cache_block_copies or ())
             metadata = pickle.loads(pickle.dumps(planned.kv_connector_metadata))  # each process gets its own
             assert isinstance(metadata, PoolMetadata)
             connector = rank.connector
@@ -854,6 +867,14 @@ class ScriptedEngine:
             (token + (draw.random() < 0.3)) % VOCABULARY for token in text.tokens[tokens : tokens + count]
         ]
 
+    def _copy(self, rank: Rank, copies: Sequence[KVCacheBlockCopy]) -> None:
+        """What a request goes on with, and others have, it gets a copy of."""
+        busy = {block for blocks in rank.loading.values() for _, block in blocks}
+        for before, after in copies:
+            assert not {before, after} & busy, "a block is copied that is loaded"
+            for numbers in itertools.chain.from_iterable(rank.numbers):
+                numbers[after] = numbers[before]
+
     def _forward(self, rank: Rank, name: str, computed: int, tokens: int) -> None:
         """Read what attention would read, then write what the model would write."""
         running = self.running[name]
@@ -932,9 +953,10 @@ class ScriptedEngine:
             values = text.values[: (index + 1) * self.shape.hash_tokens].copy()
             known = self.world.values.setdefault((text.weights, request.block_hashes[index]), values)
             assert (known == values).all()
-            before = index - self.shape.record_tokens(self.shape.first) // self.shape.hash_tokens
+            record_tokens = self.shape.record_tokens(self.shape.first)
+            before = (len(values) - 1) // record_tokens * record_tokens // self.shape.hash_tokens
             self.world.parents[request.block_hashes[index]] = (
-                request.block_hashes[before] if before >= 0 else None
+                request.block_hashes[before - 1] if before else None
             )
         self._hashed[name] = len(request.block_hashes)
 
@@ -1007,15 +1029,17 @@ class ScriptedEngine:
         if not ok:
             return
         tables = self.scheduler.kv_cache_manager.get_block_ids(name)
+        hit = self.scheduler.requests[name].num_computed_tokens
         for group, block in rank.loading[name]:
             block_tokens = self.shape.block_tokens(group)
             start = tables[group].index(block) * block_tokens
-            wanted = self.texts[name].values[start : start + block_tokens]
+            wanted = self.texts[name].values[start : min(start + block_tokens, hit)]
+            assert len(wanted), "a block is loaded behind the hit"
             if self.shape.is_state(group):
                 wanted = np.full(BLOCK_TOKENS, wanted[-1])
             for layer, numbers in enumerate(rank.numbers[group]):
-                right = wanted + self.shape.salt(group, layer, rank.index)
-                assert (numbers[block] == right.astype(numbers.dtype)).all(), "wrong bytes"
+                right = (wanted + self.shape.salt(group, layer, rank.index)).astype(numbers.dtype)
+                assert (numbers[block][: len(right)] == right).all(), "wrong bytes"
 
     def _check_scatter(self, rank: Rank, block_ids: Sequence[int]) -> None:
         """Blocks may be written for a load that is not reported yet, and that holds them alone."""
@@ -1127,7 +1151,10 @@ def cache_config(shape: Shape, stage: int) -> KVCacheConfig:
         of_layers[groups[0].layer_names[-1]] = dataclasses.replace(specs[0], **indexer)
         rows = UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs=of_layers)
         groups[0] = KVCacheGroupSpec(groups[0].layer_names, rows)
-    return KVCacheConfig(num_blocks=shape.device_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+    return KVCacheConfig(
+        num_blocks=shape.device_blocks, kv_cache_tensors=[], kv_cache_groups=groups,
+        cache_hit_alignment_tokens=shape.hash_tokens if shape.tails else None,
+    )  # fmt: skip
 
 
 def prepare(config: VllmConfig, shape: Shape) -> VllmConfig:
@@ -1138,6 +1165,7 @@ def prepare(config: VllmConfig, shape: Shape) -> VllmConfig:
     config.parallel_config.tensor_parallel_size = shape.stage_ranks
     config.parallel_config.pipeline_parallel_size = shape.stages
     config.scheduler_config.async_scheduling = shape.overlapping
+    config.cache_config.prefix_match_unit = shape.hash_tokens if shape.tails else None
     config.cache_config.mamba_cache_mode = "align" if shape.states else "none"
     assert config.kv_transfer_config is not None
     settings = config.kv_transfer_config.kv_connector_extra_config
