@@ -44,6 +44,8 @@ class Toolchain:
         for tool in ("cc", "c++", "ar", "ranlib"):
             program = self.folder / tool
             options = f"-target {target} " if tool in ("cc", "c++") else ""
+            # As the module's link has it: zig compiles its C++ library for each mode, and CMake's trials name none.
+            options += "-O2 -s " if tool == "c++" else ""
             program.write_text(f'#!/bin/sh\nexec "{zig}" {tool} {options}"$@"\n')
             program.chmod(0o755)
         cmake = self.folder / "toolchain.cmake"
