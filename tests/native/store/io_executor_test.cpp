@@ -484,7 +484,7 @@ TEST(many_submitters_cancels_and_deadlines_at_random) {
   for (auto& submitter : submitters) submitter.join();
   const auto of = [&](const char* name) { return counter(*engine, name); };
   CHECK(of("puts") + of("present_puts") + of("get_hits") + of("contains_hits") + of("deletes") +
-            of("cancelled") + of("timed_out") ==
+            of("expires") + of("cancelled") + of("timed_out") ==
         items);
   CHECK(engine->close(20s));
 }
