@@ -812,6 +812,27 @@ def test_what_is_one_requests_alone_is_not_stored_and_hits_stand_without_it(
     assert len(stored) == (1 if shape.states else 2) * behind, "what is computed again is not stored again"
 
 
+TAILS = [
+    Shape(states=True, tails=True, slots=24, weights_never_change=True),
+    Shape(2, overlapping=True, states=True, tails=True, slots=24, late=True, weights_never_change=True),
+    Shape(latent=True, ring=True, states=True, tails=True, slots=24, weights_never_change=True),
+]
+
+
+@pytest.mark.parametrize("shape", TAILS, ids=["tails", "late", "ring"])
+def test_a_hit_ends_inside_of_a_block_and_what_is_behind_it_is_computed(
+    shape: Shape, engine: Callable[..., ScriptedEngine]
+) -> None:
+    prompt = list(range(1, 29))
+    first, second = engine(shape), engine(shape)
+    first.add("a", prompt, 3)
+    first.rest()
+    second.add("b", prompt, 3)
+    second.drain()
+    assert (second.loads, second.loads_failed) == (1, 0)
+    assert second.counters()[metrics.LOADED_TOKENS.name] == 26
+
+
 SMALL = Shape(small=True, latent=True, slots=24, weights_never_change=True)
 
 
