@@ -63,3 +63,13 @@ def test_an_algorithm_that_needs_a_seed_where_there_is_none() -> None:
     (status,) = fleet.workers()
     says = f"{UNHASHED}, for such workers hash with xxhash_cbor, which needs a seed: {ONE_SEED}"
     assert status.publishers[0].problem == says
+
+
+def test_a_prompt_that_was_asked_for_is_hashed_once_for_a_tenant(fleet: Fleet) -> None:
+    for tenant in ("one", "two"):
+        fleet.add(a_worker("w", tenant=tenant), "flag")
+    hashes, sizes = fleet._workers._hashes, []
+    for tenant in ("one", "one", "two"):
+        fleet.lookup("m", token_ids=list(range(2048)), tenant=tenant)
+        sizes.append(hashes.nbytes)
+    assert sizes == [sizes[0], sizes[0], 2 * sizes[0]] != [0, 0, 0]

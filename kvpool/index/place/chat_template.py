@@ -14,6 +14,8 @@ from jinja2 import meta, nodes
 from jinja2.runtime import LoopContext
 from jinja2.utils import Namespace
 
+from kvpool.index.place.tool_arguments import Arguments, dumping
+
 # What Jinja's sandbox lets any template read; its checks take 4 us each, of which a chat has a thousand.
 _OF_MAPS = frozenset(dir(dict))
 _OF_TEXTS = frozenset(name for name in dir(str) if name[0] != "_" and not name.startswith("format"))
@@ -36,8 +38,10 @@ class ChatTemplate(NamedTuple):
         from transformers.utils import chat_template_utils
 
         compiled: Any = chat_template_utils._compile_jinja_template(source)
-        compiled.environment.getattr = _attributes(compiled.environment)
-        root = compiled.environment.parse(source)
+        environment = compiled.environment
+        environment.getattr = _attributes(environment)
+        environment.filters["tojson"] = dumping(environment.filters["tojson"])
+        root = environment.parse(source)
         return cls(
             source,
             _takes_parts(root),
@@ -52,7 +56,7 @@ def _attributes(environment: Any) -> Callable[[Any, str], Any]:
 
     def attribute(value: Any, name: str) -> Any:
         kind = type(value)
-        if kind is dict and name not in _OF_MAPS:
+        if (kind is dict or kind is Arguments) and name not in _OF_MAPS:
             return value[name] if name in value else environment.undefined(obj=value, name=name)
         if kind is str and name in _OF_TEXTS:
             return getattr(value, name)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvpool.errors import ConfigError
 from kvpool.index.place.token_cache import TokenCache
+from kvpool.index.place.tool_arguments import ToolArguments
 from kvpool.index.prompt import Chat, Prompt, reasoning_of, text_parts
 from kvpool.text import missing_extra
 
@@ -47,6 +48,7 @@ _OF_PARTS = frozenset(
 )  # fmt: skip
 # Chats of these are rendered by code in vLLM, not by a template.
 _RENDERED_BY_CODE = ("DeepseekV32", "DeepseekV4", "GptOss", "Inkling", "KimiK3", "MoonshotKimia")
+_TOOL_ARGUMENTS = ToolArguments()  # of all models
 THREADS = 2  # long texts must not hold up other work in threads
 
 
@@ -256,7 +258,7 @@ def _tool_call(call: Any) -> dict[str, Any]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments) if arguments else {}
+            arguments = _TOOL_ARGUMENTS.read(arguments) if arguments else {}
         except json.JSONDecodeError:
             arguments = {}  # as in vLLM: a bad call of the past does not end a conversation
         except (RecursionError, ValueError) as error:  # nested too deeply; a number of thousands of digits

@@ -8,6 +8,7 @@ import pytest
 from jinja2 import TemplateError
 
 from kvpool.index.place.chat_template import ChatTemplate
+from kvpool.index.place.tool_arguments import Arguments
 from tests.support import chat_shapes
 
 
@@ -32,7 +33,16 @@ def test_the_variables_of_a_template_are_those_that_it_reads(source: str, variab
     assert ChatTemplate.of(source).variables == variables
 
 
-VALUE = {"role": "user", "items": 1, "_private": 2, "format": "3", "text": "a{}b", "none": None, "__len__": 4}
+VALUE: dict[str, Any] = {
+    "role": "user",
+    "items": 1,
+    "_private": 2,
+    "format": "3",
+    "text": "a{}b",
+    "none": None,
+    "__len__": 4,
+}
+VALUE["raw"] = "{0.__class__}".format  # as no JSON has it
 
 
 @pytest.mark.parametrize(
@@ -43,7 +53,8 @@ VALUE = {"role": "user", "items": 1, "_private": 2, "format": "3", "text": "a{}b
         "v.pop('role')",
         "v.text.strip('a')", "v.text.format('x')", "v.text.format_map({})", "v.text.__class__", "v.text.missing",
         "v.text.split('{')[-1].upper()", "v.none.more", "(1).real", "[1].append(2)", "[1, 2].index(2)",
-        "namespace(a=1).a", "namespace(a='{0.__class__}'.format).a(1)", "namespace(a=1)._Namespace__attrs",
+        "namespace(a=1).a", "namespace(a='{0.__class__}'.format).a(1)", "namespace(a=v.raw).a(1)",
+        "namespace(a=1)._Namespace__attrs",
         "namespace(a=1).b", "namespace(a=1).__class__", "namespace(f=v.text.strip).f('b')", "v | attr('role')",
         "[v] | map(attribute='role') | list",
     ],
@@ -59,15 +70,19 @@ def test_attributes_in_a_template_are_what_the_sandbox_gives(read: str) -> None:
         + " }}"
     )
 
-    def render(template: Any) -> str:
+    def render(template: Any, value: Any) -> str:
         try:
-            return str(template.render(v=dict(VALUE)))
+            return str(template.render(v=value))
         except (TemplateError, TypeError, LookupError) as error:
-            return repr(error)
+            return (
+                repr(error)
+                .replace(f"{Arguments.__module__}.Arguments", "dict")
+                .replace("'Arguments'", "'dict'")
+            )
 
     ChatTemplate.of(source)  # which the library compiles once
     ours: Any = chat_template_utils._compile_jinja_template(source)
     theirs: Any = chat_template_utils._cached_compile_jinja_template(source)
     assert ours is not theirs
     assert "getattr" in vars(ours.environment)
-    assert render(ours) == render(theirs)
+    assert render(ours, dict(VALUE)) == render(ours, Arguments(VALUE)) == render(theirs, dict(VALUE))
