@@ -117,7 +117,7 @@ class _Fleet:
         self._engines: dict[str, Engine] = {}
         self._index: RealIndex | None = None
         if policy.places != "turns":
-            self._index = RealIndex(self._clock, traffic, pool)
+            self._index = self._new_index()
         self._gone: list[Engine] = []
         for name in self._names:
             self._start(name)
@@ -264,8 +264,12 @@ class _Fleet:
             self._index = None
             self._clock.after(INDEX_AWAY_S, self._index_again)
 
+    def _new_index(self) -> RealIndex:
+        capacity_tokens = self._model.blocks * self._model.block_tokens
+        return RealIndex(self._clock, self._traffic, self._pool, capacity_tokens)
+
     def _index_again(self) -> None:
-        self._index = RealIndex(self._clock, self._traffic, self._pool)
+        self._index = self._new_index()
         for name in self._engines:
             self._index.join(name, self._logs[name].kept)
         if self._pool is not None and self._policy.places == "blocks":

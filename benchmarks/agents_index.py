@@ -105,10 +105,12 @@ class EventLog:
 
 
 class RealIndex:
-    """``pool``: of the workers; None: they have none."""
+    """``pool``: of the workers; None: they have none. ``capacity_tokens``: of each one's KV cache."""
 
-    def __init__(self, clock: Callable[[], float], traffic: Traffic, pool: RealPool | None) -> None:
-        self._clock, self._traffic = clock, traffic
+    def __init__(
+        self, clock: Callable[[], float], traffic: Traffic, pool: RealPool | None, capacity_tokens: int
+    ) -> None:
+        self._clock, self._traffic, self._capacity_tokens = clock, traffic, capacity_tokens
         self._namespace = pool.namespace.hex if pool else ""
         self._fleet = Fleet(clock=clock)
         self._router = Router(self._fleet, clock=clock)
@@ -128,6 +130,7 @@ class RealIndex:
         assert rank is not None
         sequence = self._sequences[name] = BatchSequence(rank, can_replay=True)
         self._costs[name] = PoolCost()
+        self._router.loads.size(worker.id, 0, self._capacity_tokens)
         for number, payload in kept:
             sequence.replayed(number, payload)
         sequence.replay_ended()

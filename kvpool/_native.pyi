@@ -342,6 +342,8 @@ class RankLoad:
     GIL."""
 
     pool_cost: float | None  # of a token from the pool, as measured
+    session_tokens: int  # of the sessions whose home it is
+    capacity_tokens: int | None  # of its KV cache
     reserved_cost: int
     def __init__(self) -> None: ...
     # It is the best for a request of this cost; numbers go up.
@@ -371,7 +373,8 @@ class Ranking:
 
     # parts: an answer, and what is known of each of its rows. costs: local, pool, waiting, running, usage, speed, move;
     # whether what is known of a rank takes the place of pool, and of waiting. session: a number that orders equal
-    # rows, and its home: part, row, tokens of the prompt that it holds; the same if its events are not to be trusted.
+    # rows, whether it begins, and its home: part, row, tokens of the prompt that it holds; the same if its events are
+    # not to be trusted.
     def __init__(
         self,
         parts: list[tuple[Answer, list[RankLoad | None]]],
@@ -381,7 +384,7 @@ class Ranking:
         keep_s: float,
         keep_failed_s: float,
         limit: int | None,
-        session: tuple[int, tuple[int, int, int, int] | None] | None = None,
+        session: tuple[int, bool, tuple[int, int, int, int] | None] | None = None,
     ) -> None: ...
     def __len__(self) -> int: ...
     # Part and row of the first, and what it costs to compute and to fetch there.

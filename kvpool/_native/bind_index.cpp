@@ -203,7 +203,7 @@ class PyRanking {
  public:
   using Numbers = std::tuple<double, double, double, double, double, double, double, bool, bool>;
   using Home = std::tuple<std::uint32_t, std::uint32_t, std::uint64_t, std::uint64_t>;
-  using Session = std::pair<std::uint64_t, std::optional<Home>>;
+  using Session = std::tuple<std::uint64_t, bool, std::optional<Home>>;
 
   PyRanking(const nb::list& parts, const Numbers& costs, std::optional<std::uint64_t> prompt_tokens,
             double now_s, double keep_s, double keep_failed_s, std::optional<std::size_t> limit,
@@ -223,8 +223,8 @@ class PyRanking {
     Ranking::Options options{std::make_from_tuple<Costs>(costs), prompt_tokens, now_s, keep_s, keep_failed_s,
                              limit.value_or(~std::size_t{0}),    std::nullopt};
     if (session) {
-      const auto& [seed, home] = *session;
-      options.session = Ranking::Session{seed, std::nullopt};
+      const auto& [seed, begins, home] = *session;
+      options.session = Ranking::Session{seed, begins, std::nullopt};
       if (home) {
         const auto& [part, row, kept, kept_if_stale] = *home;
         if (part >= native.size() || row >= native[part].rows->size()) {
@@ -404,6 +404,8 @@ void bind_index(nb::module_& m) {
           "fail", [](RankLoad& load, double now_s) { load.failed_at_s = now_s; }, "now_s"_a)
       .def("known", &py_known, "now_s"_a, "keep_s"_a)
       .def_rw("pool_cost", &RankLoad::pool_cost)
+      .def_rw("session_tokens", &RankLoad::session_tokens)
+      .def_rw("capacity_tokens", &RankLoad::capacity_tokens)
       .def_rw("reserved_cost", &RankLoad::reserved_cost)
       .def("pick", &RankLoad::pick, "number"_a, "cost"_a);
   nb::class_<PyRanking>(m, "Ranking")

@@ -26,6 +26,9 @@ def page(engines: dict[int, EngineLoad], model: str = "m") -> bytes:
             f'vllm:engine_sleep_state{{{labels},sleep_state="weights_offloaded"}} {float(engine.asleep)}',
             f'vllm:engine_sleep_state{{{labels},sleep_state="discard_all"}} 0.0',
         ]
+        if engine.capacity_tokens is not None:
+            tokens = engine.capacity_tokens
+            lines.append(f'vllm:cache_config_info{{engine="{number}",kv_cache_size_tokens="{tokens}"}} 1.0')
         if engine.gate is not None:
             names = ("load_tokens", "load_seconds", "prefill_tokens", "prefill_seconds")
             lines += [

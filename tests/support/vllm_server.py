@@ -99,6 +99,8 @@ def pages(config: Any) -> dict[str, str]:
 
     logger = PrometheusStatLogger(config, [0, 1])
     made = {"new": generate_latest().decode()}
+    config.cache_config.num_gpu_blocks, config.cache_config.kv_cache_size_tokens = 999, 15984
+    logger.log_engine_initialized()
     for engine in (0, 1):
         stats = SchedulerStats(
             num_running_reqs=3 + engine, num_waiting_reqs=5 + engine, kv_cache_usage=0.25 + engine / 2

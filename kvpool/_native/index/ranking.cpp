@@ -126,14 +126,9 @@ Ranking::Pick Ranking::score(std::uint32_t part, std::uint32_t row, const Option
       load != nullptr && costs.measures_pool ? load->pool_cost.value_or(costs.pool) : costs.pool;
   pick.fetch = rounded(costs.local * static_cast<double>(local - device) +
                        pool_cost * static_cast<double>(held - local));
-  if (options.session && options.session->home) {
-    const auto& home = *options.session->home;
-    const std::uint64_t at_home = on_device(home.part, home.row, options);
-    if (at_home > device) {  // never at home
-      const double again = rank.pool.empty() ? 1 : pool_cost;
-      pick.move = rounded(costs.move * again * static_cast<double>(at_home - device));
-    }
-  }
+  if (options.session && options.session->begins && load != nullptr) pick.crowd = load->session_tokens;
+  const double again = rank.pool.empty() ? 1 : pool_cost;
+  pick.move = rounded(costs.move * again * static_cast<double>(displaced(pick, options, tokens, device)));
 
   const auto known = load == nullptr ? std::nullopt : load->known(options.now_s, options.keep_s);
   pick.turn = options.session ? rendezvous(options.session->seed, rank) : load != nullptr ? load->picked : 0;
@@ -166,9 +161,25 @@ std::uint64_t Ranking::on_device(std::uint32_t part, std::uint32_t row, const Op
   return std::max(known, answer.stale[row] != 0 ? home.kept_if_stale : home.kept);
 }
 
+// Tokens of others that a session's blocks take the memory of: a moved one of as many as it brings, as ranks are mostly
+// full; one that begins of what the homes beside it leave no room for.
+std::uint64_t Ranking::displaced(const Pick& pick, const Options& options, std::uint64_t tokens,
+                                 std::uint64_t device) const {
+  if (!options.session) return 0;
+  if (const auto& home = options.session->home) {
+    const std::uint64_t at_home = on_device(home->part, home->row, options);
+    return at_home > device ? at_home - device : 0;  // never at home
+  }
+  const RankLoad* const load = parts_[pick.part].loads[pick.row];
+  if (!options.session->begins || load == nullptr || !load->capacity_tokens) return 0;
+  const std::uint64_t fresh = tokens > device ? tokens - device : 0;
+  const std::uint64_t wanted = load->session_tokens + fresh;
+  return wanted > *load->capacity_tokens ? std::min(fresh, wanted - *load->capacity_tokens) : 0;
+}
+
 bool Ranking::is_before(const Pick& a, const Pick& b) const {
   const auto key = [](const Pick& pick) {
-    return std::tuple(pick.unreachable, pick.asleep, pick.cost(), pick.queue, pick.turn);
+    return std::tuple(pick.unreachable, pick.asleep, pick.cost(), pick.queue, pick.crowd, pick.turn);
   };
   const auto ours = key(a), theirs = key(b);
   if (ours != theirs) return ours < theirs;

@@ -40,9 +40,11 @@ struct RankLoad {
 
   Load reported, scraped;
   std::optional<double> reported_at_s, scraped_at_s;
-  std::optional<double> failed_at_s;  // since the last page
-  bool asleep = false;                // as scraped
-  std::optional<double> pool_cost;    // per token from the pool, measured; nothing: unknown
+  std::optional<double> failed_at_s;             // since the last page
+  bool asleep = false;                           // as scraped
+  std::optional<double> pool_cost;               // per token from the pool, measured; nothing: unknown
+  std::uint64_t session_tokens = 0;              // of the sessions whose home it is
+  std::optional<std::uint64_t> capacity_tokens;  // of its KV cache; nothing: unknown
   // Mean of recently placed requests; nothing: none yet.
   std::optional<double> request_cost;
   std::uint64_t reserved_cost = 0;
@@ -53,7 +55,7 @@ struct RankLoad {
 };
 
 // Coefficients, in tokens of a prompt to compute. `speed`: prompt tokens that a rank computes in a second, by
-// which a reported queue has shrunk. `move`: tokens that are fetched again for each one that a moved session displaces.
+// which a reported queue has shrunk. `move`: tokens that are fetched again for each one that a session displaces.
 struct Costs {
   double local, pool, waiting, running, usage, speed, move;
   // A rank's measured value replaces `pool`, or `waiting`.
@@ -71,14 +73,15 @@ class Ranking {
     const Answer* answer;
     std::vector<const RankLoad*> loads;  // by row; null: no load yet
   };
-  // Of a request. `seed`: orders equal ranks, in all indexes alike. `kept`: tokens of the prompt that the home holds,
-  // whatever its events told; `kept_if_stale`: unless they tell the truth.
+  // Of a request. `seed`: orders equal ranks, in all indexes alike. `begins`: its session has no home yet. `kept`:
+  // tokens of the prompt that the home holds, whatever its events told; `kept_if_stale`: unless they tell the truth.
   struct Session {
     struct Home {
       std::uint32_t part, row;
       std::uint64_t kept, kept_if_stale;
     };
     std::uint64_t seed;
+    bool begins;
     std::optional<Home> home;
   };
   struct Options {
@@ -98,6 +101,7 @@ class Ranking {
     bool unreachable = false;
     std::uint32_t load_age_ms = 0;
     std::uint64_t prefill = 0, fetch = 0, queue = 0, move = 0, reserved = 0;
+    std::uint64_t crowd = 0;   // tokens of sessions beside one that begins
     std::uint64_t turn = 0;    // orders equal picks
     std::optional<Load> load;  // nothing: unknown
     std::uint64_t cost() const { return prefill + fetch + queue + move; }
@@ -114,6 +118,8 @@ class Ranking {
  private:
   Pick score(std::uint32_t part, std::uint32_t row, const Options& options) const;
   std::uint64_t on_device(std::uint32_t part, std::uint32_t row, const Options& options) const;
+  std::uint64_t displaced(const Pick& pick, const Options& options, std::uint64_t tokens,
+                          std::uint64_t device) const;
   bool is_before(const Pick& a, const Pick& b) const;
   std::string pack_rows() const;
 

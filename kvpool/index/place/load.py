@@ -94,15 +94,13 @@ RankKey = tuple[str, int]  # worker's id, rank
 class LoadBoard:
     """The last load of each rank, for ``KEEP_S`` seconds, reported by a router or scraped.
 
-    ``clock``: monotonic seconds.
+    ``clock``: monotonic seconds. Loads of ranks beyond ``MAX_KEPT`` are dropped.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self._lock = threading.Lock()
         self._ranks: dict[RankKey, _native.RankLoad] = {}
-
-    # Loads of ranks beyond MAX_KEPT are dropped.
 
     def report(self, worker_id: str, load: Load) -> None:
         with self._changing(worker_id, load.dp_rank) as rank:
@@ -116,6 +114,16 @@ class LoadBoard:
         """Cost per token from the pool, in tokens to compute; kept as long as the rank."""
         with self._changing(worker_id, dp_rank) as rank:
             rank.pool_cost = pool_cost
+
+    def size(self, worker_id: str, dp_rank: int, capacity_tokens: int) -> None:
+        """Tokens that its KV cache holds; kept as long as the rank."""
+        with self._changing(worker_id, dp_rank) as rank:
+            rank.capacity_tokens = capacity_tokens
+
+    def house(self, worker_id: str, dp_rank: int, session_tokens: int) -> None:
+        """Tokens of all sessions whose home it is."""
+        with self._changing(worker_id, dp_rank) as rank:
+            rank.session_tokens = session_tokens
 
     def fail(self, worker_id: str, dp_rank: int) -> None:
         with self._changing(worker_id, dp_rank) as rank:

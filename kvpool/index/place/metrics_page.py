@@ -17,9 +17,11 @@ RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
 USAGE = "vllm:kv_cache_usage_perc"
 SLEEP = "vllm:engine_sleep_state"
+CACHE = "vllm:cache_config_info"  # its labels say
 
-MAX_SAMPLES = 16384  # ten of each engine
+MAX_SAMPLES = 16384  # eleven of each engine
 MAX_REQUESTS = (1 << 31) - 1
+MAX_TOKENS = (1 << 53) - 1
 
 HALF_LIFE_S = 600.0  # of measured times
 MIN_TOKENS = 4096.0  # from the pool, and computed, before a cost is known
@@ -31,11 +33,12 @@ _GATE = tuple(
         metrics.GATE_LOAD_TOKENS, metrics.GATE_LOAD_SECONDS, metrics.GATE_PREFILL_TOKENS, metrics.GATE_PREFILL_SECONDS,
     )
 )  # fmt: skip
-_NAMES = (RUNNING, WAITING, USAGE, SLEEP, *_GATE)
+_NAMES = (RUNNING, WAITING, USAGE, SLEEP, CACHE, *_GATE)
 _LABEL = r'([a-zA-Z_][a-zA-Z0-9_]*)="([^"\\]*(?:\\.[^"\\]*)*)"'
 _LABELS = re.compile(_LABEL)
 _REST = re.compile(rf"((?:{_LABEL},?)*)\}}[ \t]+(\S+)(?:[ \t]+\S+)?[ \t\r]*")  # behind the name and "{"
 _ENGINE = re.compile(r"[0-9]{1,5}")
+_WHOLE = re.compile(r"[0-9]{1,18}")
 
 
 class BadPage(KVPoolError):
@@ -52,20 +55,23 @@ class GateCounters(NamedTuple):
 
 
 class EngineLoad(NamedTuple):
-    """One engine. ``kv_usage``: 0 to 1. ``asleep``: no work until it wakes. ``gate``: None: no cost gate."""
+    """One engine. ``kv_usage``: 0 to 1. ``asleep``: no work until it wakes. ``gate``: None: no cost gate.
+    ``capacity_tokens``: of its KV cache; None: unknown.
+    """
 
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0
     asleep: bool = False
     gate: GateCounters | None = None
+    capacity_tokens: int | None = None
 
 
 def read_page(page: bytes) -> dict[int, EngineLoad]:
     """The engines on ``page``, by number. Errors: ``BadPage``, with no engine."""
     values: dict[tuple[str, int], float] = {}
     for name, engine, value in _samples(page):
-        if (name, engine) in values:
+        if (name, engine) in values and name != CACHE:  # each of its processes may have one
             raise BadPage(f"{name} is there twice for engine {engine}")
         values[name, engine] = value
     engines = {engine for name, engine in values if name == RUNNING}
@@ -78,6 +84,7 @@ def read_page(page: bytes) -> dict[int, EngineLoad]:
             kv_usage=min(values.get((USAGE, engine), 0.0), 1.0),
             asleep=values.get((SLEEP, engine), 1.0) == 0,
             gate=_gate(values, engine),
+            capacity_tokens=min(int(values.get((CACHE, engine), 0.0)), MAX_TOKENS) or None,
         )
         for engine in sorted(engines)
     }
@@ -106,7 +113,19 @@ def _samples(page: bytes) -> Iterator[tuple[str, int, float]]:
             raise BadPage(f"{name} names no engine by its number")
         if not 0 <= value < float("inf"):
             raise BadPage(f"{name} cannot be {value:g}")
+        if name == CACHE and not (value := _capacity(labels)):
+            continue  # of a process that does not know it
         yield name, int(engine), value
+
+
+def _capacity(labels: Mapping[str, str]) -> float:
+    """Tokens; 0: not said. Newer versions say them: several groups of layers share the blocks."""
+
+    def whole(name: str) -> float:
+        text = labels.get(name, "")
+        return float(text) if _WHOLE.fullmatch(text) else 0.0
+
+    return whole("kv_cache_size_tokens") or whole("num_gpu_blocks") * whole("block_size")
 
 
 def _lines(page: bytes) -> Iterator[tuple[str, bytes]]:

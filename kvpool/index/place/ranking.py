@@ -22,7 +22,7 @@ class Pick(NamedTuple):
     """One data-parallel rank of one worker, and the cost of a prompt there, in tokens to compute.
 
     ``cost`` is the sum of ``prefill_cost`` (tokens in no tier), ``fetch_cost`` (tokens in the worker's other
-    tiers or the pool), ``queue_cost`` (earlier work) and ``move_cost`` (of a session away from its rank). Of the
+    tiers or the pool), ``queue_cost`` (earlier work) and ``move_cost`` (what a session's blocks displace). Of the
     queue: ``running`` and ``waiting`` requests, ``queued_tokens`` (0 also if unknown), ``kv_usage_permille`` and
     ``reserved_cost``; ``load_source`` and ``load_age_ms`` are their origin.
 

@@ -9,11 +9,13 @@
             + usage * (share of the KV cache in use - 0.8, not below 0) / 0.2 + reserved cost
               (2^40 of a worker that fails: ``Ejections``), less the tokens of the prompt that earlier requests
               compute there now (``InFlight``)
-    move    = of a request whose session has a home (``Sessions``): move * (pool, without one 1)
-            * tokens of the prompt in the home's device memory and not in this one: they displace others' blocks, which
-              are fetched again
+    move    = of a session's request: move * (pool, without one 1) * tokens of others that its blocks displace, which
+              are fetched again:
+              with a home (``Sessions``), tokens of the prompt in the home's device memory and not in this one;
+              without, tokens of the prompt not in this one for which the homes here leave no room in its KV cache
 
-A session's first request goes to the rank of equal cost that a hash of both names: the same for all indexes.
+Of ranks of equal cost, a session's first request goes to the one whose homes have the fewest tokens, then to the one
+that a hash of both chooses: indexes that know the same homes agree.
 
 Ranks are scored and sorted natively (``kvpool/_native/index/ranking.h``).
 
@@ -68,7 +70,7 @@ class Costs:
     None: the mean cost of the rank's last placements, else ``WAITING``. ``running``: per running request.
     ``usage``: for a full KV cache; up to four fifths it is free. ``speed``: prompt tokens that a worker
     computes in a second, which shorten queues and reservations. ``move``: tokens that others fetch again for each one
-    that a moved session displaces; these displace others in turn. Errors: ``ConfigError``.
+    that a session displaces; these displace others in turn. Errors: ``ConfigError``.
     """
 
     local: float = 0.05
@@ -120,7 +122,7 @@ class Router:
         self._reservations = Reservations(clock, self.loads, tenant_share)
         self._in_flight = InFlight(self.loads, self._reservations)
         self._ejections = Ejections(clock, self._reservations, fleet.ranks_of)
-        self._sessions = Sessions(clock, tenant_share)
+        self._sessions = Sessions(clock, self.loads, tenant_share)
         self._picks = 0  # choices so far
 
     def route(
@@ -232,7 +234,7 @@ class Router:
         answers: Sequence[Answer],
         prompt_tokens: int | None,
         credit: Mapping[RankKey, int],
-    ) -> tuple[int, tuple[int, int, int, int] | None]:
+    ) -> tuple[int, bool, tuple[int, int, int, int] | None]:
         """As ``_native.Ranking`` takes it."""
         home = self._sessions.home(session) if session.stays else None
         if home is not None:
@@ -242,8 +244,8 @@ class Router:
                     tokens = _tokens(answer, size, prompt_tokens)
                     kept = self._sessions.kept(home, answer.hashes, size, tokens)
                     # What is computed there now is credited to its reservation.
-                    return session.seed, (part, row, *(kept if home.rank not in credit else (0, 0)))
-        return session.seed, None
+                    return session.seed, False, (part, row, *(kept if home.rank not in credit else (0, 0)))
+        return session.seed, session.stays, None
 
     def _place(
         self,

@@ -183,6 +183,8 @@ class Scraper:
                 raise BadPage(f"it has no line of engine {rank}")
             load = Load(name, rank, engine.running, engine.waiting, None, engine.kv_usage)
             self._loads.scrape(worker_id, load, asleep=engine.asleep)
+            if engine.capacity_tokens is not None:
+                self._loads.size(worker_id, rank, engine.capacity_tokens)
             if engine.gate is not None:
                 costs[rank].update(engine.gate, time.monotonic())
                 if (cost := costs[rank].value) is not None:

@@ -4,18 +4,20 @@ A session's next prompt mostly begins with the last one. Its *home*, the rank th
 while its events may be late, and for longer where they are not to be trusted or the prompt's tokens are unknown.
 
 Of a prompt's hashes those are kept that end at its last block and 1, 2, 4, ... blocks before it: each covers all
-blocks before it. Ids are kept as digests. One thread at a time.
+blocks before it. Ids are kept as digests.
+
+A session that begins goes where the homes of others leave room (``router.py``), so each rank's tokens are summed.
+One thread at a time.
 """
 
 from __future__ import annotations
 
 import hashlib
-import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvpool.index.place.load import NO_HASH, RankKey
+from kvpool.index.place.load import NO_HASH, LoadBoard, RankKey
 from kvpool.index.request_stats import Placed
 
 if TYPE_CHECKING:
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
 
 MAX_SESSIONS = 65536
 ANNOUNCE_S = 30.0  # after a placement, until its blocks' events must have come
-KEEP_S = 900.0  # of a home whose events tell nothing
+KEEP_S = 900.0  # of a home
+ENDED_AT_ONCE = 8  # homes that a call drops at most, of those that are over
 HASH_NBYTES = 8
 
 
@@ -65,21 +68,23 @@ class Home(NamedTuple):
 
 
 class Sessions:
-    """``tenant_share``: of the sessions. ``clock``: monotonic seconds."""
+    """``loads``: told of each rank's tokens. ``tenant_share``: of the sessions. ``clock``: monotonic seconds."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, tenant_share: float = 1.0) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float], loads: LoadBoard, tenant_share: float = 1.0) -> None:
+        self._clock, self._loads = clock, loads
         self._most = max(1, int(MAX_SESSIONS * tenant_share))  # of a tenant
         self._homes: dict[str, OrderedDict[bytes, Home]] = {}  # by tenant and digest, the oldest first
         self._count = 0
+        self._tokens: Counter[RankKey] = Counter()  # of their homes
 
     def __len__(self) -> int:
         return self._count
 
     def home(self, session: Session) -> Home | None:
+        self._end(session.tenant)
         homes = self._homes.get(session.tenant)
         home = None if homes is None else homes.get(session.digest)
-        return None if home is None or self._clock() - home.placed_s > KEEP_S else home
+        return None if home is None or self._is_over(home) else home
 
     def kept(self, home: Home, hashes: Buffer, block_tokens: int, tokens: int) -> tuple[int, int]:
         """Tokens of a prompt that are credited to its session's home: in any case, and where events tell nothing."""
@@ -109,7 +114,12 @@ class Sessions:
 
     def _set(self, session: Session, home: Home) -> None:
         homes = self._homes.setdefault(session.tenant, OrderedDict())
-        self._count += session.digest not in homes
+        former = homes.get(session.digest)
+        if former is None:
+            self._count += 1
+        else:
+            self._add(former.rank, -former.tokens)
+        self._add(home.rank, home.tokens)
         homes[session.digest] = home
         homes.move_to_end(session.digest)
         while len(homes) > self._most:
@@ -118,10 +128,28 @@ class Sessions:
             self._drop(max(self._homes, key=lambda tenant: len(self._homes[tenant])))
 
     def _drop(self, tenant: str) -> None:
-        self._homes[tenant].popitem(last=False)
+        _, home = self._homes[tenant].popitem(last=False)
+        self._add(home.rank, -home.tokens)
         self._count -= 1
         if not self._homes[tenant]:
             del self._homes[tenant]
+
+    def _add(self, rank: RankKey, tokens: int) -> None:
+        self._tokens[rank] += tokens
+        self._loads.house(*rank, self._tokens[rank])
+        if not self._tokens[rank]:
+            del self._tokens[rank]
+
+    def _is_over(self, home: Home) -> bool:
+        return self._clock() - home.placed_s > KEEP_S
+
+    def _end(self, tenant: str) -> None:
+        """Drop the tenant's oldest homes that are over: more of them a call than a call adds."""
+        for _ in range(ENDED_AT_ONCE):
+            homes = self._homes.get(tenant)
+            if homes is None or not self._is_over(next(iter(homes.values()))):
+                return
+            self._drop(tenant)
 
 
 def _ends(blocks: int) -> list[int]:

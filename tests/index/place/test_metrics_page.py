@@ -13,11 +13,15 @@ from kvpool.index.place import metrics_page
 from kvpool.index.place.metrics_page import BadPage, EngineLoad, read_page
 from tests.support.metrics_pages import page
 
+CAPACITY = 15984  # tokens, of the pages of vLLM
+
 
 def test_the_pages_of_vllm(vllm_server: dict[str, Any]) -> None:
     pages = {name: read_page(text.encode()) for name, text in vllm_server["pages"].items()}
     assert pages["new"] == {0: EngineLoad(), 1: EngineLoad()}
-    busy = {0: EngineLoad(3, 5, 0.25), 1: EngineLoad(4, 6, 0.75)}
+    busy = {
+        0: EngineLoad(3, 5, 0.25, capacity_tokens=CAPACITY), 1: EngineLoad(4, 6, 0.75, capacity_tokens=CAPACITY),
+    }  # fmt: skip
     assert pages["busy"] == pages["awake"] == busy
     for level in (0, 1, 2):
         asleep = {number: engine._replace(asleep=True) for number, engine in busy.items()}
@@ -25,16 +29,46 @@ def test_the_pages_of_vllm(vllm_server: dict[str, Any]) -> None:
 
 
 def test_the_pages_of_the_tests_are_like_those_of_vllm(vllm_server: dict[str, Any]) -> None:
-    ours = page({0: EngineLoad(3, 5, 0.25), 1: EngineLoad(4, 6, 0.75)})
+    ours = page({0: EngineLoad(3, 5, 0.25, capacity_tokens=CAPACITY), 1: EngineLoad(4, 6, 0.75)})
     theirs = vllm_server["pages"]["busy"].splitlines()
     lines = [line for line in ours.decode().splitlines() if not line.startswith("#")]
-    assert len(lines) == 12
+    assert len(lines) == 13
     for line in lines:
         name, labels = line.partition("{")[0], set(line[line.index("{") + 1 : line.index("}")].split(","))
         wanted = {label for label in labels if not label.startswith("model_name")}
         assert any(
             other.startswith(f"{name}{{") and all(label in other for label in wanted) for other in theirs
         ), line
+
+
+@pytest.mark.parametrize(
+    ("labels", "tokens"),
+    [
+        ('num_gpu_blocks="100",block_size="16"', 1600),
+        ('num_gpu_blocks="100",block_size="16",kv_cache_size_tokens="None"', 1600),
+        ('num_gpu_blocks="100",block_size="16",kv_cache_size_tokens="400"', 400),
+        ('num_gpu_blocks="None",block_size="16"', None),
+        ('num_gpu_blocks="-5",block_size="16"', None),
+        ('num_gpu_blocks="1e9",block_size="16"', None),
+        ("", None),
+        (f'kv_cache_size_tokens="{10**17}"', (1 << 53) - 1),
+        (f'num_gpu_blocks="{10**17}",block_size="{10**17}"', (1 << 53) - 1),
+        (f'kv_cache_size_tokens="{10**400}"', None),
+    ],
+)
+def test_the_size_of_a_cache(labels: str, tokens: int | None) -> None:
+    line = f'vllm:cache_config_info{{engine="0",{labels}}} 1.0\n'.encode()
+    assert read_page(page({0: EngineLoad(3)}) + line) == {0: EngineLoad(3, capacity_tokens=tokens)}
+
+
+def test_processes_of_a_server_may_each_tell_of_its_cache() -> None:
+    known, unknown = (
+        f'vllm:cache_config_info{{engine="0",block_size="16",num_gpu_blocks="{blocks}"}} 1.0\n'.encode()
+        for blocks in (100, None)
+    )
+    other = known.replace(b"engine=", b'other="1",engine=')
+    for lines in (known + unknown, unknown + known, known + other):
+        assert read_page(page({0: EngineLoad(3)}) + lines) == {0: EngineLoad(3, capacity_tokens=1600)}
 
 
 def test_what_is_beside_it_is_not_read() -> None:

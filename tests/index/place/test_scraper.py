@@ -75,7 +75,7 @@ def running(board: LoadBoard, name: str, rank: int = 0) -> int | None:
 
 @pytest.mark.anyio
 async def test_loads_of_all_ranks(fleet: Fleet) -> None:
-    engines = {0: EngineLoad(3, 5, 0.25), 1: EngineLoad(4, 6, 0.75, asleep=True)}
+    engines = {0: EngineLoad(3, 5, 0.25, capacity_tokens=1600), 1: EngineLoad(4, 6, 0.75, asleep=True)}
     with serving_page(engines) as server:
         follow(fleet, "a", f"{server.address}/", ranks=2)
         async with scraping(fleet) as board:
@@ -86,6 +86,8 @@ async def test_loads_of_all_ranks(fleet: Fleet) -> None:
             known = board.get("default/a", 1)
             assert known is not None
             assert known.asleep
+            ranks = board.of([("default/a", 0), ("default/a", 1)])
+            assert [rank and rank.capacity_tokens for rank in ranks] == [1600, None]
             server.show({0: EngineLoad(7), 1: EngineLoad(8)})
             await until(lambda: running(board, "a") == 7)
             assert server.asked[-1].startswith(b"GET /metrics HTTP/1.1\r\n")

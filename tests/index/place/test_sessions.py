@@ -11,7 +11,7 @@ import pytest
 
 from kvpool import Load
 from kvpool.index.place import sessions
-from kvpool.index.place.load import NO_HASH
+from kvpool.index.place.load import NO_HASH, LoadBoard
 from kvpool.index.place.ranking import Ranking
 from kvpool.index.place.router import Costs, Router
 from kvpool.index.place.sessions import ANNOUNCE_S, KEEP_S, Home, Session, Sessions
@@ -209,7 +209,7 @@ def test_of_a_prompt_that_differs_behind_a_block_all_but_as_much_again_is_shared
     chance = random.Random(5)
     rank = ("default/a", 0)
     for blocks in [*range(1, 40), 1000, 1650]:
-        there = Sessions(Clock())
+        there = Sessions(Clock(), LoadBoard())
         session = Session("t", b"s")
         hashes = [chance.randrange(1, 1 << 64) for _ in range(blocks)]
         there.place(session, rank, packed64(hashes), 16 * blocks)
@@ -226,7 +226,7 @@ def test_of_a_prompt_that_differs_behind_a_block_all_but_as_much_again_is_shared
 
 def test_homes_are_bounded_and_a_tenant_has_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "MAX_SESSIONS", 100)
-    there = Sessions(Clock(), tenant_share=0.75)
+    there = Sessions(Clock(), LoadBoard(), tenant_share=0.75)
     calm, loud = (Session.of(tenant, "s") for tenant in ("calm", "loud"))
     assert calm is not None
     assert loud is not None
