@@ -127,8 +127,8 @@ class IoExecutor:
 
     def counters(self) -> dict[str, int]:
         """Totals since the start: puts, put_nbytes, present_puts, get_hits, get_misses, get_nbytes, contains_hits,
-        contains_misses, deletes, delete_misses, expires, expire_misses, no_room, faults, cancelled, timed_out (keys, not
-        batches).
+        contains_misses, deletes, delete_misses, expires, expire_misses, no_room, faults, cancelled, timed_out (keys,
+        not batches).
 
         Gauge: queued (keys that no thread has taken; a lookup counts as one).
         Files: damaged, damaged_<cause> with the causes of verify_record(), evicted, evicted_nbytes,
