@@ -86,7 +86,9 @@ def test_what_expires_has_a_short_time_left_until_it_is_used_again(server: Serve
     put_aged(server, url, left_ms=TTL_MS - 1000)
     soon_ms = TTL_MS // 48
     with open_store(url, threads=1) as store:
-        assert store.touch_many(keys(4)) == [True] * 4, "a use of late does not keep the next one from renewing"
+        assert store.touch_many(keys(4)) == [True] * 4, (
+            "a use of late does not keep the next one from renewing"
+        )
         assert store.expire_many([*keys(4), key(9)]) == 4
         assert all(soon_ms - 60_000 < server.client.pttl(name) <= soon_ms for name in keys(4))
         assert not server.client.exists(key(9))
