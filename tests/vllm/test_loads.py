@@ -81,3 +81,10 @@ def test_with_a_window_a_load_starts_only_where_it_can_go_on() -> None:
         assert fits, "vLLM counts blocks of full attention itself, and of a ring"
     refilled = replace(WINDOWED, scratch=True)
     assert room_of_load([FULL, ring, refilled], HIT_TOKENS, 100, 32) == room._replace(loaded=room.loaded + 1)
+
+
+def test_a_hit_that_ends_inside_of_a_block_loads_nothing_of_a_ring() -> None:
+    groups = [FULL, Group(8, scratch=True), Group(BLOCK_TOKENS, window=2, state=True)]
+    loads = Loads(groups, hash_block_tokens=4, step_tokens=32, patience_s=PATIENCE_S)
+    blocks = loads.begin(request("a", 6, hash_tokens=4), [[1], [2], [3]], 0, 4, bytes)
+    assert [(block.group, block.block_ids) for block in blocks] == [(0, (1,)), (2, (3,))]

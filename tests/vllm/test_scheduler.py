@@ -6,7 +6,7 @@ Over 400 lines because all calls of the scheduler half share one scripted pool.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -583,3 +583,18 @@ def test_a_fault_in_what_the_workers_report_ends_the_pool_and_not_the_engine(
     scheduler.update(PoolWorkerMetadata(stored={1: 1}), (), ())
     assert scheduler.matched_tokens(asked, 0) == (0, False)
     assert scheduler.plan(output(asked, 100, TABLE)).stores == []
+
+
+def test_a_request_is_counted_by_the_first_group_that_is_in_the_pool(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In vLLM's order windows that are filled again come first."""
+    groups = (Group(BLOCK_TOKENS, 2 * BLOCK_TOKENS, scratch=True), Group(BLOCK_TOKENS))
+    scheduler, asked = half(store, groups=groups), request("a")
+    counted: list[Sequence[bytes]] = []
+    monkeypatch.setattr(
+        scheduler._outcomes, "admitted", lambda state, hashes, *rest, **more: counted.append(hashes)
+    )
+    scheduler.allocated(asked, ([], []), 0)
+    assert counted == [asked.block_hashes]
+    assert asked.block_hashes
