@@ -183,7 +183,11 @@ class World:
             first = min(due, key=lambda batch: batch.due_s)
             self.clock.now_s = max(self.clock.now_s, first.due_s)
             self.batches.remove(first)
-            first.end()
+            try:
+                first.end()
+            except BaseException:
+                first.answer = bytes([_native.FAULT] * len(first.keys))  # who waits for it goes on
+                raise
         self.clock.now_s = until_s
 
     def is_payload(self, key: str, payload: memoryview) -> bool:

@@ -103,8 +103,8 @@ class ScriptedPool(World):
     def now_s(self) -> float:
         return self.clock.now_s
 
-    def payload_of(self, key: str) -> bytes:
-        return payload_of(self.models, key)
+    def is_payload(self, key: str, there: memoryview) -> bool:
+        return bytes(there) == payload_of(self.models, key)
 
     def may_hold(self, key: str) -> bool:
         return key in self.put
@@ -151,8 +151,8 @@ class DirectoryPool:
         if seconds > STEP_S:
             time.sleep(0.002)
 
-    def payload_of(self, key: str) -> bytes:
-        return payload_of(self.models, key)
+    def is_payload(self, key: str, there: memoryview) -> bool:
+        return bytes(there) == payload_of(self.models, key)
 
     def may_hold(self, key: str) -> bool:
         return key in self.offered
@@ -207,7 +207,7 @@ def check_records(pool: Pool) -> int:
     buffers = [bytearray(ROW_NBYTES) for _ in keys]
     found = pool.records.get_many_into(keys, buffers)
     for key, buffer, ok in zip(keys, buffers, found, strict=True):
-        assert not ok or bytes(buffer) == pool.payload_of(key), f"the pool holds wrong bytes under {key}"
+        assert not ok or pool.is_payload(key, memoryview(buffer)), f"the pool holds wrong bytes under {key}"
     return sum(found)
 
 
