@@ -32,6 +32,10 @@ FAULTS = (*AWAY, DAMAGED, SWITCHED_OFF)
 Seen = dict[str, Values]
 
 
+RATIO = "Is it helping?/Hit ratio of the fleet/{{window}}"
+CEILING = "Is it helping?/Hit ratio of the fleet/ceiling"
+
+
 def look(fleet: Fleet) -> Seen:
     """All expressions now, and of each alert what it compares; an alert that fires has ``FIRES``."""
     seen = {name: fleet.ask(expression) for name, (_, expression) in monitored.expressions().items()}
@@ -49,10 +53,6 @@ def fires(fleet: Fleet, *names: str) -> bool:
 
 def hit_ratio(fleet: Fleet) -> float:
     return fleet.ask("kvpool_index_hit_ratio").get("1h", 0.0)
-
-
-def ceiling_of(fleet: Fleet) -> float:
-    return fleet.ask('kvpool_index_hit_ratio_at_size{size="all"}').get("all", 0.0)
 
 
 def load(fleet: Fleet, rounds: int, first_cold: int) -> None:
@@ -77,9 +77,16 @@ def test_what_prometheus_sees(tmp_path: Path) -> None:
         assert eventually(lambda: hit_ratio(fleet) > 0.3), fleet.ask("kvpool_index_hit_ratio")
         load(fleet, 8, 6000)
         assert eventually(lambda: sum(fleet.ask("kvpool_requests_total").values()) >= 40)
-        # A request waits for others of its time before the curve has it.
-        assert eventually(lambda: ceiling_of(fleet) + 0.05 >= hit_ratio(fleet), within_s=WITHIN_S)
-        healthy = look(fleet)
+        healthy: Seen = {}
+
+        def is_told() -> bool:
+            """A request waits for others of its time before the curve has it, and a full pool may evict what an engine
+            wrote, until it writes again.
+            """
+            healthy.update(look(fleet))
+            return 0.3 < healthy[RATIO].get("1h", 0.0) <= healthy[CEILING].get("", 0.0) + 0.05
+
+        assert eventually(is_told, within_s=WITHIN_S), table(healthy)
 
         fleet.server.kill()
         load_until(fleet, *AWAY, first_cold=7000)
@@ -100,9 +107,8 @@ def test_what_prometheus_sees(tmp_path: Path) -> None:
     assert [name for name in sorted(panels) if not healthy[name]] == [], "an expression that gives nothing"
     # Others may fire on a busy machine: the rules wait 2 s here.
     assert [name for name in FAULTS if "FIRES" in healthy[f"alert {name}"]] == [], "before their fault"
-    ratio = healthy["Is it helping?/Hit ratio of the fleet/{{window}}"]["1h"]
-    ceiling = healthy["Is it helping?/Hit ratio of the fleet/ceiling"][""]
-    assert 0.3 < ratio <= ceiling + 0.05 < 1.0
+    ceiling = healthy[CEILING][""]
+    assert ceiling < 0.95
     at_sizes = healthy["Is it helping?/Hit ratio by the pool's size/{{size}}"]
     assert at_sizes["0.25"] <= at_sizes["1"] <= at_sizes["4"] <= at_sizes["all"] == ceiling
     results = healthy["Is it helping?/Requests by result/{{result}}"]
