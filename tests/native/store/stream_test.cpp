@@ -57,7 +57,7 @@ std::string refusal(const TlsFiles& files) {
   } catch (const TlsError& error) {
     return error.what();
   }
-  CHECK(false);
+  return "taken";
 }
 
 bool has(const std::string& text, const char* words) { return text.find(words) != std::string::npos; }
