@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-import threading
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,49 +29,29 @@ from kvpool.discovery.worker_record import (
 from kvpool.errors import KVPoolError, NoThread
 from kvpool.key.key import request_key, traffic_key
 from kvpool.store.store import Store
-from kvpool.threads import start_thread
+from kvpool.threads import TurnThread, start_thread
 
 RETRY_S = 1.0  # after a failure or an eviction; a shorter lease retries sooner
 TAKE_OVER_S = 2.0  # a record of the same name is replaced this much later
-CLOSE_S = 5.0
 TRAFFIC_LEASE_S = 60.0
 TRAFFIC_EVERY_S = 15.0
 
 logger = logging.getLogger("kvpool.index")
 
 
-class _Writer(ABC):
-    """Writes a record every ``every_s`` seconds from its own thread until closed. Close it before the store."""
+class _Writer(TurnThread):
+    """Writes a record every ``every_s`` seconds until closed, and withdraws it then. Close it before the store."""
 
     def __init__(self, store: Store, *, every_s: float, thread: str) -> None:
+        super().__init__(thread)
         self._store, self._every_s = store, every_s
-        self._closing = False
-        self._woken = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=thread, daemon=True)
 
-    def close(self) -> None:
-        """Withdraw the record (or leave it to its lease) and end the thread, within ``CLOSE_S``; idempotent."""
-        self._closing = True
-        self._woken.set()
-        if self._thread.ident is not None:
-            self._thread.join(CLOSE_S)
-
-    def _run(self) -> None:
-        while not self._closing:
-            self._woken.clear()
-            if not self._closing:
-                wait_s = self._every_s if self._write() else min(RETRY_S, self._every_s)
-                if not self._closing:  # _write() may have waited, and cleared the event
-                    self._woken.wait(wait_s)
-        self._end()
+    def _turn(self) -> float:
+        return self._every_s if self._write() else min(RETRY_S, self._every_s)
 
     @abstractmethod
     def _write(self) -> bool:
         """Write once; false: it failed, or what was written before was gone. It is tried again soon."""
-
-    @abstractmethod
-    def _end(self) -> None:
-        """Withdraw the record."""
 
 
 class Announcer(_Writer):

@@ -16,14 +16,7 @@ from dataclasses import dataclass, field
 from kvpool.discovery.worker import Worker
 from kvpool.discovery.worker_record import ENDED, REQUEST_LEASE_S, WorkerRecord, merge_ranks, unpack_worker
 from kvpool.errors import AnnouncementsRefused, KVPoolError
-from kvpool.key.key import (
-    is_keeper_key,
-    is_request_key,
-    is_traffic_key,
-    request_key,
-    tenant_prefix,
-    workers_prefix,
-)
+from kvpool.key.key import is_engine_key, is_request_key, request_key, tenant_prefix, workers_prefix
 from kvpool.store.store import Store
 from kvpool.threads import start_thread
 
@@ -237,7 +230,7 @@ class WorkerWatch:
         if found or all(known.missing for known in tenant.known.values()):
             return False
         left = self._store.announcements(tenant_prefix(name))
-        return all(is_request_key(key) or is_traffic_key(key) or is_keeper_key(key) for key in left)
+        return all(is_request_key(key) or is_engine_key(key) for key in left)
 
     def _pool_lost(self, tenant: str | None) -> None:
         self._call("the pool was started anew or emptied", lambda: self._on_pool_lost(tenant))

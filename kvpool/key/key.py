@@ -46,8 +46,7 @@ _KEY = re.compile(
 )
 _FACTS_KEY = re.compile(rf"kvpool:({TENANT_PATTERN}):([0-9a-f]{{32}}){FACTS_SUFFIX}")
 _ANY_KEY = re.compile(rf"kvpool:({TENANT_PATTERN}):")
-_TRAFFIC_KEY = re.compile(rf"kvpool:({TENANT_PATTERN}):traffic:[0-9a-f]{{16}}")
-_KEEPER_KEY = re.compile(rf"kvpool:({TENANT_PATTERN}):keeper:[0-9a-f]{{16}}")
+_ENGINE_KEY = re.compile(rf"kvpool:({TENANT_PATTERN}):(traffic|keeper):[0-9a-f]{{16}}")
 _ASKED = "?"  # impossible in a worker's name
 _WORKER_KEY = re.compile(rf"kvpool:({TENANT_PATTERN}):worker:({_INDEX_PATTERN}):({WORKER_NAME_PATTERN})")
 
@@ -179,10 +178,6 @@ def traffic_prefix(tenant: str) -> str:
     return tenant_prefix(tenant) + "traffic:"
 
 
-def is_traffic_key(key: str) -> bool:
-    return _TRAFFIC_KEY.fullmatch(key) is not None
-
-
 def keeper_key(tenant: str, engine: str) -> str:
     """The key that counts an engine among those that keep prefixes: ``kvpool:TENANT:keeper:ENGINE``, 16 hex digits."""
     return f"{keepers_prefix(tenant)}{engine}"
@@ -192,8 +187,9 @@ def keepers_prefix(tenant: str) -> str:
     return tenant_prefix(tenant) + "keeper:"
 
 
-def is_keeper_key(key: str) -> bool:
-    return _KEEPER_KEY.fullmatch(key) is not None
+def is_engine_key(key: str) -> bool:
+    """Whether it is of an engine's traffic, or counts one that keeps prefixes."""
+    return _ENGINE_KEY.fullmatch(key) is not None
 
 
 def parse_tenant(key: str) -> str | None:

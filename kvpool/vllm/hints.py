@@ -22,7 +22,7 @@ MAX_ACTIONS = 16  # of an envelope; the others are not read
 
 
 class Hints(NamedTuple):
-    """``keep_s``: keep the prefix for so long; 0: no wish. ``done``: nobody is expected to use it soon."""
+    """``keep_s``: keep the prefix for so long; 0: no wish. ``done``: the caller expects no use soon."""
 
     keep_s: float = 0.0
     done: bool = False

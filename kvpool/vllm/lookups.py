@@ -137,21 +137,19 @@ class Lookups:
 
     def start(self, namespace: Namespace, request: Request, tag: bytes) -> RequestLookup | None:
         """Start the lookup of a request; ``tag``: its adapter's, or empty. None: no pool."""
-        asked, tokens = self.records(request, tag), self._hash_block_tokens
-        counts = (len(internals.record_hashes(request, tokens, group)) for group in self._groups)
-        wanted = [_repeated(each, count) for each, count in zip(self._reached, counts, strict=True)]
-        lookup = self._submit(namespace, asked, wanted)
+        lookup = self._submit(namespace, *self.records(request, tag))
         if lookup is not None:
             self._counters.add(metrics.LOOKUP_REQUESTS)
         return lookup
 
-    def records(self, request: Request, tag: bytes) -> list[LookupGroup]:
-        """By group, the records of a request that a hit may need."""
+    def records(self, request: Request, tag: bytes) -> tuple[list[LookupGroup], list[bytes]]:
+        """By group, the records of a request that a hit may need, and a byte for each of all: 1: it is one of them."""
         hashes = [internals.record_hashes(request, self._hash_block_tokens, group) for group in self._groups]
         asked = groups_to_ask(self._groups, hashes, self._ranks, self._reached)
+        wanted = [_repeated(each, len(known)) for each, known in zip(self._reached, hashes, strict=True)]
         if tag:
             asked = [one._replace(hashes=pool_hashes(one.hashes, one.hash_nbytes, tag)) for one in asked]
-        return asked
+        return asked, wanted
 
     def why_missed(self, lookup: RequestLookup, hit_tokens: int) -> str:
         """Why a request's answered lookup led to no longer hit: of ``metrics.MISS_REASONS``. Call it once a request."""

@@ -115,9 +115,7 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
     broken: dict[int, str] = field(default_factory=dict)  # by rank: why it has no pool
     staged: dict[int, int] = field(default_factory=dict)  # tag: ranks that no longer read its blocks
     store_slots: int = 0  # records in each rank's staging, once, in its first step
-    record_nbytes: dict[int, int] = field(
-        default_factory=dict
-    )  # by group: in the pool, once, in its first step
+    record_nbytes: dict[int, int] = field(default_factory=dict)  # by group, once, in its first step
     stored: dict[int, int] = field(default_factory=dict)  # tag: ranks that stored their parts
     dropped: dict[int, int] = field(default_factory=dict)  # tag: ranks that gave it up
     missing: set[tuple[bytes, int]] = field(default_factory=set)  # (hash, group) that a load did not find

@@ -1,4 +1,4 @@
-"""``Retention``: prefixes that requests asked to keep in the pool, and those that nobody needs any more.
+"""``Retention`` keeps prefixes in the pool for requests that ask for it, and lets others go.
 
 To keep is to touch: every ``TOUCH_EVERY_S`` seconds the records of a kept prefix count as used, so the pool evicts
 others first. A hit starts the prefix's time again. All kept prefixes of a pool fit a share of its memory: an equal part
@@ -8,15 +8,14 @@ kept, so that no caller displaces what another one keeps.
 To be done is to expire: the records' time to live gets short (``Store.expire_many``), and any later use renews it. So a
 prefix that others share stays.
 
-Threads: the calls come from the engine's scheduler thread and return at once. A thread of its own, started by the
-first hint, asks the store.
+Threads: the engine's scheduler thread makes the calls, which return at once. The first hint starts a thread that asks
+the store.
 """
 
 from __future__ import annotations
 
 import contextlib
 import secrets
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ from kvpool.key.key import Namespace, keeper_key, keepers_prefix, namespace_pref
 from kvpool.metrics import Counters
 from kvpool.store import LookupGroup, Store
 from kvpool.store.clients.lookup_keys import LookupKeys
-from kvpool.threads import start_thread
+from kvpool.threads import TurnThread, start_thread
 
 logger = init_logger("vllm.kvpool")
 
@@ -39,7 +38,6 @@ KEEPER_LEASE_S = 4 * TOUCH_EVERY_S  # of the document that counts this engine am
 CALL_S = 10.0  # for each batch
 EXPIRE_KEYS = 4096  # per batch
 MAX_WAITING = 1024  # hints; the oldest is dropped
-CLOSE_S = 5.0
 
 
 class Prefix(NamedTuple):
@@ -59,7 +57,7 @@ class _Kept(NamedTuple):
     ends_s: float
 
 
-class Retention:
+class Retention(TurnThread):
     """``share``: of the pool's memory, for all that is kept in it; 0: nothing is. ``clock``: in seconds."""
 
     def __init__(
@@ -71,13 +69,12 @@ class Retention:
         counters: Counters,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__("kvpool-retention")
         self._store, self._tenant, self._share = store, tenant, share
         self._counters, self._clock = counters, clock
         self._key = keeper_key(tenant, secrets.token_hex(8))
         self._waiting: deque[Callable[[], None]] = deque(maxlen=MAX_WAITING)
         self._ends: frozenset[bytes] = frozenset()  # the last hash of each kept prefix; replaced whole
-        self._woken, self._closing = threading.Event(), False
-        self._thread = threading.Thread(target=self._run, name="kvpool-retention", daemon=True)
         # The fields below: its thread only.
         self._kept: dict[bytes, _Kept] = {}  # by the prefix's last hash
         self._next_touch_s = clock() + TOUCH_EVERY_S
@@ -105,13 +102,6 @@ class Retention:
         if not self._ends.isdisjoint(hashes):
             self._send(lambda: self._used(hashes))
 
-    def close(self) -> None:
-        """Keep nothing any more, and end the thread, within ``CLOSE_S``; idempotent."""
-        self._closing = True
-        self._woken.set()
-        if self._thread.ident is not None:
-            self._thread.join(CLOSE_S)
-
     def _send(self, call: Callable[[], None]) -> None:
         self._waiting.append(call)
         self._woken.set()
@@ -121,15 +111,13 @@ class Retention:
 
     # The thread.
 
-    def _run(self) -> None:
-        while not self._closing:
-            self._woken.clear()
-            if not self._waiting:
-                self._woken.wait(max(0.0, self._next_touch_s - self._clock()))
-            if not self._closing:
-                self.turn()
+    def _end(self) -> None:
         with contextlib.suppress(KVPoolError):
             self._store.withdraw(self._key)
+
+    def _turn(self) -> float:
+        self.turn()
+        return 0.0 if self._waiting else max(0.0, self._next_touch_s - self._clock())
 
     def turn(self) -> None:
         """Take what waits, and touch what is due. Blocks for the store; its faults are logged once an outage."""

@@ -452,7 +452,7 @@ class SchedulerHalf:
         if not (keep_s or done) or tag is None:
             self._retention.used(hashes)
             return
-        records = self._lookups.records(request, tag)
+        records, _ = self._lookups.records(request, tag)
         nbytes = sum(group.records * self._record_nbytes.get(group.group, 0) for group in records)
         prefix = Prefix(namespace, records, hashes, nbytes)
         if done:

@@ -13,7 +13,7 @@ from kvpool.discovery.announcer import TrafficAnnouncer
 from kvpool.discovery.sample import unpack_sample
 from kvpool.discovery.traffic import Seen, Traffic, TrafficDocument, unpack_traffic
 from kvpool.errors import StoreUnavailable
-from kvpool.key.key import is_traffic_key, traffic_prefix
+from kvpool.key.key import is_engine_key, traffic_prefix
 from tests.support.deadlines import eventually
 from tests.support.memory_store import MemoryStore
 
@@ -104,7 +104,7 @@ def test_a_document_that_makes_no_sense_is_passed_over(document: bytes) -> None:
 
 def found(store: MemoryStore) -> TrafficDocument:
     ((key, raw),) = store.announcements(traffic_prefix("t")).items()
-    assert is_traffic_key(key)
+    assert is_engine_key(key)
     assert len(raw) < traffic.MAX_DOCUMENT_NBYTES
     document = unpack_traffic(raw)
     assert document is not None

@@ -10,7 +10,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from kvpool import ConfigError, open_store
+from kvpool import ConfigError, open_store, threads
 from kvpool.discovery import announcer, worker_watch
 from kvpool.discovery.announcer import Announcer
 from kvpool.discovery.worker_record import pack_worker
@@ -288,7 +288,7 @@ def test_a_directory_has_one_life(tmp_path: Path) -> None:
 
 
 def test_closing_does_not_wait_for_a_pool_that_hangs(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(announcer, "CLOSE_S", 0.2)
+    monkeypatch.setattr(threads, "CLOSE_S", 0.2)
     monkeypatch.setattr(worker_watch, "CLOSE_S", 0.2)
     told = Watched()
     with open_store(server.url) as store:

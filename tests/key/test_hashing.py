@@ -4,7 +4,7 @@ import array
 import json
 import random
 import struct
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -225,11 +225,9 @@ def test_threads_may_share_looked_up_hashes() -> None:
                 place for place, prompt in enumerate(prompts) if hasher.hashes64(prompt) != expected[place]
             )
 
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        for asked in [threads.submit(ask) for _ in range(4)]:
+            asked.result()
     assert wrong == []
 
 

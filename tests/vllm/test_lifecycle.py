@@ -764,6 +764,18 @@ def arriving_at_once(
     return engines
 
 
+def shared(
+    engine: Callable[..., ScriptedEngine], shape: Shape, prompt: list[int]
+) -> tuple[ScriptedEngine, ScriptedEngine]:
+    """One engine has answered a prompt, and behind it another one, which may load."""
+    first, second = engine(shape), engine(shape)
+    first.add("a", prompt, 3)
+    first.rest()
+    second.add("b", prompt, 3)
+    second.drain()
+    return first, second
+
+
 HYBRIDS = [
     Shape(states=True, slots=24, weights_never_change=True),
     Shape(2, latent=True, states=True, slots=24, weights_never_change=True),
@@ -776,11 +788,7 @@ def test_a_hybrids_blocks_are_loaded_and_what_is_behind_them_computed(
     shape: Shape, engine: Callable[..., ScriptedEngine]
 ) -> None:
     prompt = list(range(1, 30))
-    first, second = engine(shape), engine(shape)
-    first.add("a", prompt, 3)
-    first.rest()
-    second.add("b", prompt, 3)
-    second.drain()
+    _, second = shared(engine, shape, prompt)
     assert (second.hits, second.loads, second.loads_failed) == (1, 1, 0)
 
 
@@ -797,13 +805,9 @@ def test_what_is_one_requests_alone_is_not_stored_and_hits_stand_without_it(
     shape: Shape, engine: Callable[..., ScriptedEngine]
 ) -> None:
     prompt = list(range(1, 30))
-    first, second = engine(shape), engine(shape)
-    first.add("a", prompt, 3)
-    first.rest()
+    first, second = shared(engine, shape, prompt)
     groups = {parse_key(key).group for key in first.world.put}
     assert groups == {shape.first, shape.first + 2}
-    second.add("b", prompt, 3)
-    second.drain()
     assert (second.hits, second.loads, second.loads_failed) == (1, 1, 0)
     hit = (len(prompt) - 1) // shape.align_tokens * shape.align_tokens
     assert second.counters()[metrics.LOADED_TOKENS.name] == hit
@@ -824,11 +828,7 @@ def test_a_hit_ends_inside_of_a_block_and_what_is_behind_it_is_computed(
     shape: Shape, engine: Callable[..., ScriptedEngine]
 ) -> None:
     prompt = list(range(1, 29))
-    first, second = engine(shape), engine(shape)
-    first.add("a", prompt, 3)
-    first.rest()
-    second.add("b", prompt, 3)
-    second.drain()
+    _, second = shared(engine, shape, prompt)
     assert (second.loads, second.loads_failed) == (1, 0)
     assert second.counters()[metrics.LOADED_TOKENS.name] == 26
 

@@ -331,9 +331,9 @@ void RespConnection::end_front(Status status, std::string words) {
 // notify all followers of the server.
 std::unique_ptr<RespRequest> RespConnection::look_at(const Request& used) {
   const std::string& key = used.item->key().text;
-  if (used.item->op() == Op::kExpire) uses_.forget(key);  // the next use renews it
-  if (!is_put(used.item->op()) && used.item->op() != Op::kGet && used.item->op() != Op::kTouch)
-    return nullptr;
+  const Op op = used.item->op();
+  if (op == Op::kExpire) uses_.forget(key);  // the next use renews it
+  if (op == Op::kContains || op == Op::kDelete || op == Op::kExpire) return nullptr;
   if (!renews_ || !uses_.is_due(key, settings_.ttl, Clock::now())) return nullptr;
   if (used.kind == Kind::kPut) return nullptr;  // its time to live just began
   return std::make_unique<Request>(Kind::kAge, key, settings_.ttl);

@@ -214,8 +214,8 @@ class LinkThread:
                 refused.moved(views[place].nbytes)
         return statuses, fault or words
 
-    def _ask(self, batch: QueuedBatch, verb: bytes, keys: Sequence[bytes]) -> _Outcome:
-        replies = self._exchange(batch, [(verb, key) for key in keys])
+    def _ask(self, batch: QueuedBatch, verb: bytes, keys: Sequence[bytes], *more: bytes) -> _Outcome:
+        replies = self._exchange(batch, [(verb, key, *more) for key in keys])
         return _outcome([found(reply) for reply in replies])
 
     def _touch(self, batch: QueuedBatch, keys: Sequence[bytes]) -> _Outcome:
@@ -283,9 +283,7 @@ class LinkThread:
     def _expire(self, batch: QueuedBatch, keys: Sequence[bytes]) -> _Outcome:
         for key in keys:
             self._looked.pop(key, None)  # the next use renews it
-        left_ms = b"%d" % max(1, self._ttl_ms // LOOKS * SPANS_LEFT)
-        replies = self._exchange(batch, [(b"PEXPIRE", key, left_ms) for key in keys])
-        return _outcome([found(reply) for reply in replies])
+        return self._ask(batch, b"PEXPIRE", keys, b"%d" % max(1, self._ttl_ms // LOOKS * SPANS_LEFT))
 
     def _use(self, keys: Sequence[bytes], *, begins: bool = False) -> None:
         """Record uses. ``begins``: after a put, which starts the time to live."""

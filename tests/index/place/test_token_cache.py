@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -205,11 +205,9 @@ def test_threads_may_share_it(cached: dict[str, Cached], monkeypatch: pytest.Mon
                 if list(one.cache.tokens(text)) != tokens
             )
 
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        for asked in [threads.submit(ask) for _ in range(4)]:
+            asked.result()
     assert wrong == []
 
 

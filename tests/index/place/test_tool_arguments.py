@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -94,10 +94,8 @@ def test_threads_may_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(50):
             wrong.extend(value for value in values if kept.read(json.dumps(value)) != value)
 
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        for asked in [threads.submit(ask) for _ in range(4)]:
+            asked.result()
     assert wrong == []
     assert kept._nbytes == sum(nbytes for _, nbytes in kept._known.values()) <= 10_000
