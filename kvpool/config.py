@@ -47,6 +47,11 @@ def _nbytes(value: object) -> object:
     return parse_nbytes(value) if isinstance(value, str) else value
 
 
+def _joined(value: object) -> object:
+    is_list = isinstance(value, list) and all(isinstance(one, str) and " " not in one for one in value)
+    return " ".join(value) if is_list and isinstance(value, list) else value
+
+
 Nbytes = Annotated[int, BeforeValidator(_nbytes)]
 # For engines that do not report these themselves.
 ModelId = Annotated[
@@ -58,6 +63,8 @@ ModelId = Annotated[
         "overrides, context length where RoPE depends on it, attention backend; engines of one name share",
     ),
 ]
+# Two URLs are one text, as in the environment.
+PoolURLs = Annotated[str, BeforeValidator(_joined)]
 ModelPath = Annotated[
     str | None,
     Field(
@@ -89,10 +96,11 @@ class _Settings(BaseModel):
     # Settings of earlier versions, each with its refusal.
     REMOVED: ClassVar[Mapping[str, str]] = {"budget_s": "write lookup_timeout_s instead"}
 
-    pool: str = Field(
+    pool: PoolURLs = Field(
         min_length=1,
-        max_length=4096,
-        description="URL of the store, such as file:///dir or valkey://host:6379",
+        max_length=8193,
+        description="URL of the store, such as file:///dir or valkey://host:6379; two, near and far, in a list or with "
+        "a space between them",
     )
     tenant: str = Field("default", description="keys of different tenants never meet")
     lookup_timeout_s: float = Field(

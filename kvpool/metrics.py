@@ -200,6 +200,33 @@ EVICTED_BLOCKS = Metric(
     "kvpool_evicted_blocks_total",
     "Blocks that this process removed from a pool in a directory to make room; a server does that by itself.",
 )
+NEAR_FAR_HITS = Metric(
+    "kvpool_near_far_hits_total",
+    "Records that loads found in the near pool, or in the far one behind it.",
+    "pool",
+    values=("near", "far"),
+)
+NEAR_FAR_FAULTS = Metric(
+    "kvpool_near_far_faults_total",
+    "Records that one of the two pools failed to read, write or find.",
+    "pool",
+    values=("near", "far"),
+)
+FILLED_RECORDS = Metric(
+    "kvpool_filled_records_total",
+    "Records that a load found in the far pool, by whether they were copied into the near one.",
+    "result",
+    values=("filled", "no_room"),
+)
+BEHIND_RECORDS = Metric(
+    "kvpool_behind_records_total",
+    "Records of the near pool by what became of their copy to the far one; lost: evicted near before it was made.",
+    "result",
+    values=("stored", "present", "lost", "no_room"),
+)
+BEHIND_WAITING = Metric(
+    "kvpool_behind_waiting", "Records of the near pool that are on their way to the far one."
+)
 
 # Every metric above.
 ALL: tuple[Metric, ...] = tuple(one for one in tuple(globals().values()) if isinstance(one, Metric))

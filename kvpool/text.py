@@ -37,6 +37,7 @@ _USERINFO = re.compile(r"\A([A-Za-z][A-Za-z0-9+.-]*://|(?![/.]))(.*)@", re.DOTAL
 _SECRET_PARAMETER = re.compile(
     r"([?&;](?:[^=&;?]*(?:pass|secret|token|auth|cred)[^=&;?]*)=)[^&;#]*", re.IGNORECASE
 )
+_ANOTHER_URL = re.compile(r"(?<![A-Za-z0-9+.-])[A-Za-z][A-Za-z0-9+.-]*://")
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
 
 # They command a terminal, end its line or turn its text around: all controls but tab and line feed.
@@ -145,7 +146,8 @@ def parse_address(text: str) -> tuple[str, int]:
 def redact(url: str) -> str:
     """``url`` for logs: passwords and secret-looking parameters become ``***``."""
     if url.startswith("file:///"):
-        return url
+        far = _ANOTHER_URL.search(url, len("file:///"))
+        return url if far is None else url[: far.start()] + redact(url[far.start() :])
     match = _USERINFO.match(url)
     if match is not None:
         user, colon, _ = match[2].partition(":")

@@ -211,6 +211,18 @@ def test_refuse(wrong: dict[str, Any], text: str) -> None:
     assert caught.value.__cause__ is None
 
 
+def test_two_urls_are_a_list_or_a_text_with_a_space() -> None:
+    near, far = "file:///mnt/kvpool?capacity=1GiB", "valkey://:geheim@host"
+    for config in (load({"pool": [near, far]}), load({}, KVPOOL_POOL=f"{near} {far}")):
+        assert config.pool == f"{near} {far}"
+        assert "geheim" not in repr(config)
+        assert near in repr(config)
+    assert load({"pool": [near]}).pool == near
+    for wrong in ([], [near, 3], [f"{near} {far}"]):
+        with pytest.raises(ConfigError, match=r'setting "pool": (String )?should '):
+            load({"pool": wrong})
+
+
 def test_a_pool_that_nobody_names_is_asked_for() -> None:
     with pytest.raises(
         ConfigError, match='"pool" is missing: set "pool" in kv_connector_extra_config or KVPOOL_POOL'
@@ -315,8 +327,8 @@ def test_a_password_is_never_shown() -> None:
     for bad in (
         {"pool": url, "threads": 0},
         {"pool": url, "x": 1},
-        {"pool": [url]},
-        {"pool": url + "x" * 5000},
+        {"pool": [url, 1]},
+        {"pool": url + "x" * 9000},
     ):
         with pytest.raises(ConfigError) as caught:
             load(bad)

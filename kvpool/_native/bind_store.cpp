@@ -27,6 +27,7 @@
 #include "store/file.h"
 #include "store/io_executor.h"
 #include "store/lookup.h"
+#include "store/near_far.h"
 #include "store/refused_size.h"
 #include "store/resp.h"
 #include "store/tls.h"
@@ -157,7 +158,7 @@ std::vector<Key> read_keys(nb::handle keys) {
 
 class PyIoExecutor {
  public:
-  explicit PyIoExecutor(std::unique_ptr<IoExecutor> executor)
+  explicit PyIoExecutor(std::shared_ptr<IoExecutor> executor)
       : executor_(std::move(executor)), orphans_(std::make_shared<Orphans>()) {}
   PyIoExecutor(PyIoExecutor&&) = default;
   PyIoExecutor& operator=(PyIoExecutor&&) = delete;
@@ -228,6 +229,8 @@ class PyIoExecutor {
     return result;
   }
 
+  std::shared_ptr<IoExecutor> executor() const { return executor_; }
+
   bool close(double timeout_s) {
     const Clock::duration timeout = to_duration(timeout_s, true);
     const bool closed = without_gil([&] { return executor_->close(timeout); });
@@ -236,7 +239,7 @@ class PyIoExecutor {
   }
 
  private:
-  std::unique_ptr<IoExecutor> executor_;
+  std::shared_ptr<IoExecutor> executor_;
   std::shared_ptr<Orphans> orphans_;
 };
 
@@ -343,6 +346,13 @@ nb::tuple open_routed_resp_executor(const PySettings& of_any) {
   return nb::make_tuple(std::move(executor), std::move(topology));
 }
 
+PyIoExecutor open_near_far_executor(const PyIoExecutor& near, const PyIoExecutor& far, bool all) {
+  return PyIoExecutor(with_os_errors([&] {
+    return std::make_shared<IoExecutor>(
+        std::make_unique<NearFarBackend>(near.executor(), far.executor(), all), 1);
+  }));
+}
+
 }  // namespace
 
 void bind_store(nb::module_& m) {
@@ -419,6 +429,7 @@ void bind_store(nb::module_& m) {
       .def("close", &Topology::close)
       .def("closed", &Topology::closed);
   m.def("open_routed_resp_executor", &open_routed_resp_executor, "settings"_a);
+  m.def("open_near_far_executor", &open_near_far_executor, "near"_a, "far"_a, "all_goes_far"_a);
 }
 
 }  // namespace kvpool

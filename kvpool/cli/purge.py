@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 
 import typer
@@ -20,7 +20,7 @@ from kvpool.cli.tables import Column, add_row, console, fitted, progress_bar, sh
 from kvpool.discovery.facts import announced_namespaces
 from kvpool.errors import ConfigError, KVPoolError, StoreUnavailable
 from kvpool.key.key import KEY_PREFIX, namespace_prefix, parse_key, tenant_of, tenant_prefix
-from kvpool.store import Store, open_for_inspection
+from kvpool.store import Store, StoreURL, open_for_inspection
 from kvpool.text import counted, redact, unknown
 
 DELETE_TIMEOUT_S = 60.0  # of about a thousand blocks
@@ -35,10 +35,14 @@ class NothingThere(KVPoolError):
 
 @dataclass
 class Share:
-    """One namespace's part of the pool. ``model``: of its facts; empty: the pool has none."""
+    """One namespace's part of a pool. ``model``: of its facts; empty: the pool has none.
+
+    ``pool``: "near" or "far", where there are two.
+    """
 
     tenant: str
     namespace: str
+    pool: str = ""
     model: str = ""
     blocks: int = 0
     nbytes: int = 0  # of records
@@ -58,8 +62,9 @@ class Plan:
 
     def __str__(self) -> str:
         nbytes = sum(part.nbytes for part in self.parts)
+        namespaces = len({(part.tenant, part.namespace) for part in self.parts})
         return (
-            f"{counted(self.blocks, 'block')} ({_size(nbytes)}) in {counted(len(self.parts), 'namespace')}, "
+            f"{counted(self.blocks, 'block')} ({_size(nbytes)}) in {counted(namespaces, 'namespace')}, "
             f"and at least {counted(self.announcements, 'announcement')}"
         )
 
@@ -80,11 +85,15 @@ def run_purge(options: PurgeOptions) -> None:
         raise ConfigError(f'--namespace "{namespace}": write 8 to 32 lowercase hex digits')
     within = KEY_PREFIX if tenant is None else tenant_prefix(tenant)
     shown = console(stderr=as_json)
-    with _advised(), open_for_inspection(options.pool) as store:
-        parts, announced = _survey(store, within)
+    with _advised(), ExitStack() as opened:
+        found = [
+            opened.enter_context(open_for_inspection(url)) for url in StoreURL.parse(options.pool).pools()
+        ]
+        stores = {"": found[0]} if len(found) == 1 else dict(zip(("near", "far"), found, strict=True))
+        parts, announced = _survey(stores, within)
         plan = _plan(within, parts, announced, namespace)
         if not plan.parts and not plan.announcements and not everything:
-            raise NothingThere(f"{pool}: {_not_there(store, tenant, namespace, parts)}")
+            raise NothingThere(f"{pool}: {_not_there(stores, tenant, namespace, parts)}")
         if not yes and not sys.stdin.isatty():
             raise ConfigError(
                 f"{pool}: would delete {plan}; there is no terminal to ask on: add --yes to do it"
@@ -93,9 +102,13 @@ def run_purge(options: PurgeOptions) -> None:
             _print(plan, pool, shown)
         if not yes:
             typer.confirm("Delete this?", abort=True, err=as_json)
-        blocks, announcements = _delete(store, plan)
+        blocks, announcements = _delete(stores, plan)
     if as_json:
-        report = {"pool": pool, "namespaces": [asdict(part) for part in plan.parts]}
+        namespaces = [asdict(part) for part in plan.parts]
+        if len(stores) == 1:
+            for namespace_of_one in namespaces:
+                del namespace_of_one["pool"]
+        report = {"pool": pool, "namespaces": namespaces}
         print(json.dumps(report | {"deleted_blocks": blocks, "deleted_announcements": announcements}))
     else:
         shown.print(
@@ -104,25 +117,28 @@ def run_purge(options: PurgeOptions) -> None:
         )
 
 
-def _survey(store: Store, within: str) -> tuple[list[Share], set[str]]:
+def _survey(stores: Mapping[str, Store], within: str) -> tuple[list[Share], set[str]]:
     """Contents of the prefix ``within``: namespaces, some with facts and no block; keys of announcements."""
-    found: dict[tuple[str, str], Share] = {}
-    announced = set(store.announcements(within))
+    found: dict[tuple[str, str, str], Share] = {}
+    announced = {key for store in stores.values() for key in store.announcements(within)}
     with progress_bar() as progress:
         task = progress.add_task("looking", total=None)
-        for batch in store.scan(within):
-            for key, nbytes in batch:
-                tenant, fingerprint, *_ = parse_key(key)
-                name = (tenant, fingerprint.hex())
-                part = found.setdefault(name, Share(*name))
-                part.blocks += 1
-                part.nbytes += nbytes
-            progress.advance(task, len(batch))
+        for pool, store in stores.items():
+            for batch in store.scan(within):
+                for key, nbytes in batch:
+                    tenant, fingerprint, *_ = parse_key(key)
+                    name = (tenant, fingerprint.hex(), pool)
+                    part = found.setdefault(name, Share(*name))
+                    part.blocks += 1
+                    part.nbytes += nbytes
+                progress.advance(task, len(batch))
     for tenant in {part.tenant for part in found.values()} | set(filter(None, map(tenant_of, announced))):
-        announced |= store.announcements(tenant_prefix(tenant)).keys()  # not every tenant is listed
-        for model, namespaces in announced_namespaces(store, tenant).items():
-            for namespace in namespaces:
-                found.setdefault((tenant, namespace.hex), Share(tenant, namespace.hex)).model = model
+        for pool, store in stores.items():
+            announced |= store.announcements(tenant_prefix(tenant)).keys()  # not every tenant is listed
+            for model, namespaces in announced_namespaces(store, tenant).items():
+                for namespace in namespaces:
+                    name = (tenant, namespace.hex, pool)
+                    found.setdefault(name, Share(*name)).model = model
     return [found[name] for name in sorted(found)], announced
 
 
@@ -133,15 +149,17 @@ def _plan(within: str, parts: list[Share], announced: set[str], namespace: str |
         if len({part.namespace for part in parts}) > 1:
             several = _several([part.namespace for part in parts])
             raise ConfigError(f'--namespace "{namespace}" begins several: {several}; write more digits')
-        prefixes = tuple(namespace_prefix(part.tenant, part.namespace) for part in parts)
+        prefixes = tuple({namespace_prefix(part.tenant, part.namespace): None for part in parts})
     return Plan(prefixes, parts, sum(key.startswith(prefixes) for key in announced))
 
 
-def _not_there(store: Store, tenant: str | None, namespace: str | None, parts: list[Share]) -> str:
+def _not_there(
+    stores: Mapping[str, Store], tenant: str | None, namespace: str | None, parts: list[Share]
+) -> str:
     if namespace is not None and parts:
         there = _several([part.namespace[:8] for part in parts])
         return f'no namespace begins with "{namespace}"; there are {there}'
-    everyones, announced = _survey(store, KEY_PREFIX)
+    everyones, announced = _survey(stores, KEY_PREFIX)
     tenants = {part.tenant for part in everyones} | set(filter(None, map(tenant_of, announced)))
     if not tenants:
         return "it is empty: there is nothing to delete"
@@ -150,16 +168,17 @@ def _not_there(store: Store, tenant: str | None, namespace: str | None, parts: l
     return f"{unknown('tenant', tenant, ())}{_several(sorted(tenants))}"
 
 
-def _delete(store: Store, plan: Plan) -> tuple[int, int]:
+def _delete(stores: Mapping[str, Store], plan: Plan) -> tuple[int, int]:
     """Deleted (blocks, announcements). Announcements last: after an interruption the rest is still visible."""
     blocks = 0
     with progress_bar() as progress:
         task = progress.add_task("deleting", total=plan.blocks)
-        for prefix in plan.prefixes:
-            for batch in store.scan(prefix):
-                blocks += store.delete_many([block.key for block in batch], timeout_s=DELETE_TIMEOUT_S)
-                progress.update(task, completed=blocks)
-    return blocks, sum(store.withdraw_all(prefix) for prefix in plan.prefixes)
+        for store in stores.values():
+            for prefix in plan.prefixes:
+                for batch in store.scan(prefix):
+                    blocks += store.delete_many([block.key for block in batch], timeout_s=DELETE_TIMEOUT_S)
+                    progress.update(task, completed=blocks)
+    return blocks, sum(store.withdraw_all(prefix) for store in stores.values() for prefix in plan.prefixes)
 
 
 @contextmanager
@@ -177,17 +196,18 @@ def _advised() -> Iterator[None]:
 
 def _print(plan: Plan, pool: str, out: Console) -> None:
     columns = [
+        *([Column("pool", left=True)] if any(part.pool for part in plan.parts) else []),
         Column("tenant", left=True), Column("namespace", left=True), Column("model", wraps=True), Column("blocks"),
         Column("size"),
     ]  # fmt: skip
     rows = [
-        (part.tenant, part.namespace, part.model, f"{part.blocks:,}", _size(part.nbytes))
+        (part.pool, part.tenant, part.namespace, part.model, f"{part.blocks:,}", _size(part.nbytes))
         for part in plan.parts[:MAX_SHOWN]
     ]
     if len(plan.parts) > MAX_SHOWN:
-        rows.append(("", f"{len(plan.parts) - MAX_SHOWN:,} more", "", "", ""))
+        rows.append(("", "", f"{len(plan.parts) - MAX_SHOWN:,} more", "", "", ""))
     for row in rows:
-        add_row(columns, *row)
+        add_row(columns, *row[-len(columns) :])
     show(out, f"{pool}: to be deleted")
     if rows:
         show(out, *fitted(columns, out.width))

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 from kvpool.store.batch import Batch, LookupBatch, LookupGroup
@@ -27,9 +29,15 @@ logger = logging.getLogger("kvpool.store")
 
 
 def open_store(
-    url: str | StoreURL, *, threads: int | None = None, opened_by: str = "", must_answer: bool = True
+    url: str | Sequence[str] | StoreURL,
+    *,
+    threads: int | None = None,
+    opened_by: str = "",
+    must_answer: bool = True,
 ) -> Store:
     """Open the store at ``url``: ``file:///dir``, ``valkey://host:6379`` or ``valkey+unix:///socket``.
+
+    Two URLs, in a list or with a space between them: a near pool, which is a directory, before a far one.
 
     ``threads``: threads that move bytes, 1 to 64, each with its own connections to a server; None: as in the
     URL, or 2. They are native unless the URL names another client: ``?client=redis``. ``opened_by``: names
@@ -39,9 +47,24 @@ def open_store(
     ``ConfigError`` for a wrong URL, ``StoreUnavailable`` for an unreachable store; each one line that says
     what to do.
     """
-    parsed = url if isinstance(url, StoreURL) else StoreURL.parse(url)
+    if isinstance(url, (list, tuple)) and all(isinstance(one, str) for one in url):
+        url = " ".join(url)
+    parsed = url if isinstance(url, StoreURL) else StoreURL.parse(url)  # type: ignore[arg-type]
     if threads is not None:
         check_threads(threads)
+    if parsed.near is not None:
+        from kvpool.store.near_far import NearFarStore
+
+        with contextlib.ExitStack() as opened:
+            near, far = (
+                opened.enter_context(
+                    open_store(one, threads=threads, opened_by=opened_by, must_answer=must_answer)
+                )
+                for one in parsed.pools()
+            )
+            store: Store = NearFarStore(near, far, all_goes_far=parsed.near.far != "reused")
+            opened.pop_all()
+            return store
     if parsed.scheme in SERVER_SCHEMES:
         from kvpool.store.valkey import ValkeyStore
 
@@ -59,12 +82,13 @@ def open_store(
     return directory
 
 
-def open_for_inspection(url: str) -> Store:
-    """``open_store`` read-only: writes and evicts nothing in a directory, whatever the URL's capacity.
+def open_for_inspection(url: str | StoreURL) -> Store:
+    """``open_store`` of one pool, read-only: it writes and evicts nothing in a directory, whatever its capacity.
 
     The server user's rights are not checked. Errors: as ``open_store``; ``ConfigError`` without a pool there.
     """
-    parsed = StoreURL.parse(url)
+    parsed = url if isinstance(url, StoreURL) else StoreURL.parse(url)
+    assert parsed.near is None, "each pool by itself: StoreURL.pools"
     if parsed.scheme in SERVER_SCHEMES:
         from kvpool.store.valkey import ValkeyStore
 

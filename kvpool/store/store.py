@@ -39,13 +39,23 @@ MAX_LEASE_S = 366 * 86400.0
 SCAN_KEYS = 1000  # per step, about
 LOOK_KEYS = 128  # per step of scan_keys(): more would hold the GIL too long
 
-# Counter of a store -> metric
+# Counter of a store -> metric and label
 _GROWTH = {
-    "refused": metrics.REFUSED_KEYS,
-    "connections": metrics.CONNECTIONS,
-    "disconnections": metrics.DISCONNECTIONS,
-    "failed_dials": metrics.FAILED_CONNECTIONS,
-    "evicted": metrics.EVICTED_BLOCKS,
+    "refused": (metrics.REFUSED_KEYS, ""),
+    "connections": (metrics.CONNECTIONS, ""),
+    "disconnections": (metrics.DISCONNECTIONS, ""),
+    "failed_dials": (metrics.FAILED_CONNECTIONS, ""),
+    "evicted": (metrics.EVICTED_BLOCKS, ""),
+    "near_hits": (metrics.NEAR_FAR_HITS, "near"),
+    "far_hits": (metrics.NEAR_FAR_HITS, "far"),
+    "near_faults": (metrics.NEAR_FAR_FAULTS, "near"),
+    "far_faults": (metrics.NEAR_FAR_FAULTS, "far"),
+    "filled": (metrics.FILLED_RECORDS, "filled"),
+    "not_filled": (metrics.FILLED_RECORDS, "no_room"),
+    "behind": (metrics.BEHIND_RECORDS, "stored"),
+    "behind_present": (metrics.BEHIND_RECORDS, "present"),
+    "lost": (metrics.BEHIND_RECORDS, "lost"),
+    "refused_behind": (metrics.BEHIND_RECORDS, "no_room"),
 }
 _DAMAGED = "damaged_"
 _Store = TypeVar("_Store", bound="Store")
@@ -346,11 +356,14 @@ class Store(ABC):
         A store without a server is neither up nor down. Does not block.
         """
         found = self.counters()
-        for name, metric in _GROWTH.items():
-            counters.add_growth(metric, found.get(name, 0))
+        for name, (metric, label) in _GROWTH.items():
+            if name in found:
+                counters.add_growth(metric, found[name], label)
         for name, total in found.items():
             if name.startswith(_DAMAGED) and total:
                 counters.add_growth(metrics.DAMAGED_BLOCKS, total, name.removeprefix(_DAMAGED))
+        if "behind_waiting" in found:
+            counters.set(metrics.BEHIND_WAITING, float(found["behind_waiting"]))
         if "up_connections" in found:
             counters.set(metrics.UP, float(found["up_connections"] > 0))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import unquote
@@ -27,6 +27,7 @@ DEFAULT_SENTINEL_PORT = 26379
 MAX_NODES = 64
 DEFAULT_TTL_S = 86400
 CLIENTS = ("native", "glide", "redis")
+FAR = ("all", "reused")
 MAX_TTL_S = 366 * 86400
 MAX_DATABASE = 65535
 MAX_URL_CHARS = 4096
@@ -44,7 +45,7 @@ _URL = re.compile(
 _OF_SERVERS, _OF_TLS = ("client", "connections", "password_file", "ttl"), ("ca", "cert", "key")
 _OF_SENTINELS = ("sentinel_password", "sentinel_password_file", "sentinel_user")
 _PARAMETERS = {
-    "file": ("capacity", "threads"),
+    "file": ("capacity", "far", "threads"),
     "valkey+unix": ("db", *_OF_SERVERS),
     **dict.fromkeys(("redis", "valkey"), _OF_SERVERS),
     **dict.fromkeys(TLS_SCHEMES, (*_OF_SERVERS, *_OF_TLS)),
@@ -69,7 +70,8 @@ class StoreURL:
     (host, port) of a cluster's nodes, or of the sentinels of ``service``. ``password``,
     ``sentinel_password``: not in ``repr``; in place of each, a file that is read at each dial. ``ttl_s``: a
     value's life on a server. ``client``: of ``CLIENTS``. ``opened_by``: names the connections; not in a URL.
-    ``tls``: None: in plain.
+    ``tls``: None: in plain. ``near``: the directory that is asked before this pool. ``far``: of ``FAR``, in a near
+    one: what goes on to the far pool; empty: all.
     """
 
     scheme: str
@@ -91,6 +93,8 @@ class StoreURL:
     opened_by: str = ""
     password_file: str = ""
     sentinel_password_file: str = ""
+    near: StoreURL | None = None
+    far: str = ""
 
     @property
     def servers(self) -> tuple[str, ...]:
@@ -99,6 +103,10 @@ class StoreURL:
             return (self.path,)
         nodes = self.nodes or ((self.host, self.port),)
         return tuple(f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in nodes)
+
+    def pools(self) -> list[StoreURL]:
+        """Each pool by itself: the near one first, where there is one."""
+        return [self] if self.near is None else [self.near, replace(self, near=None)]
 
     def password_now(self) -> str:
         """The password of a dial; reads its file. Errors: ``ConfigError``."""
@@ -130,8 +138,14 @@ class StoreURL:
 
         ``redis`` and ``rediss`` are synonyms. Clusters and sentinels take ``tls=true`` with the files of TLS.
 
+        Two with a space between them are a near pool, which is a directory, and the far pool behind it::
+
+            file:///dir[?capacity=10GiB][&far=reused] valkey://host
+
         Errors: ``ConfigError`` that says what to write instead, and never shows a password.
         """
+        if isinstance(url, str) and " " in url and url.count("://") > 1 and len(url) <= 2 * MAX_URL_CHARS:
+            return cls._near_and_far(url.split())
         match = _URL.fullmatch(url) if isinstance(url, str) and len(url) <= MAX_URL_CHARS else None
         if match is None or not url.isprintable():
             raise ConfigError(
@@ -157,7 +171,31 @@ class StoreURL:
         path = _decoded(url, "a directory's name", match["path"])
         _check_own_directory(url, path)
         capacity_nbytes = _capacity(url, query, DEFAULT_FILE_CAPACITY_NBYTES)
-        return cls(scheme, path, capacity_nbytes, _threads(url, query, "threads"))
+        far = query.get("far", "")
+        if far and far not in FAR:
+            raise ConfigError(f"{redact(url)}: {unknown('choice of far', far, FAR)}")
+        return cls(scheme, path, capacity_nbytes, _threads(url, query, "threads"), far=far)
+
+    @classmethod
+    def _near_and_far(cls, urls: Sequence[str]) -> StoreURL:
+        if len(urls) != 2:
+            raise ConfigError(f"{redact(' '.join(urls))}: a pool is one URL, or two: near, a space, far")
+        near, far = map(cls.parse, urls)
+        if near.scheme != "file":
+            raise ConfigError(
+                f"{redact(urls[0])}: a near pool is a directory of this host: write file:///dir"
+            )
+        if far.client != CLIENTS[0]:
+            raise ConfigError(
+                f"{redact(urls[1])}: behind a near pool only the native client serves; leave client away"
+            )
+        if far.scheme == "file" and posixpath.normpath(near.path) == posixpath.normpath(far.path):
+            raise ConfigError(f"{redact(urls[1])}: the near pool and the far one are the same directory")
+        if far.far:
+            raise ConfigError(
+                f"{redact(urls[1])}: far= says what a near pool sends on; write it in the first URL"
+            )
+        return replace(far, near=near)
 
 
 def _check_own_directory(url: str, path: str) -> None:

@@ -301,3 +301,23 @@ def test_a_folder_that_is_not_there_is_not_made(tmp_path: Path) -> None:
     line = refused("purge", "--pool", f"file://{tmp_path}/nowhere", "--everything", "--yes")
     assert "there is no such directory" in line
     assert not list(tmp_path.iterdir())
+
+
+def test_a_near_and_a_far_pool_are_told_apart(tmp_path: Path) -> None:
+    near, far = (f"file://{tmp_path}/{name}?capacity=256MiB" for name in ("near", "far"))
+    for url, blocks in ((near, 3), (far, 5)):
+        with open_store(url) as store:
+            store.put_many(ALPHA_1.keys(HASHES[:blocks], 0, 0), [b"value"] * blocks)
+            store.put_many(BETA_1.keys(HASHES[:1], 0, 0), [b"value"])
+    ended = kvpool("purge", "--pool", f"{near} {far}", "--tenant", "alpha")
+    assert ended.returncode != 0
+    assert "8 blocks" in ended.stderr
+    assert "in 1 namespace" in ended.stderr
+    report = purged("--pool", f"{near} {far}", "--tenant", "alpha")
+    assert report["deleted_blocks"] == 8
+    namespaces = report["namespaces"]
+    assert isinstance(namespaces, list)
+    assert [(one["pool"], one["blocks"]) for one in namespaces] == [("far", 5), ("near", 3)]
+    for url in (near, far):
+        with open_store(url) as store:
+            assert [block.key for blocks in store.scan() for block in blocks] == BETA_1.keys(HASHES[:1], 0, 0)

@@ -192,7 +192,7 @@ def test_the_servers_that_it_names(url: str, servers: tuple[str, ...]) -> None:
         ("valkeys://h?verify=none", 'unknown parameter "verify"; known are ca, cert, client, '),
         ("valkeys:///s", "write valkeys://host:6379"),
         ("valkey+unix:///s?client=glide", "client=glide cannot use a socket"),
-        ("file:///x?client=redis", 'unknown parameter "client"; known are capacity, threads'),
+        ("file:///x?client=redis", 'unknown parameter "client"; known are capacity, far, threads'),
         ("valkey+cluster://", "write valkey+cluster://host:6379,host:6379, with 1 to 64 hosts"),
         ("valkey+cluster://a,,b", "write valkey+cluster://host:6379,host:6379"),
         ("valkey+cluster://a,b:0", "ports from 1 to 65535"),

@@ -33,6 +33,7 @@ void Core::count(const Batch& batch, std::size_t index, Status status) {
 void Core::complete(Batch& batch) {
   batch.done_.store(true, std::memory_order_release);
   batch.done_changed_.notify_all();
+  if (batch.on_done_) batch.on_done_();
   // The caller holds its own reference.
   deadlines.erase({batch.timer_, batch.sequence_});
   expired.erase(batch.sequence_);

@@ -200,9 +200,12 @@ IoExecutor::~IoExecutor() {
 bool IoExecutor::forked() const { return getpid() != core_->pid; }
 
 std::shared_ptr<Batch> IoExecutor::submit(Op op, std::vector<Key> keys, std::vector<Batch::Buffer> buffers,
-                                          Clock::duration timeout, std::optional<Clock::duration> longest) {
-  return submit(
-      std::make_shared<Batch>(op, std::move(keys), std::move(buffers), timeout, longest.value_or(timeout)));
+                                          Clock::duration timeout, std::optional<Clock::duration> longest,
+                                          std::function<void()> on_done) {
+  auto batch =
+      std::make_shared<Batch>(op, std::move(keys), std::move(buffers), timeout, longest.value_or(timeout));
+  batch->on_done_ = std::move(on_done);
+  return submit(std::move(batch));
 }
 
 std::shared_ptr<Batch> IoExecutor::submit(std::unique_ptr<Lookup> lookup, Clock::duration timeout) {
@@ -240,6 +243,8 @@ std::shared_ptr<Batch> IoExecutor::submit(std::shared_ptr<Batch> batch) {
   for (const auto& io_thread : core_->io_threads) io_thread->wake();
   return batch;
 }
+
+Clock::time_point IoExecutor::moved_at() const { return core_->moved_at(); }
 
 Counters IoExecutor::counters() const {
   if (forked()) throw std::runtime_error(kForked);

@@ -32,6 +32,7 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <list>
 #include <memory>
 #include <optional>
@@ -121,6 +122,7 @@ class Batch {
   const Clock::duration timeout_;
   const Clock::time_point last_;
   std::shared_ptr<Core> core_;
+  std::function<void()> on_done_;
 
   std::vector<Status> results_;
   std::optional<std::string> error_;
@@ -225,14 +227,18 @@ class IoExecutor {
   ~IoExecutor();
 
   // Never blocks. Throws std::runtime_error when closed, full, or in a forked child, which has no threads.
+  // `on_done`: called by a thread of the executor, under its lock: it must not throw, block or call the executor.
   std::shared_ptr<Batch> submit(Op op, std::vector<Key> keys, std::vector<Batch::Buffer> buffers,
                                 Clock::duration timeout,
-                                std::optional<Clock::duration> longest = std::nullopt);
+                                std::optional<Clock::duration> longest = std::nullopt,
+                                std::function<void()> on_done = {});
 
   // As submit(). A lookup of any length counts as one waiting item.
   std::shared_ptr<Batch> submit(std::unique_ptr<Lookup> lookup, Clock::duration timeout);
 
   Counters counters() const;
+  // When any I/O thread last moved a byte.
+  Clock::time_point moved_at() const;
   // Cancels everything, then joins. False: a thread is still busy; call again.
   bool close(Clock::duration timeout);
   // A forked child has no threads, and locks in any state.

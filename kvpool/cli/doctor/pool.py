@@ -34,10 +34,27 @@ AT_ONCE = 16
 
 def pool_findings(text: str, tenant: str) -> tuple[list[Finding], list[Worker] | None]:
     """Findings of a pool, and its announced workers; None: unknown. Blocking, for some seconds."""
-    url = StoreURL.parse(text)
+    *near, url = StoreURL.parse(text).pools()
+    found = [finding for one in near for finding in _near_findings(one)]
+    more, workers = _findings(url, redact(text.split(" ")[-1]), tenant)
+    return [*found, *more], workers
+
+
+def _near_findings(url: StoreURL) -> list[Finding]:
+    """Of this host's near pool: a directory that no worker needs for its announcement."""
+    try:
+        with open_for_inspection(url) as store:
+            found = list(_directory(url, store.counters()["stored_nbytes"]))
+            return [one._replace(about="near pool") for one in found]
+    except KVPoolError as error:
+        state = SimpleNamespace(error=str(error), unreadable="", tenant="")
+        return list(judge("near pool", rules.POOL, state))
+
+
+def _findings(url: StoreURL, name: str, tenant: str) -> tuple[list[Finding], list[Worker] | None]:
     state = SimpleNamespace(error="", unreadable="", tenant=tenant)
     try:
-        store = open_for_inspection(text)
+        store = open_for_inspection(url)
     except KVPoolError as error:
         state.error = str(error)
         return list(judge("pool", rules.POOL, state)), None
@@ -45,7 +62,7 @@ def pool_findings(text: str, tenant: str) -> tuple[list[Finding], list[Worker] |
         if url.scheme == "file":
             found = list(_directory(url, store.counters()["stored_nbytes"]))
         else:
-            found = list(judge("pool", rules.TRIAL, _trial(store, redact(text), tenant), first=True))
+            found = list(judge("pool", rules.TRIAL, _trial(store, name, tenant), first=True))
         if url.scheme in SERVER_SCHEMES:
             found += server_findings(url)
             if url.scheme != "valkey+unix":

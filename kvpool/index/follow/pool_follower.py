@@ -54,7 +54,7 @@ class PoolFollower:
         tenants: Sequence[str] | None = None,
     ) -> None:
         self._url = _pool_url(url)
-        in_directory = self._url.scheme == "file" and "capacity=" in url
+        in_directory = self._url.scheme == "file" and "capacity=" in url.split(" ")[-1]
         self._capacity_nbytes = StoreURL.parse(url).capacity_nbytes if in_directory else None
         for tenant in tenants or ():
             check_tenant(tenant)
@@ -201,7 +201,8 @@ def total(values: Iterable[int | None]) -> int | None:
 
 
 def _pool_url(text: str) -> StoreURL:
-    url = StoreURL.parse(text)
+    """The pool of the fleet: a near one is of the workers' hosts."""
+    url = StoreURL.parse(text).pools()[-1]
     if url.scheme == "file":  # may start before the first worker, and evicts nothing
         return replace(url, capacity_nbytes=MAX_NBYTES)
     return url

@@ -288,6 +288,21 @@ def test_a_directory(tmp_path: Path) -> None:
     assert "smaller ?capacity=" in sentences(findings, "fail")
 
 
+def test_a_near_pool_is_examined_before_the_far_one(tmp_path: Path) -> None:
+    for name in ("near", "far"):
+        open_store(f"file://{tmp_path}/{name}").close()
+    code, findings = examined(
+        "--pool", f"file://{tmp_path}/near?capacity=16MiB file://{tmp_path}/far?capacity=32MiB"
+    )
+    assert code == 0
+    about = {one["about"]: one["says"] for one in findings if "capacity" in one["says"]}
+    assert "16MiB" in about["near pool"]
+    assert "32MiB" in about["pool"]
+    code, findings = examined("--pool", f"file://{tmp_path}/none file://{tmp_path}/far?capacity=32MiB")
+    assert code == 1
+    assert [one["about"] for one in findings if one["level"] == "fail"] == ["near pool"]
+
+
 @pytest.mark.parametrize(
     ("mounts", "says"),
     [

@@ -1,0 +1,81 @@
+"""Engines of two hosts with a near pool each and one far pool: who loads from where, and what a dead far pool costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from demo.engine_process import EngineProcess
+from tests.support.deadlines import eventually
+from tests.support.engines import (
+    BLOCK_TOKENS,
+    GENERATED_TOKENS,
+    call,
+    corrupt,
+    engine_options,
+    passing,
+    prompt,
+    records,
+)
+from tests.support.servers import running
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
+
+PROMPT, OTHER = prompt(90, 1500), prompt(91, 1500)
+WHOLE = (len(PROMPT) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+BLOCKS = len(PROMPT) // BLOCK_TOKENS
+
+
+def test_a_near_pool_serves_its_host_and_the_far_one_the_fleet(llama: Path, tmp_path: Path) -> None:
+    with running("valkey-server", tmp_path) as server:
+
+        def options(host: str) -> dict[str, Any]:
+            # A silent far pool is asked for the whole budget by what near has not.
+            near = f"file://{tmp_path}/{host}?capacity=256MiB"
+            return engine_options(llama, near, settings={"lookup_timeout_s": 2.0, "pool": [near, server.url]})
+
+        def generate(engine: EngineProcess, tokens: list[int]) -> dict[str, Any]:
+            return engine.generate(tokens, GENERATED_TOKENS)
+
+        with passing("first", tmp_path, options("host-1")) as first:
+            cold = generate(first, PROMPT)
+            assert first.wait_quiet()
+            assert eventually(lambda: server.client.dbsize() >= BLOCKS), "behind the puts it all goes far"
+            other = generate(first, OTHER)
+        assert (cold["pool_tokens"], other["pool_tokens"]) == (0, 0)
+
+        with passing("second", tmp_path, options("host-1")) as second:
+            server.stop()
+            assert eventually(lambda: loads(second, PROMPT, cold)), (
+                "near has it all, and far is asked nothing"
+            )
+        server.go_on()
+
+        with passing("third", tmp_path, options("host-2")) as third:
+            assert eventually(lambda: loads(third, PROMPT, cold)), "another host loads from far"
+            assert eventually(lambda: len(records(tmp_path / "host-2", PROMPT)) >= BLOCKS), (
+                "and has it near then"
+            )
+            server.kill()
+            assert eventually(lambda: loads(third, PROMPT, cold))
+            # What is loaded near is used, and verified.
+            for record in records(tmp_path / "host-2", PROMPT):
+                corrupt(record, keep_checksum=False)
+            call(third, "reset_prefix_cache")
+            assert generate(third, PROMPT)["tokens"] != cold["tokens"]
+            for record in records(tmp_path / "host-2", PROMPT):
+                corrupt(record, keep_checksum=True)
+            call(third, "reset_prefix_cache")
+            assert generate(third, PROMPT)["tokens"] == cold["tokens"], (
+                "damaged near, and far is dead: computed"
+            )
+
+
+def loads(engine: EngineProcess, tokens: list[int], cold: dict[str, Any]) -> bool:
+    """Whether the prompt comes from the pool; a busy machine may take longer than the budget, and is asked again."""
+    call(engine, "reset_prefix_cache")
+    answer = engine.generate(tokens, GENERATED_TOKENS)
+    assert answer["tokens"] == cold["tokens"]
+    return bool(answer["pool_tokens"] == WHOLE)

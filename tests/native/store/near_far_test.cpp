@@ -1,0 +1,171 @@
+// A near pool before a far one, of two directories: what goes where, and that nothing outlives a close.
+#include "store/near_far.h"
+
+#include <atomic>
+#include <cstring>
+#include <filesystem>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "store/executors.h"
+#include "store/file.h"
+
+namespace kvpool {
+namespace {
+
+namespace fs = std::filesystem;
+using namespace std::chrono_literals;
+
+using test::Bytes;
+using test::counter;
+using test::eventually;
+using test::make_key;
+using test::make_payload;
+
+constexpr std::size_t kNbytes = 3000;
+
+Bytes value_of(unsigned number, std::size_t nbytes = kNbytes) { return make_payload(nbytes, number); }
+
+struct Pools {
+  explicit Pools(bool all = true, std::uint64_t far_nbytes = 64 << 20) {
+    std::string pattern = (fs::temp_directory_path() / "kvpool-test-XXXXXX").string();
+    CHECK(mkdtemp(pattern.data()) != nullptr);
+    root = pattern;
+    near = open("near", 64 << 20);
+    far = open("far", far_nbytes);
+    both = std::make_unique<IoExecutor>(std::make_unique<NearFarBackend>(near, far, all), 1);
+  }
+  ~Pools() {
+    both.reset();
+    fs::remove_all(root);
+  }
+  std::shared_ptr<IoExecutor> open(const std::string& name, std::uint64_t nbytes) const {
+    return std::make_shared<IoExecutor>(
+        std::make_unique<FileBackend>((root / name).string(), nbytes, Patience(60s)), 2);
+  }
+
+  fs::path root;
+  std::shared_ptr<IoExecutor> near, far;
+  std::unique_ptr<IoExecutor> both;
+};
+
+std::vector<Status> run(IoExecutor& executor, Op op, const std::vector<unsigned>& numbers,
+                        std::vector<Bytes>& values) {
+  std::vector<Key> keys;
+  std::vector<Batch::Buffer> buffers;
+  for (std::size_t i = 0; i < numbers.size(); ++i) {
+    keys.push_back(make_key(numbers[i]));
+    if (moves_bytes(op)) buffers.emplace_back(values[i]);
+  }
+  const auto batch = executor.submit(op, std::move(keys), std::move(buffers), 60s);
+  CHECK(batch->wait_until(Clock::now() + 60s));
+  return {batch->results().begin(), batch->results().end()};
+}
+
+Status run_one(IoExecutor& executor, Op op, unsigned number, Bytes value = {}) {
+  std::vector<Bytes> values{std::move(value)};
+  return run(executor, op, {number}, values)[0];
+}
+
+void wait_behind(const Pools& pools) {
+  CHECK(eventually([&] { return counter(*pools.both, "behind_waiting") == 0; }));
+}
+
+TEST(near_far_puts_go_far_behind_and_gets_fill_near) {
+  const Pools pools;
+  CHECK(run_one(*pools.both, Op::kPutAbsent, 1, value_of(1)) == Status::kOk);
+  CHECK(run_one(*pools.near, Op::kContains, 1) == Status::kOk);
+  wait_behind(pools);
+  CHECK(run_one(*pools.far, Op::kContains, 1) == Status::kOk);
+
+  CHECK(run_one(*pools.far, Op::kPut, 2, value_of(2)) == Status::kOk);
+  std::vector<Bytes> read{Bytes(kNbytes)};
+  CHECK(run(*pools.both, Op::kGet, {2}, read)[0] == Status::kOk);
+  CHECK(read[0] == value_of(2));
+  CHECK(eventually([&] { return run_one(*pools.near, Op::kContains, 2) == Status::kOk; }));
+  CHECK(eventually([&] { return counter(*pools.both, "filled") == 1; }));
+  CHECK(counter(*pools.both, "far_hits") == 1);
+}
+
+TEST(near_far_a_value_without_room_far_is_near) {
+  const Pools pools(true, 1000);
+  CHECK(run_one(*pools.both, Op::kPutAbsent, 1, value_of(1)) == Status::kOk);
+  wait_behind(pools);
+  CHECK(counter(*pools.both, "refused_behind") == 1);
+  CHECK(run_one(*pools.both, Op::kTouch, 1) == Status::kOk);
+}
+
+TEST(near_far_a_closed_far_pool_leaves_what_is_near) {
+  const Pools pools;
+  CHECK(run_one(*pools.both, Op::kPutAbsent, 1, value_of(1)) == Status::kOk);
+  wait_behind(pools);
+  CHECK(pools.far->close(10s));
+  CHECK(run_one(*pools.both, Op::kPutAbsent, 2, value_of(2)) == Status::kOk);
+  CHECK(run_one(*pools.both, Op::kTouch, 2) == Status::kOk);
+  CHECK(run_one(*pools.both, Op::kGet, 3, value_of(3)) == Status::kFault);
+}
+
+TEST(near_far_random_calls_of_many_threads) {
+  const Pools pools;
+  std::vector<std::thread> threads;
+  for (unsigned seed = 0; seed < 4; ++seed) {
+    threads.emplace_back([&pools, seed] {
+      std::mt19937 draw(seed);
+      for (int turn = 0; turn < 150; ++turn) {
+        const Op op = static_cast<Op>(draw() % kOpCount);
+        std::vector<unsigned> numbers;
+        std::vector<Bytes> values;
+        for (unsigned i = 0; i < 1 + draw() % 8; ++i) {
+          numbers.push_back(static_cast<unsigned>(draw() % 40));
+          values.push_back(op == Op::kGet ? Bytes(kNbytes) : value_of(numbers.back()));
+        }
+        IoExecutor& where = draw() % 8 == 0 ? *pools.far : *pools.both;
+        if (draw() % 10 == 0) {
+          std::vector<Key> keys;
+          std::vector<Batch::Buffer> buffers;
+          for (std::size_t i = 0; i < numbers.size(); ++i) {
+            keys.push_back(make_key(numbers[i]));
+            if (moves_bytes(op)) buffers.emplace_back(values[i]);
+          }
+          const auto batch = where.submit(op, std::move(keys), std::move(buffers), 60s);
+          batch->cancel();
+          CHECK(batch->wait_until(Clock::now() + 60s));
+          continue;
+        }
+        const std::vector<Status> results = run(where, op, numbers, values);
+        for (std::size_t i = 0; i < numbers.size(); ++i) {
+          CHECK(results[i] != Status::kFault && results[i] != Status::kTimedOut);
+          if (op == Op::kGet && results[i] == Status::kOk) CHECK(values[i] == value_of(numbers[i]));
+        }
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  wait_behind(pools);
+}
+
+TEST(near_far_close_in_the_middle_ends_all) {
+  for (int turn = 0; turn < 20; ++turn) {
+    Pools pools;
+    std::vector<Bytes> values;
+    std::vector<Key> keys;
+    std::vector<Batch::Buffer> buffers;
+    for (unsigned i = 0; i < 64; ++i) {
+      values.push_back(value_of(i, 20'000));
+      keys.push_back(make_key(i));
+      buffers.emplace_back(values.back());
+    }
+    const auto batch = pools.both->submit(Op::kPutAbsent, keys, buffers, 60s);
+    std::this_thread::sleep_for(std::chrono::microseconds(turn * 200));
+    CHECK(pools.both->close(30s));
+    CHECK(batch->done());
+    for (auto& value : values) std::memset(value.data(), 0, value.size());  // nothing reads them any more
+  }
+}
+
+}  // namespace
+}  // namespace kvpool

@@ -1,0 +1,267 @@
+"""A near pool before a far one: who is asked, what is copied, and what the death of either costs."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvpool import open_store
+from kvpool.errors import ConfigError, StoreUnavailable
+from kvpool.store.near_far import NearFarStore
+from kvpool.store.store import Store
+from kvpool.store.url import StoreURL
+from tests.support.conformance import (
+    MIB,
+    NAMESPACE,
+    OpenStore,
+    StoreConformance,
+    key,
+    keys,
+    lookup_group,
+    payload,
+)
+from tests.support.deadlines import eventually
+from tests.support.file_user import record_files
+from tests.support.servers import ON_VALKEY, Server
+
+NBYTES = 4096
+SOON_S = 5.0  # a small part of what a dead server would cost
+VALUES = [payload(number, NBYTES) for number in range(20)]
+
+
+@pytest.fixture
+def near(tmp_path: Path) -> Path:
+    return tmp_path / "near"
+
+
+@pytest.fixture
+def far(tmp_path: Path) -> Iterator[Store]:
+    """The far pool, as another host has it."""
+    with open_store(f"file://{tmp_path}/far?capacity=256MiB") as store:
+        yield store
+
+
+@pytest.fixture
+def both(near: Path, far: Store, tmp_path: Path) -> Iterator[Store]:
+    with open_store([f"file://{near}?capacity=256MiB", f"file://{tmp_path}/far?capacity=256MiB"]) as store:
+        yield store
+
+
+@pytest.fixture
+def before_server(near: Path, server: Server) -> Iterator[Store]:
+    with open_store([f"file://{near}?capacity=256MiB", server.url]) as store:
+        yield store
+
+
+def got(store: Store, numbers: range, timeout_s: float = 5.0) -> list[bytes | None]:
+    targets = [bytearray(NBYTES) for _ in numbers]
+    found = store.get_many_into([key(number) for number in numbers], targets, timeout_s=timeout_s)
+    return [bytes(target) if hit else None for hit, target in zip(found, targets, strict=True)]
+
+
+def all_went_far(store: Store) -> bool:
+    return eventually(lambda: store.counters()["behind_waiting"] == 0)
+
+
+class NearFarConformance(StoreConformance):
+    @pytest.mark.parametrize("asked_nbytes", [1, 5000])
+    def test_wrong_length_is_a_miss_and_the_record_goes(self, store: Store, asked_nbytes: int) -> None:
+        store.put_many([key(1)], [bytes(100)])
+        assert all_went_far(store)
+        assert store.get_many_into([key(1)], [bytearray(asked_nbytes)]) == [False]
+        assert store.contains_many([key(1)]) == [False]
+        assert store.counters()["damaged"] == 2, "one in each"
+
+
+class TestNearBeforeFar(NearFarConformance):
+    @pytest.fixture
+    def open_one(self, tmp_path: Path) -> OpenStore:
+        near, far = (f"file://{tmp_path}/{name}?capacity=" for name in ("near", "far"))
+        return lambda nbytes: open_store([f"{near}{nbytes}", f"{far}{nbytes}"])
+
+
+@ON_VALKEY
+class TestNearBeforeValkey(NearFarConformance):
+    test_ten_thousand_keys = None  # type: ignore[assignment]
+
+    @pytest.fixture
+    def open_one(self, server: Server, tmp_path: Path) -> OpenStore:
+        def open_one(nbytes: int) -> Store:
+            server.client.config_set("maxmemory", server.info("used_memory") + nbytes)
+            return open_store([f"file://{tmp_path}/near?capacity={nbytes}", server.url])
+
+        return open_one
+
+
+# ---------------------------------------------------------------------- what goes where
+
+
+def test_what_is_put_goes_far_behind_the_put(both: Store, far: Store, near: Path) -> None:
+    both.put_many(keys(20), VALUES)
+    assert len(record_files(near)) == 20
+    assert all_went_far(both)
+    assert got(far, range(20)) == VALUES
+    assert both.counters()["behind"] == 20
+
+
+def test_what_was_used_twice_goes_far_where_that_is_asked_for(near: Path, far: Store, tmp_path: Path) -> None:
+    urls = [f"file://{near}?capacity=256MiB&far=reused", f"file://{tmp_path}/far?capacity=256MiB"]
+    with open_store(urls) as store:
+        store.submit_put_absent(keys(20), VALUES).wait()
+        assert got(store, range(4)) == VALUES[:4]
+        assert got(store, range(4)) == VALUES[:4]
+        store.submit_put_absent([key(7)], [VALUES[7]]).wait()  # another engine has computed it
+        assert all_went_far(store)
+        assert store.counters()["behind"] == 5
+    assert far.contains_many(keys(20)) == [number < 4 or number == 7 for number in range(20)]
+
+
+def test_what_a_get_found_far_is_near_afterwards(both: Store, far: Store, near: Path) -> None:
+    far.put_many(keys(20), VALUES)
+    assert got(both, range(20)) == VALUES
+    assert eventually(lambda: both.counters()["filled"] == 20)
+    far.delete_many(keys(20))
+    assert got(both, range(20)) == VALUES
+    counted = both.counters()
+    assert (counted["near_hits"], counted["far_hits"]) == (20, 20)
+    assert len(record_files(near)) == 20
+
+
+def test_a_lookup_goes_on_far_where_near_has_a_gap(both: Store, far: Store) -> None:
+    group = lookup_group(0, 12)
+    names = NAMESPACE.keys([group.hashes[at : at + 32] for at in range(0, len(group.hashes), 32)], 0, 0)
+    near_only = open_store_near(both)
+    near_only.put_many([names[number] for number in (0, 1, 2, 5, 6, 11)], VALUES[:6])
+    far.put_many([names[number] for number in (3, 4, 7, 9)], VALUES[:4])
+    (found,) = both.submit_lookup(NAMESPACE, [group]).records()
+    assert found[:8] == bytes([1] * 8)
+    assert found[8] == 0
+
+
+def open_store_near(both: Store) -> Store:
+    assert isinstance(both, NearFarStore)
+    return both._near
+
+
+def test_a_deleted_value_is_gone_in_both_and_does_not_come_back(both: Store, far: Store) -> None:
+    for _ in range(20):  # in the middle of its way far, too
+        both.put_many(keys(20), VALUES)
+        assert both.delete_many(keys(20)) == 20
+        assert all_went_far(both)
+        assert eventually(lambda: far.contains_many(keys(20)) == [False] * 20)
+        assert both.contains_many(keys(20)) == [False] * 20
+    far.put_many(keys(3), VALUES[:3])
+    assert both.delete_many(keys(4)) == 3
+
+
+def test_a_damaged_value_near_is_read_far(both: Store, near: Path) -> None:
+    both.put_many(keys(3), VALUES[:3])
+    assert all_went_far(both)
+    for file in record_files(near):
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    assert got(both, range(3)) == VALUES[:3]
+    assert both.counters()["damaged_checksum"] == 3
+    assert both.counters()["far_hits"] == 3
+
+
+def test_values_larger_than_the_memory_of_copies_go_one_by_one(both: Store, far: Store) -> None:
+    values = [payload(number, 80 * MIB) for number in range(2)]
+    both.put_many(keys(2), values)
+    assert all_went_far(both)
+    target = bytearray(80 * MIB)
+    for number in range(2):
+        assert far.get_many_into([key(number)], [target]) == [True]
+        assert target == values[number]
+
+
+def test_a_close_waits_for_what_is_on_its_way(near: Path, far: Store, tmp_path: Path) -> None:
+    with open_store([f"file://{near}?capacity=256MiB", f"file://{tmp_path}/far?capacity=256MiB"]) as store:
+        store.put_many(keys(20), VALUES)
+    assert far.contains_many(keys(20)) == [True] * 20
+
+
+# ---------------------------------------------------------------------- when one of them is dead
+
+
+def test_what_near_has_asks_a_stopped_far_pool_nothing(before_server: Store, server: Server) -> None:
+    before_server.put_many(keys(10), VALUES[:10])
+    assert all_went_far(before_server)
+    server.stop()
+    try:
+        began_s = time.monotonic()
+        before_server.submit_put_absent(keys(20), VALUES, timeout_s=60).wait()
+        assert got(before_server, range(20), timeout_s=60) == VALUES
+        assert before_server.contains_many(keys(20), timeout_s=60) == [True] * 20
+        assert time.monotonic() - began_s < SOON_S
+        # What neither answers in time is a miss of presence, beside what near has.
+        group = lookup_group(0, 4)
+        names = NAMESPACE.keys([group.hashes[at : at + 32] for at in range(0, 128, 32)], 0, 0)
+        open_store_near(before_server).put_many(names[:2], VALUES[:2])
+        (found,) = before_server.submit_lookup(NAMESPACE, [group], timeout_s=2).records()
+        assert found == bytes([1, 1, 0, 0])
+    finally:
+        server.go_on()
+    assert eventually(lambda: before_server.counters()["behind_waiting"] == 0, within_s=60)
+    with open_store(server.url) as far:
+        assert far.contains_many(keys(20)) == [True] * 20, "it goes on where it stopped"
+
+
+def test_a_get_that_needs_a_dead_far_pool_says_so(before_server: Store, server: Server) -> None:
+    before_server.put_many(keys(1), VALUES[:1])
+    server.kill()
+    assert got(before_server, range(1)) == VALUES[:1]
+    with pytest.raises(StoreUnavailable):
+        got(before_server, range(2))
+
+
+def test_without_its_directory_near_is_passed_over(both: Store, far: Store, near: Path) -> None:
+    far.put_many(keys(5), VALUES[:5])
+    shutil.rmtree(near)
+    near.touch()  # a file: no directory can be made there again
+    assert got(both, range(5)) == VALUES[:5]
+    both.put_many([key(9)], [VALUES[9]])
+    assert far.contains_many([key(9)]) == [True], "it went far at once"
+    assert both.counters()["near_faults"] > 0
+
+
+def test_a_full_far_pool_refuses_copies_and_no_put(near: Path, tmp_path: Path) -> None:
+    with open_store([f"file://{near}?capacity=256MiB", f"file://{tmp_path}/far?capacity=1MiB"]) as store:
+        large = payload(1, 2 * MIB)
+        assert store.put_many([key(1)], [large]) == [True]
+        assert all_went_far(store)
+        assert store.counters()["refused_behind"] == 1
+        target = bytearray(2 * MIB)
+        assert store.get_many_into([key(1)], [target]) == [True]
+        assert target == large
+
+
+# ---------------------------------------------------------------------- its URL
+
+
+@pytest.mark.parametrize(
+    ("urls", "says"),
+    [
+        ("valkey://h file:///a/b", "a near pool is a directory of this host"),
+        ("file:///a/b valkey://h?client=redis", "only the native client"),
+        ("file:///a/b file:///a//b", "are the same directory"),
+        ("file:///a/b file:///c/d file:///e/f", "one URL, or two"),
+        ("file:///a/b file:///c/d?far=all", "in the first URL"),
+        ("file:///a/b?far=some valkey://h", "known are all, reused"),
+    ],
+)
+def test_two_urls_that_are_no_near_and_far_pool(urls: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        StoreURL.parse(urls)
+
+
+def test_no_text_of_two_urls_shows_the_password(tmp_path: Path) -> None:
+    for between in (" ", ",", "  ", "\n"):
+        with pytest.raises(ConfigError) as refused:
+            open_store(f"file://{tmp_path}/near{between}valkey://:geheim@h:1?connections=x")
+        assert "geheim" not in str(refused.value)
