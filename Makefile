@@ -58,7 +58,8 @@ DYNAMO_FRONTEND := $(PEERS)/dynamo/.stamp-frontend
 OTHER_VLLM := .cache/vllm
 OLDER_VLLM_VERSIONS := 0.30.0 0.31.0
 NEWER_VLLM_VERSIONS := 0.33.0
-OTHER_VLLM_STAMPS := $(patsubst %,$(OTHER_VLLM)/%/.stamp,$(OLDER_VLLM_VERSIONS) $(NEWER_VLLM_VERSIONS))
+# A minute of soak, as in CI, runs the oldest and the newest (tests/e2e/test_versions.py).
+OTHER_VLLM_STAMPS := $(patsubst %,$(OTHER_VLLM)/%/.stamp,$(if $(filter 60,$(SOAK_S)),$(firstword $(OLDER_VLLM_VERSIONS)),$(OLDER_VLLM_VERSIONS)) $(NEWER_VLLM_VERSIONS))
 SGLANG := .cache/sglang
 SGLANG_VERSION := 0.5.23
 PAGES := .cache/pages

@@ -284,7 +284,7 @@ def lengths(
     server: Server = None,
     as_json: Json = False,
 ) -> None:
-    """Time to the first token by prompt length: computed, from the engine's own cache, and from the pool.
+    """Time to the first token by prompt length: computed, from the engine's own cache, near, far, and from one pool.
 
     Starts a Valkey server and vLLM CPU engines with a small random model. Exits with 1 when tokens differ, or when a
     prompt did not come from the pool.

@@ -1,8 +1,9 @@
 """``python -m benchmarks lengths`` and ``outage``: a real engine's time to the first token with a server.
 
 Both start a Valkey server on loopback and vLLM CPU engines with a small random model in float32. One engine
-computes and stores all prompts. ``lengths`` alternates two fresh engines, without and with the connector.
-``outage`` asks a fresh engine a new prompt each second, while the server is stopped, continued, killed.
+computes and stores all prompts. ``lengths`` alternates fresh engines: without a pool, with the server alone, with the
+first engine's near pool before the server, and with an empty near pool before it. ``outage`` asks a fresh engine a
+new prompt each second, while the server is stopped, continued, killed.
 """
 
 from __future__ import annotations
@@ -30,17 +31,22 @@ BLOCK_TOKENS = 128
 ANSWER_TOKENS = 8
 TAIL_TOKENS = 20  # of each prompt, after its last whole block
 OFF, FILLS, READS = "pool-off", "fills", "kvpool"
+NEAR, FAR = "near", "far"
+HOWS = ("computed", "cold", "local", NEAR, FAR, "pool")
 
 
 @dataclass(frozen=True)
 class Timed:
-    """One prompt. ``how``: its intended source: computed, local (the engine's own cache) or pool."""
+    """One prompt. ``how``: its intended source: computed, cold (computed beside two empty pools), local (the engine's
+    own cache), near, far (behind an empty near pool) or pool (without a near one). ``sent_nbytes``: by the server.
+    """
 
     prompt_tokens: int
     how: str
     first_token_s: float
     pool_tokens: int
     identical: bool
+    sent_nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,10 +67,12 @@ class _Bench:
     options: dict[str, Any]
     console: Console
 
-    def engine(self, name: str, *, pool: bool) -> EngineProcess:
-        transfer = (
-            {"kv_transfer_config": connector_config(self.server.url, {"cost_gate": False})} if pool else {}
-        )
+    def engine(self, name: str, *, pool: bool, near: str = "") -> EngineProcess:
+        """``near``: name of the host whose near pool it has."""
+        url = self.server.url
+        if near:
+            url = f"file://{self.folder}/{near}?capacity=8GiB {url}"
+        transfer = {"kv_transfer_config": connector_config(url, {"cost_gate": False})} if pool else {}
         return EngineProcess(name, self.folder, {**self.options, **transfer})
 
     def started(self, *engines: EngineProcess) -> None:
@@ -113,48 +121,70 @@ def run_lengths(
     with workspace("kvpool-bench-", Console(stderr=True), keep=False) as folder:
         bench = _bench(folder, server, width, layers, longest, 2 * longest + 8 * BLOCK_TOKENS)
         with bench.server:
-            with bench.engine(FILLS, pool=True) as fills:
+            with bench.engine(FILLS, pool=True, near="host-1") as fills:
                 bench.started(fills)
                 with doing(bench.console, "it computes and stores the prompts"):
-                    answers = [fills.generate(prompt, ANSWER_TOKENS)["tokens"] for _, prompt in plan]
-            with bench.engine(OFF, pool=False) as off, bench.engine(READS, pool=True) as reads:
-                bench.started(off, reads)
+                    answers = []
+                    for tokens, prompt in plan:
+                        said = fills.generate(prompt, ANSWER_TOKENS)
+                        answers.append(said["tokens"])
+                        rows.append(
+                            Timed(tokens, "cold", said["first_token_s"], int(said["pool_tokens"]), True)
+                        )
+                        fills.wait_quiet()
+            with (
+                bench.engine(OFF, pool=False) as off,
+                bench.engine(READS, pool=True) as reads,
+                bench.engine(NEAR, pool=True, near="host-1") as near,
+                bench.engine(FAR, pool=True, near="host-2") as far,
+            ):
+                bench.started(off, reads, near, far)
                 for (tokens, prompt), answer in zip(plan, answers, strict=True):
-                    for engine, how in ((off, "computed"), (off, "local"), (reads, "pool")):
-                        rows.append(_timed(engine, how, tokens, prompt, answer))
+                    for engine, how in (
+                        (off, "computed"), (off, "local"), (reads, "pool"), (near, NEAR), (far, FAR),
+                    ):  # fmt: skip
+                        rows.append(_timed(bench, engine, how, tokens, prompt, answer))
                         engine.wait_quiet()
     if as_json:
         print(json.dumps({"width": width, "layers": layers, "block_tokens": BLOCK_TOKENS,
                           "rows": [asdict(row) for row in rows]}))  # fmt: skip
     else:
         _show_lengths(rows)
-    from_pool = all(row.pool_tokens >= row.prompt_tokens for row in rows if row.how == "pool")
+    from_pool = all(row.pool_tokens >= row.prompt_tokens for row in rows if row.how in ("pool", NEAR, FAR))
     return from_pool and all(row.identical for row in rows)
 
 
-def _timed(engine: EngineProcess, how: str, tokens: int, prompt: list[int], answer: list[int]) -> Timed:
+def _timed(
+    bench: _Bench, engine: EngineProcess, how: str, tokens: int, prompt: list[int], answer: list[int]
+) -> Timed:
+    before_nbytes = bench.server.sent_nbytes()
     said = engine.generate(prompt, ANSWER_TOKENS)
-    return Timed(tokens, how, said["first_token_s"], int(said["pool_tokens"]), said["tokens"] == answer)
+    sent_nbytes = bench.server.sent_nbytes() - before_nbytes
+    pool_tokens, identical = int(said["pool_tokens"]), said["tokens"] == answer
+    return Timed(tokens, how, said["first_token_s"], pool_tokens, identical, sent_nbytes)
 
 
 def _show_lengths(rows: Sequence[Timed]) -> None:
+    hows = [how for how in HOWS if any(row.how == how for row in rows)]
     table = Table(title="ms to the first token, medians", box=SIMPLE)
-    hows = ("computed", "local", "pool")
     for name in ("prompt tokens", *hows, "pool over computed", "other tokens"):
         table.add_column(name, justify="right")
+    sent = Table(title="MB that the server sent for it, medians", box=SIMPLE)
+    for name in ("prompt tokens", *hows):
+        sent.add_column(name, justify="right")
     for tokens in sorted({row.prompt_tokens for row in rows}):
-        of = {
-            how: statistics.median(
-                row.first_token_s for row in rows if (row.prompt_tokens, row.how) == (tokens, how)
-            )
-            for how in hows
-        }
+        found = {how: [row for row in rows if (row.prompt_tokens, row.how) == (tokens, how)] for how in hows}
+        of = {how: statistics.median(row.first_token_s for row in found[how]) for how in hows}
         wrong = sum(not row.identical for row in rows if row.prompt_tokens == tokens)
         table.add_row(
             f"{tokens:,}", *(f"{of[how] * 1e3:,.0f}" for how in hows),
             f"{of['pool'] / of['computed']:.2f}", f"{wrong}",
         )  # fmt: skip
-    Console().print(table)
+        medians = (statistics.median(row.sent_nbytes for row in found[how]) for how in hows)
+        sent.add_row(f"{tokens:,}", *(f"{nbytes / 1e6:,.1f}" for nbytes in medians))
+    console = Console()
+    console.print(sent)
+    console.print(table)
 
 
 def run_outage(

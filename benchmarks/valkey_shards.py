@@ -66,6 +66,10 @@ class ValkeyShards:
     def ran_s(self) -> float:
         return sum(ran_s(process.pid) for process in self._processes)
 
+    def sent_nbytes(self) -> int:
+        """Bytes that the servers have sent to all their clients. Blocks."""
+        return sum(int(client.info("stats")["total_net_output_bytes"]) for client in self._clients)
+
     def signal(self, number: int) -> None:
         """Send a signal to all servers: SIGSTOP, SIGCONT, SIGKILL."""
         for process in self._processes:

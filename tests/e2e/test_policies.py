@@ -83,9 +83,10 @@ def policies(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     folder = tmp_path_factory.mktemp("policies")
     often, written = folder / "often", folder / "written"
     with running("valkey-server", folder) as server:
+        url = f"{server.url}?ttl={TTL_S}s"  # of both: what is done expires by the ttl of who says so last
         children = [
-            _child("reads", server.url, "kv_consumer"),
-            _child("evicted", f"{server.url}?ttl={TTL_S}s", "kv_producer", store_policy="write_back"),
+            _child("reads", url, "kv_consumer"),
+            _child("evicted", url, "kv_producer", store_policy="write_back"),
             _child("often", f"file://{often}", "kv_producer", min_requests_to_store=2, store_decode=False),
             _child("written", f"file://{written}", "kv_producer"),
         ]

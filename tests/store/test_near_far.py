@@ -28,6 +28,7 @@ from tests.support.deadlines import eventually
 from tests.support.file_user import record_files
 from tests.support.servers import ON_VALKEY, Server
 
+ON_VALKEY_OF_ITS_OWN = pytest.mark.parametrize("own_server", ["valkey-server"], indirect=True)
 NBYTES = 4096
 SOON_S = 5.0  # a small part of what a dead server would cost
 VALUES = [payload(number, NBYTES) for number in range(20)]
@@ -52,8 +53,8 @@ def both(near: Path, far: Store, tmp_path: Path) -> Iterator[Store]:
 
 
 @pytest.fixture
-def before_server(near: Path, server: Server) -> Iterator[Store]:
-    with open_store([f"file://{near}?capacity=256MiB", server.url]) as store:
+def before_server(near: Path, own_server: Server) -> Iterator[Store]:
+    with open_store([f"file://{near}?capacity=256MiB", own_server.url]) as store:
         yield store
 
 
@@ -154,6 +155,7 @@ def test_a_deleted_value_is_gone_in_both_and_does_not_come_back(both: Store, far
         assert all_went_far(both)
         assert eventually(lambda: far.contains_many(keys(20)) == [False] * 20)
         assert both.contains_many(keys(20)) == [False] * 20
+    assert both.counters()["lost"] == 0, "a deleted value is none"
     far.put_many(keys(3), VALUES[:3])
     assert both.delete_many(keys(4)) == 3
 
@@ -189,10 +191,11 @@ def test_a_close_waits_for_what_is_on_its_way(near: Path, far: Store, tmp_path: 
 # ---------------------------------------------------------------------- when one of them is dead
 
 
-def test_what_near_has_asks_a_stopped_far_pool_nothing(before_server: Store, server: Server) -> None:
+@ON_VALKEY_OF_ITS_OWN
+def test_what_near_has_asks_a_stopped_far_pool_nothing(before_server: Store, own_server: Server) -> None:
     before_server.put_many(keys(10), VALUES[:10])
     assert all_went_far(before_server)
-    server.stop()
+    own_server.stop()
     try:
         began_s = time.monotonic()
         before_server.submit_put_absent(keys(20), VALUES, timeout_s=60).wait()
@@ -206,15 +209,28 @@ def test_what_near_has_asks_a_stopped_far_pool_nothing(before_server: Store, ser
         (found,) = before_server.submit_lookup(NAMESPACE, [group], timeout_s=2).records()
         assert found == bytes([1, 1, 0, 0])
     finally:
-        server.go_on()
+        own_server.go_on()
     assert eventually(lambda: before_server.counters()["behind_waiting"] == 0, within_s=60)
-    with open_store(server.url) as far:
+    with open_store(own_server.url) as far:
         assert far.contains_many(keys(20)) == [True] * 20, "it goes on where it stopped"
 
 
-def test_a_get_that_needs_a_dead_far_pool_says_so(before_server: Store, server: Server) -> None:
+@ON_VALKEY_OF_ITS_OWN
+def test_copies_wait_for_a_dead_far_pool(before_server: Store, own_server: Server) -> None:
+    own_server.kill()
+    before_server.put_many(keys(20), VALUES)
+    assert eventually(lambda: before_server.counters()["far_faults"] > 0)
+    assert before_server.counters()["behind_waiting"] == 20
+    own_server.start()
+    assert eventually(lambda: before_server.counters()["behind"] == 20, within_s=60)
+    with open_store(own_server.url) as far:
+        assert got(far, range(20)) == VALUES
+
+
+@ON_VALKEY_OF_ITS_OWN
+def test_a_get_that_needs_a_dead_far_pool_says_so(before_server: Store, own_server: Server) -> None:
     before_server.put_many(keys(1), VALUES[:1])
-    server.kill()
+    own_server.kill()
     assert got(before_server, range(1)) == VALUES[:1]
     with pytest.raises(StoreUnavailable):
         got(before_server, range(2))
