@@ -216,6 +216,28 @@ def test_what_near_has_asks_a_stopped_far_pool_nothing(before_server: Store, own
 
 
 @ON_VALKEY_OF_ITS_OWN
+def test_what_waits_for_a_stopped_far_pool_keeps_nobody_from_near(
+    before_server: Store, own_server: Server
+) -> None:
+    before_server.put_many(keys(10), VALUES[:10])
+    assert all_went_far(before_server)
+    own_server.stop()
+    try:
+        began_s = time.monotonic()
+        waiting = [
+            before_server.submit_get([key(100 + number)], [bytearray(NBYTES)], timeout_s=60)
+            for number in range(600)
+        ]
+        assert got(before_server, range(10), timeout_s=60) == VALUES[:10]
+        before_server.submit_put_absent(keys(20), VALUES, timeout_s=60).wait()
+        assert time.monotonic() - began_s < SOON_S
+        for batch in waiting:
+            batch.abandon()
+    finally:
+        own_server.go_on()
+
+
+@ON_VALKEY_OF_ITS_OWN
 def test_copies_wait_for_a_dead_far_pool(before_server: Store, own_server: Server) -> None:
     own_server.kill()
     before_server.put_many(keys(20), VALUES)

@@ -74,7 +74,8 @@ def payload(number: int, nbytes: int) -> bytes:
 
 
 def work_done(store: Store) -> dict[str, int]:
-    """The counters, without those of connections, which come and go by themselves."""
+    """The counters once nothing is on its way to a far pool, without those of connections, which come and go."""
+    assert eventually(lambda: store.counters().get("behind_waiting", 0) == 0)
     return {name: value for name, value in store.counters().items() if "connect" not in name}
 
 

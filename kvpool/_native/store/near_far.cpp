@@ -25,8 +25,11 @@ namespace {
 using namespace std::chrono_literals;
 using Count = NearFarBackend::Count;
 
-constexpr std::size_t kMaxTasks = 128;
-constexpr std::size_t kMaxPuts = 16;  // in flight: the others wait behind later gets
+// Under way: near, where the others wait behind what comes later and is more urgent, and in all. What waits for a
+// silent far pool must not keep others from near.
+constexpr std::size_t kMaxNear = 128;
+constexpr std::size_t kMaxNearPuts = 16;
+constexpr std::size_t kMaxTasks = 8192;
 constexpr std::size_t kMaxSent = 65'536;
 constexpr Clock::duration kLook = 20ms;  // for stopped items, and for bytes that moved
 constexpr Clock::duration kRetry = 1s;   // after a copy found far dead
@@ -121,12 +124,17 @@ class NearFarThread : public IoThread {
   using Tasks = std::list<Task>;
 
   void take(Source& source) {
-    while (tasks_.size() < kMaxTasks) {
-      const auto puts = std::count_if(tasks_.begin(), tasks_.end(), [](const Task& task) {
-        return !task.items.empty() && is_put(task.op);
-      });
+    std::size_t near = 0, puts = 0;
+    for (const Task& task : tasks_) {
+      if (task.items.empty() || task.step != Step::kNear) continue;
+      ++near;
+      if (is_put(task.op)) ++puts;
+    }
+    while (near < kMaxNear && tasks_.size() < kMaxTasks) {
       std::vector<Item> taken;
-      if (!source.try_take(taken, static_cast<std::size_t>(puts) < kMaxPuts)) return;
+      if (!source.try_take(taken, puts < kMaxNearPuts)) return;
+      ++near;
+      if (is_put(taken.back().op())) ++puts;
       start(std::move(taken));
     }
   }
