@@ -304,7 +304,8 @@ def emptied(pool: str, tenant: str) -> Iterator[None]:
         yield
     finally:
         prefix = tenant_prefix(tenant)
-        with open_for_inspection(pool) as store:
-            for batch in store.scan(prefix):
-                store.delete_many([block.key for block in batch], timeout_s=DELETE_TIMEOUT_S)
-            store.withdraw_all(prefix)
+        for url in StoreURL.parse(pool).pools():
+            with open_for_inspection(url) as store:
+                for batch in store.scan(prefix):
+                    store.delete_many([block.key for block in batch], timeout_s=DELETE_TIMEOUT_S)
+                store.withdraw_all(prefix)

@@ -32,7 +32,7 @@ from kvpool.environment import (
 )
 from kvpool.errors import ConfigError
 from kvpool.key.key import check_tenant, check_worker_name
-from kvpool.text import nearest, parse_nbytes, redact, unknown
+from kvpool.text import joined_urls, nearest, parse_nbytes, redact, unknown
 
 __all__ = ["HiCacheConfig", "PoolConfig", "TierConfig", "hash_seed", "redact"]
 
@@ -47,11 +47,6 @@ def _nbytes(value: object) -> object:
     return parse_nbytes(value) if isinstance(value, str) else value
 
 
-def _joined(value: object) -> object:
-    is_list = isinstance(value, list) and all(isinstance(one, str) and " " not in one for one in value)
-    return " ".join(value) if is_list and isinstance(value, list) else value
-
-
 Nbytes = Annotated[int, BeforeValidator(_nbytes)]
 # For engines that do not report these themselves.
 ModelId = Annotated[
@@ -64,7 +59,7 @@ ModelId = Annotated[
     ),
 ]
 # Two URLs are one text, as in the environment.
-PoolURLs = Annotated[str, BeforeValidator(_joined)]
+PoolURLs = Annotated[str, BeforeValidator(joined_urls)]
 ModelPath = Annotated[
     str | None,
     Field(

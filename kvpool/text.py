@@ -143,6 +143,13 @@ def parse_address(text: str) -> tuple[str, int]:
     return match["host"], int(match["port"])
 
 
+def joined_urls(value: object) -> object:
+    """A list of URLs as one text with spaces between; anything else as it is."""
+    if isinstance(value, (list, tuple)) and all(isinstance(one, str) and " " not in one for one in value):
+        return " ".join(value)
+    return value
+
+
 def redact(url: str) -> str:
     """``url`` for logs: passwords and secret-looking parameters become ``***``."""
     if url.startswith("file:///"):

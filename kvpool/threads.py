@@ -23,9 +23,9 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 class TurnThread(ABC):
-    """Takes turns on a thread of its own, from ``start_thread(self._thread)`` on until closed.
+    """A thread that calls ``_turn`` until closed. Start it with ``start_thread(self._thread)``.
 
-    ``_woken``: set by any thread, it begins the next turn.
+    ``_woken``: any thread sets it to begin the next turn.
     """
 
     def __init__(self, name: str) -> None:

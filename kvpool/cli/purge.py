@@ -104,11 +104,12 @@ def run_purge(options: PurgeOptions) -> None:
             typer.confirm("Delete this?", abort=True, err=as_json)
         blocks, announcements = _delete(stores, plan)
     if as_json:
-        namespaces = [asdict(part) for part in plan.parts]
-        if len(stores) == 1:
-            for namespace_of_one in namespaces:
-                del namespace_of_one["pool"]
-        report = {"pool": pool, "namespaces": namespaces}
+        left_out = {"pool"} if len(stores) == 1 else set()
+        parts_of = [
+            {name: value for name, value in asdict(part).items() if name not in left_out}
+            for part in plan.parts
+        ]
+        report = {"pool": pool, "namespaces": parts_of}
         print(json.dumps(report | {"deleted_blocks": blocks, "deleted_announcements": announcements}))
     else:
         shown.print(

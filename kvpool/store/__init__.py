@@ -13,6 +13,7 @@ from dataclasses import replace
 from kvpool.store.batch import Batch, LookupBatch, LookupGroup
 from kvpool.store.store import DEFAULT_TIMEOUT_S, Store
 from kvpool.store.url import SERVER_SCHEMES, StoreURL, check_threads
+from kvpool.text import joined_urls
 
 __all__ = [
     "DEFAULT_TIMEOUT_S",
@@ -47,9 +48,7 @@ def open_store(
     ``ConfigError`` for a wrong URL, ``StoreUnavailable`` for an unreachable store; each one line that says
     what to do.
     """
-    if isinstance(url, (list, tuple)) and all(isinstance(one, str) for one in url):
-        url = " ".join(url)
-    parsed = url if isinstance(url, StoreURL) else StoreURL.parse(url)  # type: ignore[arg-type]
+    parsed = url if isinstance(url, StoreURL) else StoreURL.parse(joined_urls(url))  # type: ignore[arg-type]
     if threads is not None:
         check_threads(threads)
     if parsed.near is not None:

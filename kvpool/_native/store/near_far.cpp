@@ -198,6 +198,7 @@ class NearFarThread : public IoThread {
   }
 
   void drop(Tasks::iterator task) {
+    if (task->copied && task->step != Step::kFill) --copying_;
     memory_.give_back(std::move(task->memory));
     tasks_.erase(task);
   }
@@ -310,12 +311,7 @@ class NearFarThread : public IoThread {
     tell_waiting();
   }
 
-  void tell_waiting() {
-    const auto under_way = std::count_if(tasks_.begin(), tasks_.end(), [](const Task& task) {
-      return task.step == Step::kReadBehind || task.step == Step::kWriteBehind;
-    });
-    backend_.set_waiting(behind_.size() + static_cast<std::size_t>(under_way));
-  }
+  void tell_waiting() { backend_.set_waiting(behind_.size() + copying_); }
 
   // A deleted key is not copied any more.
   void forget(const std::unordered_set<std::string>& keys) {
@@ -341,6 +337,7 @@ class NearFarThread : public IoThread {
     const auto task = std::prev(tasks_.end());
     task->copied = std::move(value);
     task->memory = std::move(memory);
+    if (step != Step::kFill) ++copying_;
     send_copy(task, step);
   }
 
@@ -403,6 +400,7 @@ class NearFarThread : public IoThread {
   const std::shared_ptr<Signal> signal_ = std::make_shared<Signal>();
   Tasks tasks_;
   std::deque<Behind> behind_;
+  std::size_t copying_ = 0;               // tasks that copy far
   std::unordered_set<std::string> sent_;  // of values used twice: those that went into behind_
   Clock::time_point retry_at_{};
   bool far_failed_ = false;   // the last copy: the next one goes alone

@@ -19,6 +19,7 @@
 
 #include "check.h"
 #include "store/descriptor.h"
+#include "store/directory.h"
 #include "store/executors.h"
 #include "store/pool_directory.h"
 #include "store/usage.h"
@@ -30,27 +31,11 @@ namespace fs = std::filesystem;
 using namespace std::chrono_literals;
 
 using test::counter;
+using test::Directory;
 using test::eventually;
 
 constexpr std::uint64_t kMiB = 1 << 20;
 const std::string kNamespace(32, 'a');
-
-class Directory {
- public:
-  Directory() {
-    std::string pattern = (fs::temp_directory_path() / "kvpool-test-XXXXXX").string();
-    CHECK(mkdtemp(pattern.data()) != nullptr);
-    path_ = pattern;
-  }
-  Directory(const Directory&) = delete;
-  Directory& operator=(const Directory&) = delete;
-  ~Directory() { fs::remove_all(path_); }
-  fs::path operator/(const std::string& name) const { return path_ / name; }
-  std::string text() const { return path_.string(); }
-
- private:
-  fs::path path_;
-};
 
 std::unique_ptr<IoExecutor> open_engine(const std::string& root, std::uint64_t capacity_nbytes,
                                         unsigned threads) {

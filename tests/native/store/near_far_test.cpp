@@ -3,7 +3,6 @@
 
 #include <atomic>
 #include <cstring>
-#include <filesystem>
 #include <memory>
 #include <random>
 #include <string>
@@ -11,17 +10,18 @@
 #include <vector>
 
 #include "check.h"
+#include "store/directory.h"
 #include "store/executors.h"
 #include "store/file.h"
 
 namespace kvpool {
 namespace {
 
-namespace fs = std::filesystem;
 using namespace std::chrono_literals;
 
 using test::Bytes;
 using test::counter;
+using test::Directory;
 using test::eventually;
 using test::make_key;
 using test::make_payload;
@@ -32,36 +32,34 @@ Bytes value_of(unsigned number, std::size_t nbytes = kNbytes) { return make_payl
 
 struct Pools {
   explicit Pools(bool all = true, std::uint64_t far_nbytes = 64 << 20) {
-    std::string pattern = (fs::temp_directory_path() / "kvpool-test-XXXXXX").string();
-    CHECK(mkdtemp(pattern.data()) != nullptr);
-    root = pattern;
     near = open("near", 64 << 20);
     far = open("far", far_nbytes);
     both = std::make_unique<IoExecutor>(std::make_unique<NearFarBackend>(near, far, all), 1);
-  }
-  ~Pools() {
-    both.reset();
-    fs::remove_all(root);
   }
   std::shared_ptr<IoExecutor> open(const std::string& name, std::uint64_t nbytes) const {
     return std::make_shared<IoExecutor>(
         std::make_unique<FileBackend>((root / name).string(), nbytes, Patience(60s)), 2);
   }
 
-  fs::path root;
+  Directory root;  // goes last
   std::shared_ptr<IoExecutor> near, far;
   std::unique_ptr<IoExecutor> both;
 };
 
-std::vector<Status> run(IoExecutor& executor, Op op, const std::vector<unsigned>& numbers,
-                        std::vector<Bytes>& values) {
+std::shared_ptr<Batch> submit(IoExecutor& executor, Op op, const std::vector<unsigned>& numbers,
+                              std::vector<Bytes>& values) {
   std::vector<Key> keys;
   std::vector<Batch::Buffer> buffers;
   for (std::size_t i = 0; i < numbers.size(); ++i) {
     keys.push_back(make_key(numbers[i]));
     if (moves_bytes(op)) buffers.emplace_back(values[i]);
   }
-  const auto batch = executor.submit(op, std::move(keys), std::move(buffers), 60s);
+  return executor.submit(op, std::move(keys), std::move(buffers), 60s);
+}
+
+std::vector<Status> run(IoExecutor& executor, Op op, const std::vector<unsigned>& numbers,
+                        std::vector<Bytes>& values) {
+  const auto batch = submit(executor, op, numbers, values);
   CHECK(batch->wait_until(Clock::now() + 60s));
   return {batch->results().begin(), batch->results().end()};
 }
@@ -125,13 +123,7 @@ TEST(near_far_random_calls_of_many_threads) {
         }
         IoExecutor& where = draw() % 8 == 0 ? *pools.far : *pools.both;
         if (draw() % 10 == 0) {
-          std::vector<Key> keys;
-          std::vector<Batch::Buffer> buffers;
-          for (std::size_t i = 0; i < numbers.size(); ++i) {
-            keys.push_back(make_key(numbers[i]));
-            if (moves_bytes(op)) buffers.emplace_back(values[i]);
-          }
-          const auto batch = where.submit(op, std::move(keys), std::move(buffers), 60s);
+          const auto batch = submit(where, op, numbers, values);
           batch->cancel();
           CHECK(batch->wait_until(Clock::now() + 60s));
           continue;
@@ -151,15 +143,13 @@ TEST(near_far_random_calls_of_many_threads) {
 TEST(near_far_close_in_the_middle_ends_all) {
   for (int turn = 0; turn < 20; ++turn) {
     Pools pools;
+    std::vector<unsigned> numbers;
     std::vector<Bytes> values;
-    std::vector<Key> keys;
-    std::vector<Batch::Buffer> buffers;
     for (unsigned i = 0; i < 64; ++i) {
+      numbers.push_back(i);
       values.push_back(value_of(i, 20'000));
-      keys.push_back(make_key(i));
-      buffers.emplace_back(values.back());
     }
-    const auto batch = pools.both->submit(Op::kPutAbsent, keys, buffers, 60s);
+    const auto batch = submit(*pools.both, Op::kPutAbsent, numbers, values);
     std::this_thread::sleep_for(std::chrono::microseconds(turn * 200));
     CHECK(pools.both->close(30s));
     CHECK(batch->done());
