@@ -206,6 +206,11 @@ class PoolConfig(_Settings):
     blocks_per_record: int = Field(
         1, ge=1, le=64, description="how many blocks of the engine the pool keeps as one record"
     )
+    share_across_tp: int | None = Field(
+        None, ge=2, le=64,
+        description="cut each block by heads into so many parts, which engines of every tensor-parallel size that "
+        "divides it share; unset: only engines of one size share",
+    )  # fmt: skip
     keep_share: float = Field(
         0.1, ge=0, le=0.5, description="share of the pool that may hold what requests ask to keep; 0: none"
     )

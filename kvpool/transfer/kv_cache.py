@@ -10,10 +10,11 @@ Threads: the worker's model thread only.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 from kvpool import metrics
@@ -30,11 +31,15 @@ ABANDON_AFTER_S = 0.25  # grace of a batch that stops after its own deadline
 
 
 class Block(NamedTuple):
-    """One record to move: key, group, and its blocks in the engine's KV cache; a load skips block 0."""
+    """One record to move: key, group, and its blocks in the engine's KV cache; a load skips block 0.
+
+    ``joined``: it is stored with the one before it, or not at all.
+    """
 
     key: str
     group: int
     block_ids: tuple[int, ...]
+    joined: bool = False
 
 
 class KVCacheMemory:
@@ -175,16 +180,14 @@ class KVCacheMover(BlockMover[Block]):
         assert len(blocks) == len(tags)
         self._reap()
         computed = self._memory.mark()
-        for group, payload_nbytes in enumerate(self._payload_nbytes):
-            chosen = [i for i, block in enumerate(blocks) if block.group == group]
-            room = max(0, self.staging.free - self._reserve)
-            allowed = self._allowed_blocks(payload_nbytes, min(room, len(chosen)))
-            if allowed < len(chosen):
-                cause = "staging_full" if room < len(chosen) else "bandwidth_cap"
-                self._drop([tags[i] for i in chosen[allowed:]], cause)
-            some = [blocks[i] for i in chosen[:allowed]]
+        refused = self._refused(blocks)
+        for cause in dict.fromkeys(filter(None, refused)):
+            self._drop([tag for tag, why in zip(tags, refused, strict=True) if why == cause], cause)
+        for group in range(self._groups):
+            chosen = [i for i, block in enumerate(blocks) if block.group == group and not refused[i]]
+            some = [blocks[i] for i in chosen]
             for places, slots, copy in self._memory.gather(group, some, computed):
-                self._stage(tuple(tags[i] for i in chosen[:allowed][places]), some[places], slots, copy)
+                self._stage(tuple(tags[i] for i in chosen[places]), some[places], slots, copy)
 
     def hold_engine(self) -> None:
         """Order the engine's further work after the copies of all stores so far."""
@@ -204,14 +207,36 @@ class KVCacheMover(BlockMover[Block]):
         self._finished.staged.extend(tags)
         self._finished.stores.append(Moved(tuple(tags), cause, [False] * len(tags), [], 0, 0, 0.0, None))
 
-    def _allowed_blocks(self, payload_nbytes: int, wanted: int) -> int:
-        """How many of ``wanted`` blocks the cap on store bandwidth allows now (a token bucket of 1 s)."""
+    def _refused(self, blocks: Sequence[Block]) -> list[str]:
+        """By block, why it is not staged now; "": it is. Behind a refused one, no further one of its group is."""
+        room, allowance = max(0, self.staging.free - self._reserve), self._allowance_nbytes()
+        causes: list[str] = []
+        of_group: dict[int, str] = {}
+        for first, behind in _joined(blocks):
+            group, count = blocks[first].group, behind - first
+            nbytes = sum(self._payload_nbytes[block.group] for block in blocks[first:behind])
+            if not of_group.get(group):
+                of_group[group] = (
+                    "staging_full" if count > room else "bandwidth_cap" if nbytes > allowance else ""
+                )
+            if not of_group[group]:
+                room, allowance = room - count, allowance - nbytes
+            causes += [of_group[group]] * count
+        if self._store_rate:
+            self._store_allowance = allowance
+        return causes
+
+    def _allowance_nbytes(self) -> float:
+        """What the cap on store bandwidth allows now (a token bucket of 1 s)."""
         if not self._store_rate:
-            return wanted
+            return math.inf
         now = time.monotonic()
         refill = (now - self._store_allowance_at) * self._store_rate
-        self._store_allowance = min(self._store_rate, self._store_allowance + refill)
         self._store_allowance_at = now
-        allowed = min(wanted, int(self._store_allowance // payload_nbytes))
-        self._store_allowance -= allowed * payload_nbytes
-        return allowed
+        return min(self._store_rate, self._store_allowance + refill)
+
+
+def _joined(blocks: Sequence[Block]) -> Iterator[tuple[int, int]]:
+    """The (first, behind the last) places of blocks that are stored together."""
+    starts = [i for i, block in enumerate(blocks) if not block.joined]
+    return pairwise([*starts, len(blocks)])

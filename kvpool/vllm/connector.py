@@ -6,7 +6,7 @@ Interface: ``vllm/distributed/kv_transfer/kv_connector/v1/base.py`` (``KVConnect
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,14 +23,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.logger import init_logger
 
 from kvpool.config import PoolConfig
-from kvpool.errors import ConfigError, StoreUnavailable
+from kvpool.errors import ConfigError, EngineRefused, StoreUnavailable
 from kvpool.store import StoreURL, open_store
 from kvpool.vllm import internals, support
 from kvpool.vllm.announcement import describe
 from kvpool.vllm.guard import refuse
 from kvpool.vllm.identity import adapter_settings, engine_facts
 from kvpool.vllm.metrics import PoolPromMetrics, PoolStats
-from kvpool.vllm.plan import PoolMetadata, PoolWorkerMetadata
+from kvpool.vllm.parts import shared_groups
+from kvpool.vllm.plan import Group, PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.scheduler import SchedulerHalf
 from kvpool.vllm.weights import model_name, weights_of
 from kvpool.vllm.worker import WorkerHalf
@@ -65,6 +66,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerHalf | None = None
         self._store = None
         self._config: PoolConfig | None = None
+        self._groups: list[Group] = []
         parallel = vllm_config.parallel_config
         pipeline_parallel, stage_ranks = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
         step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
@@ -101,7 +103,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                     adapter_settings=adapter_settings(vllm_config),
                 )
             else:
-                self._config = config
+                self._config, self._groups = config, groups
                 self._worker = WorkerHalf(
                     config,
                     groups,
@@ -133,9 +135,9 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         cache = self._kv_cache_config
         try:
             layers = internals.layers_of(cache, kv_caches)
-            weights = weights_of(self._vllm_config, self._config)
+            weights, shared = weights_of(self._vllm_config, self._config), self._shared(layers)
             facts = engine_facts(
-                self._vllm_config, cache, weights.facts, layers, self._config.blocks_per_record
+                self._vllm_config, cache, weights.facts, layers, self._config.blocks_per_record, shared
             )
         except (ConfigError, StoreUnavailable) as error:
             self._worker.switch_off(str(error))
@@ -145,7 +147,19 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             facts,
             functools.partial(describe, self._vllm_config, cache, self._config),
             internals.weights_mark(self._vllm_config),
+            shared,
         )
+
+    def _shared(self, layers: Sequence[Sequence[torch.Tensor]]) -> list[Group] | None:
+        """The groups as engines of other tensor-parallel sizes share them; None: only those of this size do."""
+        assert self._config is not None
+        if (wanted := self._config.share_across_tp) is None:
+            return None
+        try:
+            return shared_groups(self._vllm_config, self._kv_cache_config, self._groups, layers, wanted)
+        except EngineRefused as error:
+            logger.warning("kvpool: share_across_tp is off: %s", error)
+            return None
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         if self._worker is not None:

@@ -17,7 +17,7 @@ import dataclasses
 import hashlib
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from kvpool.key.hashing import seed_id
 from kvpool.key.key import EPOCH_FACT, Fact, GroupLayout, Layout, Namespace, differing_facts
 from kvpool.metrics import Counters
 from kvpool.vllm import internals, support
+from kvpool.vllm.parts import cut, strides_alone
 from kvpool.vllm.plan import Group, PoolMetadata
 from kvpool.vllm.settings import settings_facts
 from kvpool.vllm.weights import snapshot_commit
@@ -73,10 +74,12 @@ def engine_facts(
     weights: Mapping[str, Fact],
     layers: Sequence[Sequence[torch.Tensor]],
     blocks_per_record: int = 1,
+    shared: Sequence[Group] | None = None,
 ) -> dict[str, Fact]:
     """Every fact that changes the meaning of a block's hash or bytes; equal on all ranks of a pipeline stage.
 
-    ``weights``: from ``weights_of``. Call it in a worker after it built its model. Errors: ``ConfigError``.
+    ``weights``: from ``weights_of``. ``shared``: the groups with their parts (``parts``), whose facts are the same at
+    each tensor-parallel size. Call it in a worker after it built its model. Errors: ``ConfigError``.
     """
     model, parallel, caching = config.model_config, config.parallel_config, config.cache_config
     _, hash_block_tokens = internals.block_sizes(config, cache)
@@ -91,7 +94,6 @@ def engine_facts(
         "hash_seed": seed_id(hash_seed()),
         "hash_block_tokens": hash_block_tokens,
         "hash_tags": internals.hash_tags(),
-        "tensor_parallel": parallel.tensor_parallel_size,
         "pipeline_parallel": parallel.pipeline_parallel_size,
         "decode_context_parallel": parallel.decode_context_parallel_size,
         "device": current_platform.device_type,
@@ -115,8 +117,15 @@ def engine_facts(
             isinstance(one, MambaSpec) or support.is_sparse_mla(one) for one in specs
         ):
             facts[f"group{index}.specs"] = digest_of([_spec(one) for one in specs])
-    groups = support.groups_of(cache, blocks_per_record)
-    return facts | layout_of(groups, layers, kv_dtype.removeprefix("torch.")).facts()
+    kv_dtype = kv_dtype.removeprefix("torch.")
+    if shared is None:
+        facts["tensor_parallel"] = parallel.tensor_parallel_size
+        return facts | layout_of(support.groups_of(cache, blocks_per_record), layers, kv_dtype).facts()
+    for index, of_group in enumerate(shared):
+        if not of_group.scratch:
+            facts[f"group{index}.parts"] = len(of_group.all_parts(parallel.tensor_parallel_size))
+    first = [cut(views, of_group.parts)[0] for of_group, views in zip(shared, layers, strict=True)]
+    return facts | layout_of(shared, first, kv_dtype, strides_alone).facts()
 
 
 def _model_facts(model: ModelConfig) -> dict[str, Fact]:
@@ -137,8 +146,17 @@ def _model_facts(model: ModelConfig) -> dict[str, Fact]:
     return facts
 
 
-def layout_of(groups: Sequence[Group], layers: Sequence[Sequence[torch.Tensor]], kv_dtype: str) -> Layout:
-    """The composition of a rank's records from its blocks, and the blocks' memory layout."""
+def _strides(view: torch.Tensor) -> tuple[int, ...]:
+    return tuple(view.stride()[1:])
+
+
+def layout_of(
+    groups: Sequence[Group],
+    layers: Sequence[Sequence[torch.Tensor]],
+    kv_dtype: str,
+    strides: Callable[[torch.Tensor], tuple[int, ...]] = _strides,
+) -> Layout:
+    """The composition of a rank's records, or their parts, from its blocks, and the blocks' memory layout."""
     return Layout(
         kv_dtype,
         tuple(
@@ -150,7 +168,7 @@ def layout_of(groups: Sequence[Group], layers: Sequence[Sequence[torch.Tensor]],
                 payload_nbytes=group.blocks_per_record
                 * sum(view[0].numel() * view.element_size() for view in views),
                 shapes=tuple(tuple(view.shape[1:]) for view in views),
-                strides=tuple(tuple(view.stride()[1:]) for view in views),
+                strides=tuple(strides(view) for view in views),
                 attention=_attention(group),
             )
             for group, views in zip(groups, layers, strict=True)

@@ -9,8 +9,8 @@ Threads: the engine's scheduler thread only. Nothing here waits.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import compress
 
 from vllm.logger import init_logger
@@ -58,8 +58,7 @@ class RequestLookup:
         self._gives_up_s = self._ends_s + LOOKUP_GRACE_S
         self._found: Sequence[bytes] = ()  # by group: of the records that were asked for
         self.present: list[bytes] | None = None
-        self.failure = ""
-        self.late = False
+        self.failure, self.late = "", False
 
     def ended(self, now_s: float) -> bool:
         """Whether the answer, or its failure, is known. Never blocks."""
@@ -132,8 +131,11 @@ class Lookups:
         self._store, self._groups, self._ranks, self._seen = store, list(groups), ranks, seen
         self._reached = [reached(group, align_tokens) for group in self._groups]
         self._hash_block_tokens, self._timeout_s, self._counters = hash_block_tokens, timeout_s, counters
-        self._is_away = False  # as logged
-        self._warned_at = -WARN_EVERY_S
+        self._is_away, self._warned_at = False, -WARN_EVERY_S  # as logged
+
+    def learn(self, parts: Mapping[int, int]) -> None:
+        """Take from the workers how many parts a rank makes of a record, by group; before the first lookup."""
+        self._groups = [replace(one, parts=parts.get(at, one.parts)) for at, one in enumerate(self._groups)]
 
     def start(self, namespace: Namespace, request: Request, tag: bytes) -> RequestLookup | None:
         """Start the lookup of a request; ``tag``: its adapter's, or empty. None: no pool."""
@@ -169,7 +171,7 @@ class Lookups:
         if tag:
             packed = pool_hashes(packed, nbytes, tag)
         asked = [
-            LookupGroup(packed, nbytes, index, len(group.key_ranks(self._ranks)), 1, sliding_window=True)
+            LookupGroup(packed, nbytes, index, len(group.all_parts(self._ranks)), 1, sliding_window=True)
             for index, group in enumerate(self._groups)
             if not group.scratch
         ]
@@ -222,7 +224,7 @@ def groups_to_ask(
                 group=index,
                 hashes=packed,
                 hash_nbytes=len(known[0]) if known else MIN_HASH_NBYTES,
-                ranks=len(group.key_ranks(ranks)),
+                ranks=len(group.all_parts(ranks)),
                 # As if they were evenly spread: none is taken to begin behind where it does.
                 record_tokens=group.record_tokens * len(pattern) // max(count, 1),
                 sliding_window=not group.needs_all,

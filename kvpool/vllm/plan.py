@@ -23,6 +23,7 @@ class Group:
     record, under the last one's hash. ``latent``: MLA, with a latent vector per token. ``state``: recurrent layers,
     whose block holds all that they keep of the tokens up to its end: a window of two tokens, so that only a prefix's
     last block is needed. ``copies``: number of neighbouring ranks with equal bytes; with MLA, a whole pipeline stage.
+    ``parts``: that a rank makes of its heads in each record, one key each (``kvpool.vllm.parts``).
     ``reads_ahead``: drafts' layers compute a token with the next one, which a block's hash does not cover. So a block
     is stored, and a hit ends in front of it, when the token behind it is known. ``scratch``: its blocks are one
     request's alone: a ring, or a window that the engine fills again behind each hit. The pool has none of them.
@@ -34,6 +35,7 @@ class Group:
     latent: bool = False
     state: bool = False
     copies: int = 1
+    parts: int = 1
     chunk: int | None = None
     reads_ahead: bool = False
     scratch: bool = False
@@ -62,17 +64,18 @@ class Group:
         """The most of ``tokens`` tokens before it that any query sees."""
         return min(tokens, (self.window or self.chunk or tokens + 1) - 1)
 
-    def key_rank(self, rank: int) -> int:
-        """The rank number in the pool key of ``rank``'s part of a record."""
-        return rank // self.copies
+    def own_parts(self, rank: int) -> range:
+        """The numbers, in pool keys, of the parts of a record that ``rank`` holds."""
+        first = rank // self.copies * self.parts
+        return range(first, first + self.parts)
 
     def stored_by(self, rank: int) -> bool:
-        """Whether ``rank`` stores its part: the first of the ranks with equal bytes does."""
+        """Whether ``rank`` stores its parts: the first of the ranks with equal bytes does."""
         return rank % self.copies == 0
 
-    def key_ranks(self, ranks: int) -> range:
-        """The rank numbers in a record's keys, for an engine of ``ranks`` ranks."""
-        return range(ranks // self.copies)
+    def all_parts(self, ranks: int) -> range:
+        """The numbers of all parts of a record, for an engine of ``ranks`` ranks."""
+        return range(ranks // self.copies * self.parts)
 
 
 class BlockRef(NamedTuple):
@@ -116,6 +119,7 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
     staged: dict[int, int] = field(default_factory=dict)  # tag: ranks that no longer read its blocks
     store_slots: int = 0  # records in each rank's staging, once, in its first step
     record_nbytes: dict[int, int] = field(default_factory=dict)  # by group, once, in its first step
+    parts: dict[int, int] = field(default_factory=dict)  # ``Group.parts`` by group, with ``record_nbytes``
     stored: dict[int, int] = field(default_factory=dict)  # tag: ranks that stored their parts
     dropped: dict[int, int] = field(default_factory=dict)  # tag: ranks that gave it up
     missing: set[tuple[bytes, int]] = field(default_factory=set)  # (hash, group) that a load did not find
@@ -133,6 +137,7 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
             _summed(self.staged, other.staged),
             min(self.store_slots or other.store_slots, other.store_slots or self.store_slots),
             _summed(self.record_nbytes, other.record_nbytes),
+            self.parts | other.parts,  # the same of all ranks, or their facts differ
             _summed(self.stored, other.stored),
             _summed(self.dropped, other.dropped),
             self.missing | other.missing,

@@ -411,6 +411,7 @@ class SchedulerHalf:
             return
         for group, nbytes in report.record_nbytes.items():
             self._record_nbytes[group] = self._record_nbytes.get(group, 0) + nbytes
+        self._lookups.learn(report.parts)
         self._resync_asked |= report.asked
         for reason in report.broken.values():
             self.switch_off(reason)

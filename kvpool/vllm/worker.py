@@ -14,7 +14,7 @@ Threads: the worker's model thread only.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,10 +26,12 @@ from kvpool.key.key import Fact, Namespace
 from kvpool.metrics import Counters, Samples
 from kvpool.store import Store, open_store
 from kvpool.transfer import Block, BlockCopier, Finished, KVCacheMover, Moved
-from kvpool.transfer.memory import default_nbytes
+from kvpool.transfer.memory import default_nbytes, slot_size
 from kvpool.vllm.announcement import Announcement, EngineAnnouncer
 from kvpool.vllm.guard import RequestFaults, guarded
 from kvpool.vllm.identity import facts_of_epoch
+from kvpool.vllm.part_tags import PartTags
+from kvpool.vllm.parts import cut
 from kvpool.vllm.plan import BlockRef, Group, LoadPlan, PoolMetadata, PoolWorkerMetadata
 
 logger = init_logger("vllm.kvpool")
@@ -42,7 +44,7 @@ DRAIN_S = 5.0  # wait of a shutdown for stores in flight
 class _Load:
     """In flight."""
 
-    records: list[tuple[bytes, int]]  # (hash, group) of each
+    records: list[tuple[bytes, int]]  # (hash, group) of each part
     started: float
     outdated: bool = False  # of an earlier epoch
 
@@ -65,9 +67,9 @@ class WorkerHalf:
         model: str = "",
     ) -> None:
         self._config, self._groups = config, list(groups)
-        # Of the groups in the pool, their places among the mover's copiers.
-        in_pool = (index for index, group in enumerate(self._groups) if not group.scratch)
-        self._places = {index: place for place, index in enumerate(in_pool)}
+        self._places: dict[
+            int, int
+        ] = {}  # of a group in the pool: its first part's among the mover's copiers
         self._rank, self._pipeline_parallel = rank, pipeline_parallel
         self._step_tokens = step_tokens
         self._model = model  # its display name
@@ -84,7 +86,7 @@ class WorkerHalf:
         self._submitted: PoolMetadata | None = None
         self._loads: dict[str, _Load] = {}  # in flight, by request
         self._failed: set[str] = set()  # loads that ended without a transfer
-        self._storing: dict[int, bool] = {}  # tags in flight: whether they are staged
+        self._storing = PartTags(1)
         self._polled_at = 0.0
         self._faulty = False  # an exception of a transfer was logged
         self.counters = Counters()
@@ -100,13 +102,17 @@ class WorkerHalf:
         facts: dict[str, Fact],
         describe: Callable[[str], Announcement] | None = None,
         weights_mark: Callable[[], object] = lambda: None,
+        shared: Sequence[Group] | None = None,
     ) -> None:
         """Take the KV cache of this rank, by group and layer, and open the pool.
 
         ``describe``: the engine's announcement, given its namespace; None: none. ``weights_mark``: its result
-        changes with each weight load. Blocks for at most the store's own deadline. The scheduler learns of a
-        pool that cannot be opened.
+        changes with each weight load. ``shared``: the groups with their parts (``parts``). Blocks for at most the
+        store's own deadline. The scheduler learns of a pool that cannot be opened.
         """
+        self._groups = list(shared or self._groups)
+        most_parts = max(group.parts for group in self._groups)
+        self._storing = PartTags(most_parts)
         try:
             namespace = Namespace(self._config.tenant, facts)
             self._store = open_store(
@@ -115,13 +121,16 @@ class WorkerHalf:
                 opened_by=self._config.worker or self._config.tenant,
                 must_answer=not self._config.start_without_pool,
             )
-            copiers = [
-                BlockCopier(layers[index], self._groups[index].blocks_per_record) for index in self._places
-            ]
+            copiers: list[BlockCopier] = []
+            for index, group in enumerate(self._groups):
+                if not group.scratch:
+                    self._places[index] = len(copiers)
+                    parts = cut(layers[index], group.parts)
+                    copiers += [BlockCopier(part, group.blocks_per_record) for part in parts]
             self._mover = KVCacheMover(
                 self._store,
                 copiers,
-                staging_nbytes=self._staging_nbytes(copiers),
+                staging_nbytes=self._staging_nbytes(copiers, most_parts),
                 max_store_nbytes_per_s=self._config.max_store_nbytes_per_s,
                 counters=self.counters,
             )
@@ -129,12 +138,14 @@ class WorkerHalf:
             self.switch_off(str(error))
             return
         self._report.facts[self._rank] = facts
-        self._report.store_slots = self._mover.store_slots
+        self._report.store_slots = self._mover.store_slots // most_parts
         self._report.record_nbytes = {
-            index: copiers[place].payload_nbytes
+            index: self._groups[index].parts * copiers[place].payload_nbytes
             for index, place in self._places.items()
             if self._groups[index].stored_by(self._rank)
         }
+        if shared is not None:
+            self._report.parts = {index: group.parts for index, group in enumerate(shared)}
         if self._rank == 0:
             self._announcer = EngineAnnouncer(self._config, self._model, describe)
         if not self._config.weights_never_change:
@@ -144,12 +155,12 @@ class WorkerHalf:
             self._facts, self._namespace = facts, namespace
             self._begin_announcing(namespace)
 
-    def _staging_nbytes(self, copiers: Sequence[BlockCopier]) -> int:
-        step_records = sum(
-            -(-self._step_tokens // self._groups[index].record_tokens) for index in self._places
-        )
+    def _staging_nbytes(self, copiers: Sequence[BlockCopier], most_parts: int) -> int:
+        groups = [self._groups[index] for index in self._places]
+        step_parts = sum(group.parts * -(-self._step_tokens // group.record_tokens) for group in groups)
         slot_nbytes = max(copier.payload_nbytes for copier in copiers)
-        return self._config.staging_nbytes or default_nbytes(step_records, slot_nbytes)
+        wanted = self._config.staging_nbytes or default_nbytes(step_parts, slot_nbytes)
+        return max(wanted, 2 * most_parts * slot_size(slot_nbytes))  # two records
 
     @guarded(None)
     def _look_at_weights(self, step: PoolMetadata) -> None:
@@ -215,7 +226,11 @@ class WorkerHalf:
                 continue
             if not (blocks := self._blocks_to_load(plan.blocks)):
                 continue
-            records = [(ref.block_hash, ref.group) for ref in plan.blocks]
+            records = [
+                (ref.block_hash, ref.group)
+                for ref in plan.blocks
+                for _ in range(self._groups[ref.group].parts)
+            ]
             self._loads[plan.request_id] = _Load(records, time.monotonic())
             self._failed.discard(plan.request_id)
             self._load(plan, blocks)
@@ -250,8 +265,8 @@ class WorkerHalf:
                 self._count(self._report.staged, [tag])
                 self._count(self._report.stored, [tag])
         if blocks := self._blocks_to_store(list(own.values())):
-            self._storing |= dict.fromkeys(own, False)
-            self._stage(blocks, list(own))
+            parts = {tag: self._groups[block.group].parts for tag, block in own.items()}
+            self._stage(blocks, self._storing.begin(parts))
         else:
             self._count(self._report.staged, list(own))
             self._count(self._report.dropped, list(own))
@@ -295,10 +310,8 @@ class WorkerHalf:
                 self._report.missing.update(load.records[place] for place in moved.missing)
 
     def _note_stores(self, finished: Finished) -> None:
-        self._count(self._report.staged, finished.staged)
-        self._storing |= dict.fromkeys(finished.staged, True)
-        for tag, ok in finished.stored:
-            del self._storing[tag]
+        self._count(self._report.staged, self._storing.staged(finished.staged))
+        for tag, ok in self._storing.ended(finished.stored):
             self._count(self._report.stored if ok else self._report.dropped, [tag])
         for store in finished.stores:
             self._log_fault(store)
@@ -352,15 +365,19 @@ class WorkerHalf:
 
     def _blocks(self, refs: Sequence[BlockRef]) -> list[Block]:
         assert self._namespace is not None
-        keys: dict[int, list[str]] = {}
+        keys: dict[int, list[list[str]]] = {}  # by part
         for group in {ref.group for ref in refs}:
             hashes = [ref.block_hash for ref in refs if ref.group == group]
-            rank = self._groups[group].key_rank(self._rank)
-            keys[group] = self._namespace.keys(hashes, group, rank)[::-1]
-        return [Block(keys[ref.group].pop(), self._places[ref.group], ref.block_ids) for ref in refs]
+            parts = self._groups[group].own_parts(self._rank)
+            keys[group] = [self._namespace.keys(hashes, group, part)[::-1] for part in parts]
+        return [
+            Block(of_part.pop(), self._places[ref.group] + part, ref.block_ids, joined=part > 0)
+            for ref in refs
+            for part, of_part in enumerate(keys[ref.group])
+        ]
 
     @staticmethod
-    def _count(into: dict[int, int], tags: Sequence[int]) -> None:
+    def _count(into: dict[int, int], tags: Iterable[int]) -> None:
         for tag in tags:
             into[tag] = into.get(tag, 0) + 1
 
@@ -375,6 +392,6 @@ class WorkerHalf:
                 mover.close()  # the engine's further work waits for copies in flight
             except Exception:
                 logger.exception("kvpool could not end its copies")
-        self._count(self._report.staged, [tag for tag, landed in self._storing.items() if not landed])
-        self._count(self._report.dropped, list(self._storing))
-        self._storing.clear()
+        unstaged, given_up = self._storing.give_up()
+        self._count(self._report.staged, unstaged)
+        self._count(self._report.dropped, given_up)

@@ -68,6 +68,7 @@ from tests.support.memory_store import MemoryStore
 from tests.support.scripted_store import NoDocuments, SelfMoving
 
 BLOCK_TOKENS = 4
+HEADS = 4  # of a model whose blocks are cut by heads, one in each part
 WINDOW = 9  # tokens; blocks outside of it go back to the engine while the request runs
 SMALL_BLOCK_TOKENS, SMALL_WINDOW = 2, 3  # of which hits need the last in front of each end only
 POOLED_TOKENS = 2  # that a layer compresses to one; a ring keeps those that are not yet so many
@@ -166,6 +167,7 @@ class World:
             self._patch.setattr(f"{module}.time", self.clock)
         for module in ("kvpool.vllm.connector", "kvpool.vllm.worker"):
             self._patch.setattr(f"{module}.open_store", self._open_store)
+        self._patch.setattr("kvpool.vllm.parts.MIN_PART_NBYTES", 1)
         # Nothing runs beside the caller.
         self._patch.setattr("kvpool.vllm.worker.WorkerHalf._begin_announcing", lambda worker, namespace: None)
 
@@ -377,7 +379,7 @@ class Rank:
 
     index: int
     caches: dict[str, torch.Tensor]
-    numbers: list[list[np.ndarray]]  # the same memory, by group and layer
+    numbers: list[list[np.ndarray]]  # the same memory, by group and layer, head by head
     connector: KVPoolConnector
     loading: dict[str, set[tuple[int, int]]] = field(default_factory=dict)  # request: (group, block)
     fault: str = ""  # what is to go wrong once: "gather" or "scatter"
@@ -426,6 +428,12 @@ class Shape:
     tails: bool = False  # hits end inside of blocks, too; with states
     ring: bool = False  # a second group, of a ring; behind it one of states, or of full attention
     refilled: bool = False  # before them all a window of latent vectors that is filled again behind a hit
+    cut: bool = False  # by heads, so that engines of other numbers of ranks share; of these it has HEADS
+
+    @property
+    def heads(self) -> int:
+        """That a rank has; each is as a layer of its own, to what is checked."""
+        return HEADS // self.ranks if self.cut else 1
 
     @property
     def first(self) -> int:
@@ -489,9 +497,13 @@ class Shape:
         return rank // self.stage_ranks if self.latent and (group == self.first or self.small) else rank
 
     def parts(self, group: int) -> int:
-        return self.part(group, self.ranks - 1) + 1
+        return HEADS if self.cut else self.part(group, self.ranks - 1) + 1
 
     def salt(self, group: int, layer: int, rank: int) -> int:
+        """``layer``: of ``Rank.numbers``."""
+        if self.cut:
+            layer, head = divmod(layer, self.heads)
+            return salt(group, layer, rank * self.heads + head)
         return salt(group, layer, self.part(group, rank))
 
 
@@ -546,14 +558,20 @@ class ScriptedEngine:
         tensors = {
             name: torch.from_numpy(
                 np.zeros(
-                    (cache.num_blocks, self.shape.block_tokens(group), 1), self.shape.number(group, layer)
+                    (cache.num_blocks, self.shape.heads, self.shape.block_tokens(group), 1),
+                    self.shape.number(group, layer),
                 )
             )
             for group, one in enumerate(cache.kv_cache_groups)
             for layer, name in enumerate(one.layer_names)
         }
         numbers = [
-            [tensors[name].numpy()[:, :, 0] for name in group.layer_names] for group in cache.kv_cache_groups
+            [
+                tensors[name].numpy()[:, head, :, 0]
+                for name in group.layer_names
+                for head in range(self.shape.heads)
+            ]
+            for group in cache.kv_cache_groups
         ]
         engine = self
 
@@ -1126,6 +1144,8 @@ def cache_config(shape: Shape, stage: int) -> KVCacheConfig:
         "head_size": 32,
         "dtype": torch.float32,
     }
+    if shape.cut:
+        common |= {"num_kv_heads": shape.heads, "head_size": 1, "head_size_v": 0, "dtype": torch.int64}
     specs = [MLAAttentionSpec(**common, max_tp_shards=1) if shape.latent else FullAttentionSpec(**common)]
     if shape.small:
         small = common | {"block_size": SMALL_BLOCK_TOKENS, "sliding_window": SMALL_WINDOW}
@@ -1175,6 +1195,7 @@ def prepare(config: VllmConfig, shape: Shape) -> VllmConfig:
     settings = config.kv_transfer_config.kv_connector_extra_config
     settings["blocks_per_record"] = shape.blocks_per_record
     settings["weights_never_change"] = shape.weights_never_change
+    settings["share_across_tp"] = HEADS if shape.cut else None
     return config
 
 

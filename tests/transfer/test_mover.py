@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from kvpool import metrics
 from kvpool.errors import ConfigError
 from kvpool.metrics import Counters
 from kvpool.store import Batch, Store, open_store
@@ -136,6 +137,19 @@ def test_the_cap_on_store_bandwidth_holds(store: Store) -> None:
     engine = engine_on(store, caches, slots=64, cap=3 * payload)
     engine.stage(blocks(range(20), groups=1), tags=list(range(20)))
     assert sum(ok for _, ok in run(engine).stored) == 3
+
+
+@pytest.mark.parametrize("cause", ["bandwidth_cap", "staging_full"])
+def test_what_is_joined_is_staged_together_or_not_at_all(store: Store, cause: str) -> None:
+    """There is room for two records and one part. Else each step would send all first parts, and no record whole."""
+    caches = layers(2)
+    first, second = (BlockCopier(group).payload_nbytes for group in caches)
+    room = {"cap": 3 * first + 2 * second} if cause == "bandwidth_cap" else {"slots": 6}  # one is for loads
+    engine = engine_on(store, caches, **{"slots": 64, **room})
+    parts = [Block(key(n, g), g, (1 + n,), joined=g > 0) for n in range(4) for g in range(2)]
+    engine.stage(parts, tags=list(range(8)))
+    assert sorted(run(engine).stored) == [(tag, tag < 4) for tag in range(8)]
+    assert engine._counters.take()[f"{metrics.STORE_SKIPPED_BLOCKS.name}/{cause}"] == 4
 
 
 def test_a_load_that_the_store_never_ends_fails_in_time_and_late_bytes_go_nowhere() -> None:

@@ -22,6 +22,7 @@ from kvpool.key.key import Fact, parse_key
 from kvpool.vllm import connector
 from tests.support.lifecycle import (
     BLOCK_TOKENS,
+    HEADS,
     MOODS,
     Configured,
     LateDevice,
@@ -125,6 +126,18 @@ SHAPES += [
     for overlapping in (False, True)
     for refilled in (False, True)
 ]
+# Cut by heads: the other engine has another number of ranks.
+SHAPES += [
+    Shape(
+        ranks, overlapping, windowed, slots=slots, blocks_per_record=blocks_per_record, late=late, cut=True,
+    )
+    for ranks in (1, 2, 4)
+    for overlapping in (False, True)
+    for windowed in (False, True)
+    for slots in (4, 24)
+    for blocks_per_record in (1, 2)
+    for late in (False, True)
+]  # fmt: skip
 CAPACITIES = (3_000, 1 << 20)  # bytes of the pool: a dozen blocks, and all there are
 
 WAYS_TO_LOAD_WEIGHTS = (
@@ -150,10 +163,13 @@ class EngineLife(Life):
         self.world = World(seed, capacity)
         self.shape = dataclasses.replace(shape, weights_never_change=seed % 4 > 0)
         self.names = 0
-        self.engines = [self._engine() for _ in range(2)]
+        self.engines = [self._engine(at) for at in range(2)]
 
-    def _engine(self, without_pool: int | None = None) -> ScriptedEngine:
-        return ScriptedEngine(self.world, type(self).configured(self.shape), self.shape, without_pool)
+    def _engine(self, at: int, without_pool: int | None = None) -> ScriptedEngine:
+        shape = self.shape
+        if shape.cut and at:
+            shape = dataclasses.replace(shape, ranks={1: 2, 2: 4, 4: 1}[shape.ranks])
+        return ScriptedEngine(self.world, type(self).configured(shape), shape, without_pool)
 
     @rule(
         at=ENGINES,
@@ -276,7 +292,7 @@ class EngineLife(Life):
             return
         self._count(self.engines[at])
         self.engines[at].shut_down()
-        self.engines[at] = self._engine(without_pool)
+        self.engines[at] = self._engine(at, without_pool)
 
     def teardown(self) -> None:
         if not hasattr(self, "engines"):
@@ -847,3 +863,66 @@ def test_of_small_windows_what_hits_need_is_stored_and_loaded(engine: Callable[.
     second.add("b", list(range(1, 30)), 3)
     second.drain()
     assert (second.hits, second.loads, second.loads_failed) == (1, 1, 0)
+
+
+SIZES = [(1, 2), (2, 1), (1, 4), (4, 2), (2, 4)]
+
+
+@pytest.mark.parametrize(("stores", "loads"), SIZES)
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize("blocks_per_record", [1, 2])
+def test_an_engine_loads_what_one_with_another_number_of_ranks_has_stored(
+    engine: Callable[..., ScriptedEngine],
+    world: World,
+    stores: int,
+    loads: int,
+    windowed: bool,
+    blocks_per_record: int,
+) -> None:
+    """All that its like would load; the bytes of each head are checked wherever one is read."""
+    of_one, of_other = (
+        Shape(
+            ranks,
+            windowed=windowed,
+            slots=24,
+            blocks_per_record=blocks_per_record,
+            cut=True,
+            weights_never_change=True,
+        )
+        for ranks in (stores, loads)
+    )
+    first, second, like = engine(of_one), engine(of_other), engine(of_one)
+    assert generated(first, "stored") == 0
+    assert [generated(one, "loaded") for one in (second, like)] == [1, 1]
+    loaded, expected = (one.counters()[metrics.LOADED_TOKENS.name] for one in (second, like))
+    assert (
+        loaded
+        == expected
+        == len(PROMPT) // (BLOCK_TOKENS * blocks_per_record) * BLOCK_TOKENS * blocks_per_record
+    )
+    assert {parse_key(key).rank for key in world.put} == set(range(HEADS))
+    assert len({parse_key(key).fingerprint for key in world.put}) == 1
+
+
+def test_a_lost_part_ends_the_hit_before_it(engine: Callable[..., ScriptedEngine], world: World) -> None:
+    shapes = [Shape(ranks, slots=24, cut=True, weights_never_change=True) for ranks in (2, 1)]
+    first, second = (engine(shape) for shape in shapes)
+    generated(first, "stored")
+    third = first.planner._namespace.current.keys(  # type: ignore[union-attr]
+        [BlockHasher(BLOCK_TOKENS).hashes(PROMPT)[2]], 0, HEADS - 1
+    )
+    world.records.delete_many(third)
+    assert generated(second, "loaded") == 1
+    assert second.counters()[metrics.LOADED_TOKENS.name] == 2 * BLOCK_TOKENS
+
+
+def test_of_a_part_that_is_lost_under_way_the_whole_load_is_computed(
+    engine: Callable[..., ScriptedEngine],
+) -> None:
+    shapes = [Shape(ranks, slots=24, cut=True, weights_never_change=True) for ranks in (2, 1)]
+    first, second = (engine(shape) for shape in shapes)
+    generated(first, "stored")
+    assert second.ranks[0].store is not None
+    second.ranks[0].store.be("losing", 0.5)
+    generated(second, "computed")
+    assert second.loads_failed == 1

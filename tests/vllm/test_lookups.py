@@ -50,6 +50,8 @@ def test_each_group_is_asked_for_with_its_hashes_and_as_many_ranks_as_hold_parts
     assert (latent.group, latent.ranks, latent.record_tokens, latent.sliding_window) == (2, 2, 16, False)
     assert (full.hashes, window.hashes) == (b"".join(hashes), b"".join(hashes[1::2]))
     assert [group.records for group in (full, window, latent)] == [6, 3, 6]
+    (in_parts,) = groups_to_ask([Group(16, parts=2)], [hashes], 4, [ALL])
+    assert in_parts.ranks == 8
     (nothing,) = groups_to_ask([Group(16)], [[]], 1, [ALL])
     assert nothing.records == 0
     nothing.check()
