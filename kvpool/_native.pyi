@@ -116,9 +116,9 @@ class IoExecutor:
         """
 
     def lookup(
-        self, prefix: str, groups: Sequence[tuple[bytes, int, int, int, int, bool]], timeout_s: float
+        self, prefix: str, groups: Sequence[tuple[bytes, int, int, int, int, bool, int]], timeout_s: float
     ) -> Batch:
-        """A lookup (store/lookup.h); groups: hashes, hash_nbytes, group, ranks, record_tokens, sliding_window.
+        """A lookup (store/lookup.h); groups: as ``LookupGroup``'s fields.
 
         Never blocks; the hashes stay held until the batch is done. It has one result a record: MISS for those that were
         not asked for, too. It counts as one key that waits. ValueError when anything in it is not right; RuntimeError

@@ -214,6 +214,12 @@ class PoolConfig(_Settings):
     keep_share: float = Field(
         0.1, ge=0, le=0.5, description="share of the pool that may hold what requests ask to keep; 0: none"
     )
+    prefetch_share: float = Field(
+        0.25,
+        ge=0,
+        le=1,
+        description="share of a near pool for what waiting requests are expected to load; 0: none",
+    )
     store_decode: bool = Field(True, description="store generated tokens, or only prompts")
     weights_never_change: WeightsNeverChange = False
     cost_gate: bool = Field(

@@ -143,7 +143,7 @@ MISSED_TOKENS = Metric(
 HINT_ACTIONS = ("keep", "done", "priority", "prefetch", "unknown", "invalid")
 HINTS = Metric(
     "kvpool_hints_total",
-    "Hints of requests, by what they ask for. Prefetch is ignored, as are unknown and invalid ones.",
+    "Hints of requests, by what they ask for. Unknown and invalid ones are ignored.",
     "action",
     values=HINT_ACTIONS,
 )
@@ -214,9 +214,15 @@ NEAR_FAR_FAULTS = Metric(
 )
 FILLED_RECORDS = Metric(
     "kvpool_filled_records_total",
-    "Records that a load found in the far pool, by whether they were copied into the near one.",
+    "Records that were found in the far pool, by whether they were copied into the near one.",
     "result",
-    values=("filled", "no_room"),
+    values=("filled", "prefetched", "no_room"),
+)
+PREFETCHED_NBYTES = Metric(
+    "kvpool_prefetched_bytes_total",
+    "What was copied near for waiting requests, by whether their loads used it.",
+    "result",
+    values=("used", "unused"),
 )
 BEHIND_RECORDS = Metric(
     "kvpool_behind_records_total",

@@ -134,6 +134,14 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     assert eventually(gone, within_s=_SETTLE_S), f"left behind: {sorted(left)}"
 
 
+@pytest.fixture
+def everyones() -> Iterator[Path]:
+    """A folder that another user may enter. Not in ``tmp_path``: a second pytest takes the right away again."""
+    with tempfile.TemporaryDirectory(prefix="kvpool-") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
     """What tests that are coroutines run on."""

@@ -39,7 +39,7 @@ FLOORS = (
     {"vllm.parts"},
     {"vllm.identity", "vllm.lookups", "vllm.write_back"},
     {"vllm.stores", "vllm.requests"},
-    {"vllm.metrics"},
+    {"vllm.metrics", "vllm.prefetch"},
     {"vllm.scheduler", "vllm.worker", "vllm.tier"},
     {"vllm.connector"},
     {"vllm.__init__"},

@@ -211,11 +211,12 @@ class PyIoExecutor {
     std::vector<LookupGroup> read;
     Buffers held;
     for (const nb::handle one : groups) {
-      const auto [hashes, hash_nbytes, group, ranks, record_tokens, sliding_window] =
-          nb::cast<std::tuple<nb::bytes, std::size_t, std::uint16_t, std::uint32_t, std::uint64_t, bool>>(
-              one);
+      const auto [hashes, hash_nbytes, group, ranks, record_tokens, sliding_window, prefetch_nbytes] =
+          nb::cast<std::tuple<nb::bytes, std::size_t, std::uint16_t, std::uint32_t, std::uint64_t, bool,
+                              std::size_t>>(one);
       held.emplace_back(hashes);
-      read.push_back({as_text(hashes), hash_nbytes, group, ranks, record_tokens, sliding_window});
+      read.push_back(
+          {as_text(hashes), hash_nbytes, group, ranks, record_tokens, sliding_window, prefetch_nbytes});
     }
     std::shared_ptr<Batch> batch = executor_->submit(std::make_unique<Lookup>(prefix, read), timeout);
     return PyBatch(std::move(batch), std::move(held), orphans_);

@@ -57,7 +57,8 @@ class LookupGroup(NamedTuple):
     """Consecutive records of a prompt in one KV-cache group, from its first token on.
 
     ``hashes``: packed block hashes of ``hash_nbytes`` each. ``ranks``: a record is present when its parts of
-    ranks 0 to ``ranks`` - 1 are. ``sliding_window``: records after a missing one are useful.
+    ranks 0 to ``ranks`` - 1 are. ``sliding_window``: records after a missing one are useful. ``prefetch_nbytes``: of
+    each part: copy it near, where only a far pool has it; 0: only ask.
     """
 
     hashes: bytes
@@ -66,6 +67,7 @@ class LookupGroup(NamedTuple):
     ranks: int
     record_tokens: int
     sliding_window: bool = False
+    prefetch_nbytes: int = 0
 
     @property
     def records(self) -> int:
@@ -80,6 +82,7 @@ class LookupGroup(NamedTuple):
             ("hash_nbytes", MIN_HASH_NBYTES, MAX_HASH_NBYTES),
             ("ranks", 1, MAX_INDEX + 1),
             ("record_tokens", 1, END_OF_ALL - 1),
+            ("prefetch_nbytes", 0, END_OF_ALL - 1),
         ):
             value = getattr(self, name)
             if type(value) is not int or not low <= value <= high:
@@ -173,7 +176,13 @@ class LookupBatch(Batch):
         A 0 is unknown after a group's first miss, unless it has a sliding window. It is unknown, too, beyond
         the last token that groups without one can serve. ``timeout_s``, blocking and errors: as ``wait``.
         """
-        results = self.results(timeout_s)
+        return self._by_group(self.results(timeout_s))
+
+    def prefetched(self) -> list[int]:
+        """Per group, in the given order, how many records a ``done()`` batch copied near, even if it was given up."""
+        return [results.count(_native.OK) for results in self._by_group(self._running.results())]
+
+    def _by_group(self, results: bytes) -> list[bytes]:
         found: list[bytes] = [b""] * len(self._order)
         start = 0
         for place, group in zip(self._order, self._groups, strict=True):

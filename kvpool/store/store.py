@@ -51,6 +51,7 @@ _GROWTH = {
     "near_faults": (metrics.NEAR_FAR_FAULTS, "near"),
     "far_faults": (metrics.NEAR_FAR_FAULTS, "far"),
     "filled": (metrics.FILLED_RECORDS, "filled"),
+    "prefetched": (metrics.FILLED_RECORDS, "prefetched"),
     "not_filled": (metrics.FILLED_RECORDS, "no_room"),
     "behind": (metrics.BEHIND_RECORDS, "stored"),
     "behind_present": (metrics.BEHIND_RECORDS, "present"),
@@ -228,7 +229,8 @@ class Store(ABC):
 
         Any length: keys are spelled when sent, so this call is short. After a missing part, records that need
         it are skipped; groups without a sliding window go first. Too many pending lookups are
-        ``StoreUnavailable``.
+        ``StoreUnavailable``. With ``prefetch_nbytes`` a near pool is filled from the far one, and the batch ends with
+        the last copy (``LookupBatch.prefetched``).
         """
         self._check_open()
         timeout_s = DEFAULT_TIMEOUT_S if timeout_s is None else check_timeout(timeout_s)

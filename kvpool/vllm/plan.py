@@ -118,8 +118,10 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
     broken: dict[int, str] = field(default_factory=dict)  # by rank: why it has no pool
     staged: dict[int, int] = field(default_factory=dict)  # tag: ranks that no longer read its blocks
     store_slots: int = 0  # records in each rank's staging, once, in its first step
-    record_nbytes: dict[int, int] = field(default_factory=dict)  # by group, once, in its first step
-    parts: dict[int, int] = field(default_factory=dict)  # ``Group.parts`` by group, with ``record_nbytes``
+    part_nbytes: dict[tuple[int, int], int] = field(
+        default_factory=dict
+    )  # by group and part, in the first step
+    parts: dict[int, int] = field(default_factory=dict)  # ``Group.parts`` by group, with ``part_nbytes``
     stored: dict[int, int] = field(default_factory=dict)  # tag: ranks that stored their parts
     dropped: dict[int, int] = field(default_factory=dict)  # tag: ranks that gave it up
     missing: set[tuple[bytes, int]] = field(default_factory=set)  # (hash, group) that a load did not find
@@ -136,7 +138,7 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
             self.broken | other.broken,
             _summed(self.staged, other.staged),
             min(self.store_slots or other.store_slots, other.store_slots or self.store_slots),
-            _summed(self.record_nbytes, other.record_nbytes),
+            self.part_nbytes | other.part_nbytes,
             self.parts | other.parts,  # the same of all ranks, or their facts differ
             _summed(self.stored, other.stored),
             _summed(self.dropped, other.dropped),

@@ -19,7 +19,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.logger import init_logger
@@ -53,6 +53,7 @@ from kvpool.vllm.plan import (
     junction,
     longest_hit,
 )
+from kvpool.vllm.prefetch import Prefetches
 from kvpool.vllm.requests import WITHOUT_POOL, ParamsReader, RequestState
 from kvpool.vllm.retention import Prefix, Retention
 from kvpool.vllm.seen import SeenRecords
@@ -118,7 +119,7 @@ class SchedulerHalf:
         )
         self._traffic = TrafficAnnouncer(store, config.tenant)
         self._retention = Retention(store, config.tenant, share=config.keep_share, counters=self.counters)
-        self._record_nbytes: dict[int, int] = {}  # by group, of all ranks
+        self._part_nbytes: dict[tuple[int, int], int] = {}  # by group and rank in the key
         self._outcomes = Outcomes(
             self.counters,
             record_tokens=self._first.record_tokens,
@@ -131,6 +132,17 @@ class SchedulerHalf:
             hash_block_tokens=hash_block_tokens,
             step_tokens=step_tokens,
             patience_s=config.lookup_timeout_s,
+        )
+        near = StoreURL.parse(config.pool).near
+        self._prefetches = Prefetches(
+            store,
+            self._groups,
+            self._loads_under_way,
+            ranks=ranks,
+            align_tokens=self._align_tokens,
+            hash_block_tokens=hash_block_tokens,
+            room_nbytes=int(config.prefetch_share * near.capacity_nbytes) if near is not None else 0,
+            counters=self.counters,
         )
         self._new_loads: list[LoadPlan] = []
         self._cancelled: list[str] = []
@@ -157,8 +169,8 @@ class SchedulerHalf:
     def seen(self, request: Request) -> None:
         """A request arrived: start its lookup."""
         state = self._state(request)
-        if self._may_load(state) and not self._is_too_short(request):
-            self._look_up(state)
+        if self._may_load(state) and not self._is_too_short(request) and self._look_up(state) is not None:
+            self._prefetches.wait(state)
 
     @guarded(NO_OFFER, request="offer")
     def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
@@ -310,6 +322,7 @@ class SchedulerHalf:
             None if lookup is None else functools.partial(self._answer_for_stores, state, lookup),
         )
         offered, state.offered = state.offered, None
+        self._prefetches.leave(request.request_id, used=external_tokens > 0)
         if external_tokens == 0:
             return []
         if offered is None or external_tokens != offered[1] - offered[0]:
@@ -327,6 +340,7 @@ class SchedulerHalf:
         self._new_loads, self._cancelled = [], []
         self._loads_under_way.scheduled(output.num_scheduled_tokens)
         self._namespace.add_to(step, computes=computes)
+        self._prefetch()
         if self._gate is not None:
             step.timed = self._time_step(self._gate, output)
         if self._stores and not self._broken and not self._namespace.awaits_reset:
@@ -371,6 +385,11 @@ class SchedulerHalf:
             step, output, request, state.params.priority, offered, state.pool_hash
         )
 
+    @guarded(None)
+    def _prefetch(self) -> None:
+        if self._namespace.current is not None and not self._broken:
+            self._prefetches.step(self._namespace.current)
+
     @guarded(0)
     def _time_step(self, gate: CostGate, output: SchedulerOutput) -> int:
         """The number of a timed step; 0: its duration says nothing about prompts."""
@@ -409,8 +428,8 @@ class SchedulerHalf:
                     self._loads_under_way.fail(request_id)
         if report is None:
             return
-        for group, nbytes in report.record_nbytes.items():
-            self._record_nbytes[group] = self._record_nbytes.get(group, 0) + nbytes
+        if report.part_nbytes:
+            self._sized(report.part_nbytes)
         self._lookups.learn(report.parts)
         self._resync_asked |= report.asked
         for reason in report.broken.values():
@@ -426,8 +445,16 @@ class SchedulerHalf:
         if self._events_wanted:
             self._events += [removed_event(*block) for block in sorted(report.missing)]
 
+    def _sized(self, part_nbytes: Mapping[tuple[int, int], int]) -> None:
+        self._part_nbytes |= part_nbytes
+        sizes: dict[int, set[int]] = {}
+        for (group, _), nbytes in self._part_nbytes.items():
+            sizes.setdefault(group, set()).add(nbytes)
+        self._prefetches.sized({group: min(each) for group, each in sizes.items() if len(each) == 1})
+
     def finished(self, request: Request) -> None:
         self._retain(request)
+        self._prefetches.leave(request.request_id, used=False)
         state = self._requests.pop(request.request_id, None)
         self._store_planner.finished(request.request_id)
         if state is not None:
@@ -454,7 +481,11 @@ class SchedulerHalf:
             self._retention.used(hashes)
             return
         records, _ = self._lookups.records(request, tag)
-        nbytes = sum(group.records * self._record_nbytes.get(group.group, 0) for group in records)
+        nbytes = sum(
+            one.records * self._part_nbytes.get((one.group, rank), 0)
+            for one in records
+            for rank in range(one.ranks)
+        )
         prefix = Prefix(namespace, records, hashes, nbytes)
         if done:
             self._retention.let_go(prefix)
@@ -590,6 +621,7 @@ class SchedulerHalf:
             if state.lookup is not None:
                 state.lookup.cancel()
             state.lookup = state.offered = state.tails = None
+        self._prefetches.forget()
 
     def switch_off(self, reason: str) -> None:
         if not self._broken:

@@ -139,10 +139,10 @@ class WorkerHalf:
             return
         self._report.facts[self._rank] = facts
         self._report.store_slots = self._mover.store_slots // most_parts
-        self._report.record_nbytes = {
-            index: self._groups[index].parts * copiers[place].payload_nbytes
+        self._report.part_nbytes = {
+            (index, part): copiers[place].payload_nbytes
             for index, place in self._places.items()
-            if self._groups[index].stored_by(self._rank)
+            for part in self._groups[index].own_parts(self._rank)
         }
         if shared is not None:
             self._report.parts = {index: group.parts for index, group in enumerate(shared)}

@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 PROMPT, OTHER = prompt(90, 1500), prompt(91, 1500)
 WHOLE = (len(PROMPT) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 BLOCKS = len(PROMPT) // BLOCK_TOKENS
+DECODED_TOKENS = 200  # of the request that is computed meanwhile
 
 
 def test_a_near_pool_serves_its_host_and_the_far_one_the_fleet(llama: Path, tmp_path: Path) -> None:
@@ -71,6 +72,29 @@ def test_a_near_pool_serves_its_host_and_the_far_one_the_fleet(llama: Path, tmp_
             assert generate(third, PROMPT)["tokens"] == cold["tokens"], (
                 "damaged near, and far is dead: computed"
             )
+
+
+def test_what_waits_in_the_engines_queue_comes_near(llama: Path, tmp_path: Path) -> None:
+    """An engine that computes one request at a time brings the blocks of the next one near meanwhile."""
+    with running("valkey-server", tmp_path) as server:
+
+        def options(host: str) -> dict[str, Any]:
+            near = f"file://{tmp_path}/{host}?capacity=256MiB"
+            settings = {"lookup_timeout_s": 5.0, "pool": [near, server.url]}
+            return engine_options(llama, near, settings=settings, max_num_seqs=1)
+
+        with passing("first", tmp_path, options("host-1")) as first:
+            cold = first.generate(PROMPT, GENERATED_TOKENS)
+            assert first.wait_quiet()
+            assert eventually(lambda: server.client.dbsize() >= BLOCKS)
+        with passing("second", tmp_path, options("host-2")) as second:
+            answer = second.ask({"do": "burst", "prompts": [OTHER, PROMPT], "max_tokens": DECODED_TOKENS})
+            assert answer["answers"][1][:GENERATED_TOKENS] == cold["tokens"]
+            found = second.ask({"do": "metrics"})
+        assert found["kvpool_filled_records_total/prefetched"] == WHOLE // BLOCK_TOKENS
+        assert found["kvpool_near_far_hits_total"] == WHOLE // BLOCK_TOKENS
+        assert "kvpool_filled_records_total/filled" not in found, "its load asked far nothing"
+        assert found["kvpool_prefetched_bytes_total/used"] > 0
 
 
 def loads(engine: EngineProcess, tokens: list[int], cold: dict[str, Any]) -> bool:

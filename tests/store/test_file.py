@@ -214,12 +214,8 @@ def test_the_directory_becomes_a_file_while_open(root: Path, store: Store) -> No
         store.announce("kvpool:t:x", b"hello", lease_s=60)
 
 
-def test_a_directory_that_may_not_be_written(tmp_path: Path) -> None:
-    tmp_path.chmod(0o755)
-    for parent in tmp_path.parents[:3]:
-        if parent.stat().st_uid == os.getuid() and parent != Path("/tmp"):
-            parent.chmod(0o755)
-    directory = tmp_path / "pool"
+def test_a_directory_that_may_not_be_written(everyones: Path) -> None:
+    directory = everyones / "pool"
     directory.mkdir(mode=0o555)
     user = run_user("open_as_nobody", str(directory))
     out, err = user.communicate(timeout=60)

@@ -11,6 +11,7 @@ import pytest
 
 from kvpool import open_store
 from kvpool.errors import ConfigError, StoreUnavailable
+from kvpool.store.batch import LookupBatch
 from kvpool.store.near_far import NearFarStore
 from kvpool.store.store import Store
 from kvpool.store.url import StoreURL
@@ -186,6 +187,87 @@ def test_a_close_waits_for_what_is_on_its_way(near: Path, far: Store, tmp_path: 
     with open_store([f"file://{near}?capacity=256MiB", f"file://{tmp_path}/far?capacity=256MiB"]) as store:
         store.put_many(keys(20), VALUES)
     assert far.contains_many(keys(20)) == [True] * 20
+
+
+# ---------------------------------------------------------------------- what comes near before it is asked for
+
+
+def prefetched(store: Store, count: int, timeout_s: float = 5.0) -> LookupBatch:
+    group = lookup_group(0, count)._replace(prefetch_nbytes=NBYTES)
+    return store.submit_lookup(NAMESPACE, [group], timeout_s=timeout_s)
+
+
+def names_of(count: int) -> list[str]:
+    group = lookup_group(0, count)
+    return NAMESPACE.keys([group.hashes[at : at + 32] for at in range(0, len(group.hashes), 32)], 0, 0)
+
+
+def test_a_prefetch_copies_near_what_only_far_has(both: Store, far: Store) -> None:
+    names, near = names_of(12), open_store_near(both)
+    near.put_many(names[:3], VALUES[:3])
+    far.put_many(names[2:8], VALUES[2:8])
+    batch = prefetched(both, 12)
+    batch.results()
+    assert batch.prefetched() == [5], "neither what was near, nor what far lacks"
+    assert near.contains_many(names) == [True] * 8 + [False] * 4
+    far.delete_many(names)
+    target = bytearray(NBYTES)
+    for number in range(8):
+        assert both.get_many_into([names[number]], [target]) == [True]
+        assert target == VALUES[number]
+    assert both.counters()["prefetched"] == 5
+
+
+def test_two_prefetches_of_a_value_read_it_once(both: Store, far: Store) -> None:
+    far.put_many(names_of(20), VALUES)
+    batches = [prefetched(both, 20) for _ in range(4)]
+    for batch in batches:
+        batch.results()
+    assert sum(batch.prefetched()[0] for batch in batches) >= 20
+    assert isinstance(both, NearFarStore)
+    assert both._far.counters()["get_hits"] == 20
+
+
+def test_a_prefetch_of_more_than_the_memory_of_copies_goes_on_as_it_ends(both: Store, far: Store) -> None:
+    values = [payload(number, 30 * MIB) for number in range(4)]
+    far.put_many(names_of(4), values)
+    group = lookup_group(0, 4)._replace(prefetch_nbytes=30 * MIB)
+    batch = both.submit_lookup(NAMESPACE, [group], timeout_s=60)
+    batch.results()
+    assert batch.prefetched() == [4]
+
+
+def test_what_is_deleted_does_not_come_near(both: Store, far: Store) -> None:
+    for _ in range(20):  # in the middle of its way
+        far.put_many(names_of(20), VALUES)
+        batch = prefetched(both, 20)
+        both.delete_many(names_of(20))
+        batch.results()
+        assert eventually(lambda: open_store_near(both).contains_many(names_of(20)) == [False] * 20)
+
+
+@ON_VALKEY_OF_ITS_OWN
+def test_a_prefetch_from_a_stopped_far_pool_is_given_up_at_once(
+    before_server: Store, own_server: Server
+) -> None:
+    with open_store(own_server.url) as far:
+        far.put_many(names_of(20), VALUES)
+        before_server.put_many([key(number) for number in range(20, 23)], VALUES[:3])
+        assert all_went_far(before_server)
+    own_server.stop()
+    try:
+        began_s = time.monotonic()
+        batch = prefetched(before_server, 20, timeout_s=60)
+        assert got(before_server, range(20, 23), timeout_s=60) == VALUES[:3]
+        batch.cancel()
+        assert eventually(batch.done)
+        assert batch.prefetched() == [0]
+        assert time.monotonic() - began_s < SOON_S
+    finally:
+        own_server.go_on()
+    batch = prefetched(before_server, 20, timeout_s=60)
+    batch.results()
+    assert batch.prefetched() == [20]
 
 
 # ---------------------------------------------------------------------- when one of them is dead

@@ -313,8 +313,8 @@ def finished(store: Store, params: dict[str, Any], **settings: Any) -> Any:
         keys = NAMESPACE.keys(asked.block_hashes, 0, rank)
         assert all(store.put_many(keys, [bytes(RECORD_NBYTES)] * len(keys)))
     nbytes = RECORD_NBYTES + HEADER_NBYTES
-    scheduler.update(PoolWorkerMetadata(record_nbytes={0: nbytes}), (), ())
-    scheduler.update(PoolWorkerMetadata(record_nbytes={0: nbytes}), (), ())
+    for rank in range(2):
+        scheduler.update(PoolWorkerMetadata(part_nbytes={(0, rank): nbytes}), (), ())
     scheduler.seen(asked)
     scheduler.finished(asked)
     return scheduler

@@ -180,7 +180,8 @@ void Core::finish(Batch& batch, std::size_t index, Status status, std::string er
   if (batch.lookup_) {
     batch.set_record(batch.lookup_->record_of(index), status);
     if (status == Status::kMiss) batch.lookup_->missed(index);
-    if (status != Status::kMiss && status != Status::kOk) batch.lookup_->give_up();
+    const bool is_answer = status == Status::kMiss || status == Status::kOk || status == Status::kPresent;
+    if (!is_answer) batch.lookup_->give_up();
   } else {
     batch.results_[index] = status;
   }

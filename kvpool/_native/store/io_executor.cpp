@@ -67,10 +67,12 @@ Batch::Batch(std::unique_ptr<Lookup> lookup, Clock::duration timeout)
 
 // Parts of a record end in several threads; the worst status stays.
 void Batch::set_record(std::size_t record, Status status) {
-  if (status == Status::kOk) return;
+  const auto rank = [](Status one) {
+    return one == Status::kOk ? 0 : one == Status::kPresent ? 1 : one == Status::kMiss ? 2 : 3;
+  };
   const std::atomic_ref<Status> result(results_[record]);
   Status known = result.load(std::memory_order_relaxed);
-  while (known == Status::kOk || (known == Status::kMiss && status != Status::kMiss)) {
+  while (rank(known) < rank(status)) {
     if (result.compare_exchange_weak(known, status, std::memory_order_relaxed)) return;
   }
 }

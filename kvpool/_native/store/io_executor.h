@@ -23,7 +23,8 @@
 // A batch has a time without progress, and one in all: a long queue on a slow link is no silent server. A byte that
 // moves is progress: of a server's connection for all that it carries, of the store for what waits in its queues.
 //
-// A lookup is a batch of keys spelled when taken; it ends early once the rest is useless (lookup.h).
+// A lookup is a batch of keys spelled when taken; it ends early once the rest is useless (lookup.h). One that
+// prefetches has kOk for what was copied near, kPresent for what was there.
 #pragma once
 
 #include <array>
@@ -151,6 +152,10 @@ class Item {
   Op op() const { return batch_->op_; }
   const Key& key() const { return spelled_ ? *spelled_ : batch_->keys_[index_]; }
   std::span<std::byte> buffer() const { return batch_->buffers_[index_]; }
+  // Of a lookup that prefetches; else 0.
+  std::size_t prefetch_nbytes() const {
+    return batch_->lookup_ ? batch_->lookup_->prefetch_nbytes(index_) : 0;
+  }
   Clock::time_point deadline(Clock::time_point moved_at = {}) const { return batch_->due(moved_at); }
   // The time given to its batch without progress.
   Clock::duration timeout() const { return batch_->timeout_; }

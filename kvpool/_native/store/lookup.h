@@ -24,6 +24,8 @@ struct LookupGroup {
   std::uint32_t ranks;  // a record is present when its parts of ranks 0 to ranks - 1 are
   std::uint64_t record_tokens;
   bool sliding_window;  // records after a missing one are useful
+  // Of each part, to be copied near where a far pool has it (near_far.h); 0: it is only asked for.
+  std::size_t prefetch_nbytes = 0;
 };
 
 // Keys are numbered by group, record and rank; records over all groups.
@@ -37,6 +39,7 @@ class Lookup {
   Key key(std::size_t index) const;
   // Of key_count(): record_count().
   std::size_t record_of(std::size_t index) const;
+  std::size_t prefetch_nbytes(std::size_t index) const { return place_of(index).records.prefetch_nbytes; }
 
   // The first key from `index` on that is still worth asking; key_count(): none is.
   std::size_t next_wanted(std::size_t index) const;

@@ -13,6 +13,7 @@
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -39,8 +40,8 @@ constexpr Clock::duration kAges = std::chrono::hours(1);
 constexpr double kFarShare = 0.8;
 
 constexpr std::array<const char*, NearFarBackend::kCountCount> kNames = {
-    "near_hits", "far_hits",       "filled",      "not_filled", "behind",        "behind_present",
-    "lost",      "refused_behind", "near_faults", "far_faults", "behind_waiting"};
+    "near_hits",      "far_hits", "filled",         "prefetched",  "not_filled", "behind",
+    "behind_present", "lost",     "refused_behind", "near_faults", "far_faults", "behind_waiting"};
 
 bool is_presence(Op op) { return op == Op::kTouch || op == Op::kContains; }
 bool is_found(Status status) { return status == Status::kOk || status == Status::kPresent; }
@@ -77,13 +78,13 @@ struct Behind {
   bool replaces;
 };
 
-// Items under way in one batch, or a copy of our own.
+// Items under way in one batch, or a copy: of our own, or one that items of lookups wait for.
 struct Task {
-  enum class Step : std::uint8_t { kNear, kFar, kFill, kReadBehind, kWriteBehind };
+  enum class Step : std::uint8_t { kNear, kFar, kReadAhead, kFill, kReadBehind, kWriteBehind };
 
   Step step = Step::kNear;
   Op op = Op::kGet;
-  std::vector<Item> items;       // of a copy: none
+  std::vector<Item> items;       // of a copy of our own: none
   std::vector<Status> found;     // by item: what near said to a delete or an expiry
   std::optional<Behind> copied;  // of a copy
   CopyMemory::Piece memory;      // of a copy
@@ -99,7 +100,7 @@ class NearFarThread : public IoThread {
 
   void run(Source& source) override {
     while (!source.closing()) {
-      if (tasks_.empty() && behind_.empty()) {
+      if (tasks_.empty() && behind_.empty() && ahead_.empty()) {
         std::optional<Item> item = source.next();
         if (!item) break;
         std::vector<Item> taken;
@@ -109,6 +110,7 @@ class NearFarThread : public IoThread {
       take(source);
       advance();
       copy_behind();
+      copy_ahead();
       tell_waiting();
       if (!tasks_.empty()) {
         signal_->wait_until(Clock::now() + kLook);
@@ -122,6 +124,7 @@ class NearFarThread : public IoThread {
  private:
   using Step = Task::Step;
   using Tasks = std::list<Task>;
+  using Wanted = std::unordered_map<std::string, Tasks::iterator>;
 
   void take(Source& source) {
     std::size_t near = 0, puts = 0;
@@ -192,13 +195,29 @@ class NearFarThread : public IoThread {
     } catch (const std::runtime_error& error) {  // closed, or its queue is full
       refusal = error.what();
     }
-    for (Item& item : task->items) item.finish(Status::kFault, refusal);
-    if (task->copied) backend_.add(task->step == Step::kFill ? Count::kNotFilled : Count::kLost);
+    finish_all(*task, Status::kFault, refusal);
+    if (task->step == Step::kFill) backend_.add(Count::kNotFilled);
+    if (is_behind(*task)) backend_.add(Count::kLost);
     drop(task);
   }
 
+  static bool is_behind(const Task& task) {
+    return task.step == Step::kReadBehind || task.step == Step::kWriteBehind;
+  }
+
+  static bool all_stopped(const Task& task) {
+    return std::all_of(task.items.begin(), task.items.end(),
+                       [](const Item& item) { return item.stopped().has_value(); });
+  }
+
+  static void finish_all(Task& task, Status status, const std::string& error = "") {
+    for (Item& item : task.items) item.finish(item.stopped().value_or(status), error);
+    task.items.clear();
+  }
+
   void drop(Tasks::iterator task) {
-    if (task->copied && task->step != Step::kFill) --copying_;
+    if (is_behind(*task)) --copying_;
+    if (const auto wanted = is_wanted(*task)) wanted_.erase(*wanted);
     memory_.give_back(std::move(task->memory));
     tasks_.erase(task);
   }
@@ -213,8 +232,7 @@ class NearFarThread : public IoThread {
         go_on(here);
       } else if (!here->items.empty()) {
         if (moved > told_) here->items.front().moved(told_ = moved);
-        const auto stopped = [](const Item& item) { return item.stopped().has_value(); };
-        if (std::all_of(here->items.begin(), here->items.end(), stopped)) here->batch->cancel();
+        if (all_stopped(*here)) here->batch->cancel();
       }
     }
   }
@@ -226,9 +244,10 @@ class NearFarThread : public IoThread {
         return near_ended(task, *batch);
       case Step::kFar:
         return far_ended(task, *batch);
+      case Step::kReadAhead:
+        return read_ahead(task, *batch);
       case Step::kFill:
-        backend_.add(is_found(batch->results()[0]) ? Count::kFilled : Count::kNotFilled);
-        return copied(task, backend_.near());
+        return filled(task, *batch);
       case Step::kReadBehind:
         return read_behind(task, *batch);
       case Step::kWriteBehind:
@@ -246,6 +265,12 @@ class NearFarThread : public IoThread {
       if (is_fault(status) && !stopped) backend_.add(Count::kNearFaults);
       if (stopped) {
         item.finish(*stopped);
+      } else if (item.prefetch_nbytes() != 0) {
+        if (status == Status::kMiss) {
+          prefetch(std::move(item));
+        } else {
+          item.finish(is_found(status) ? Status::kPresent : status, batch.error().value_or(""));
+        }
       } else if (asks_both || !is_found(status)) {
         if (asks_both) task->found.push_back(status);
         rest.push_back(std::move(item));
@@ -296,6 +321,66 @@ class NearFarThread : public IoThread {
     copy(Step::kFill, {item.key(), value.size(), false}, std::move(memory));
   }
 
+  // A copy that is to come, or under way, of what is asked for now.
+  void prefetch(Item item) {
+    const auto [wanted, is_new] = wanted_.try_emplace(item.key().text);
+    if (is_new) {
+      if (wanted_.size() > kMaxAhead) {
+        wanted_.erase(wanted);
+        backend_.add(Count::kNotFilled);
+        return item.finish(Status::kNoRoom);
+      }
+      Task& task = ahead_.emplace_back();
+      task.step = Step::kReadAhead;
+      task.copied = {item.key(), item.prefetch_nbytes(), false};
+      wanted->second = std::prev(ahead_.end());
+    }
+    wanted->second->items.push_back(std::move(item));
+  }
+
+  std::optional<Wanted::iterator> is_wanted(const Task& task) {
+    if (!task.copied) return std::nullopt;
+    const auto found = wanted_.find(task.copied->key.text);
+    if (found == wanted_.end() || &*found->second != &task) return std::nullopt;
+    return found;
+  }
+
+  void copy_ahead() {
+    if (Clock::now() >= look_ahead_at_) {
+      look_ahead_at_ = Clock::now() + kLook;
+      std::erase_if(ahead_, [this](Task& task) {
+        if (!all_stopped(task)) return false;
+        finish_all(task, Status::kCancelled);
+        wanted_.erase(task.copied->key.text);
+        return true;
+      });
+    }
+    while (!ahead_.empty() && tasks_.size() < kMaxTasks && memory_.has_room(ahead_.front().copied->nbytes)) {
+      const auto task = ahead_.begin();
+      task->memory = memory_.get(task->copied->nbytes);
+      tasks_.splice(tasks_.end(), ahead_, task);
+      send_copy(task, Step::kReadAhead);
+    }
+  }
+
+  void read_ahead(Tasks::iterator task, const Batch& batch) {
+    const Status status = batch.results()[0];
+    if (status == Status::kOk && !task->deleted) return send_copy(task, Step::kFill);
+    if (is_fault(status) && !all_stopped(*task)) backend_.add(Count::kFarFaults);
+    finish_all(*task, task->deleted ? Status::kMiss : status, batch.error().value_or(""));
+    drop(task);
+  }
+
+  void filled(Tasks::iterator task, const Batch& batch) {
+    const bool is_near = is_found(batch.results()[0]);
+    backend_.add(!is_near ? Count::kNotFilled : task->items.empty() ? Count::kFilled : Count::kPrefetched);
+    // Also of a lookup that was given up: its caller counts what came near.
+    const Status status = task->deleted ? Status::kMiss : is_near ? Status::kOk : Status::kNoRoom;
+    for (Item& item : task->items) item.finish(status);
+    task->items.clear();
+    copied(task, backend_.near());
+  }
+
   void used(const Item& item) {
     if (backend_.all()) return;
     if (sent_.size() == kMaxSent) sent_.clear();
@@ -320,6 +405,12 @@ class NearFarThread : public IoThread {
     for (Task& task : tasks_) {
       if (task.copied && keys.contains(task.copied->key.text)) task.deleted = true;
     }
+    std::erase_if(ahead_, [&](Task& task) {
+      if (!keys.contains(task.copied->key.text)) return false;
+      finish_all(task, Status::kMiss);
+      wanted_.erase(task.copied->key.text);
+      return true;
+    });
   }
 
   void copy_behind() {
@@ -337,14 +428,17 @@ class NearFarThread : public IoThread {
     const auto task = std::prev(tasks_.end());
     task->copied = std::move(value);
     task->memory = std::move(memory);
-    if (step != Step::kFill) ++copying_;
+    task->step = step;
+    if (is_behind(*task)) ++copying_;
     send_copy(task, step);
   }
 
   void send_copy(Tasks::iterator task, Step step) {
     task->step = step;
-    task->op = step == Step::kReadBehind ? Op::kGet : task->copied->replaces ? Op::kPut : Op::kPutAbsent;
-    IoExecutor& executor = step == Step::kWriteBehind ? backend_.far() : backend_.near();
+    const bool reads = step == Step::kReadBehind || step == Step::kReadAhead;
+    task->op = reads ? Op::kGet : task->copied->replaces ? Op::kPut : Op::kPutAbsent;
+    const bool asks_far = step == Step::kWriteBehind || step == Step::kReadAhead;
+    IoExecutor& executor = asks_far ? backend_.far() : backend_.near();
     send(task, executor, task->op, {task->copied->key}, {{task->memory.bytes.get(), task->copied->nbytes}},
          kCopyTimeout, kCopyTimeout);
   }
@@ -390,8 +484,11 @@ class NearFarThread : public IoThread {
     for (Task& task : tasks_) {
       while (task.batch != nullptr && !task.batch->wait_until(Clock::now() + 1s)) {
       }
-      for (Item& item : task.items) item.finish(item.stopped().value_or(Status::kCancelled));
+      finish_all(task, Status::kCancelled);
     }
+    for (Task& task : ahead_) finish_all(task, Status::kCancelled);
+    wanted_.clear();
+    ahead_.clear();
     tasks_.clear();
     behind_.clear();
   }
@@ -399,6 +496,9 @@ class NearFarThread : public IoThread {
   NearFarBackend& backend_;
   const std::shared_ptr<Signal> signal_ = std::make_shared<Signal>();
   Tasks tasks_;
+  Tasks ahead_;    // copies to come that lookups wait for
+  Wanted wanted_;  // by key: those, and the ones under way
+  Clock::time_point look_ahead_at_{};
   std::deque<Behind> behind_;
   std::size_t copying_ = 0;               // tasks that copy far
   std::unordered_set<std::string> sent_;  // of values used twice: those that went into behind_

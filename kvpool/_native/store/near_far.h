@@ -5,12 +5,14 @@
 // - Puts go near, and far behind them: a queue of keys, whose values are read from near again. Without near they go
 //   far at once.
 // - Deletes and expiries go to both.
+// - A lookup that prefetches asks near, and copies near what only far has; its items end behind their copies.
 //
 // Either may be dead. A fault near is a miss near. A fault far fails gets and puts that need far; of presence it is a
 // miss, so that what near has stays useful.
 //
-// One thread forwards all. Copies take at most kCopiesNbytes of memory, or one record; without room a value is not
-// copied near (counted), and waits in the queue to far, which drops the oldest of kMaxBehind keys (counted).
+// One thread forwards all. Copies take at most kCopiesNbytes of memory, or one record; without room a value that was
+// got is not copied near (counted), and others wait: in the queue to far, which drops the oldest of kMaxBehind keys
+// (counted), and among at most kMaxAhead to be prefetched.
 #pragma once
 
 #include <array>
@@ -26,23 +28,25 @@ namespace kvpool {
 
 inline constexpr std::size_t kCopiesNbytes = std::size_t{64} << 20;
 inline constexpr std::size_t kMaxBehind = 65'536;
+inline constexpr std::size_t kMaxAhead = 65'536;
 
 class NearFarBackend : public Backend {
  public:
   enum class Count : std::uint8_t {
-    kNearHits,   // values that gets read near
-    kFarHits,    // and far
-    kFilled,     // copied near after a get
-    kNotFilled,  // for lack of memory, or of room near
-    kBehind,     // copied far behind their put
-    kPresent,    // far had them
-    kLost,       // evicted near, or dropped from the queue, before they were copied
-    kRefused,    // no room far
+    kNearHits,    // values that gets read near
+    kFarHits,     // and far
+    kFilled,      // copied near after a get
+    kPrefetched,  // and before one
+    kNotFilled,   // for lack of memory, or of room near
+    kBehind,      // copied far behind their put
+    kPresent,     // far had them
+    kLost,        // evicted near, or dropped from the queue, before they were copied
+    kRefused,     // no room far
     kNearFaults,
     kFarFaults,
     kWaiting,  // on their way far; no total
   };
-  static constexpr std::size_t kCountCount = 11;
+  static constexpr std::size_t kCountCount = 12;
 
   // `all`: every put value goes far; else what is used a second time.
   NearFarBackend(std::shared_ptr<IoExecutor> near, std::shared_ptr<IoExecutor> far, bool all)

@@ -140,6 +140,60 @@ TEST(near_far_random_calls_of_many_threads) {
   wait_behind(pools);
 }
 
+// A lookup of the values 0 to `count` - 1 that copies near what only far has.
+std::shared_ptr<Batch> prefetch(IoExecutor& executor, unsigned count) {
+  constexpr std::size_t kHashNbytes = 8;  // as make_key() has them
+  static const auto* const hashes = [] {
+    auto* packed = new std::string;
+    for (unsigned i = 0; i < 40; ++i) {
+      const Key key = make_key(i);
+      packed->append(key.hash_prefix.begin(), key.hash_prefix.begin() + kHashNbytes);
+    }
+    return packed;
+  }();
+  const std::string text = make_key(0).text;
+  const std::string_view leading = std::string_view(*hashes).substr(0, count * kHashNbytes);
+  LookupGroup group{leading, kHashNbytes, 0, 1, 16, true, kNbytes};
+  const std::string prefix = text.substr(0, text.rfind(':', text.rfind(':', text.rfind(':') - 1) - 1) + 1);
+  return executor.submit(std::make_unique<Lookup>(prefix, std::vector{group}), 60s);
+}
+
+TEST(near_far_a_prefetch_says_what_it_copied_and_what_was_near) {
+  const Pools pools;
+  CHECK(run_one(*pools.near, Op::kPut, 0, value_of(0)) == Status::kOk);
+  CHECK(run_one(*pools.far, Op::kPut, 0, value_of(0)) == Status::kOk);
+  CHECK(run_one(*pools.far, Op::kPut, 1, value_of(1)) == Status::kOk);
+  const auto batch = prefetch(*pools.both, 3);
+  CHECK(batch->wait_until(Clock::now() + 60s));
+  CHECK(batch->results()[0] == Status::kPresent);
+  CHECK(batch->results()[1] == Status::kOk);
+  CHECK(batch->results()[2] == Status::kMiss);
+  CHECK(run_one(*pools.near, Op::kContains, 1) == Status::kOk);
+  CHECK(counter(*pools.both, "prefetched") == 1);
+}
+
+TEST(near_far_prefetches_of_many_threads_beside_deletes) {
+  const Pools pools;
+  std::vector<std::thread> threads;
+  for (unsigned seed = 0; seed < 4; ++seed) {
+    threads.emplace_back([&pools, seed] {
+      std::mt19937 draw(seed);
+      for (int turn = 0; turn < 100; ++turn) {
+        const auto number = static_cast<unsigned>(draw() % 40);
+        CHECK(run_one(*pools.far, Op::kPut, number, value_of(number)) == Status::kOk);
+        if (draw() % 4 == 0) run_one(*pools.both, Op::kDelete, static_cast<unsigned>(draw() % 40));
+        const auto batch = prefetch(*pools.both, 40);
+        if (draw() % 3 == 0) batch->cancel();
+        CHECK(batch->wait_until(Clock::now() + 60s));
+        std::vector<Bytes> read{Bytes(kNbytes)};
+        if (run(*pools.both, Op::kGet, {number}, read)[0] == Status::kOk) CHECK(read[0] == value_of(number));
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK(counter(*pools.both, "far_faults") == 0);
+}
+
 TEST(near_far_close_in_the_middle_ends_all) {
   for (int turn = 0; turn < 20; ++turn) {
     Pools pools;
@@ -149,10 +203,12 @@ TEST(near_far_close_in_the_middle_ends_all) {
       numbers.push_back(i);
       values.push_back(value_of(i, 20'000));
     }
+    for (unsigned i = 30; i < 40; ++i) CHECK(run_one(*pools.far, Op::kPut, i, value_of(i)) == Status::kOk);
+    const auto ahead = prefetch(*pools.both, 40);
     const auto batch = submit(*pools.both, Op::kPutAbsent, numbers, values);
     std::this_thread::sleep_for(std::chrono::microseconds(turn * 200));
     CHECK(pools.both->close(30s));
-    CHECK(batch->done());
+    CHECK(batch->done() && ahead->done());
     for (auto& value : values) std::memset(value.data(), 0, value.size());  // nothing reads them any more
   }
 }

@@ -1,0 +1,217 @@
+"""Blocks of waiting requests come near, within bounds, and are counted by whether a load used them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from kvpool import metrics, open_store
+from kvpool.store import Store
+from kvpool.vllm.plan import Group, PoolWorkerMetadata
+from kvpool.vllm.prefetch import UNUSED_S
+from kvpool.vllm.scheduler import SchedulerHalf
+from tests.support.deadlines import eventually
+from tests.support.lifecycle import Clock
+from tests.support.scheduler import BLOCK_TOKENS, NAMESPACE, TABLE, answer, half, put, request
+
+pytestmark = pytest.mark.vllm
+
+TOKENS = 100
+BLOCKS = TOKENS // BLOCK_TOKENS
+HIT_TOKENS = BLOCKS * BLOCK_TOKENS
+CAPACITY_NBYTES = 1 << 20
+PART_NBYTES = 1  # as ``put`` stores
+
+
+class Engine:
+    """An engine's scheduler half before a near and a far pool. A step asks for no request unless a test does."""
+
+    def __init__(self, near: Path, far: Path, **settings: Any) -> None:
+        urls = [f"file://{near}?capacity={CAPACITY_NBYTES}", f"file://{far}?capacity=64MiB"]
+        self.store = open_store(urls)
+        self.far = open_store(urls[1])
+        self.near = open_store(urls[0])
+        self.clock = Clock()
+        self._settings: dict[str, Any] = {"pool": " ".join(urls), **settings}
+
+    def start(self, sizes: dict[tuple[int, int], int] | None = None, **of_half: Any) -> SchedulerHalf:
+        scheduler = half(self.store, **self._settings, **of_half)
+        scheduler._prefetches._clock = self.clock.monotonic
+        scheduler.update(PoolWorkerMetadata(part_nbytes=sizes or {(0, 0): PART_NBYTES}), (), ())
+        return scheduler
+
+    def close(self) -> None:
+        for store in (self.store, self.far, self.near):
+            store.close()
+
+    def near_has(self, asked: Request) -> int:
+        return sum(self.near.contains_many(NAMESPACE.keys(asked.block_hashes[:BLOCKS], 0, 0)))
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
+    made: list[Engine] = []
+
+    def make(**settings: Any) -> Engine:
+        made.append(Engine(tmp_path / "near", tmp_path / "far", **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def step(scheduler: SchedulerHalf) -> None:
+    scheduler.plan(SchedulerOutput.make_empty())
+
+
+def arrive(scheduler: SchedulerHalf, asked: Request) -> None:
+    """It arrives, and its lookup ends before vLLM has room for it."""
+    scheduler.seen(asked)
+    lookup = scheduler._requests[asked.request_id].lookup
+    assert lookup is not None
+    assert eventually(lambda: lookup.ended(0.0))
+
+
+def far_request(store: Store, name: str, first: int = 0, transfer_params: object = None) -> Request:
+    """A request whose prompt another host has stored."""
+    asked = request(name, TOKENS, transfer_params, first)
+    put(store, list(asked.block_hashes[:BLOCKS]))
+    return asked
+
+
+def counted(scheduler: SchedulerHalf) -> dict[str, float]:
+    """Since the last call."""
+    step(scheduler)
+    name = f"{metrics.PREFETCHED_NBYTES.name}/"
+    taken = scheduler.counters.take()
+    return {key.removeprefix(name): value for key, value in taken.items() if key.startswith(name)}  # type: ignore[misc]
+
+
+def test_what_a_waiting_request_will_load_comes_near(engine: Callable[..., Engine]) -> None:
+    one = engine()
+    scheduler, asked = one.start(), far_request(one.far, "a")
+    arrive(scheduler, asked)
+    step(scheduler)
+    assert one.near_has(asked) == 0, "vLLM may ask for it in its next step"
+    step(scheduler)
+    assert eventually(lambda: one.near_has(asked) == BLOCKS)
+    assert answer(scheduler, asked) == HIT_TOKENS
+    scheduler.allocated(asked, TABLE, HIT_TOKENS)
+    assert eventually(lambda: counted(scheduler) == {"used": BLOCKS})
+
+
+def test_a_request_that_vllm_has_room_for_brings_nothing_near(engine: Callable[..., Engine]) -> None:
+    one = engine()
+    scheduler, asked = one.start(), far_request(one.far, "a")
+    arrive(scheduler, asked)
+    step(scheduler)
+    assert answer(scheduler, asked) == HIT_TOKENS
+    scheduler.allocated(asked, TABLE, HIT_TOKENS)
+    for _ in range(5):
+        step(scheduler)
+    assert not scheduler._prefetches._copies
+    assert one.near_has(asked) == 0
+
+
+def test_a_hint_is_waited_for_by_nobody(engine: Callable[..., Engine]) -> None:
+    one = engine()
+    scheduler, first = one.start(), far_request(one.far, "a")
+    hinted = far_request(one.far, "b", 1000, {"kvpool": {"prefetch": True}})
+    arrive(scheduler, first)
+    arrive(scheduler, hinted)
+    step(scheduler)
+    assert eventually(lambda: one.near_has(hinted) == BLOCKS)
+    assert one.near_has(first) == 0
+
+
+def test_what_no_load_used_keeps_its_room_for_a_time(engine: Callable[..., Engine]) -> None:
+    """So a caller that queues requests and gives them up pushes no more out of the near pool."""
+    one = engine(prefetch_share=1.5 * BLOCKS * PART_NBYTES / CAPACITY_NBYTES)
+    scheduler, given_up = one.start(), far_request(one.far, "a")
+    second = far_request(one.far, "b", 1000)
+    arrive(scheduler, given_up)
+    arrive(scheduler, second)
+    step(scheduler)
+    step(scheduler)
+    assert eventually(lambda: one.near_has(given_up) == BLOCKS)
+    scheduler.finished(given_up)
+    assert eventually(lambda: counted(scheduler) == {"unused": BLOCKS})
+    for _ in range(5):
+        step(scheduler)
+    assert one.near_has(second) == 0
+    one.clock.sleep(UNUSED_S)
+    step(scheduler)
+    assert eventually(lambda: one.near_has(second) == BLOCKS)
+
+
+def test_a_prefix_larger_than_the_room_stays_far_and_keeps_nobody(engine: Callable[..., Engine]) -> None:
+    one = engine(prefetch_share=1.5 * BLOCKS * PART_NBYTES / CAPACITY_NBYTES)
+    scheduler, asked = one.start(), request("a", 2 * TOKENS)
+    put(one.far, list(asked.block_hashes))
+    second = far_request(one.far, "b", 1000)
+    arrive(scheduler, asked)
+    arrive(scheduler, second)
+    for _ in range(3):
+        step(scheduler)
+    assert eventually(lambda: one.near_has(second) == BLOCKS)
+    assert one.near_has(asked) == 0
+
+
+def test_what_another_request_loads_is_not_read_far_twice(engine: Callable[..., Engine]) -> None:
+    one = engine()
+    scheduler, first, second = one.start(), far_request(one.far, "a"), request("b", TOKENS)
+    arrive(scheduler, first)
+    assert answer(scheduler, first) == HIT_TOKENS
+    scheduler.allocated(first, TABLE, HIT_TOKENS)
+    arrive(scheduler, second)
+    for _ in range(3):
+        step(scheduler)
+    assert not scheduler._prefetches._copies
+    assert one.near_has(second) == 0
+
+
+@pytest.mark.parametrize("why", ["sizes", "off", "opted out"])
+def test_nothing_is_prefetched(engine: Callable[..., Engine], why: str) -> None:
+    """Ranks whose parts differ in size, a share of nothing, a request that goes without the pool."""
+    one = engine(prefetch_share=0.0 if why == "off" else 0.25)
+    sizes = {(0, 0): PART_NBYTES, (0, 1): PART_NBYTES + (why == "sizes")}
+    scheduler, asked = (
+        one.start(sizes, ranks=2),
+        request("a", TOKENS, {"kvpool": {"load": why != "opted out"}}),
+    )
+    put(one.far, list(asked.block_hashes[:BLOCKS]), ranks=2)
+    scheduler.seen(asked)
+    if why != "opted out":
+        arrive(scheduler, asked)
+    for _ in range(3):
+        step(scheduler)
+    assert not scheduler._prefetches._copies
+    assert one.near_has(asked) == 0
+
+
+def test_a_window_brings_only_what_it_sees(engine: Callable[..., Engine]) -> None:
+    one = engine()
+    groups = (Group(BLOCK_TOKENS, window=2 * BLOCK_TOKENS + 1),)
+    scheduler, asked = one.start(groups=groups), far_request(one.far, "a")
+    arrive(scheduler, asked)
+    for _ in range(2):
+        step(scheduler)
+    assert eventually(lambda: one.near_has(asked) == 2)
+
+
+def test_a_reset_gives_up_what_is_under_way(engine: Callable[..., Engine]) -> None:
+    one = engine(weights_never_change=True)
+    scheduler, asked = one.start(), far_request(one.far, "a")
+    arrive(scheduler, asked)
+    scheduler.reset()
+    for _ in range(3):
+        step(scheduler)
+    assert not scheduler._prefetches._queue
+    assert not scheduler._prefetches._copies
+    assert one.near_has(asked) == 0
