@@ -79,7 +79,21 @@ STORE_SKIPPED_BLOCKS = Metric(
     "kvpool_store_skipped_blocks_total",
     "Blocks that were not written to the pool, by cause.",
     "cause",
-    values=("already_there", "staging_full", "pool_full", "store_unavailable", "queue_full", "evicted"),
+    values=(
+        "already_there",
+        "staging_full",
+        "pool_full",
+        "store_unavailable",
+        "queue_full",
+        "evicted",
+        "quota",
+    ),
+)
+QUOTA_FAILURES = Metric(
+    "kvpool_quota_failures_total",
+    "Times that the tenant's quota, or what it holds, could not be read; there is no limit then, by cause.",
+    "cause",
+    values=("store_unavailable", "unreadable"),
 )
 ADAPTER_REQUESTS = Metric(
     "kvpool_adapter_requests_without_pool_total",
@@ -152,7 +166,7 @@ KEPT_NBYTES = Metric(
 )
 KEEPS_REFUSED = Metric(
     "kvpool_keeps_refused_total",
-    "Prefixes that were not kept, or no longer, because keep_share has no room for them.",
+    "Prefixes that were not kept, or no longer, because keep_share, of the pool or the quota, has no room for them.",
 )
 DONE_KEYS = Metric(
     "kvpool_done_keys_total", "Keys whose time to live got short because a request was done with them."
@@ -319,6 +333,17 @@ INDEX_TENANT_HIT_RATIO_AT_SIZE = Metric(
     "size",
 )
 INDEX_TENANT_SIZE_LABELS = ("tenant", "size")
+# Of tenants with a quota, by the field of ``kvpool.discovery.quota.Standing``.
+TENANT_STANDINGS: Mapping[str, Metric] = {
+    "quota_nbytes": Metric(
+        "kvpool_index_tenant_quota_bytes", "Bytes of records that the tenant may hold.", "tenant"
+    ),
+    "held_nbytes": Metric(
+        "kvpool_index_tenant_held_bytes",
+        "Bytes of records that the tenant holds, as last counted; nothing: not counted yet.",
+        "tenant",
+    ),
+}
 INDEX_LOOKUPS = Metric("kvpool_index_lookups_total", "Lookups, by result.", "result")
 INDEX_LOOKUP_SECONDS = Metric(
     "kvpool_index_lookup_seconds", "Time in the index of lookups that were answered."

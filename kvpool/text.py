@@ -116,6 +116,11 @@ def format_nbytes(nbytes: int) -> str:
     return str(nbytes)
 
 
+def format_size(nbytes: int) -> str:
+    """``nbytes`` to read: in GiB or MiB, rounded."""
+    return f"{nbytes / 2**30:,.1f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:,.1f} MiB"
+
+
 def missing_extra(error: ModuleNotFoundError, extras: Sequence[str] = ("index", "tokenize")) -> Exception:
     """The error to raise instead: names the first of kvpool's ``extras`` with the package, else ``error``."""
     package = (error.name or "").partition(".")[0]

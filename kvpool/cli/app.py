@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvpool import __version__
-from kvpool.cli.commands import bench_store, doctor, index, lookup, purge, router, size, token, top
+from kvpool.cli.commands import bench_store, doctor, index, lookup, purge, quota, router, size, token, top
 from kvpool.cli.exits import run
 from kvpool.cli.vllm import vllm
 
@@ -43,6 +43,7 @@ for command, panel, text in (
     (lookup, LOOK, "Ask an index who holds how much of a prompt."),
     (size, LOOK, "What a larger pool would hold of a trace."),
     (purge, MAINTAIN, "Delete a tenant's blocks, a namespace's, or all."),
+    (quota, MAINTAIN, "Say how many bytes a tenant may hold."),
     (token, MAINTAIN, "Make a bearer token for callers of an index."),
 ):
     app.command(rich_help_panel=panel, short_help=text)(command)

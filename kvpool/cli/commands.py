@@ -16,6 +16,7 @@ from kvpool.cli.settings import (
     LookupOptions,
     PoolURL,
     PurgeOptions,
+    QuotaOptions,
     Rounds,
     RouterSettings,
     SizeOptions,
@@ -117,6 +118,14 @@ def purge(options: PurgeOptions) -> None:
     from kvpool.cli.purge import run_purge
 
     run_purge(options)
+
+
+@takes(QuotaOptions)
+def quota(options: QuotaOptions) -> None:
+    """Say how many bytes a tenant may hold in a pool, or show it. Over its quota its workers store nothing new."""
+    from kvpool.cli.quota import run_quota
+
+    run_quota(options)
 
 
 @takes(SizeOptions)

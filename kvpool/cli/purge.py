@@ -21,7 +21,7 @@ from kvpool.discovery.facts import announced_namespaces
 from kvpool.errors import ConfigError, KVPoolError, StoreUnavailable
 from kvpool.key.key import KEY_PREFIX, namespace_prefix, parse_key, tenant_of, tenant_prefix
 from kvpool.store import Store, StoreURL, open_for_inspection
-from kvpool.text import counted, redact, unknown
+from kvpool.text import counted, format_size, redact, unknown
 
 DELETE_TIMEOUT_S = 60.0  # of about a thousand blocks
 MAX_SHOWN = 20
@@ -64,7 +64,7 @@ class Plan:
         nbytes = sum(part.nbytes for part in self.parts)
         namespaces = len({(part.tenant, part.namespace) for part in self.parts})
         return (
-            f"{counted(self.blocks, 'block')} ({_size(nbytes)}) in {counted(namespaces, 'namespace')}, "
+            f"{counted(self.blocks, 'block')} ({format_size(nbytes)}) in {counted(namespaces, 'namespace')}, "
             f"and at least {counted(self.announcements, 'announcement')}"
         )
 
@@ -202,7 +202,7 @@ def _print(plan: Plan, pool: str, out: Console) -> None:
         Column("size"),
     ]  # fmt: skip
     rows = [
-        (part.pool, part.tenant, part.namespace, part.model, f"{part.blocks:,}", _size(part.nbytes))
+        (part.pool, part.tenant, part.namespace, part.model, f"{part.blocks:,}", format_size(part.nbytes))
         for part in plan.parts[:MAX_SHOWN]
     ]
     if len(plan.parts) > MAX_SHOWN:
@@ -219,7 +219,3 @@ def _several(names: list[str]) -> str:
     distinct = sorted(set(names))
     more = f" and {len(distinct) - MAX_SHOWN} more" if len(distinct) > MAX_SHOWN else ""
     return ", ".join(distinct[:MAX_SHOWN]) + more
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**30:,.1f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:,.1f} MiB"

@@ -7,6 +7,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Annotated, ClassVar
 
+import typer
+
 from kvpool.cli.options import (
     ACCESS,
     Index,
@@ -310,6 +312,18 @@ class PurgeOptions:
         "Delete this namespace; its first 8 digits do, 32 are all of them.")] = None
     everything: Annotated[bool, flag(None, "--everything", "Delete all blocks of all tenants.")] = False
     yes: Annotated[bool, flag(None, "--yes", "Do not ask. Needed where there is no terminal.")] = False
+    as_json: Json = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuotaOptions:
+    tenant: Annotated[str | None, typer.Argument(metavar="TENANT", show_default=False,
+        help="Whose quota. Without it: those of all tenants that have one.")] = None
+    size: Annotated[str | None, typer.Argument(metavar="SIZE", show_default=False, callback=is_size,
+        help="What the tenant may hold, such as 50GiB. Without it: show what is said.")] = None
+    pool: Annotated[str, option(None, "URL", "The pool; of a near and a far one, the far one.",
+        envvar="KVPOOL_POOL")]
+    remove: Annotated[bool, flag(None, "--remove", "Take the tenant's quota back.")] = False
     as_json: Json = False
 
 

@@ -28,6 +28,7 @@ Fact = str | int | bool
 
 KEY_PREFIX = "kvpool:"
 FACTS_SUFFIX = ":facts"  # of the key of a namespace's facts
+QUOTA_PREFIX = "kvpool-quota:"  # beside all tenants' keys: their users may read these, and not write
 EPOCH_FACT = "epoch"  # of one engine alone, whose weights may have changed since its start
 FINGERPRINT_NBYTES = 16
 MIN_HASH_NBYTES = 8
@@ -185,6 +186,11 @@ def keeper_key(tenant: str, engine: str) -> str:
 
 def keepers_prefix(tenant: str) -> str:
     return tenant_prefix(tenant) + "keeper:"
+
+
+def quota_keys(tenant: str) -> tuple[str, str]:
+    """The keys of a tenant's quota, and of the bytes that it holds: ``kvpool-quota:TENANT``, and ``:held`` behind."""
+    return f"{QUOTA_PREFIX}{check_tenant(tenant)}", f"{QUOTA_PREFIX}{tenant}:held"
 
 
 def is_engine_key(key: str) -> bool:

@@ -33,6 +33,7 @@ from sglang.srt.mem_cache.pool_host import HostKVCache
 from kvpool import metrics
 from kvpool.config import HiCacheConfig
 from kvpool.discovery.facts import announce_facts
+from kvpool.discovery.quota_watch import QuotaWatch
 from kvpool.errors import ConfigError, EngineRefused, NoThread, StoreUnavailable
 from kvpool.key.key import Fact, namespace_prefix
 from kvpool.metrics import Metric
@@ -74,6 +75,12 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
             threads=self._config.threads,
             must_answer=not self._config.start_without_pool,
         )
+        self._quota = QuotaWatch(
+            self._store,
+            self._config.tenant,
+            self._state.counters,
+            lambda text: logger.warning("kvpool: %s", text),
+        )
 
     def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:
         """Take the pages' host memory, and complete the namespace.
@@ -106,8 +113,11 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
             self.close()
             raise
         super().register_mem_pool_host(mem_pool_host)
+        self._quota.start()
         self._pages = pages
-        self._mover = PageMover(self._store, pages, self._keys, self._config, self._state)
+        self._mover = PageMover(
+            self._store, pages, self._keys, self._config, self._state, self._quota.is_over
+        )
 
     def _start(self, pages: HostPages) -> None:
         namespace = self._keys.namespace(self._form())
@@ -274,6 +284,7 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
 
     def close(self) -> None:
         """Cancel pending work, wait for it, and release everything; later calls are misses."""
+        self._quota.close()
         self._store.close()
 
     def _form(self) -> Form:

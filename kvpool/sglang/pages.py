@@ -140,7 +140,10 @@ Way = Literal["prefetch", "backup"]
 
 
 class PageMover:
-    """Moves ``pages`` of one server. Errors of its calls: ``StoreUnavailable``, already counted."""
+    """Moves ``pages`` of one server. Errors of its calls: ``StoreUnavailable``, already counted.
+
+    ``over_quota``: whether to store nothing.
+    """
 
     def __init__(
         self,
@@ -149,7 +152,9 @@ class PageMover:
         keys: PageKeys,
         config: HiCacheConfig,
         state: PoolState,
+        over_quota: Callable[[], bool],
     ) -> None:
+        self._over_quota = over_quota
         self._store, self._pages, self._keys = store, pages, keys
         self._config, self._state = config, state
         self._count = state.counters.add
@@ -217,6 +222,9 @@ class PageMover:
         Blocks while the pool makes progress; only other stores wait for it.
         """
         width = self._width(form, hashes, views)
+        if self._over_quota():
+            self._count(metrics.STORE_SKIPPED_BLOCKS, len(hashes), "quota")
+            return [False] * len(hashes)
         valid = [place for place, key in enumerate(hashes) if is_hash(key)]
         if len(valid) < len(hashes):
             self._count(metrics.STORE_SKIPPED_BLOCKS, len(hashes) - len(valid), "fault")

@@ -102,6 +102,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                     events=bool(events and events.enable_kv_cache_events),
                     adapter_settings=adapter_settings(vllm_config),
                 )
+                self._scheduler.start()
             else:
                 self._config, self._groups = config, groups
                 self._worker = WorkerHalf(

@@ -2,7 +2,8 @@
 
 To keep is to touch: every ``TOUCH_EVERY_S`` seconds the records of a kept prefix count as used, so the pool evicts
 others first. A hit starts the prefix's time again. All kept prefixes of a pool fit a share of its memory: an equal part
-for each tenant that announces anything, and of that for each engine that keeps something. A prefix without room is not
+for each tenant that announces anything, at most this share of its quota, and of that for each engine that keeps
+something. A prefix without room is not
 kept, so that no caller displaces what another one keeps.
 
 To be done is to expire: the records' time to live gets short (``Store.expire_many``), and any later use renews it. So a
@@ -24,6 +25,7 @@ from typing import NamedTuple
 from vllm.logger import init_logger
 
 from kvpool import metrics
+from kvpool.discovery.quota import read_standings
 from kvpool.errors import KVPoolError, NoThread
 from kvpool.key.key import Namespace, keeper_key, keepers_prefix, namespace_prefix
 from kvpool.metrics import Counters
@@ -183,14 +185,22 @@ class Retention(TurnThread):
             self._store.submit_lookup(kept.namespace, kept.groups, timeout_s=CALL_S).wait()
 
     def _measure_room(self) -> None:
-        """This engine's part of the share. A pool without a limit counts as full, a list of tenants unseen as one."""
+        """This engine's part of the share, of the pool or the quota.
+
+        A pool without a limit counts as full, a list of tenants unseen as one.
+        """
         self._store.announce(self._key, b"1", lease_s=KEEPER_LEASE_S)
         keepers, tenants = len(self._store.announcements(keepers_prefix(self._tenant))), 1
         with contextlib.suppress(KVPoolError):  # a user that may not read it
             tenants = max(1, len(self._store.announcing_tenants()))
         usage = self._store.usage()
         nbytes = sum(one.capacity_nbytes or one.used_nbytes or 0 for one in usage if one.up)
-        self._room_nbytes = self._share * nbytes / max(1, keepers) / tenants
+        room_nbytes = nbytes / tenants
+        with contextlib.suppress(KVPoolError):  # a user that may not read it
+            standing = read_standings(self._store, [self._tenant])[self._tenant]
+            if standing.quota_nbytes is not None:
+                room_nbytes = min(room_nbytes, standing.quota_nbytes)
+        self._room_nbytes = self._share * room_nbytes / max(1, keepers)
         if not nbytes and not self._is_blind:
             self._is_blind = True
             logger.warning(

@@ -30,6 +30,7 @@ from vllm.v1.request import Request
 from kvpool import metrics
 from kvpool.config import PoolConfig
 from kvpool.discovery.announcer import TrafficAnnouncer
+from kvpool.discovery.quota_watch import QuotaWatch
 from kvpool.errors import StoreClosed
 from kvpool.metrics import Counters, Samples
 from kvpool.store import Store, StoreURL
@@ -57,6 +58,7 @@ from kvpool.vllm.prefetch import Prefetches
 from kvpool.vllm.requests import WITHOUT_POOL, ParamsReader, RequestState
 from kvpool.vllm.retention import Prefix, Retention
 from kvpool.vllm.seen import SeenRecords
+from kvpool.vllm.store_queue import StoreQueue
 from kvpool.vllm.stores import StorePlanner
 from kvpool.vllm.weights import Adapters
 
@@ -146,10 +148,20 @@ class SchedulerHalf:
         )
         self._new_loads: list[LoadPlan] = []
         self._cancelled: list[str] = []
+        self._quota = QuotaWatch(
+            store, config.tenant, self.counters, lambda text: logger.warning("kvpool: %s", text)
+        )
+        queue = StoreQueue(
+            self._groups,
+            ranks=ranks,
+            write_through=config.store_policy == "write_through",
+            over_quota=self._quota.is_over,
+            counters=self.counters,
+        )
         self._store_planner = StorePlanner(
             config,
             self._groups,
-            ranks=ranks,
+            queue=queue,
             align_tokens=self._align_tokens,
             step_tokens=step_tokens,
             hash_block_tokens=hash_block_tokens,
@@ -162,6 +174,11 @@ class SchedulerHalf:
         self._cache_resync = CacheResync(self._groups)
         self._resync_asked = False  # in the current step
         self._events: list[KVCacheEvent] = []
+
+    def start(self) -> None:
+        """Begin to follow the tenant's quota. Does not block."""
+        if self._stores:
+            self._quota.start()
 
     # A request, from its arrival to its end.
 
@@ -645,4 +662,5 @@ class SchedulerHalf:
         self._requests.clear()
         self._adapters.close()
         self._retention.close()
+        self._quota.close()
         self._traffic.close()

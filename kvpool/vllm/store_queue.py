@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -58,17 +58,24 @@ class _Sent:
 
 
 class StoreQueue:
-    """The records of an engine of ``ranks`` ranks.
+    """The records of an engine of ``ranks`` ranks. ``over_quota``: whether to give up what is to be sent.
 
     With ``write_through`` sent blocks are ``held`` until copied. With write-back nothing is held: the workers
     copy before the engine computes again.
     """
 
     def __init__(
-        self, groups: Sequence[Group], *, ranks: int, write_through: bool, counters: Counters
+        self,
+        groups: Sequence[Group],
+        *,
+        ranks: int,
+        write_through: bool,
+        over_quota: Callable[[], bool],
+        counters: Counters,
     ) -> None:
         self.held = HeldBlocks()
         self._ranks, self._holds, self._counters = ranks, write_through, counters
+        self._over_quota = over_quota
         # By group: whether a record needs its predecessors. Write-back evicts a prompt from its end instead.
         self.in_order = [write_through and group.needs_all for group in groups]
         # By hash and group; a record is in at most one of these.
@@ -98,7 +105,9 @@ class StoreQueue:
 
     def offer(self, step: PoolMetadata, wanted: Wanted) -> None:
         """Send a record with this step, or keep it for a later one."""
-        if wanted.parent in self._given_up:
+        if self._over_quota():
+            self._give_up(wanted, "quota")
+        elif wanted.parent in self._given_up:
             self._give_up(wanted, "behind_gap")
         elif wanted.parent in self._waiting or len(self._pending) >= self._room:
             self._wait(wanted)
@@ -113,7 +122,9 @@ class StoreQueue:
             if len(self._pending) >= self._room:
                 return
             key, wanted = self._waiting.popitem(last=False)
-            if wanted.parent in self._given_up:
+            if self._over_quota():
+                self._give_up(wanted, "quota")
+            elif wanted.parent in self._given_up:
                 self._give_up(wanted, "behind_gap")
             elif wanted.parent in self._waiting:
                 self._waiting[key] = wanted  # after it

@@ -76,7 +76,7 @@ class _LateAnswer(NamedTuple):
 
 
 class StorePlanner:
-    """Plans the stores of an engine of ``ranks`` ranks, whose hits end at multiples of ``align_tokens``.
+    """Plans the stores of an engine whose hits end at multiples of ``align_tokens``.
 
     ``step_tokens``: most tokens of a step.
     """
@@ -86,7 +86,7 @@ class StorePlanner:
         config: PoolConfig,
         groups: Sequence[Group],
         *,
-        ranks: int,
+        queue: StoreQueue,
         align_tokens: int,
         step_tokens: int,
         hash_block_tokens: int,
@@ -97,8 +97,7 @@ class StorePlanner:
         self._config, self._groups = config, list(groups)
         self._hash_block_tokens, self._events_wanted, self._counters = hash_block_tokens, events, counters
         write_through = config.store_policy == "write_through"
-        self._queue = StoreQueue(self._groups, ranks=ranks, write_through=write_through, counters=counters)
-        self._held = self._queue.held
+        self._queue, self._held = queue, queue.held
         self._tails = tails and write_through
         self._reached = [reached(group, align_tokens) for group in self._groups]
         self._refilled_tokens = max((group.window or 0 for group in groups if group.scratch), default=0)

@@ -41,6 +41,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from kvpool import metrics
 from kvpool.config import TierConfig
 from kvpool.discovery.facts import announce_facts
+from kvpool.discovery.quota_watch import QuotaWatch
 from kvpool.errors import ConfigError, EngineRefused, StoreUnavailable
 from kvpool.key.checkpoint import served_digest
 from kvpool.key.key import Fact, Namespace
@@ -132,6 +133,10 @@ class KVPoolTier(SecondaryTierManager):
         self._broken = False
         self._faults = 0
         self.counters = Counters()
+        self._quota = QuotaWatch(
+            self._store, self._config.tenant, self.counters, lambda text: logger.warning("kvpool: %s", text)
+        )
+        self._quota.start()
         self._mover = BlockMover(
             self._store, HostMemory(max(1, PART_NBYTES // self._row_nbytes)), self.counters
         )
@@ -209,6 +214,8 @@ class KVPoolTier(SecondaryTierManager):
             self._refuse(wanted.job_id, "store_unavailable")
         elif len(rows) != len(job.keys) or not all(map(is_spellable, job.keys)) or not self._has_rows(rows):
             self._refuse(wanted.job_id, "fault")
+        elif not job.is_load and self._quota.is_over():
+            self._refuse(wanted.job_id, "quota")
         else:
             try:
                 names = self._names(job.keys)
@@ -277,6 +284,7 @@ class KVPoolTier(SecondaryTierManager):
         Blocks as ``Store.close``. Errors: ``StoreUnavailable`` when a thread is stuck in the system: it may
         touch the rows for ever, so kvpool and vLLM keep them.
         """
+        self._quota.close()
         self._store.close()
         self._jobs.clear()
         self._lookups.clear()

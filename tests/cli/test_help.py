@@ -22,8 +22,8 @@ from kvpool.config import PoolConfig
 from tests.support.command_line import kvpool, refused
 
 COMMANDS = [
-    ("index",), ("router",), ("vllm",), ("doctor",), ("top",), ("lookup",), ("purge",), ("token",), ("bench",),
-    ("bench", "store"),
+    ("index",), ("router",), ("vllm",), ("doctor",), ("top",), ("lookup",), ("purge",), ("quota",), ("token",),
+    ("bench",), ("bench", "store"),
 ]  # fmt: skip
 
 

@@ -22,6 +22,7 @@ import torch
 from kvpool import open_store
 from kvpool.config import HiCacheConfig
 from kvpool.discovery.facts import announced_namespaces
+from kvpool.discovery.quota import write_held, write_quota
 from kvpool.errors import ConfigError, EngineRefused, NoThread, StoreUnavailable
 from kvpool.key.key import parse_key
 from tests.sglang.server import PAGE_TOKENS, Controller, Server, extra, hashes, storage_config, tokens
@@ -412,6 +413,30 @@ def test_calls_that_make_no_sense_are_misses_and_are_counted(
     assert [missed(what) - was for what, was in zip(counted, known, strict=True)] == [7, 14]
     said = [record for record in caplog.records if "could not do" in record.getMessage()]
     assert len(said) == 1, "the first one tells, the others are counted"
+
+
+def skipped() -> float:
+    labels = {"rank": "0", "cause": "quota"}
+    return prometheus_client.REGISTRY.get_sample_value("kvpool_store_skipped_blocks_total", labels) or 0.0
+
+
+def test_over_its_quota_a_server_stores_nothing_and_loads(tmp_path: Path, serve: Serve) -> None:
+    server = serve(f"file://{tmp_path}/pool")
+    backend, keys, slots = server.backend, hashes(2), server.slots(2)
+    assert backend.batch_set_v1(keys[:1], slots[:PAGE_TOKENS]) == [True]
+    with open_store(f"file://{tmp_path}/pool") as store:
+        write_quota(store, "default", 1)
+        write_held(store, "default", 2, 60)
+        backend._quota.turn()
+        before = skipped()
+        assert backend.batch_set_v1(keys[1:], slots[PAGE_TOKENS:]) == [False]
+        backend.get_stats()
+        assert skipped() == before + 1
+        assert backend.batch_exists(keys) == 1
+        assert backend.batch_get_v1(keys[:1], slots[PAGE_TOKENS:]) == [True]
+        write_quota(store, "default", None)
+        backend._quota.turn()
+        assert backend.batch_set_v1(keys[1:], slots[PAGE_TOKENS:]) == [True]
 
 
 def test_flat_pages_of_another_size_harm_nothing(tmp_path: Path, serve: Serve) -> None:

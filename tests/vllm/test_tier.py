@@ -29,6 +29,7 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from kvpool import open_store
 from kvpool.discovery.facts import announced_namespaces
+from kvpool.discovery.quota import write_held, write_quota
 from kvpool.errors import EngineRefused, KVPoolError
 from kvpool.store.store import MAX_BATCH_KEYS
 from kvpool.vllm import KVPoolTier, lookups
@@ -166,6 +167,23 @@ def test_a_byte_that_was_changed_is_a_miss(server: Server, driven: Driven) -> No
     assert not result.success
     assert not result.successful_keys
     assert not server.client.exists(name)
+
+
+def test_over_its_quota_a_tier_stores_nothing_and_loads(server: Server, driven: Driven) -> None:
+    driven.fill(range(4))
+    assert driven.ended(driven.submit([key(1)], [0], load=False)).success
+    with open_store(server.url) as store:
+        write_quota(store, "default", 1)
+        write_held(store, "default", 2, 60)
+        driven.tier._quota.turn()
+        assert not driven.ended(driven.submit([key(2), key(3)], [1, 2], load=False)).success
+        assert driven.ended(driven.submit([key(1)], [3], load=True)).success
+        write_quota(store, "default", None)
+        driven.tier._quota.turn()
+        assert driven.ended(driven.submit([key(2)], [1], load=False)).success
+    stats = driven.tier.get_stats()
+    assert stats is not None
+    assert stats.reduce()["kvpool_store_skipped_blocks_total:('quota',)"] == 2
 
 
 def test_what_is_there_is_not_sent_again(driven: Driven) -> None:

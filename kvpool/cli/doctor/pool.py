@@ -16,6 +16,7 @@ from kvpool.cli.doctor import rules
 from kvpool.cli.doctor.rules import Finding, judge
 from kvpool.cli.doctor.server import host_findings, server_findings
 from kvpool.discovery.facts import announced_namespaces, describe_differences
+from kvpool.discovery.quota import Standing, read_standings
 from kvpool.discovery.worker import Worker
 from kvpool.discovery.worker_record import ENDED, merge_ranks, unpack_worker
 from kvpool.errors import KVPoolError, StoreUnavailable
@@ -23,7 +24,7 @@ from kvpool.key.key import Namespace, is_request_key, workers_prefix
 from kvpool.store import Store, StoreURL, open_for_inspection
 from kvpool.store.file import FileSystem
 from kvpool.store.url import SERVER_SCHEMES
-from kvpool.text import format_nbytes, redact
+from kvpool.text import format_nbytes, format_size, redact
 
 TRIAL_NBYTES = 64 << 10
 MAX_DIFFERENCES_SHOWN = 8
@@ -69,6 +70,7 @@ def _findings(url: StoreURL, name: str, tenant: str) -> tuple[list[Finding], lis
                 found += host_findings()
         try:
             found += _sharing(store, tenant)
+            found += _quota(store, tenant)
             workers, problems = _announced(store, tenant)
         except StoreUnavailable as error:
             state.unreadable = str(error)
@@ -128,6 +130,22 @@ def _sharing(store: Store, tenant: str) -> Iterator[Finding]:
         if len(others) > MAX_DIFFERENCES_SHOWN:
             more = len(others) - MAX_DIFFERENCES_SHOWN
             yield Finding("warn", "sharing", f"{more} more namespaces of it differ")
+
+
+def _quota(store: Store, tenant: str) -> Iterator[Finding]:
+    error, standing = "", Standing()
+    try:
+        standing = read_standings(store, [tenant])[tenant]
+    except StoreUnavailable as refused:  # a user of rules before there were quotas
+        error = str(refused)
+    subject = SimpleNamespace(
+        tenant=tenant,
+        error=error,
+        standing=standing,
+        quota=format_size(standing.quota_nbytes or 0),
+        held=format_size(standing.held_nbytes or 0),
+    )
+    return judge("quota", rules.QUOTA, subject, first=True)
 
 
 def _announced(store: Store, tenant: str) -> tuple[list[Worker], list[str]]:

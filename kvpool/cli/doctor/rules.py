@@ -99,6 +99,20 @@ SHARING = (
          "and {of.other.hex:.8} (there): {of.differences}", "make these the same where they should share; records of "
          "past set-ups go after 30 days"),
 )  # fmt: skip
+QUOTA = (
+    Rule("warn", lambda of: of.error, "it cannot be read whether tenant {of.tenant} has a quota, so there is no limit: "
+         "{it}", "allow this user to read kvpool-quota:{of.tenant}:* (docs/how-to/valkey.md has the rule)"),
+    Rule("warn", lambda of: of.standing.is_unreadable and not of.standing.is_said, "the quota of tenant {of.tenant} "
+         "makes no sense, so there is no limit", "kvpool quota {of.tenant} SIZE, or --remove"),
+    Rule("warn", lambda of: of.standing.quota_nbytes is not None and of.standing.held_nbytes is None, "tenant "
+         "{of.tenant} has a quota of {of.quota}, and no index counts what it holds, so there is no limit",
+         "start kvpool index or kvpool router with this pool, or wait until it has counted"),
+    Rule("warn", lambda of: of.standing.is_over, "tenant {of.tenant} holds {of.held} of a quota of {of.quota}: its "
+         "workers store nothing new", "kvpool quota {of.tenant} SIZE raises it; kvpool purge --tenant {of.tenant} "
+         "makes room; a shorter ttl= in its workers' URL lets unused records go sooner"),
+    Rule("ok", lambda of: of.standing.quota_nbytes is not None, "tenant {of.tenant} holds {of.held} of a quota of "
+         "{of.quota}"),
+)  # fmt: skip
 HOST = (
     # Measured on one host: 2 MiB puts 2.2 GB/s against 2.5 with cubic, gets 2.9 against 3.4; 512 KiB gets 2.1
     # against 3.1.

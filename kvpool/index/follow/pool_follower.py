@@ -3,7 +3,7 @@
 An index may start before its pool and outlives it; until then workers' events alone answer lookups.
 
 Threads: ``kvpool-pool`` reaches the pool, and then reads usage and requests; any may read ``servers``, ``traffic``
-and ``curves``, which are replaced whole.
+and ``curves``, which are replaced whole. ``kvpool-quotas`` counts what tenants hold.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from kvpool.discovery.quota import Standing
 from kvpool.discovery.traffic import Seen
 from kvpool.discovery.worker_watch import WorkerWatch
 from kvpool.errors import AnnouncementsRefused, KVPoolError, StoreUnavailable
@@ -22,6 +23,7 @@ from kvpool.index.answer import HitCurve
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow.hit_curves import ALL, HitCurves
 from kvpool.index.follow.pool_reconciler import DEFAULT_KEYS_PER_S, PoolReconciler, ReconcilerTotals
+from kvpool.index.follow.quota_keeper import QuotaKeeper
 from kvpool.key.key import check_tenant, traffic_prefix
 from kvpool.store import open_store
 from kvpool.store.store import Store, Usage
@@ -37,7 +39,7 @@ logger = logging.getLogger("kvpool.index")
 
 
 class PoolFollower:
-    """A ``WorkerWatch`` and a ``PoolReconciler`` for ``fleet``, on the pool of ``url``.
+    """A ``WorkerWatch``, a ``PoolReconciler`` and a ``QuotaKeeper`` for ``fleet``, on the pool of ``url``.
 
     ``tenants``: as in ``WorkerWatch``. Call ``start`` once. Blocking: the first attempt, a few seconds.
     ``servers``: usage of the pool's servers, as last read; empty: unknown; a pool never reached: the servers of
@@ -65,6 +67,7 @@ class PoolFollower:
         self._store: Store | None = None
         self._watch: WorkerWatch | None = None
         self._reconciler: PoolReconciler | None = None
+        self._quotas: QuotaKeeper | None = None
         self._life = ""
         self._refused: set[str] = set()  # tenants already logged
         self.servers: list[Usage] = []
@@ -92,6 +95,11 @@ class PoolFollower:
         """Rounds of the ``WorkerWatch`` in which the pool answered. Any thread."""
         return 0 if self._watch is None else self._watch.rounds
 
+    @property
+    def standings(self) -> Mapping[str, Standing]:
+        """Of tenants with a quota, as last counted. Any thread."""
+        return {} if self._quotas is None else self._quotas.standings
+
     def totals(self) -> ReconcilerTotals:
         return ReconcilerTotals() if self._reconciler is None else self._reconciler.totals()
 
@@ -106,7 +114,7 @@ class PoolFollower:
         self._closing.set()
         if self._thread is not None:
             self._thread.join(CLOSE_S)
-        for part in (self._watch, self._reconciler, self._store):
+        for part in (self._quotas, self._watch, self._reconciler, self._store):
             if part is not None:
                 part.close()
 
@@ -188,6 +196,8 @@ class PoolFollower:
             tenants=self._tenants,
             life=self._life,
         )
+        watch = self._watch
+        self._quotas = QuotaKeeper(store, lambda: watch.tenants)
 
     def _asked(self, worker_id: str, dp_rank: int) -> None:
         if (rank := self._fleet.rank(worker_id, dp_rank)) is not None:

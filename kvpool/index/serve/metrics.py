@@ -15,6 +15,7 @@ from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
 
 from kvpool import metrics
+from kvpool.discovery.quota import Standing
 from kvpool.discovery.traffic import Seen
 from kvpool.index.answer import HitCurve
 from kvpool.index.fleet import Fleet
@@ -61,6 +62,7 @@ class Exporter(Collector):
             yield from _of_servers(self._pool.servers)
             yield from _of_traffic(self._pool.traffic)
             yield from _of_curves(self._pool.curves)
+            yield from _of_standings(self._pool.standings)
         if self._proxy is not None:
             yield from self._of_proxy(self._proxy.totals())
 
@@ -158,6 +160,13 @@ def _of_curves(curves: Mapping[str, HitCurve]) -> Iterator[Family]:
         for size, ratio in _at_sizes(curves[tenant]).items():
             shown.add_metric([tenant, size], ratio)
     yield shown
+
+
+def _of_standings(standings: Mapping[str, Standing]) -> Iterator[Family]:
+    for field, metric in metrics.TENANT_STANDINGS.items():
+        values = {tenant: getattr(standings[tenant], field) for tenant in sorted(standings)[:MAX_RANKS_SHOWN]}
+        known = {tenant: float(value) for tenant, value in values.items() if value is not None}
+        yield _by_label(GaugeMetricFamily, metric, known)
 
 
 def _at_sizes(curve: HitCurve) -> dict[str, float]:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import redis
 
 from kvpool.errors import AnnouncementsRefused, StoreUnavailable
-from kvpool.key.key import parse_tenant, tenant_of
+from kvpool.key.key import KEY_PREFIX, parse_tenant, tenant_of
 from kvpool.store.server.connection import MAX_REPLIES_NBYTES, KeptServer, deadline, max_replies
 from kvpool.store.store import MAX_ANNOUNCEMENTS, MAX_DOCUMENT_NBYTES, MAX_LEASE_S, SCAN_KEYS
 
@@ -133,8 +133,8 @@ class ServerDocuments:
         return removed
 
     def _tenants(self, server: redis.Redis, prefix: str) -> list[str]:
-        """The tenant of ``prefix``, or all listed."""
-        if tenant_of(prefix):
+        """The tenant of ``prefix``, none for a prefix of another form, or all listed."""
+        if tenant_of(prefix) or prefix[: len(KEY_PREFIX)] != KEY_PREFIX[: len(prefix)]:
             return [tenant_of(prefix)]
         server.zremrangebyscore(self._list, "-inf", self._now_ms(server))
         return [_text(member) for member in server.zrange(self._list, 0, MAX_TENANTS - 1)]

@@ -20,9 +20,11 @@ from kvpool import IndexClient, Namespace, open_store
 from kvpool.cli.doctor.rules import FILE_SYSTEM, SETTINGS, WANTED, Finding, judge
 from kvpool.cli.doctor.server import CONGESTION_CONTROL, host_findings, server_findings
 from kvpool.discovery.facts import announce_facts
+from kvpool.discovery.quota import write_held, write_quota
 from kvpool.discovery.worker import Publisher
 from kvpool.errors import StoreUnavailable
 from kvpool.index.rank import UNHASHED
+from kvpool.key.key import quota_keys
 from kvpool.store.file import FileSystem
 from kvpool.store.url import StoreURL
 from tests.support.command_line import kvpool, refused
@@ -539,3 +541,47 @@ def test_looking_at_a_full_directory_evicts_nothing(tmp_path: Path) -> None:
         assert all(store.put_many(keys, [bytes(1 << 20)] * 8))
         examined("--pool", f"file://{tmp_path}/pool?capacity=2MiB")
         assert all(store.contains_many(keys))
+
+
+QUOTAS = [
+    ((None, 500), None, None),
+    ((2 << 30, None), "warn", "tenant default has a quota of 2.0 GiB, and no index counts what it holds"),
+    (
+        (1 << 30, 3 << 29),
+        "warn",
+        "tenant default holds 1.5 GiB of a quota of 1.0 GiB: its workers store nothing new",
+    ),
+    ((1 << 30, 1 << 20), "ok", "tenant default holds 1.0 MiB of a quota of 1.0 GiB"),
+    ((b"garbage", 5), "warn", "the quota of tenant default makes no sense"),
+]
+
+
+@pytest.mark.parametrize(("documents", "level", "says"), QUOTAS)
+def test_a_quota_is_examined(
+    tmp_path: Path, documents: tuple[int | bytes | None, int | None], level: str | None, says: str | None
+) -> None:
+    quota, held = documents
+    with open_store(f"file://{tmp_path}/pool?capacity=1MiB") as store:
+        if isinstance(quota, bytes):
+            store.announce(quota_keys("default")[0], quota, lease_s=60)
+        else:
+            write_quota(store, "default", quota)
+        if held is not None:
+            write_held(store, "default", held, 60)
+    _, findings = examined("--pool", f"file://{tmp_path}/pool?capacity=1MiB")
+    found = [(one["level"], one["says"]) for one in findings if one["about"] == "quota"]
+    if level is None:
+        assert found == []
+        return
+    ((found_level, found_says),) = found
+    assert (found_level, found_says[: len(says or "")]) == (level, says)
+
+
+def test_a_user_that_may_not_read_its_quota_is_told_so(server: Server) -> None:
+    rights = ["on", ">p", "~kvpool:*", "+@all"]
+    server.client.execute_command("ACL", "SETUSER", "old", *rights)
+    _, findings = examined("--pool", server.url.replace("://", "://old:p@"))
+    ((level, change),) = [(one["level"], one["change"]) for one in findings if one["about"] == "quota"]
+    assert level == "warn"
+    assert change.startswith("allow this user to read kvpool-quota:default:*")
+    assert not any("announcements cannot be read" in one["says"] for one in findings)
