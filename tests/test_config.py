@@ -36,6 +36,7 @@ def test_defaults() -> None:
         "blocks_per_record": 1,
         "share_across_tp": None,
         "keep_share": 0.1,
+        "prefetch_share": 0.25,
         "store_decode": True,
         "weights_never_change": False,
         "start_without_pool": False,
@@ -49,7 +50,7 @@ def test_every_field_from_the_dict() -> None:
         "staging_nbytes": "1GiB", "max_store_nbytes_per_s": 500, "threads": 64,
         "advertise_host": "fd00::7", "http_port": 65535, "worker": "node-1:5557", "lease_s": 3,
         "store_policy": "write_through", "min_requests_to_store": 2, "blocks_per_record": 4, "store_decode": False,
-        "weights_never_change": True, "start_without_pool": True, "keep_share": 0.25,
+        "weights_never_change": True, "start_without_pool": True, "keep_share": 0.25, "prefetch_share": 0.5,
         "cost_gate": False, "share_across_tp": 8,
     }  # fmt: skip
     config = load(given)
@@ -69,7 +70,8 @@ def test_every_field_from_the_environment() -> None:
             "KVPOOL_LEASE_S": "30", "KVPOOL_THREADS": "4", "KVPOOL_STORE_POLICY": "write_back",
             "KVPOOL_MIN_REQUESTS_TO_STORE": "2", "KVPOOL_STORE_DECODE": "false", "KVPOOL_COST_GATE": "0",
             "KVPOOL_WEIGHTS_NEVER_CHANGE": "true", "KVPOOL_START_WITHOUT_POOL": "1",
-            "KVPOOL_BLOCKS_PER_RECORD": "1", "KVPOOL_KEEP_SHARE": "0", "KVPOOL_SHARE_ACROSS_TP": "4",
+            "KVPOOL_BLOCKS_PER_RECORD": "1", "KVPOOL_KEEP_SHARE": "0", "KVPOOL_PREFETCH_SHARE": "0.75",
+            "KVPOOL_SHARE_ACROSS_TP": "4",
             "PATH": "/bin", "KVPOOL_SERVICE_HOST": "10.0.0.1", "KVPOOL_PORT": "tcp://10.0.0.1:1",
         },
     )  # fmt: skip
@@ -78,7 +80,7 @@ def test_every_field_from_the_environment() -> None:
         "staging_nbytes": 64 << 20, "max_store_nbytes_per_s": 1_000_000, "threads": 4,
         "advertise_host": "10.0.0.7", "http_port": 8001, "worker": "w", "lease_s": 30.0,
         "store_policy": "write_back", "min_requests_to_store": 2, "blocks_per_record": 1, "store_decode": False,
-        "weights_never_change": True, "start_without_pool": True, "keep_share": 0.0,
+        "weights_never_change": True, "start_without_pool": True, "keep_share": 0.0, "prefetch_share": 0.75,
         "cost_gate": False, "share_across_tp": 4,
     }  # fmt: skip
     assert config.model_dump().keys() == PoolConfig.model_fields.keys()

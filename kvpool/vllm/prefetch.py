@@ -48,17 +48,16 @@ class Prefetches:
         groups: Sequence[Group],
         loads: Loads,
         *,
-        ranks: int,
         align_tokens: int,
         hash_block_tokens: int,
         room_nbytes: int,
         counters: Counters,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store, self._groups, self._loads, self._ranks = store, groups, loads, ranks
+        self._store, self._groups, self._loads = store, groups, loads
         self._align_tokens, self._hash_block_tokens = align_tokens, hash_block_tokens
         self._room_nbytes, self._counters, self._clock = room_nbytes, counters, clock
-        self._part_nbytes: Mapping[int, int] = {}  # by group
+        self._sizes: Mapping[int, Sequence[int]] = {}
         self._queue: OrderedDict[str, RequestState] = OrderedDict()
         self._answered = ""  # the request whose lookup had ended in an earlier step
         self._copies: dict[str, _Copies] = {}
@@ -67,9 +66,9 @@ class Prefetches:
         ] = []  # of requests that no longer wait: whether a load used them
         self._unused: deque[tuple[float, int]] = deque()  # until when these bytes count
 
-    def sized(self, part_nbytes: Mapping[int, int]) -> None:
-        """By group, the bytes of each rank's part of a record, where they are equal."""
-        self._part_nbytes = part_nbytes
+    def sized(self, sizes: Mapping[int, Sequence[int]]) -> None:
+        """By group, the bytes of each part of a record. Parts of several sizes stay far."""
+        self._sizes = sizes
 
     def wait(self, state: RequestState) -> None:
         """A request arrived, and its lookup is under way."""
@@ -133,8 +132,8 @@ class Prefetches:
             return []
         wanted = []
         for index, group in enumerate(self._groups):
-            records, nbytes = records_to_load(group, 0, hit), self._part_nbytes.get(index, 0)
-            if not records or not nbytes:
+            records, sizes = records_to_load(group, 0, hit), self._sizes.get(index, ())
+            if not records or len(set(sizes)) != 1:
                 continue
             known = internals.record_hashes(request, self._hash_block_tokens, group)
             hashes = [in_pool(one) for one in known[records.start : records.stop]]
@@ -143,10 +142,10 @@ class Prefetches:
                     hashes=_native.pack_hashes(hashes),
                     hash_nbytes=len(hashes[0]),
                     group=index,
-                    ranks=len(group.key_ranks(self._ranks)),
+                    ranks=len(sizes),
                     record_tokens=group.record_tokens,
                     sliding_window=not group.needs_all,
-                    prefetch_nbytes=nbytes,
+                    prefetch_nbytes=sizes[0],
                 )
             )
         return wanted

@@ -121,7 +121,7 @@ class SchedulerHalf:
         )
         self._traffic = TrafficAnnouncer(store, config.tenant)
         self._retention = Retention(store, config.tenant, share=config.keep_share, counters=self.counters)
-        self._part_nbytes: dict[tuple[int, int], int] = {}  # by group and rank in the key
+        self._part_nbytes: dict[tuple[int, int], int] = {}  # by group and part
         self._outcomes = Outcomes(
             self.counters,
             record_tokens=self._first.record_tokens,
@@ -140,7 +140,6 @@ class SchedulerHalf:
             store,
             self._groups,
             self._loads_under_way,
-            ranks=ranks,
             align_tokens=self._align_tokens,
             hash_block_tokens=hash_block_tokens,
             room_nbytes=int(config.prefetch_share * near.capacity_nbytes) if near is not None else 0,
@@ -464,10 +463,10 @@ class SchedulerHalf:
 
     def _sized(self, part_nbytes: Mapping[tuple[int, int], int]) -> None:
         self._part_nbytes |= part_nbytes
-        sizes: dict[int, set[int]] = {}
+        sizes: dict[int, list[int]] = {}
         for (group, _), nbytes in self._part_nbytes.items():
-            sizes.setdefault(group, set()).add(nbytes)
-        self._prefetches.sized({group: min(each) for group, each in sizes.items() if len(each) == 1})
+            sizes.setdefault(group, []).append(nbytes)
+        self._prefetches.sized(sizes)
 
     def finished(self, request: Request) -> None:
         self._retain(request)
@@ -499,9 +498,9 @@ class SchedulerHalf:
             return
         records, _ = self._lookups.records(request, tag)
         nbytes = sum(
-            one.records * self._part_nbytes.get((one.group, rank), 0)
+            one.records * self._part_nbytes.get((one.group, part), 0)
             for one in records
-            for rank in range(one.ranks)
+            for part in range(one.ranks)
         )
         prefix = Prefix(namespace, records, hashes, nbytes)
         if done:

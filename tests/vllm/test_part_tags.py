@@ -121,7 +121,7 @@ def test_staging_holds_two_whole_records_however_small_it_was_set(tmp_path: Path
     report = worker.take_report()
     assert report is not None
     assert report.store_slots >= 1
-    assert report.record_nbytes == {0: HEADS << 20}
+    assert report.part_nbytes == {(0, part): 1 << 20 for part in range(HEADS)}
     worker.start_stores(PoolMetadata(stores=[BlockRef(hashed(1), 0, (1,))], tags=[1]))
     assert polled(worker, 1)["stored"] == {1: 1}
     worker.close()

@@ -84,11 +84,12 @@ struct Task {
 
   Step step = Step::kNear;
   Op op = Op::kGet;
-  std::vector<Item> items;       // of a copy of our own: none
-  std::vector<Status> found;     // by item: what near said to a delete or an expiry
-  std::optional<Behind> copied;  // of a copy
-  CopyMemory::Piece memory;      // of a copy
-  bool deleted = false;          // of a copy: the key was deleted meanwhile
+  std::vector<Item> items;           // of a copy of our own: none
+  std::vector<Status> found;         // by item: what near said to a delete or an expiry
+  std::optional<Behind> copied;      // of a copy
+  CopyMemory::Piece memory;          // of a copy
+  bool deleted = false;              // one of its keys, meanwhile: nothing of it is copied near, or stays
+  std::vector<std::string> deletes;  // the keys of a delete
   std::shared_ptr<Batch> batch;
 };
 
@@ -152,7 +153,13 @@ class NearFarThread : public IoThread {
         submit_last();
         tasks_.emplace_back().op = item.op();
       }
-      if (item.op() == Op::kDelete) deleted.insert(item.key().text);
+      if (item.op() == Op::kDelete) {
+        deleted.insert(item.key().text);
+        deleting_.insert(item.key().text);
+        tasks_.back().deletes.push_back(item.key().text);
+      } else if (deleting_.contains(item.key().text)) {
+        tasks_.back().deleted = true;
+      }
       tasks_.back().items.push_back(std::move(item));
     }
     if (!deleted.empty()) forget(deleted);
@@ -217,6 +224,7 @@ class NearFarThread : public IoThread {
 
   void drop(Tasks::iterator task) {
     if (is_behind(*task)) --copying_;
+    for (const std::string& key : task->deletes) deleting_.erase(deleting_.find(key));
     if (const auto wanted = is_wanted(*task)) wanted_.erase(*wanted);
     memory_.give_back(std::move(task->memory));
     tasks_.erase(task);
@@ -266,7 +274,7 @@ class NearFarThread : public IoThread {
       if (stopped) {
         item.finish(*stopped);
       } else if (item.prefetch_nbytes() != 0) {
-        if (status == Status::kMiss) {
+        if (status == Status::kMiss && !task->deleted) {
           prefetch(std::move(item));
         } else {
           item.finish(is_found(status) ? Status::kPresent : status, batch.error().value_or(""));
@@ -305,7 +313,7 @@ class NearFarThread : public IoThread {
       if (is_presence(item.op()) && is_fault(status)) status = Status::kMiss;
       if (item.op() == Op::kGet && status == Status::kOk) {
         backend_.add(Count::kFarHits);
-        fill(item);
+        if (!task->deleted) fill(item);
       }
       item.finish(status, is_fault(status) ? error : "");
     }
@@ -398,12 +406,14 @@ class NearFarThread : public IoThread {
 
   void tell_waiting() { backend_.set_waiting(behind_.size() + copying_); }
 
-  // A deleted key is not copied any more.
+  // A deleted key is not copied any more, nor is what was found of it before.
   void forget(const std::unordered_set<std::string>& keys) {
     std::erase_if(behind_, [&](const Behind& value) { return keys.contains(value.key.text); });
     for (const std::string& key : keys) sent_.erase(key);
     for (Task& task : tasks_) {
-      if (task.copied && keys.contains(task.copied->key.text)) task.deleted = true;
+      const auto is_deleted = [&](const Item& item) { return keys.contains(item.key().text); };
+      task.deleted = task.deleted || (task.copied && keys.contains(task.copied->key.text)) ||
+                     (!task.copied && std::any_of(task.items.begin(), task.items.end(), is_deleted));
     }
     std::erase_if(ahead_, [&](Task& task) {
       if (!keys.contains(task.copied->key.text)) return false;
@@ -489,6 +499,7 @@ class NearFarThread : public IoThread {
     for (Task& task : ahead_) finish_all(task, Status::kCancelled);
     wanted_.clear();
     ahead_.clear();
+    deleting_.clear();
     tasks_.clear();
     behind_.clear();
   }
@@ -499,6 +510,7 @@ class NearFarThread : public IoThread {
   Tasks ahead_;    // copies to come that lookups wait for
   Wanted wanted_;  // by key: those, and the ones under way
   Clock::time_point look_ahead_at_{};
+  std::unordered_multiset<std::string> deleting_;
   std::deque<Behind> behind_;
   std::size_t copying_ = 0;               // tasks that copy far
   std::unordered_set<std::string> sent_;  // of values used twice: those that went into behind_
