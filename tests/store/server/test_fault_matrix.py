@@ -302,7 +302,7 @@ def test_a_fault_is_a_miss_in_bounded_time(server: Misbehaving, client: str, nam
     row = ROWS[name]
     with opened(with_client(f"{server.url}?connections=2", client)) as store:
         trial = Trial(store, server)
-        assert trial.recovers(), "the good server is no good"
+        assert eventually(trial.recovers), "the good server is no good"
         server.misbehave(row.harm(), when_dialled=row.when_dialled)
         for _ in range(2):
             for number, value in enumerate(VALUES):
