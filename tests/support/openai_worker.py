@@ -119,6 +119,10 @@ class ScriptedWorker:
         self._ready.set()
         await self._done.wait()
         await runner.cleanup()
+        # What is in the middle of a TLS handshake is no connection of aiohttp's yet.
+        for transport in list(getattr(self._loop, "_transports", {}).values()):
+            transport.abort()
+        await asyncio.sleep(0.01)
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(status=self.health_status)
