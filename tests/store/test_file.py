@@ -110,7 +110,7 @@ def test_a_record_in_another_records_place_is_a_miss(root: Path, store: Store) -
 
 
 def test_a_killed_writer_leaves_nothing_torn(root: Path) -> None:
-    writer = run_user("put_for_ever", str(root))
+    writer = run_user("put_for_ever", f"file://{root}?capacity=256MiB&threads=4")
     assert writer.stdout is not None
     assert writer.stdout.readline() == "begun\n"
     with FileStore(str(root), 256 * MIB, 2) as store:

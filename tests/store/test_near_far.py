@@ -26,7 +26,7 @@ from tests.support.conformance import (
     payload,
 )
 from tests.support.deadlines import eventually
-from tests.support.file_user import record_files
+from tests.support.file_user import record_files, run_user
 from tests.support.servers import ON_VALKEY, Server
 
 ON_VALKEY_OF_ITS_OWN = pytest.mark.parametrize("own_server", ["valkey-server"], indirect=True)
@@ -187,6 +187,31 @@ def test_a_close_waits_for_what_is_on_its_way(near: Path, far: Store, tmp_path: 
     with open_store([f"file://{near}?capacity=256MiB", f"file://{tmp_path}/far?capacity=256MiB"]) as store:
         store.put_many(keys(20), VALUES)
     assert far.contains_many(keys(20)) == [True] * 20
+
+
+def test_a_writer_that_is_killed_leaves_whole_records_for_its_host_and_the_fleet(
+    near: Path, far: Store, tmp_path: Path
+) -> None:
+    """In the middle of puts and of copies behind them: the next engine of the host finds near what was stored."""
+    urls = [f"file://{near}?capacity=256MiB", f"file://{tmp_path}/far?capacity=256MiB"]
+    writer = run_user("put_for_ever", " ".join(urls))
+    assert writer.stdout is not None
+    assert writer.stdout.readline() == "begun\n"
+    nbytes = 8 * MIB // 10
+    targets = [bytearray(nbytes) for _ in range(20)]
+    assert eventually(lambda: any(far.contains_many(keys(20))))
+    writer.kill()
+    writer.communicate()
+    with open_store(urls) as of_host:
+        for store, has_all in ((far, False), (of_host, True)):
+            found = store.get_many_into(keys(20), targets)
+            for hit, target in zip(found, targets, strict=True):
+                assert not hit or target == target[:1] * nbytes
+            assert all(found) or not has_all, "what was put is near, whether it went far or not"
+            assert store.counters()["damaged"] == 0
+    with open_store(urls[0]) as store:
+        assert store.put_many(keys(20), VALUES) == [True] * 20
+    assert list((near / "tmp").iterdir()) == []
 
 
 # ---------------------------------------------------------------------- what comes near before it is asked for

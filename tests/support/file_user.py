@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from kvpool import open_store
 from kvpool.errors import KVPoolError
 from kvpool.store.file import FileStore
 from tests.support.conformance import MIB, key, payload
@@ -37,9 +38,9 @@ def fill(directory: str, first: str) -> None:
     print(counters["evicted"], counters["eviction_passes"])
 
 
-def put_for_ever(directory: str) -> None:
-    """Put until killed; says so once the first values are in."""
-    with FileStore(directory, 256 * MIB, 4) as store:
+def put_for_ever(pool: str) -> None:
+    """Put into the pool of this URL until killed; says so once the first values are in."""
+    with open_store(pool) as store:
         version = 0
         while True:
             numbers = range(20)
