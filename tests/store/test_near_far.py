@@ -262,13 +262,16 @@ def test_a_prefetch_of_more_than_the_memory_of_copies_goes_on_as_it_ends(both: S
     assert batch.prefetched() == [4]
 
 
-def test_what_is_deleted_does_not_come_near(both: Store, far: Store) -> None:
+@pytest.mark.parametrize("by", ["prefetch", "get"])
+def test_what_is_deleted_does_not_come_near(both: Store, far: Store, by: str) -> None:
+    names = names_of(20)
     for _ in range(20):  # in the middle of its way
-        far.put_many(names_of(20), VALUES)
-        batch = prefetched(both, 20)
-        both.delete_many(names_of(20))
-        batch.results()
-        assert eventually(lambda: open_store_near(both).contains_many(names_of(20)) == [False] * 20)
+        far.put_many(names, VALUES)
+        buffers = [bytearray(NBYTES) for _ in names]
+        batch = prefetched(both, 20) if by == "prefetch" else both.submit_get(names, buffers)
+        both.delete_many(names)
+        batch.wait()
+        assert eventually(lambda: open_store_near(both).contains_many(names) == [False] * 20)
 
 
 @ON_VALKEY_OF_ITS_OWN
