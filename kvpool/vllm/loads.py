@@ -58,11 +58,11 @@ class Loads:
 
     def _lacking(self, request: Request, local_tokens: int, hit_tokens: int) -> Iterator[Record]:
         for index, group in enumerate(self._groups):
-            for block_hash, _ in self._needed(request, group, local_tokens, hit_tokens):
+            for block_hash, _ in self.needed(request, group, local_tokens, hit_tokens):
                 yield index, block_hash
                 break
 
-    def _needed(
+    def needed(
         self, request: Request, group: Group, local_tokens: int, hit_tokens: int
     ) -> Iterator[tuple[bytes, int]]:
         """The records that a group lacks: hash and index. The last one may be a tail (``plan.has_tails``)."""
@@ -98,7 +98,7 @@ class Loads:
         room = room_of_load(self._groups, hit_tokens, request.num_tokens, self._step_tokens)
         load = self._loads[name] = _Load(time.monotonic(), room, [])
         for index, group in enumerate(self._groups):
-            for block_hash, i in self._needed(request, group, local_tokens, hit_tokens):
+            for block_hash, i in self.needed(request, group, local_tokens, hit_tokens):
                 ids = blocks_lacking(group, tables[index], i, local_tokens)
                 if any(ids):
                     blocks.append(BlockRef(pool_hash(block_hash), index, ids))

@@ -118,9 +118,7 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
     broken: dict[int, str] = field(default_factory=dict)  # by rank: why it has no pool
     staged: dict[int, int] = field(default_factory=dict)  # tag: ranks that no longer read its blocks
     store_slots: int = 0  # records in each rank's staging, once, in its first step
-    part_nbytes: dict[tuple[int, int], int] = field(
-        default_factory=dict
-    )  # by group and part, in the first step
+    part_nbytes: dict[tuple[int, int], int] = field(default_factory=dict)  # by group and part, once
     parts: dict[int, int] = field(default_factory=dict)  # ``Group.parts`` by group, with ``part_nbytes``
     stored: dict[int, int] = field(default_factory=dict)  # tag: ranks that stored their parts
     dropped: dict[int, int] = field(default_factory=dict)  # tag: ranks that gave it up

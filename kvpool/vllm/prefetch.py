@@ -20,9 +20,8 @@ from kvpool.errors import StoreUnavailable
 from kvpool.key.key import Namespace
 from kvpool.metrics import Counters
 from kvpool.store import LookupBatch, LookupGroup, Store
-from kvpool.vllm import internals
 from kvpool.vllm.loads import Loads
-from kvpool.vllm.plan import Group, longest_hit, records_to_load
+from kvpool.vllm.plan import Group, longest_hit
 from kvpool.vllm.requests import RequestState
 
 COPIES_S = 60.0  # the copies of one request, at most
@@ -49,21 +48,20 @@ class Prefetches:
         loads: Loads,
         *,
         align_tokens: int,
-        hash_block_tokens: int,
         room_nbytes: int,
         counters: Counters,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store, self._groups, self._loads = store, groups, loads
-        self._align_tokens, self._hash_block_tokens = align_tokens, hash_block_tokens
-        self._room_nbytes, self._counters, self._clock = room_nbytes, counters, clock
+        self._align_tokens, self._room_nbytes = align_tokens, room_nbytes
+        self._counters, self._clock = counters, clock
         self._sizes: Mapping[int, Sequence[int]] = {}
         self._queue: OrderedDict[str, RequestState] = OrderedDict()
         self._answered = ""  # the request whose lookup had ended in an earlier step
         self._copies: dict[str, _Copies] = {}
         self._left: list[
             tuple[_Copies, bool]
-        ] = []  # of requests that no longer wait: whether a load used them
+        ] = []  # of requests that wait no longer; whether a load used them
         self._unused: deque[tuple[float, int]] = deque()  # until when these bytes count
 
     def sized(self, sizes: Mapping[int, Sequence[int]]) -> None:
@@ -104,10 +102,11 @@ class Prefetches:
                 return  # vLLM may ask for it in its next step
             groups = self._to_copy(state) if lookup is not None else []
             nbytes = _nbytes(groups, [group.records for group in groups])
-            if 0 < nbytes <= self._room_nbytes and nbytes > self._room_nbytes - self._taken_nbytes():
+            fits = 0 < nbytes <= self._room_nbytes
+            if fits and nbytes > self._room_nbytes - self._taken_nbytes():
                 return
             del self._queue[request_id]
-            if 0 < nbytes <= self._room_nbytes:
+            if fits:
                 self._begin(namespace, request_id, groups, nbytes)
 
     def _begin(
@@ -124,19 +123,21 @@ class Prefetches:
         request, lookup, in_pool = state.request, state.lookup, state.pool_hash
         if lookup is None or lookup.present is None or in_pool is None:
             return []
-        most = (request.num_tokens - 1) // self._align_tokens * self._align_tokens
         hit = longest_hit(
-            self._groups, lookup.present, local_tokens=0, max_tokens=most, align_tokens=self._align_tokens
+            self._groups,
+            lookup.present,
+            local_tokens=0,
+            max_tokens=request.num_tokens - 1,
+            align_tokens=self._align_tokens,
         )
         if not hit or self._loads.bring(request, 0, hit):
             return []
         wanted = []
         for index, group in enumerate(self._groups):
-            records, sizes = records_to_load(group, 0, hit), self._sizes.get(index, ())
-            if not records or len(set(sizes)) != 1:
+            hashes = [in_pool(block_hash) for block_hash, _ in self._loads.needed(request, group, 0, hit)]
+            sizes = self._sizes.get(index, ())
+            if not hashes or len(set(sizes)) != 1:
                 continue
-            known = internals.record_hashes(request, self._hash_block_tokens, group)
-            hashes = [in_pool(one) for one in known[records.start : records.stop]]
             wanted.append(
                 LookupGroup(
                     hashes=_native.pack_hashes(hashes),

@@ -3,8 +3,7 @@
 To keep is to touch: every ``TOUCH_EVERY_S`` seconds the records of a kept prefix count as used, so the pool evicts
 others first. A hit starts the prefix's time again. All kept prefixes of a pool fit a share of its memory: an equal part
 for each tenant that announces anything, at most this share of its quota, and of that for each engine that keeps
-something. A prefix without room is not
-kept, so that no caller displaces what another one keeps.
+something. A prefix without room is not kept, so that no caller displaces what another one keeps.
 
 To be done is to expire: the records' time to live gets short (``Store.expire_many``), and any later use renews it. So a
 prefix that others share stays.

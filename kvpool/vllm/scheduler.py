@@ -141,7 +141,6 @@ class SchedulerHalf:
             self._groups,
             self._loads_under_way,
             align_tokens=self._align_tokens,
-            hash_block_tokens=hash_block_tokens,
             room_nbytes=int(config.prefetch_share * near.capacity_nbytes) if near is not None else 0,
             counters=self.counters,
         )
@@ -446,7 +445,7 @@ class SchedulerHalf:
             return
         if report.part_nbytes:
             self._sized(report.part_nbytes)
-        self._lookups.learn(report.parts)
+            self._lookups.learn(report.parts)
         self._resync_asked |= report.asked
         for reason in report.broken.values():
             self.switch_off(reason)

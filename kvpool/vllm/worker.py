@@ -67,9 +67,8 @@ class WorkerHalf:
         model: str = "",
     ) -> None:
         self._config, self._groups = config, list(groups)
-        self._places: dict[
-            int, int
-        ] = {}  # of a group in the pool: its first part's among the mover's copiers
+        # Of the groups in the pool, the places of their first parts among the mover's copiers.
+        self._places: dict[int, int] = {}
         self._rank, self._pipeline_parallel = rank, pipeline_parallel
         self._step_tokens = step_tokens
         self._model = model  # its display name

@@ -1,4 +1,7 @@
-"""A near pool before a far one: who is asked, what is copied, and what the death of either costs."""
+"""A near pool before a far one: who is asked, what is copied, and what the death of either costs.
+
+Over 400 lines because all cases share one pair of pools and what reads them.
+"""
 
 from __future__ import annotations
 
