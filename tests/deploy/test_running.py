@@ -59,7 +59,7 @@ def the_probe(container: Object, name: str) -> Object:
     return {key: value for key, value in container[name].items() if key in ("httpGet", "grpc", "tcpSocket")}
 
 
-@pytest.mark.parametrize("name", [one for one in OVERLAYS if one not in ("operator", "trial")])
+@pytest.mark.parametrize("name", [one for one in OVERLAYS if one not in ("near", "operator", "trial")])
 @pytest.mark.usefixtures("grpc_started")
 def test_an_index_starts_as_it_says_and_its_probes_are_answered(
     name: str, tmp_path: Path, secrets: Path
