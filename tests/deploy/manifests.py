@@ -27,7 +27,11 @@ def build(folder: Path) -> list[Object]:
     )
     assert run.returncode == 0, run.stderr
     assert not run.stderr, f"kustomize warns: {run.stderr}"
-    return list(yaml.safe_load_all(run.stdout))
+    return parsed(run.stdout)
+
+
+def parsed(text: str) -> list[Object]:
+    return [each for each in yaml.load_all(text, yaml.CSafeLoader) if each is not None]
 
 
 @functools.cache
