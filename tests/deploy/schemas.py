@@ -27,12 +27,12 @@ def kind(group_version: str, name: str, spec: Schema) -> Schema:
 
 TEXTS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
 SCHEMAS = {
-    # gateway-api-inference-extension.sigs.k8s.io/reference/spec
+    # api/v1/inferencepool_types.go of gateway-api-inference-extension 1.6
     "InferencePool": kind(
         "inference.networking.k8s.io/v1",
         "InferencePool",
         only(
-            "selector targetPorts endpointPickerRef",
+            "selector targetPorts",  # a pool without endpointPickerRef asks no picker
             selector=only("matchLabels", matchLabels={**TEXTS, "minProperties": 1, "maxProperties": 64}),
             targetPorts={
                 "type": "array", "items": only("number", number=PORT), "minItems": 1, "maxItems": 8,
@@ -46,6 +46,18 @@ SCHEMAS = {
                 port=only("number", number=PORT),
                 failureMode={"enum": ["FailOpen", "FailClose"]},
             ),
+        ),
+    ),
+    # pkg/apis/serving/v1alpha2/llm_inference_service_types.go of kserve, and its samples of release 0.19
+    "LLMInferenceService": kind(
+        "serving.kserve.io/v1alpha2",
+        "LLMInferenceService",
+        only(
+            "model template",
+            model=only("uri name", uri={"type": "string", "pattern": "^(hf|s3|oci|pvc)://"}, name={"type": "string"}),
+            replicas={"type": "integer", "minimum": 0},
+            labels=TEXTS,
+            template={"type": "object", "required": ["containers"]},
         ),
     ),
     # docs/valkeycluster.md of valkey-io/valkey-operator

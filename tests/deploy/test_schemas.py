@@ -16,7 +16,19 @@ import referencing
 import referencing.jsonschema
 import yaml
 
-from tests.deploy.manifests import OVERLAYS, ROOT, TOOLS, Object, one, overlay
+from tests.deploy.manifests import (
+    K8S,
+    OVERLAYS,
+    ROOT,
+    TOOLS,
+    Object,
+    arguments,
+    containers,
+    one,
+    options,
+    overlay,
+    parsed,
+)
 from tests.deploy.schemas import SCHEMAS
 
 every_overlay = pytest.mark.parametrize("name", OVERLAYS)
@@ -74,6 +86,32 @@ def test_a_field_that_is_misspelled_is_found() -> None:
     pool["spec"]["extensionRef"] = pool["spec"].pop("endpointPickerRef")  # as before v1
     with pytest.raises(AssertionError, match="extensionRef"):
         judge(pool, SCHEMAS["InferencePool"])
+
+
+def test_kserve_starts_workers_as_ours_and_the_inference_pool_has_them() -> None:
+    (sample,) = parsed((K8S / "samples/kserve.yaml").read_text())
+    judge(sample, SCHEMAS["LLMInferenceService"])
+    ours = one(overlay("gateway"), "Deployment", "worker")
+    judge({**ours, "spec": {**ours["spec"], "template": {"spec": sample["spec"]["template"]}}},
+          schema_of_kubernetes(ours) or {})  # fmt: skip
+    pool = one(overlay("gateway"), "InferencePool", "workers")["spec"]
+    labels = sample["spec"]["labels"]
+    assert pool["selector"]["matchLabels"].items() <= labels.items()
+    assert labels == ours["spec"]["template"]["metadata"]["labels"], "policies and monitors select by them"
+    (main,), (worker,) = sample["spec"]["template"]["containers"], containers(ours)
+    assert main["name"] == "main", "KServe's name of it"
+
+    def said(container: Object) -> dict[str, Any]:
+        found = options(arguments(container))
+        for name in ("--model", "--served-model-name"):
+            found.pop(name, None)
+        return {k: json.loads(v) if v.startswith("{") else v for k, v in found.items()}
+
+    assert said(main) == said(worker)
+    for name in ("image", "ports", "lifecycle", "resources", "securityContext"):
+        assert main[name] == worker[name], name
+    assert [each for each in worker["env"] if each["name"] != "HF_TOKEN"] == main["env"]
+    assert {each["number"] for each in pool["targetPorts"]} == {main["readinessProbe"]["httpGet"]["port"]}
 
 
 def prometheus_rule() -> Object:

@@ -118,11 +118,15 @@ class Served:
         self._thread.join(60)
         assert not self._thread.is_alive()
 
+    def drain(self) -> None:
+        """As its first SIGTERM does."""
+        asyncio.run_coroutine_threadsafe(self._server.drain(0.0, self._done), self._loop).result(60)
+
     async def _serve(self) -> None:
         self._loop, self._done = asyncio.get_running_loop(), asyncio.Event()
         self._options.setdefault("router", Router(self.fleet))
         self._options.setdefault("tokenizers", Tokenizers())
-        server = IndexServer(self.fleet, self._stats, **self._options)
+        self._server = server = IndexServer(self.fleet, self._stats, **self._options)
         status = Status(
             self.fleet, self._options["router"], self._options["tokenizers"], self._stats,
             self._options.get("pool"), server.health.is_serving, every_s=self._every_s,

@@ -45,7 +45,7 @@ def run_doctor(options: DoctorOptions) -> bool:
         findings += replica_findings(indexes[0], replica)
     findings += serving_findings(list(workers.values()), options.tls_ca)
     for url in urls:
-        findings += front_findings(url, list(workers.values()), options.tls_ca)
+        findings += front_findings(url, list(workers.values()), options.tls_ca, has_picker=bool(pickers))
     for picker in pickers:
         findings += picker_findings(picker)
     left_out = [name for name in ("pool", "index", "front", "picker") if not getattr(options, name)]

@@ -166,6 +166,11 @@ FRONT = (
     Rule("fail", lambda of: of.models is None, "{of.url} is no front of vLLM workers: {of.excerpt}", "correct the URL"),
     Rule("ok", always, "{of.url} answers; models: {of.names}"),
 )  # fmt: skip
+FRONT_UNASKED = (
+    Rule("warn", always, "{of.url} answers, and no picker placed its request, so prompts go to any worker", "name the "
+         "index as its picker: an InferencePool without endpointPickerRef asks none. Under --no-place-headers this "
+         "cannot be told"),
+)  # fmt: skip
 FRONT_MODEL = (
     Rule("warn", always, '{of.url} does not list "{of.model}", which workers announce', "send the requests of this "
          "model to a front that has it, or add its workers to this one"),

@@ -27,6 +27,9 @@ TIMEOUT_S = 3.0
 MAX_NBYTES = 16 << 20
 MAX_ASKED = 64
 AT_ONCE = 16
+REASON = (
+    "x-kvpool-reason"  # of a response that a picker saw; kvpool.index.place.placement, too, takes an extra
+)
 # A sample without its labels: NAME{LABELS} VALUE.
 _SAMPLE = re.compile(r"(kvpool_\w+)(\{.*\})? ([-+0-9.eE]+)")
 FAULTS = (metrics.LOOKUP_FAILURES, metrics.REQUEST_FAULTS, metrics.REFUSED_KEYS)
@@ -91,8 +94,10 @@ def _samples(page: bytes) -> Iterator[tuple[str, str, float]]:
                 yield found[1], own[1] if own else "", float(found[3])
 
 
-def front_findings(url: str, workers: Sequence[Worker], tls_ca: str | None) -> Iterator[Finding]:
-    """Read a front's models. No request is sent through it, so its choices stay unknown."""
+def front_findings(
+    url: str, workers: Sequence[Worker], tls_ca: str | None, *, has_picker: bool = False
+) -> Iterator[Finding]:
+    """Read a front's models. ``has_picker``: one should have placed the request for them."""
     page = _get(f"{url}/v1/models", tls_ca)
     models: set[str] | None = None
     with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -105,6 +110,8 @@ def front_findings(url: str, workers: Sequence[Worker], tls_ca: str | None) -> I
     if page.status == 200 and models is not None:
         for model in sorted({worker.model for worker in workers if worker.address} - models):
             yield from judge("front", rules.FRONT_MODEL, SimpleNamespace(url=url, model=model))
+        if has_picker and not page.is_placed:
+            yield from judge("front", rules.FRONT_UNASKED, front)
 
 
 def check_url(url: str, option: str) -> str:
@@ -116,7 +123,10 @@ def check_url(url: str, option: str) -> str:
 
 
 def _get(url: str, tls_ca: str | None) -> SimpleNamespace:
-    """``status`` and ``body``, without the environment's proxy; ``away``: why there is no page. Never raises."""
+    """``status`` and ``body``, without the environment's proxy; ``away``: why there is no page. Never raises.
+
+    ``is_placed``: of a page with a status of 2xx: a picker saw the request.
+    """
     handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
     away: object
     try:
@@ -124,7 +134,10 @@ def _get(url: str, tls_ca: str | None) -> SimpleNamespace:
             context = Tls(ca=tls_ca or "").context()
             handlers.append(urllib.request.HTTPSHandler(context=context))
         with urllib.request.build_opener(*handlers).open(url, timeout=TIMEOUT_S) as reply:
-            return SimpleNamespace(away="", status=reply.status, body=reply.read(MAX_NBYTES))
+            is_placed = REASON in reply.headers
+            return SimpleNamespace(
+                away="", status=reply.status, body=reply.read(MAX_NBYTES), is_placed=is_placed
+            )
     except urllib.error.HTTPError as error:
         with error:
             return SimpleNamespace(away="", status=error.code, body=error.read(MAX_NBYTES))

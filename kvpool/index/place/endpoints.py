@@ -131,6 +131,10 @@ class Endpoints:
             places = self._places_of(tenant)
         return [name for at in wanted for name in places.names.get(at, ())]
 
+    def holds(self, endpoint: str, tenant: str) -> bool:
+        """Whether a worker of the tenant is known to serve at this ``IP:PORT``."""
+        return endpoint in self._places_of(tenant).names
+
     def _places_of(self, tenant: str) -> _Places:
         workers = self._fleet.followed()
         known = self._places.get(tenant)

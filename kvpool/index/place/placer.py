@@ -193,6 +193,10 @@ class Placer:
         """A target did not serve the request, for a failure or a 404: that says nothing of its health."""
         self.names.note(f"{placement.tenant}/{target.worker}", placement.model, served=False)
 
+    def holds(self, placement: Placement, endpoint: str) -> bool:
+        """Whether a worker that the request could have gone to serves at ``IP:PORT``."""
+        return self._endpoints.holds(endpoint, placement.tenant)
+
     def _settle(self, placement: Placement, target: Target) -> None:
         """The next request of its session finds what this target computes."""
         if placement.session is not None and target is not placement.targets[0]:

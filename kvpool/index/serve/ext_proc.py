@@ -265,6 +265,8 @@ class Exchange:
         lacks = status == "404" or placement.reason == "unknown-model"
         may_lack = lacks or is_of_responses(engine_path(self._path))
         gone_on = self._placer.doubt if may_lack else self._placer.record  # without a status
+        if elsewhere and not self._placer.holds(placement, served):
+            targets = []  # a retry went to another InferencePool, whose picker knows why
         for target in targets:
             if not served or target.endpoint == served:
                 if status.isdecimal():
@@ -345,12 +347,10 @@ def _message(packed: bytes) -> Any:
 
 def _subset(metadata: Any) -> frozenset[str] | None:
     """Of ``IP:PORT``; None: all."""
-    if SUBSET_HINT not in metadata.filter_metadata:
+    told = metadata.filter_metadata
+    if SUBSET_HINT not in told or SUBSET not in told[SUBSET_HINT].fields:
         return None
-    fields = metadata.filter_metadata[SUBSET_HINT].fields
-    if SUBSET not in fields:
-        return None
-    value = fields[SUBSET]
+    value = told[SUBSET_HINT].fields[SUBSET]
     if value.WhichOneof("kind") == "list_value":
         named: Iterable[str] = (one.string_value for one in value.list_value.values)
     else:

@@ -121,9 +121,10 @@ class Health:
         await self._say({**dict.fromkeys(("", SERVICE, *NAMES_OF_PICKER), said), LIVENESS: status.SERVING})
 
     async def end(self) -> None:
-        """Report "not serving" for every service from now on."""
+        """Report "not serving" for every service but ``LIVENESS`` from now on."""
         self._ends = True
-        await self._say(dict.fromkeys(self._statuses, health_pb2.HealthCheckResponse.NOT_SERVING))
+        status = health_pb2.HealthCheckResponse
+        await self._say({**dict.fromkeys(self._statuses, status.NOT_SERVING), LIVENESS: status.SERVING})
 
     def is_serving(self) -> bool:
         """Whether it reports "serving" for the index; not after ``end``."""

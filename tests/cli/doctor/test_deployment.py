@@ -11,8 +11,9 @@ import pytest
 
 from demo.engine_process import free_ports
 from kvpool import open_store
-from kvpool.cli.doctor.serving import samples
+from kvpool.cli.doctor.serving import REASON, front_findings, samples
 from kvpool.index.fleet import Fleet
+from kvpool.index.place import placement
 from tests.support.command_line import kvpool, refused
 from tests.support.doctor import announced, examined, sentences, worker
 from tests.support.feeds import misbehaving
@@ -98,6 +99,21 @@ def test_a_front_is_asked_for_its_models(tmp_path: Path) -> None:
     assert code == 1
     assert "does not answer: Connection refused -> start it" in sentences(findings, "fail")
     assert "write http://HOST:PORT" in refused("doctor", "--front", "10.0.0.1:8080")
+
+
+def test_a_front_that_asks_no_picker_is_found_out() -> None:
+    assert REASON == placement.REASON
+    models = json.dumps({"data": [{"id": "m"}]}).encode()
+    with serving_page() as pages:
+
+        def warned(placed: bool, has_picker: bool) -> list[str]:
+            shows(pages, models, "200 OK" + "\r\nx-kvpool-reason: load" * placed)
+            found = front_findings(pages.address, [], None, has_picker=has_picker)
+            return [one.says for one in found if one.level == "warn"]
+
+        (says,) = warned(placed=False, has_picker=True)
+        assert "no picker placed its request" in says
+        assert warned(placed=True, has_picker=True) == warned(placed=False, has_picker=False) == []
 
 
 @pytest.mark.usefixtures("grpc_started")

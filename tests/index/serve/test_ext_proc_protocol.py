@@ -140,11 +140,12 @@ def test_only_endpoints_of_a_subset_are_picked(listed: bool) -> None:
             "127.0.0.1:9002", "127.0.0.1:9003",
         )  # fmt: skip
         assert Call(channel).place(within("127.0.0.1:9003", "127.0.0.1:1"), body()) == ["127.0.0.1:9003"]
-        call = Call(channel)
-        call.ask(within("127.0.0.1:1"))
-        refused = call.ask(body()).immediate_response
-        assert refused.status.code == 503
-        assert "at any of the endpoints" in json.loads(refused.body)["error"]["message"]
+        for none in (("127.0.0.1:1",), ()):
+            call = Call(channel)
+            call.ask(within(*none))
+            refused = call.ask(body()).immediate_response
+            assert refused.status.code == 503
+            assert "at any of the endpoints" in json.loads(refused.body)["error"]["message"]
 
 
 def test_a_reservation_ends_with_the_response() -> None:
@@ -175,6 +176,17 @@ def test_a_reservation_ends_where_another_endpoint_has_served() -> None:
         call.place()
         call.ask(response("text/event-stream", served="127.0.0.1:9002"))
         assert reserved(index) == 0
+
+
+def test_a_list_is_of_one_pool_so_an_endpoint_of_another_one_blames_no_worker() -> None:
+    """A proxy that goes on to another InferencePool asks its picker; here a gateway tells the first one of it."""
+    with picking("a", "b") as index, calling(index) as channel:
+        for _ in range(4):
+            call = Call(channel)
+            assert call.place() == ["127.0.0.1:9001", "127.0.0.1:9002"]
+            call.ask(response(served="10.0.0.7:8000", status="200"))
+            assert reserved(index) == 0
+            call.end()
 
 
 def test_a_call_that_is_broken_off_leaves_no_reservation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,6 +226,8 @@ def test_streamed_bodies_are_handed_back_with_trailers() -> None:
             "request_headers", "request_body", "request_trailers",
         ]  # fmt: skip
         assert destinations(replies[0])[0] == "127.0.0.1:9001"
+        named = set_headers(replies[0].request_headers.response.header_mutation)
+        assert named["x-gateway-destination-endpoint"] == ",".join(destinations(replies[0]))
         part = replies[1].request_body.response.body_mutation.streamed_response
         assert (part.body, part.end_of_stream) == (BODY, False), "the trailers end it"
         call.ask(response())
@@ -310,6 +324,9 @@ def test_health_by_the_names_that_probes_use() -> None:
         assert {says("readiness"), says(ext_proc.SERVICE)} == {not_serving}
         warm.append(True)
         assert eventually(lambda: {says("readiness"), says(ext_proc.SERVICE)} == {serving_})
+        index.drain()
+        assert {says("readiness"), says(ext_proc.SERVICE)} == {not_serving}
+        assert says("liveness") == serving_, "it still answers"
 
 
 def test_an_index_that_knows_no_worker_yet_lets_the_proxy_choose() -> None:
