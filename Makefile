@@ -93,11 +93,11 @@ SOAKED = tests/e2e/test_versions.py tests/store \
   $(shell grep -rl --include='test_*.py' --exclude=test_versions.py --exclude-dir=store 'mark\.soak' tests)
 RUN_PYTEST := $(BIN)/python -m pytest -o cache_dir=.cache/pytest
 BY_FILE := --dist loadfile -n
-PYTHON_SCRIPTS := scripts/dist scripts/cli-reference scripts/install-vllm scripts/image-wheels scripts/vllm-newer scripts/sync-client scripts/kubernetes-tools scripts/compose-env scripts/dashboard scripts/gpu-proof
+PYTHON_SCRIPTS := scripts/dist scripts/cli-reference scripts/install-vllm scripts/image-wheels scripts/image-requirements scripts/image-digests scripts/release scripts/vllm-newer scripts/sync-client scripts/kubernetes-tools scripts/compose-env scripts/dashboard scripts/gpu-proof
 CPP := $(shell find kvpool/_native tests/native benchmarks/native -name '*.cpp' -o -name '*.h')
 CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
 
-.PHONY: help demo demo-real image-wheel test test-pages pictures test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers gpu-proof gpu-kit docs plots cli-reference sanitize sanitize-asan sanitize-tsan fuzz fuzz-build other-vllm front-peers soak dist test-dist compose-images test-compose compose-down compose-env kubernetes-secrets proto clean lost-wheels
+.PHONY: help demo demo-real image-wheel test test-pages pictures test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers gpu-proof gpu-kit docs plots cli-reference sanitize sanitize-asan sanitize-tsan fuzz fuzz-build other-vllm front-peers soak dist test-dist release image-requirements compose-images test-compose compose-down compose-env kubernetes-secrets proto clean lost-wheels
 
 help:
 	@echo "make demo              one vLLM engine computes, a second one loads its blocks"
@@ -116,6 +116,8 @@ help:
 	@echo "make bench-route       routers in front of a fleet; bench-peers fetches who takes part"
 	@echo "make docs              the site, in .cache/site; plots, pictures and cli-reference make its parts"
 	@echo "make dist              wheels and the sdist, in dist/"
+	@echo "make release           what publishing dist/ and images would do; PUBLISH=--publish does it"
+	@echo "make image-requirements  pins what pip installs into the images"
 	@echo "make compose-env       secrets of docker-compose.secure.yml; kubernetes-secrets: of deploy/k8s"
 	@echo "make gpu-proof         all that this machine's accelerator does; gpu-kit packs that for another machine"
 	@echo "make proto             kvpool/v1 from protos/"
@@ -233,6 +235,13 @@ dist: $(DIST)/.stamp-tools
 test-dist: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(DIST)/.stamp-tools
 	$(DIST)/tools/bin/python scripts/dist --for-tests $(DIST) dist $(or $(WHEELS),$(patsubst %,%-$(shell uname -m),cp310 cp311 cp312))
 	$(RUN_PYTEST) -m dist --durations=10 $(or $(PYTEST),tests/dist)
+
+# Says what it would do, and what is not ready.
+release: $(VENV)/.stamp-venv
+	@$(BIN)/python scripts/release $(PUBLISH) $(or $(REGISTRY),registry.example)
+
+image-requirements: $(VENV)/.stamp-venv
+	$(BIN)/python scripts/image-requirements
 
 # Certificates, passwords and tokens for docker-compose.secure.yml.
 compose-env: $(VENV)/.stamp-core
