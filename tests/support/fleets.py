@@ -103,6 +103,7 @@ class Served:
         self._options = options  # of IndexServer
         self._ready = threading.Event()
         self._failure: BaseException | None = None
+        self._server: IndexServer | None = None  # while it runs: gRPC's threads end with it
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
 
     def start(self) -> None:
@@ -120,6 +121,7 @@ class Served:
 
     def drain(self) -> None:
         """As its first SIGTERM does."""
+        assert self._server is not None
         asyncio.run_coroutine_threadsafe(self._server.drain(0.0, self._done), self._loop).result(60)
 
     async def _serve(self) -> None:
@@ -155,6 +157,7 @@ class Served:
             await http.stop()
             await status.close()
             await server.stop()
+            self._server = None
 
     async def _start_placing(self, server: IndexServer, parts: AsyncExitStack) -> None:
         options = dict(self._place or {})
