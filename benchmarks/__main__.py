@@ -281,14 +281,37 @@ def lengths(
     rounds: Annotated[int, typer.Option(min=1, max=100, help="Prompts of each length.")] = 5,
     width: Annotated[int, typer.Option(min=256, max=8192, help="Of the model; a multiple of 256.")] = 768,
     layers: Annotated[int, typer.Option(min=1, max=64, help="Of the model.")] = 8,
+    scripted_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=64,
+            max=100_000,
+            help="Scripted devices in place of engines: one prompt, 70 KB a token.",
+        ),
+    ] = None,
+    link_bytes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="A second, between scripted devices and the server. Without it: loopback."
+        ),
+    ] = None,
     server: Server = None,
     as_json: Json = False,
 ) -> None:
     """Time to the first token by prompt length: computed, from the engine's own cache, near, far, and from one pool.
 
-    Starts a Valkey server and vLLM CPU engines with a small random model. Exits with 1 when tokens differ, or when a
-    prompt did not come from the pool.
+    Starts a Valkey server and vLLM CPU engines with a small random model, or scripted devices. Exits with 1 when tokens
+    or bytes differ, or when a prompt did not come from the pool.
     """
+    if scripted_tokens is not None:
+        from benchmarks.first_token_scripted import run_scripted
+
+        link_nbytes_s = None if link_bytes is None else parse_nbytes(link_bytes)
+        if not run_scripted(
+            server=server, tokens=scripted_tokens, link_nbytes_s=link_nbytes_s, as_json=as_json
+        ):
+            raise typer.Exit(EXIT_FAILED)
+        return
     from benchmarks.first_token import run_lengths
 
     if not run_lengths(
@@ -347,6 +370,11 @@ def agents(
     cache_bytes: Annotated[
         str, typer.Option(metavar="SIZE", help="Of a worker's KV cache, 96 KiB a token.")
     ] = "100GB",
+    pool_bytes: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Of the fleet's pool. Without it: it holds all.")
+    ] = None,
+    near_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Of a host's near pool.")] = "1TB",
+    host_workers: Annotated[int, typer.Option(min=1, max=256, help="Workers of a host.")] = 8,
     only: Annotated[
         list[str] | None, typer.Option(metavar="POLICY", help="Only this one; give it again for more.")
     ] = None,
@@ -362,16 +390,18 @@ def agents(
     server: Server = None,
     as_json: Json = False,
 ) -> None:
-    """Sessions of agents on simulated workers, with a real index and a real pool, placed by five policies.
+    """Sessions of agents on simulated workers, with a real index and a real pool, under six policies.
 
     none: in turns, without a pool; pool: in turns; load: by least load; precise: by load and blocks, without a pool;
-    kvpool: by load, blocks and sessions. Starts Valkey servers on loopback.
+    kvpool: by load, blocks and sessions; near: so, with a near pool of each host. Starts Valkey servers on loopback.
     """
     from benchmarks.agents import run_agents
+    from benchmarks.agents_fleet import Pools
 
     run_agents(
         traces=trace or [], workers=workers or [8, 16, 64], sessions=sessions, apart_s=apart,
         cache_nbytes=parse_nbytes(cache_bytes), only=only or [], engines=engines,
+        pools=Pools(None if pool_bytes is None else parse_nbytes(pool_bytes), parse_nbytes(near_bytes), host_workers),
         peers=Path(peers_folder) if peers else None, server=server, as_json=as_json,
     )  # fmt: skip
 

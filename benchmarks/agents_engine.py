@@ -1,26 +1,39 @@
 """``Engine``: one worker of ``python -m benchmarks agents``, as vLLM schedules. Simulated time; one thread.
 
 Requests are admitted in order, while no prompt is being computed and memory has room for all blocks of the next. What
-the memory lacks of the prompt is looked up in the pool, and loaded over the worker's link; meanwhile others are
+the memory lacks of the prompt is looked up in the pool, and loaded over the worker's ways there; meanwhile others are
 computed. Prompts are computed one after the other in steps that also decode: a step that computes makes an answer's
 next token as late as it is long. Answers' blocks take memory and are not found again, as traces do not name them.
+
+Loads have the connector's bounds: its cost gate, and a time for each. A load that fails is computed.
 """
 
 from __future__ import annotations
 
 import heapq
+import importlib.util
 import itertools
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
+import kvpool
 from benchmarks.agents_cache import DeviceCache
-from benchmarks.agents_model import MAX_RUNNING, EngineModel
+from benchmarks.agents_model import LINK_NBYTES_S, MAX_RUNNING, NEAR_NBYTES_S, EngineModel
+from benchmarks.agents_pool import Found, Held
 from benchmarks.agents_traffic import Turn
+from kvpool.metrics import Counters
 
 LOOK_S = 1.0  # between two readings of a worker's load, as an index reads it
+# The connector's max_load_s: its default, or as long as the longest prompt's load takes. Here a load's wait for others
+# does not count.
+MIN_LOAD_S = 10.0
+# Of a worker's stores as much is staged at once, two ranks' defaults, and is lost that has not gone by then.
+STAGING_NBYTES, STORE_TIMEOUT_S = 4 << 30, 5.0
 
 
 class Clock:
@@ -46,10 +59,39 @@ class Clock:
         return True
 
 
+class Way:
+    """Moves blocks, one after the other. ``nbytes_s``: of those that follow."""
+
+    def __init__(self, clock: Clock, model: EngineModel, nbytes_s: float) -> None:
+        self._clock, self._model, self.nbytes_s = clock, model, nbytes_s
+        self._free_s = 0.0
+
+    def takes_s(self, blocks: int) -> float:
+        return self._model.move_s(blocks, self.nbytes_s)
+
+    def take(self, blocks: int, max_s: float = math.inf) -> float:
+        """Seconds from now until they have been moved, or their way alone has taken ``max_s``."""
+        self._free_s = max(self._clock(), self._free_s) + min(self.takes_s(blocks), max_s)
+        return self._free_s - self._clock()
+
+
+def _cost_gate(clock: Clock) -> Any:
+    """The connector's ``CostGate``. Its package would import vLLM, which a simulated engine does not need."""
+    name = "kvpool_cost_gate"
+    if name not in sys.modules:
+        path = Path(kvpool.__file__).with_name("vllm") / "gate.py"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return sys.modules[name].CostGate(Counters(), clock)
+
+
 @dataclass(eq=False)
 class Job:
-    """A turn at a worker. ``ideal``: leading blocks that an endless cache would have; ``device``, ``pool``: those that
-    came from there. ``first_s``: of its first token.
+    """A turn at a worker. ``ideal``: leading blocks that an endless cache would have; ``device``, ``near``, ``far``:
+    those that came from there. ``first_s``: of its first token.
     """
 
     turn: Turn
@@ -57,15 +99,26 @@ class Job:
     ideal: int
     came_s: float
     device: int = 0
-    pool: int = 0
+    near: int = 0
+    far: int = 0
     first_s: float | None = None
     blocks: int = 0
     named: list[int] = field(default_factory=list)
 
+    @property
+    def pool(self) -> int:
+        return self.near + self.far
+
 
 class Pool(Protocol):
-    def leading(self, blocks: Sequence[int]) -> int: ...
-    def put(self, blocks: Sequence[int]) -> None: ...
+    """``HostPool`` has the meaning."""
+
+    near: Held | None
+
+    def use(self, blocks: Sequence[int]) -> None: ...
+    def find(self, blocks: Sequence[int]) -> Found: ...
+    def count_absent(self, blocks: Sequence[int]) -> int: ...
+    def put(self, blocks: Sequence[int]) -> list[int] | None: ...
 
 
 class Watcher(Protocol):
@@ -77,7 +130,12 @@ class Watcher(Protocol):
         """``after``: the block before the first one stored."""
 
     def put(self, engine: Engine, stored: Sequence[int]) -> None:
-        """Blocks are in the pool now."""
+        """Blocks are in the pool now: near, where the host has a near pool."""
+
+    def near_changed(self, engine: Engine, stored: Sequence[int], evicted: Sequence[int]) -> None:
+        """The near pool of the engine's host."""
+
+    def far_evicted(self, blocks: Sequence[int]) -> None: ...
 
     def ended(self, engine: Engine, job: Job) -> None: ...
 
@@ -92,7 +150,7 @@ class Look(NamedTuple):
 
 @dataclass
 class Moved:
-    """Sums of an engine. The first four are what the connector's cost gate measures."""
+    """Sums of an engine. The first four are what the connector's cost gate measures, the others go over its link."""
 
     load_tokens: float = 0.0
     load_s: float = 0.0
@@ -113,7 +171,7 @@ class Engine:
         self._model, self._clock, self._pool, self._watcher = model, clock, pool, watcher
         self._is_dead = False
         self._waiting: deque[Job] = deque()
-        self._loading: dict[Job, None] = {}
+        self._loading: dict[Job, float] = {}  # how long each takes alone
         self._loaded: deque[Job] = deque()
         self._computed: Job | None = None  # now
         self._compute_step_s = 0.0
@@ -122,15 +180,28 @@ class Engine:
         self._steps, self._steps_at_s, self._steps_a_s = 0.0, 0.0, 0.0
         self._waits = 0  # for the end of an answer; another number: the time has changed
         self._number = itertools.count()
-        self._load_free_s = self._put_free_s = 0.0
+        self._from_far, self._to_far = (Way(clock, model, LINK_NBYTES_S) for _ in range(2))
+        self._from_near, self._to_near = (Way(clock, model, NEAR_NBYTES_S) for _ in range(2))
+        self._max_load_s = max(MIN_LOAD_S, self._from_far.takes_s(model.blocks))
+        self._gate = _cost_gate(clock)
         self._looked, self._before = -1.0, Look(0, 0, 0.0)
 
     def submit(self, job: Job) -> None:
         self._note()
         job.blocks = self._model.blocks_of(job.turn.tokens + job.turn.answer_tokens)
         assert job.blocks <= self.cache.blocks
+        if self._pool is not None:
+            self._pool.use(job.findable)
         self._waiting.append(job)
         self._admit()
+
+    def slow_far(self, nbytes_s: float) -> None:
+        self._from_far.nbytes_s = self._to_far.nbytes_s = nbytes_s
+
+    def lose_far(self) -> None:
+        """The far pool died: so do loads from there."""
+        for job in [job for job in self._loading if job.far]:
+            self._end_load(job, (), ok=False)
 
     def kill(self) -> list[Job]:
         """Lose everything. Returns the jobs that it had."""
@@ -174,33 +245,48 @@ class Engine:
             if admitted is None:
                 return
             self._waiting.popleft()
-            job.device, job.pool = admitted.hit, 0
+            job.device, job.near, job.far = admitted.hit, 0, 0
             job.named = list(job.findable[: admitted.hit])
             if admitted.evicted:
                 self._watcher.changed(self, (), admitted.evicted, None)
             rest = job.findable[admitted.hit :]
-            if self._pool is not None and rest:
-                job.pool = self._pool.leading(rest)
-            if job.pool:
-                self._load(job)
+            found = self._pool.find(rest) if self._pool is not None and rest else Found((), ())
+            if (found.near or found.far) and self._gate.admits():
+                self._load(job, found)
             else:
                 self._compute(job)
 
-    def _load(self, job: Job) -> None:
-        takes_s = self._model.move_s(job.pool)
-        self._load_free_s = max(self._clock(), self._load_free_s) + takes_s
-        self.moved.load_tokens += job.pool * self._model.block_tokens
+    def _load(self, job: Job, found: Found) -> None:
+        job.near, job.far = len(found.near), len(found.far)
+        takes_s = max(self._from_near.takes_s(job.near), self._from_far.takes_s(job.far))
+        ends_s = max(
+            way.take(blocks, self._max_load_s)
+            for way, blocks in ((self._from_near, job.near), (self._from_far, job.far))
+            if blocks
+        )
+        self.moved.loaded_blocks += round(job.far * min(1.0, self._max_load_s / takes_s))
+        self._loading[job] = takes_s
+
+        def ended() -> None:
+            if job in self._loading:  # else the far pool has died
+                self._end_load(job, found.far, ok=takes_s <= self._max_load_s)
+
+        self._after(ends_s, ended)
+
+    def _end_load(self, job: Job, far: Sequence[int], *, ok: bool) -> None:
+        """``far``: what the near pool lacked."""
+        takes_s = min(self._loading.pop(job), self._max_load_s)
+        tokens = job.pool * self._model.block_tokens if ok else 0
+        self._gate.loaded(tokens, takes_s)
+        self.moved.load_tokens += tokens
         self.moved.load_s += takes_s
-        self.moved.loaded_blocks += job.pool
-        self._loading[job] = None
-
-        def loaded() -> None:
-            del self._loading[job]
+        if ok:
             self._fill(job, job.findable[job.device : job.device + job.pool])
-            self._loaded.append(job)
-            self._admit()
-
-        self._after(self._load_free_s - self._clock(), loaded)
+            self._put_near(far)
+        else:
+            job.near = job.far = 0
+        self._loaded.append(job)
+        self._admit()
 
     def _compute(self, job: Job) -> None:
         cached = (job.device + job.pool) * self._model.block_tokens
@@ -219,6 +305,7 @@ class Engine:
         def computed() -> None:
             self._decode()
             self._computed = None
+            self._gate.computed(tokens, takes_s)
             if job.first_s is None:  # of a request that failed elsewhere: its caller had one
                 job.first_s = self._clock()
             fresh = job.turn.blocks[job.device + job.pool :].tolist()
@@ -247,15 +334,46 @@ class Engine:
         return stored
 
     def _put(self, blocks: list[int]) -> None:
-        self._put_free_s = max(self._clock(), self._put_free_s) + self._model.move_s(len(blocks))
-        self.moved.put_blocks += len(blocks)
+        """Near at once, and far behind. Without a near pool far at once, where what is too slow is lost."""
+        assert self._pool is not None
+        near = self._pool.near
+        if near is not None:
+
+            def put_near() -> None:
+                self._put_near(blocks)
+                self._watcher.put(self, blocks)
+                self._put_far(blocks)
+
+            ends_s = self._to_near.take(sum(block not in near for block in blocks))
+            self._after(ends_s, put_near)
+            return
+        goes = int(STORE_TIMEOUT_S * self._to_far.nbytes_s / self._model.block_nbytes)
+        staged = STAGING_NBYTES // self._model.block_nbytes
+        self._put_far([block for at, block in enumerate(blocks) if at % staged < goes])
+
+    def _put_near(self, blocks: Sequence[int]) -> None:
+        if blocks and self._pool is not None and self._pool.near is not None:
+            self._watcher.near_changed(self, blocks, self._pool.near.add(blocks))
+
+    def _put_far(self, blocks: Sequence[int]) -> None:
+        """Only what is absent is sent."""
+        pool = self._pool
+        if pool is None or not blocks:
+            return
+        absent = pool.count_absent(blocks)
 
         def put() -> None:
-            assert self._pool is not None
-            self._pool.put(blocks)
-            self._watcher.put(self, blocks)
+            evicted = pool.put(blocks)
+            if evicted is None:
+                return
+            self.moved.put_blocks += absent
+            if evicted:
+                self._watcher.far_evicted(evicted)
+            if pool.near is None:
+                self._watcher.put(self, blocks)
 
-        self._after(self._put_free_s - self._clock(), put)
+        ends_s = self._to_far.take(absent)
+        self._after(ends_s, put)
 
     def _end(self, job: Job) -> None:
         self.cache.release(job.named, job.blocks)

@@ -1,11 +1,14 @@
 """``simulate``: agents' sessions on a fleet of scripted engines, placed by one policy. Simulated time; one thread.
 
-A kill takes the busiest worker with its memory, and the index with all it knows, when half of the turns have come.
-Callers ask again. Until the index is back, which then asks workers for replays and lists the pool, turns go round.
+A disturbance comes when half of the turns have come. ``kills``: the busiest worker goes with its memory, and the index
+with all it knows. Callers ask again. Until the index is back, which then asks workers for replays and lists the pool,
+turns go round. ``far killed``: the pool's server is killed, and stays away. ``far slow``: all ways to it are slow from
+then on.
 """
 
 from __future__ import annotations
 
+import signal
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,26 +21,40 @@ from typing import Literal
 import numpy as np
 
 from benchmarks.agents_engine import Clock, Engine, Job
-from benchmarks.agents_index import EventLog, RealIndex, RealPool
-from benchmarks.agents_model import EngineModel
+from benchmarks.agents_index import DEVICE, POOL, EventLog, RealIndex
+from benchmarks.agents_model import LINK_NBYTES_S, SLOW_NBYTES_S, EngineModel
+from benchmarks.agents_pool import Held, HostPool, RealPool
 from benchmarks.agents_traffic import Traffic, Turn
 from benchmarks.contest import percentile
 from benchmarks.valkey_shards import ValkeyShards
 from kvpool.store import open_store
 
-DEVICE, POOL = "GPU", "STORAGE"  # media of KV events
 RETRY_S = 1.0  # until a caller asks again
 WORKER_AWAY_S, INDEX_AWAY_S = 120.0, 10.0
+
+Disturbance = Literal["kills", "far killed", "far slow"]
 
 
 @dataclass(frozen=True)
 class Policy:
-    """``places``: by turns, by load, or by load and blocks. ``sessions``: it is told which turns follow each other."""
+    """``places``: by turns, by load, or by load and blocks. ``sessions``: it is told which turns follow each other.
+    ``has_near``: each host has a near pool before the fleet's.
+    """
 
     name: str
     has_pool: bool
     places: Literal["turns", "load", "blocks"]
     sessions: bool = False
+    has_near: bool = False
+
+
+@dataclass(frozen=True)
+class Pools:
+    """``nbytes``: of the fleet's; None: all fits. ``near_nbytes``: of each host's, which ``host_workers`` share."""
+
+    nbytes: int | None
+    near_nbytes: int
+    host_workers: int
 
 
 POLICIES = (
@@ -46,16 +63,18 @@ POLICIES = (
     Policy("load", True, "load"),
     Policy("precise", False, "blocks"),
     Policy("kvpool", True, "blocks", sessions=True),
+    Policy("near", True, "blocks", sessions=True, has_near=True),
 )
 
 
 @dataclass(frozen=True)
 class Row:
     """One run. ``hits_of_ideal``: leading blocks from device or pool, over those that one endless cache would have
-    given; ``hit_rate``: over all asked for, ``pool_hits`` of them from the pool. ``moved_gb``: from the pool,
-    ``stored_gb``: into it. ``duplicate_gb``: in device memory beside the first copy, as a turn comes, on average.
-    ``sessions_moved``: with turns on several workers, in all ``moves`` times; None: requests of no session.
-    ``failed``: turns whose worker died under them.
+    given; ``hit_rate``: over all asked for, ``pool_hits`` of them from a pool: ``near_hits`` from the host's,
+    ``far_hits`` from the fleet's. ``moved_gb``: from the fleet's, ``stored_gb``: into it, ``network_gb``: both.
+    ``duplicate_gb``: in device memory beside the first copy, as a turn comes, on average. ``sessions_moved``: with
+    turns on several workers, in all ``moves`` times; None: requests of no session. ``failed``: turns whose worker died
+    under them.
     """
 
     policy: str
@@ -64,11 +83,14 @@ class Row:
     hits_of_ideal: float
     hit_rate: float
     pool_hits: float
+    near_hits: float
+    far_hits: float
     ttft_p50_s: float
     ttft_p90_s: float
     ttft_p99_s: float
     moved_gb: float
     stored_gb: float
+    network_gb: float
     duplicate_gb: float
     sessions_moved: int | None
     moves: int | None
@@ -84,16 +106,18 @@ def simulate(
     *,
     server: str,
     folder: Path,
-    kills: bool = False,
+    pools: Pools,
+    disturbance: Disturbance | None = None,
     ended: Callable[[], None] = lambda: None,
 ) -> Row:
     """Starts a Valkey server if there is a pool. ``ended``: called after each turn. Errors: ``KVPoolError``."""
     with ExitStack() as parts:
-        pool = None
+        pool, shard = None, None
         if policy.has_pool:
             shard = parts.enter_context(ValkeyShards(server, folder, shards=1, io_threads=1))
-            pool = RealPool(parts.enter_context(open_store(shard.url)), traffic)
-        fleet = _Fleet(policy, workers, traffic, model, pool, kills, ended)
+            most_blocks = None if pools.nbytes is None else pools.nbytes // model.block_nbytes
+            pool = RealPool(parts.enter_context(open_store(shard.url)), traffic, most_blocks)
+        fleet = _Fleet(policy, workers, traffic, model, pools, pool, shard, disturbance, ended)
         return fleet.run()
 
 
@@ -104,15 +128,24 @@ class _Fleet:
         workers: int,
         traffic: Traffic,
         model: EngineModel,
+        pools: Pools,
         pool: RealPool | None,
-        kills: bool,
+        shard: ValkeyShards | None,
+        disturbance: Disturbance | None,
         ended: Callable[[], None],
     ) -> None:
         self._policy, self._traffic, self._model, self._pool = policy, traffic, model, pool
-        self._told_of_end = ended
+        self._shard, self._disturbance, self._told_of_end = shard, disturbance, ended
         self._clock = Clock()
-        self._kills_at = traffic.turns // 2 if kills else -1  # turns that have come
+        self._disturbed_at = traffic.turns // 2 if disturbance else -1  # turns that have come
+        self._link_nbytes_s = LINK_NBYTES_S
         self._names = [f"{number:02}" for number in range(workers)]
+        hosts: dict[int, HostPool] = {}
+        if pool is not None:
+            for host in range(-(-workers // pools.host_workers)):
+                near = Held(pools.near_nbytes // model.block_nbytes) if policy.has_near else None
+                hosts[host] = HostPool(near, pool)
+        self._pool_of = {name: hosts.get(at // pools.host_workers) for at, name in enumerate(self._names)}
         self._logs: dict[str, EventLog] = {}
         self._engines: dict[str, Engine] = {}
         self._index: RealIndex | None = None
@@ -128,7 +161,7 @@ class _Fleet:
         self._seen = np.zeros(len(traffic.hashes), bool)
         self._copies = [0] * len(traffic.hashes)
         self._duplicates, self._duplicates_seen = 0, 0
-        self._came = self._failed = self._ideal = self._asked = self._hits = self._from_pool = 0
+        self._came = self._failed = self._ideal = self._asked = self._hits = self._near = self._far = 0
         self._ttfts: list[float] = []
 
     def run(self) -> Row:
@@ -139,6 +172,10 @@ class _Fleet:
         assert not self._at
         block_gb = self._model.block_nbytes / 1e9
         moved = [engine.moved for engine in (*self._gone, *self._engines.values())]
+        moved_gb, stored_gb = (
+            sum(blocks) * block_gb
+            for blocks in zip(*((one.loaded_blocks, one.put_blocks) for one in moved), strict=True)
+        )
         ttfts = sorted(self._ttfts)
         are_sessions = self._traffic.are_sessions
         return Row(
@@ -147,12 +184,15 @@ class _Fleet:
             turns=len(ttfts),
             hits_of_ideal=self._hits / max(1, self._ideal),
             hit_rate=self._hits / max(1, self._asked),
-            pool_hits=self._from_pool / max(1, self._asked),
+            pool_hits=(self._near + self._far) / max(1, self._asked),
+            near_hits=self._near / max(1, self._asked),
+            far_hits=self._far / max(1, self._asked),
             ttft_p50_s=statistics.median(ttfts),
             ttft_p90_s=percentile(ttfts, 0.9),
             ttft_p99_s=percentile(ttfts, 0.99),
-            moved_gb=sum(one.loaded_blocks for one in moved) * block_gb,
-            stored_gb=sum(one.put_blocks for one in moved) * block_gb,
+            moved_gb=moved_gb,
+            stored_gb=stored_gb,
+            network_gb=moved_gb + stored_gb,
             duplicate_gb=self._duplicates_seen / self._came * block_gb,
             sessions_moved=len(self._moves) if are_sessions else None,
             moves=self._moves.total() if are_sessions else None,
@@ -172,8 +212,8 @@ class _Fleet:
         self._asked += len(turn.blocks)
         self._seen[turn.blocks] = True
         self._send(Job(turn, findable.tolist(), ideal, self._clock()))
-        if self._came == self._kills_at:
-            self._kill()
+        if self._came == self._disturbed_at:
+            self._disturb()
 
     def _send(self, job: Job) -> None:
         if not self._engines:
@@ -214,12 +254,20 @@ class _Fleet:
     def put(self, engine: Engine, stored: Sequence[int]) -> None:
         self._tell(engine, POOL, stored, (), None)
 
+    def near_changed(self, engine: Engine, stored: Sequence[int], evicted: Sequence[int]) -> None:
+        """The index knows no near pools: to it their blocks are in the fleet's, which ``put`` tells."""
+
+    def far_evicted(self, blocks: Sequence[int]) -> None:
+        if self._index is not None and self._policy.places == "blocks":
+            self._index.pool_lost(blocks)
+
     def ended(self, engine: Engine, job: Job) -> None:
         _, reservation = self._at.pop(job)
         if self._index is not None:
             self._index.release(reservation)
         self._hits += min(job.ideal, job.device + job.pool)  # a turn that asks again may find its own blocks
-        self._from_pool += job.pool
+        self._near += job.near
+        self._far += job.far
         assert job.first_s is not None
         self._ttfts.append(job.first_s - job.came_s)
         self._told_of_end()
@@ -245,9 +293,23 @@ class _Fleet:
 
     def _start(self, name: str) -> None:
         self._logs[name] = EventLog(self._traffic)
-        self._engines[name] = Engine(name, self._model, self._clock, self._pool, self)
+        engine = self._engines[name] = Engine(name, self._model, self._clock, self._pool_of[name], self)
+        engine.slow_far(self._link_nbytes_s)
         if self._index is not None:
             self._index.join(name, ())
+
+    def _disturb(self) -> None:
+        if self._disturbance == "kills":
+            self._kill()
+        elif self._disturbance == "far slow":
+            self._link_nbytes_s = SLOW_NBYTES_S
+            for engine in self._engines.values():
+                engine.slow_far(SLOW_NBYTES_S)
+        elif self._pool is not None and self._shard is not None:
+            self._pool.die()
+            self._shard.signal(signal.SIGKILL)
+            for engine in self._engines.values():
+                engine.lose_far()
 
     def _kill(self) -> None:
         busy = Counter(name for name, _ in self._at.values())

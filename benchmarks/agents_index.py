@@ -14,9 +14,10 @@ from typing import Any
 import msgpack
 
 from benchmarks.agents_engine import Engine
+from benchmarks.agents_pool import TENANT, RealPool
 from benchmarks.agents_traffic import Traffic, Turn
 from kvpool.discovery.worker import Publisher, Worker
-from kvpool.errors import KVPoolError, StoreUnavailable
+from kvpool.errors import KVPoolError
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow.pool_reconciler import MAX_KEYS_PER_S, PoolReconciler
 from kvpool.index.place.load import NO_HASH, Load
@@ -27,46 +28,16 @@ from kvpool.index.place.sessions import Session
 from kvpool.index.prompt import Prompt
 from kvpool.index.sequence import Sequence as BatchSequence
 from kvpool.key.hashing import seed_id
-from kvpool.key.key import Namespace
-from kvpool.store import Store
-from kvpool.store.batch import LookupGroup
 
-TENANT, MODEL = "default", "agents"
+MODEL = "agents"
+DEVICE, POOL = "GPU", "STORAGE"  # media of KV events
 KEPT_BATCHES = 10_000  # by a publisher, for replays: vLLM's default
 PUBLISHER = Publisher(0, "tcp://127.0.0.1:1", "tcp://127.0.0.1:2")  # nobody dials them
-PAYLOAD = bytes(8)  # of a block in the pool
-CONNECT_TIMEOUT_S, RECONCILE_TIMEOUT_S = 30.0, 120.0
+RECONCILE_TIMEOUT_S = 120.0
 
 
-class RealPool:
-    """Blocks in a store, with tiny payloads. Waits for its connection, and for its answers. Errors: ``KVPoolError``."""
-
-    def __init__(self, store: Store, traffic: Traffic) -> None:
-        self.store = store
-        self.namespace = Namespace(TENANT, {"benchmark": "agents"})
-        self._hashes = traffic.hashes.astype(">u8")  # as keys have them
-        self._block_tokens = traffic.block_tokens
-        ends_s = time.monotonic() + CONNECT_TIMEOUT_S
-        while True:
-            try:
-                self.leading([0])
-                return
-            except StoreUnavailable:
-                if time.monotonic() > ends_s:
-                    raise
-                time.sleep(0.05)
-
-    def leading(self, blocks: Sequence[int]) -> int:
-        group = LookupGroup(self._hashes[list(blocks)].tobytes(), 8, 0, 1, self._block_tokens)
-        [found] = self.store.submit_lookup(self.namespace, [group]).records()
-        return (found + b"\0").index(b"\0")
-
-    def put(self, blocks: Sequence[int]) -> None:
-        """Errors: ``KVPoolError`` without room."""
-        packed = self._hashes[list(blocks)].tobytes()
-        keys = self.namespace.keys([packed[at : at + 8] for at in range(0, len(packed), 8)], 0, 0)
-        if not all(self.store.submit_put_absent(keys, [PAYLOAD] * len(keys)).wait()):
-            raise KVPoolError("the pool of the benchmark has no room: give its server more memory")
+def _removed(hashes: Sequence[int], medium: str) -> dict[str, Any]:
+    return {"type": "BlockRemoved", "block_hashes": hashes, "medium": medium, "group_idx": 0}
 
 
 class EventLog:
@@ -82,9 +53,7 @@ class EventLog:
     ) -> tuple[int, bytes]:
         events: list[dict[str, Any]] = []
         if removed:
-            events.append(
-                {"type": "BlockRemoved", "block_hashes": self._of(removed), "medium": medium, "group_idx": 0}
-            )
+            events.append(_removed(self._of(removed), medium))
         if stored:
             parent = None if after is None else int(self._hashes[after])
             events.append(
@@ -142,6 +111,12 @@ class RealIndex:
     def tell(self, name: str, batch: tuple[int, bytes]) -> None:
         if (sequence := self._sequences.get(name)) is not None:
             sequence.live(*batch)
+
+    def pool_lost(self, blocks: Sequence[int]) -> None:
+        """The pool has evicted them, and its server's notices say so."""
+        batch = msgpack.packb([0.0, [_removed(self._traffic.hashes[list(blocks)].tolist(), POOL)], None])
+        for pool in self._fleet.pools():
+            pool.table.apply(pool.holder, batch, pool=pool.holder)
 
     def learn_pool(self, pool: RealPool) -> None:
         """What the pool has, as after a start. Blocks for a round. Errors: ``KVPoolError``."""

@@ -16,8 +16,9 @@ from benchmarks import agents_engines, agents_fronts
 from benchmarks.agents import run_agents
 from benchmarks.agents_cache import Admitted, DeviceCache
 from benchmarks.agents_engine import Clock, Engine, Job
-from benchmarks.agents_fleet import POLICIES, Row, simulate
-from benchmarks.agents_model import TOKEN_NBYTES, EngineModel
+from benchmarks.agents_fleet import POLICIES, Disturbance, Policy, Pools, Row, simulate
+from benchmarks.agents_model import SLOW_NBYTES_S, TOKEN_NBYTES, EngineModel
+from benchmarks.agents_pool import Found, Held
 from benchmarks.agents_traffic import Turn, made_up, traffic
 from benchmarks.route_caller import Answer
 from benchmarks.route_traffic import Traffic
@@ -27,21 +28,29 @@ from kvpool.errors import ConfigError
 from tests.support.command_line import benchmark
 
 BLOCK_TOKENS = 64
-SESSIONS, TURNS, FIRST_BLOCKS, MORE_BLOCKS = 6, 6, 60, 12
-CACHE = 400 * BLOCK_TOKENS * TOKEN_NBYTES  # of two workers: nearly all
+SESSIONS, TURNS = 6, 6
+TRACE_BLOCK_TOKENS = 512
+COMMON_BLOCKS, FIRST_BLOCKS, MORE_BLOCKS = (
+    25,
+    80,
+    12,
+)  # so many tokens that they are slower to compute than to load
+BLOCK_NBYTES = TRACE_BLOCK_TOKENS * TOKEN_NBYTES
+CACHE = 450 * BLOCK_NBYTES  # of two workers: nearly all
+POOLS = Pools(None, 10 * CACHE, host_workers=2)
 
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    """Sessions that begin with the same 20 blocks and grow; answers take a second, pauses four."""
+    """Sessions that begin with the same blocks and grow; answers take a second, pauses four."""
     lines = []
     for _ in range(SESSIONS):
         turns: list[Any] = []
         for turn in range(TURNS):
             kept = FIRST_BLOCKS + MORE_BLOCKS * (turn - 1) if turn else 0
             runs = [[kept + 1, MORE_BLOCKS if turn else FIRST_BLOCKS]]
-            turns.append([5.0 * turn, (kept + runs[0][1]) * BLOCK_TOKENS + 9, 20, 1.0, 4.0, kept, runs])
-        lines.append(json.dumps({"tools": 20 * BLOCK_TOKENS, "system": 0, "turns": turns}))
+            turns.append([5.0 * turn, (kept + runs[0][1]) * TRACE_BLOCK_TOKENS + 9, 20, 1.0, 4.0, kept, runs])
+        lines.append(json.dumps({"tools": COMMON_BLOCKS * TRACE_BLOCK_TOKENS, "system": 0, "turns": turns}))
     path = tmp_path / "sessions.jsonl"
     path.write_text("\n".join(lines))
     return path
@@ -49,8 +58,8 @@ def trace(tmp_path: Path) -> Path:
 
 def report(capsys: pytest.CaptureFixture[str], *traces: Path, **options: Any) -> dict[str, Any]:
     given: dict[str, Any] = {
-        "workers": [1], "sessions": 80, "apart_s": 3.0, "cache_nbytes": CACHE, "only": [], "engines": False,
-        "peers": None, "server": None, "as_json": True,
+        "workers": [1], "sessions": 80, "apart_s": 3.0, "cache_nbytes": CACHE, "pools": POOLS, "only": [],
+        "engines": False, "peers": None, "server": None, "as_json": True,
     }  # fmt: skip
     run_agents(traces=traces, **given | options)
     found: dict[str, Any] = json.loads(capsys.readouterr().out)
@@ -59,15 +68,21 @@ def report(capsys: pytest.CaptureFixture[str], *traces: Path, **options: Any) ->
 
 def test_policies_are_compared_on_the_same_sessions(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = report(capsys, trace, workers=[3, 2])
-    policies = ["none", "pool", "load", "precise", "kvpool"]
+    policies = ["none", "pool", "load", "precise", "kvpool", "near"]
     rows = {(row["policy"], row["workers"]): row for row in found["rows"]}
     assert list(rows) == [(policy, workers) for workers in (2, 3) for policy in policies]
     assert [row["policy"] for row in found["kills"]] == policies
-    for row in (*found["rows"], *found["kills"]):
+    assert [(row["policy"], row["workers"]) for row in (*found["far_killed"], *found["far_slow"])] == [
+        ("kvpool", 3), ("near", 3),
+    ] * 2  # fmt: skip
+    assert found["near_nbytes"] == POOLS.near_nbytes
+    for row in (*found["rows"], *found["kills"], *found["far_killed"], *found["far_slow"]):
         assert row["turns"] == SESSIONS * TURNS
         assert 0 < row["hits_of_ideal"] <= 1
         assert 0 < row["ttft_p50_s"] <= row["ttft_p90_s"] <= row["ttft_p99_s"]
-        assert (row["moved_gb"] > 0) == (row["pool_hits"] > 0)
+        assert (row["moved_gb"] > 0) == (row["far_hits"] > 0)
+        assert row["pool_hits"] == pytest.approx(row["near_hits"] + row["far_hits"])
+        assert row["network_gb"] == pytest.approx(row["moved_gb"] + row["stored_gb"])
         assert row["trace"] == trace.name
     for workers in (2, 3):
         assert rows["none", workers]["hits_of_ideal"] < 0.9
@@ -83,22 +98,40 @@ def test_policies_are_compared_on_the_same_sessions(trace: Path, capsys: pytest.
 
 def test_the_table_has_the_chosen_policies(trace: Path) -> None:
     table = benchmark(
-        "agents", "--trace", str(trace), "--workers", "2", "--only", "kvpool", "--only", "none"
-    ).stdout
-    assert table.count(f"{trace.name}: 6 sessions, 36 turns") == 2
-    assert [line.split()[0] for line in table.splitlines() if " 2 " in line] == ["none", "kvpool"] * 2
+        "agents", "--trace", str(trace), "--workers", "2", "--only", "kvpool", "--only", "none",
+        "--pool-bytes", "10GB", "--near-bytes", "1GB", "--host-workers", "4",
+    ).stdout  # fmt: skip
+    assert table.count(f"{trace.name}: 6 sessions, 36 turns") == 4
+    rows = [line.split()[0] for line in table.splitlines() if " 2 " in line]
+    assert rows == ["none", "kvpool", "none", "kvpool", "kvpool", "kvpool"]
 
 
-def run(trace: Path, policy: str, folder: Path, *, kills: bool) -> Row:
-    [chosen] = [one for one in POLICIES if one.name == policy]
+def run(
+    trace: Path,
+    policy: str | Policy,
+    folder: Path,
+    disturbance: Disturbance | None,
+    pools: Pools = POOLS,
+    workers: int = 3,
+) -> Row:
+    [chosen] = [policy] if isinstance(policy, Policy) else [one for one in POLICIES if one.name == policy]
     sessions = traffic(read_trace(trace), sessions=SESSIONS, apart_s=0.2)  # several at a time
-    model = EngineModel(CACHE, BLOCK_TOKENS)
-    return simulate(chosen, 3, sessions, model, server=find_server(None), folder=folder, kills=kills)
+    model = EngineModel(CACHE, TRACE_BLOCK_TOKENS)
+    return simulate(
+        chosen,
+        workers,
+        sessions,
+        model,
+        server=find_server(None),
+        folder=folder,
+        pools=pools,
+        disturbance=disturbance,
+    )
 
 
 @pytest.mark.parametrize("policy", ["pool", "kvpool"])
 def test_a_killed_worker_costs_a_recompute_alone(policy: str, trace: Path, tmp_path: Path) -> None:
-    whole, killed = (run(trace, policy, tmp_path / f"{kills}", kills=kills) for kills in (False, True))
+    whole, killed = (run(trace, policy, tmp_path / f"{one}", one) for one in (None, "kills"))
     assert whole.failed == 0
     assert killed.failed > 0
     assert killed.turns == whole.turns
@@ -108,7 +141,43 @@ def test_a_killed_worker_costs_a_recompute_alone(policy: str, trace: Path, tmp_p
 
 
 def test_a_run_is_the_same_again(trace: Path, tmp_path: Path) -> None:
-    assert len({run(trace, "kvpool", tmp_path / f"{at}", kills=True) for at in range(2)}) == 1
+    assert len({run(trace, "kvpool", tmp_path / f"{at}", "kills") for at in range(2)}) == 1
+
+
+def in_turns(trace: Path, folder: Path, disturbance: Disturbance | None, pools: Pools, *, near: bool) -> Row:
+    """Each turn of a session is at the next worker of five."""
+    policy = Policy("in turns", True, "turns", has_near=near)
+    return run(trace, policy, folder, disturbance, pools, workers=5)
+
+
+def test_a_smaller_pool_has_fewer_hits(trace: Path, tmp_path: Path) -> None:
+    sizes = [Pools(blocks * BLOCK_NBYTES, 1, 1) for blocks in (90, 500, 10_000)]
+    small, middle, large = (
+        in_turns(trace, tmp_path / f"{one.nbytes}", None, one, near=False) for one in sizes
+    )
+    assert small.far_hits < middle.far_hits < large.far_hits
+    assert small.hits_of_ideal < middle.hits_of_ideal < large.hits_of_ideal
+
+
+def test_a_near_pool_keeps_bytes_off_the_network(trace: Path, tmp_path: Path) -> None:
+    hosts = Pools(None, 10 * CACHE, host_workers=3)
+    far, near = (in_turns(trace, tmp_path / f"{has}", None, hosts, near=has) for has in (False, True))
+    assert far.near_hits == 0
+    assert near.near_hits > near.far_hits > 0
+    assert near.network_gb < far.network_gb
+    assert near.hits_of_ideal > 0.95
+
+
+@pytest.mark.parametrize("disturbance", ["far killed", "far slow"])
+def test_a_host_serves_from_near_what_the_far_pool_cannot(
+    disturbance: Disturbance, trace: Path, tmp_path: Path
+) -> None:
+    one_host = Pools(None, 10 * CACHE, host_workers=5)
+    far, near = (
+        in_turns(trace, tmp_path / f"{has}", disturbance, one_host, near=has) for has in (False, True)
+    )
+    assert far.hits_of_ideal < 0.85 < 0.95 < near.hits_of_ideal
+    assert far.ttft_p90_s > near.ttft_p90_s
 
 
 def test_requests_without_sessions_come_when_they_came(
@@ -127,7 +196,7 @@ def test_a_turn_waits_for_the_answer_and_the_pause(trace: Path) -> None:
     of = traffic(read_trace(trace), sessions=2, apart_s=60)
     assert [[turn.pause_s for turn in turns[:3]] for turns in of.sessions] == [[0, 4, 4], [60, 4, 4]]
     first, second = (turns[0].blocks for turns in of.sessions)
-    assert (first == second).sum() == 20
+    assert (first == second).sum() == COMMON_BLOCKS
 
 
 def test_made_up_sessions_begin_alike_and_grow() -> None:
@@ -179,40 +248,66 @@ class Told:
 
     def put(self, engine: Engine, stored: Sequence[int]) -> None: ...
 
+    def near_changed(self, engine: Engine, stored: Sequence[int], evicted: Sequence[int]) -> None: ...
+
+    def far_evicted(self, blocks: Sequence[int]) -> None: ...
+
     def ended(self, engine: Engine, job: Job) -> None:
         self.ends.append((self.clock(), job))
 
 
 class Has:
-    """A pool of the first ``blocks``."""
+    """A far pool of the first ``blocks``, behind a near one that has those of ``near``."""
 
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, blocks: int, near: Sequence[int] | None = None) -> None:
         self.blocks = blocks
+        self.near: Held | None = None
+        if near is not None:
+            self.near = Held(1 << 20)
+            self.near.add(near)
 
-    def leading(self, blocks: Sequence[int]) -> int:
-        return sum(block < self.blocks for block in blocks)
+    def use(self, blocks: Sequence[int]) -> None: ...
 
-    def put(self, blocks: Sequence[int]) -> None: ...
+    def find(self, blocks: Sequence[int]) -> Found:
+        there = [block for block in blocks if block < self.blocks]
+        near = [block for block in there if self.near is not None and block in self.near]
+        return Found(near, [block for block in there if block not in near])
+
+    def count_absent(self, blocks: Sequence[int]) -> int:
+        return len(blocks)
+
+    def put(self, blocks: Sequence[int]) -> list[int] | None: ...
 
 
 def first_tokens(
-    prompts: Sequence[Sequence[int]], pool: Has | None = None, *, cache: int = 10_000
+    prompts: Sequence[Sequence[int]],
+    pool: Has | None = None,
+    *,
+    cache: int = 10_000,
+    far_nbytes_s: float | None = None,
+    at_once: bool = True,
 ) -> list[float]:
-    """Seconds until each prompt's first token at one engine; all come at once, with answers of 100 tokens."""
+    """Seconds until each prompt's first token at one engine, with answers of 100 tokens. ``at_once``: False: each comes
+    when the one before was answered.
+    """
     told = Told()
     model = EngineModel(cache * BLOCK_TOKENS * TOKEN_NBYTES, BLOCK_TOKENS)
     engine = Engine("0", model, told.clock, pool, told)
+    if far_nbytes_s is not None:
+        engine.slow_far(far_nbytes_s)
     jobs = []
     for number, blocks in enumerate(prompts):
         turn = Turn(number, 0, np.array(blocks, np.int32), len(blocks) * BLOCK_TOKENS + 1, 100, 0.0)
-        jobs.append(Job(turn, list(blocks), 0, 0.0))
+        jobs.append(Job(turn, list(blocks), 0, told.clock()))
         engine.submit(jobs[-1])
+        while not at_once and len(told.ends) <= number:
+            assert told.clock.step()
     while told.clock.step():
         pass
     assert {job for _, job in told.ends} == set(jobs)
     assert engine.cache.usage == 0
     assert all(at_s > (job.first_s or 0) for at_s, job in told.ends)
-    return [job.first_s or 0 for job in jobs]
+    return [(job.first_s or 0) - job.came_s for job in jobs]
 
 
 def test_an_engine_computes_what_it_lacks_in_turns() -> None:
@@ -231,6 +326,30 @@ def test_an_engine_computes_what_it_lacks_in_turns() -> None:
 def test_an_engine_computes_others_while_it_loads() -> None:
     long, other = list(range(1000)), list(range(5000, 5050))
     assert first_tokens([long, other], Has(1000))[1] < EngineModel().move_s(1000)
+
+
+def test_an_engine_loads_near_and_far_at_once() -> None:
+    long, model = list(range(1000)), EngineModel()
+    pools = [Has(1000, long[:blocks]) for blocks in (0, 500, 1000)]
+    far, half, near = (first_tokens([long], pool)[0] for pool in pools)
+    assert far - half == pytest.approx(model.move_s(500))
+    assert model.move_s(1000) / 5 < near < half < far
+    assert pools[0].near is not None
+    assert all(block in pools[0].near for block in long)
+
+
+def test_an_engine_computes_what_is_too_slow_to_load() -> None:
+    prompts = [list(range(at, at + 1000)) for at in range(0, 8000, 1000)]
+    cache = 10_000
+    longest_s = EngineModel().move_s(cache)
+    computed = first_tokens(prompts, cache=cache, at_once=False)
+    slow = first_tokens(prompts, Has(8000), cache=cache, far_nbytes_s=SLOW_NBYTES_S, at_once=False)
+    late = [one - other for one, other in zip(slow, computed, strict=True)]
+    assert late[:4] == pytest.approx([longest_s] * 4, abs=0.1)
+    assert late[4] < 0.1  # the gate has measured both, and is closed
+    just = 1000 * EngineModel().block_nbytes / (longest_s - 0.1)
+    [loaded] = first_tokens(prompts[:1], Has(1000), cache=cache, far_nbytes_s=just)
+    assert loaded == pytest.approx(longest_s - 0.1, rel=0.01)
 
 
 def test_an_engine_without_room_lets_requests_wait() -> None:
