@@ -308,7 +308,7 @@ def lengths(
 
         link_nbytes_s = None if link_bytes is None else parse_nbytes(link_bytes)
         if not run_scripted(
-            server=server, tokens=scripted_tokens, link_nbytes_s=link_nbytes_s, as_json=as_json
+            server=server, tokens=scripted_tokens, rounds=rounds, link_nbytes_s=link_nbytes_s, as_json=as_json
         ):
             raise typer.Exit(EXIT_FAILED)
         return

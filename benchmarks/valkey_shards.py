@@ -70,6 +70,10 @@ class ValkeyShards:
         """Bytes that the servers have sent to all their clients. Blocks."""
         return sum(int(client.info("stats")["total_net_output_bytes"]) for client in self._clients)
 
+    def received_nbytes(self) -> int:
+        """Bytes that all their clients have sent to the servers. Blocks."""
+        return sum(int(client.info("stats")["total_net_input_bytes"]) for client in self._clients)
+
     def signal(self, number: int) -> None:
         """Send a signal to all servers: SIGSTOP, SIGCONT, SIGKILL."""
         for process in self._processes:
