@@ -11,22 +11,18 @@ Loads have the connector's bounds: its cost gate, and a time for each. A load th
 from __future__ import annotations
 
 import heapq
-import importlib.util
 import itertools
 import math
-import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-import kvpool
 from benchmarks.agents_cache import DeviceCache
+from benchmarks.agents_loads import Way, cost_gate
 from benchmarks.agents_model import LINK_NBYTES_S, MAX_RUNNING, NEAR_NBYTES_S, EngineModel
 from benchmarks.agents_pool import Found, Held
 from benchmarks.agents_traffic import Turn
-from kvpool.metrics import Counters
 
 LOOK_S = 1.0  # between two readings of a worker's load, as an index reads it
 # The connector's max_load_s: its default, or as long as the longest prompt's load takes. Here a load's wait for others
@@ -57,35 +53,6 @@ class Clock:
         self.now_s, _, act = heapq.heappop(self._due)
         act()
         return True
-
-
-class Way:
-    """Moves blocks, one after the other. ``nbytes_s``: of those that follow."""
-
-    def __init__(self, clock: Clock, model: EngineModel, nbytes_s: float) -> None:
-        self._clock, self._model, self.nbytes_s = clock, model, nbytes_s
-        self._free_s = 0.0
-
-    def takes_s(self, blocks: int) -> float:
-        return self._model.move_s(blocks, self.nbytes_s)
-
-    def take(self, blocks: int, max_s: float = math.inf) -> float:
-        """Seconds from now until they have been moved, or their way alone has taken ``max_s``."""
-        self._free_s = max(self._clock(), self._free_s) + min(self.takes_s(blocks), max_s)
-        return self._free_s - self._clock()
-
-
-def _cost_gate(clock: Clock) -> Any:
-    """The connector's ``CostGate``. Its package would import vLLM, which a simulated engine does not need."""
-    name = "kvpool_cost_gate"
-    if name not in sys.modules:
-        path = Path(kvpool.__file__).with_name("vllm") / "gate.py"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[name] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[name].CostGate(Counters(), clock)
 
 
 @dataclass(eq=False)
@@ -183,7 +150,7 @@ class Engine:
         self._from_far, self._to_far = (Way(clock, model, LINK_NBYTES_S) for _ in range(2))
         self._from_near, self._to_near = (Way(clock, model, NEAR_NBYTES_S) for _ in range(2))
         self._max_load_s = max(MIN_LOAD_S, self._from_far.takes_s(model.blocks))
-        self._gate = _cost_gate(clock)
+        self._gate = cost_gate(clock)
         self._looked, self._before = -1.0, Look(0, 0, 0.0)
 
     def submit(self, job: Job) -> None:

@@ -50,9 +50,9 @@ class Policy:
 
 @dataclass(frozen=True)
 class Pools:
-    """``nbytes``: of the fleet's; None: all fits. ``near_nbytes``: of each host's, which ``host_workers`` share."""
+    """``pool_nbytes``: of the fleet's; None: all fits. ``near_nbytes``: of each host's, for its ``host_workers``."""
 
-    nbytes: int | None
+    pool_nbytes: int | None
     near_nbytes: int
     host_workers: int
 
@@ -115,7 +115,7 @@ def simulate(
         pool, shard = None, None
         if policy.has_pool:
             shard = parts.enter_context(ValkeyShards(server, folder, shards=1, io_threads=1))
-            most_blocks = None if pools.nbytes is None else pools.nbytes // model.block_nbytes
+            most_blocks = None if pools.pool_nbytes is None else pools.pool_nbytes // model.block_nbytes
             pool = RealPool(parts.enter_context(open_store(shard.url)), traffic, most_blocks)
         fleet = _Fleet(policy, workers, traffic, model, pools, pool, shard, disturbance, ended)
         return fleet.run()
