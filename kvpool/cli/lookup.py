@@ -36,7 +36,7 @@ def run_lookup(options: LookupOptions, index: IndexConnection) -> None:
     asked = {"model": options.model, "tenant": options.tenant}
     with index.open(options.timeout) as client:
         if options.route:
-            ranking = client.route(prompt)
+            ranking = client.route(prompt, preview=True)
             if options.as_json:
                 print(json.dumps(asked | {"picks": [_pick_json(pick) for pick in ranking.picks]}))
             else:

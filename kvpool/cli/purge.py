@@ -122,7 +122,7 @@ def _survey(stores: Mapping[str, Store], within: str) -> tuple[list[Share], set[
     """Contents of the prefix ``within``: namespaces, some with facts and no block; keys of announcements."""
     found: dict[tuple[str, str, str], Share] = {}
     announced = {key for store in stores.values() for key in store.announcements(within)}
-    with progress_bar() as progress:
+    with progress_bar("blocks") as progress:
         task = progress.add_task("looking", total=None)
         for pool, store in stores.items():
             for batch in store.scan(within):
@@ -172,7 +172,7 @@ def _not_there(
 def _delete(stores: Mapping[str, Store], plan: Plan) -> tuple[int, int]:
     """Deleted (blocks, announcements). Announcements last: after an interruption the rest is still visible."""
     blocks = 0
-    with progress_bar() as progress:
+    with progress_bar("blocks") as progress:
         task = progress.add_task("deleting", total=plan.blocks)
         for store in stores.values():
             for prefix in plan.prefixes:

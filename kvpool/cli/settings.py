@@ -240,8 +240,8 @@ class LookupOptions:
     tenant: Annotated[str, option(ANSWER, "TENANT", "Whose workers are asked about.")] = "default"
     worker: Annotated[list[str], option(ANSWER, "NAME",
         "Only this worker; once for each. Without it: all of the model.")] = field(default_factory=list)
-    route: Annotated[bool, flag(ANSWER, "--route", "Rank the workers by what the prompt would cost, and say why.")] = (
-        False)
+    route: Annotated[bool, flag(ANSWER, "--route",
+        "Rank the workers by what the prompt would cost, and say why: no placement.")] = False
     most: Annotated[int, option(ANSWER, "ROWS", "Most rows of the table; 0: all. JSON always has all.", min=0)] = 40
     as_json: Json = False
     index: Index = "127.0.0.1:50051"

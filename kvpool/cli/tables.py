@@ -13,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.measure import Measurement
-from rich.progress import Progress
+from rich.progress import Progress, ProgressColumn, Task
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -60,10 +60,23 @@ def console(*, stderr: bool = False) -> Console:
     return made
 
 
-def progress_bar() -> Progress:
-    """On standard error, while that is a terminal."""
+class _Count(ProgressColumn):
+    """So many of all, which may be unknown."""
+
+    def __init__(self, of: str) -> None:
+        self._of = of
+        super().__init__()
+
+    def render(self, task: Task) -> Text:
+        of_all = "" if task.total is None else f" of {task.total:,.0f}"
+        return Text(f"{task.completed:,.0f}{of_all} {self._of}")
+
+
+def progress_bar(counts: str = "") -> Progress:
+    """On standard error, while that is a terminal. ``counts``: what it counts aloud, such as ``blocks``."""
     out = _Console(stderr=True)
-    return Progress(console=out, transient=True, disable=not out.is_terminal)
+    columns = [*Progress.get_default_columns(), *([_Count(counts)] if counts else [])]
+    return Progress(*columns, console=out, transient=True, disable=not out.is_terminal)
 
 
 def add_row(columns: Sequence[Column], *cells: object) -> None:

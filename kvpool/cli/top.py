@@ -283,20 +283,26 @@ def _columns(rows: Sequence[RankRow], most: int) -> list[Column]:
     tenants = len({row.tenant for row in rows}) > 1
     several = len({(row.tenant, row.worker) for row in rows}) != len(rows)
     columns = [
-        Column("worker", left=True), Column("state", left=True), Column("device"), Column("host", drop=2),
-        Column("disk", drop=3), Column("batch/s", drop=1), Column("lag"), Column("gaps", drop=4),
-        Column("replays", drop=6), Column("resets", drop=5), Column("address", drop=7, left=True),
-        Column("problem", wraps=True),
+        Column("worker", left=True), Column("address", drop=1, left=True), Column("state", left=True),
+        Column("device"), Column("host", drop=3), Column("disk", drop=4), Column("batch/s", drop=2), Column("lag"),
+        Column("gaps", drop=5), Column("replays", drop=7), Column("resets", drop=6), Column("problem", wraps=True),
     ]  # fmt: skip
     for row in rows[: most or None]:
         worker = f"{row.tenant}/{row.worker}" if tenants else row.worker
         add_row(
-            columns, f"{worker} rank {row.dp_rank}" if several else worker, _state(row), row.device_blocks,
-            row.host_blocks, row.disk_blocks, "-" if row.batches_per_s is None else f"{row.batches_per_s:.1f}",
+            columns, f"{worker} rank {row.dp_rank}" if several else worker, _address(row), _state(row),
+            row.device_blocks, row.host_blocks, row.disk_blocks,
+            "-" if row.batches_per_s is None else f"{row.batches_per_s:.1f}",
             f"{row.staleness_ms / 1000:.1f} s" if row.publishes else "-", row.gaps, row.replays, row.resets,
-            row.address, row.problem,
+            row.problem,
         )  # fmt: skip
     return [column for column in columns if column.name not in ("address", "problem") or any(column.cells)]
+
+
+def _address(row: RankRow) -> str:
+    """Without what is understood; empty: its name says it already."""
+    address = row.address.removeprefix("http://")
+    return "" if address == row.worker else address
 
 
 def _state(row: RankRow) -> str:

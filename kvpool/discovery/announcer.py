@@ -59,7 +59,7 @@ class Announcer(_Writer):
 
     ``worker``: with one publisher and an incarnation. ``lease_s``: the record outlives its last renewal by
     this; three renewals a lease, and at least one every ``READ_S`` seconds, the next after ``RETRY_S`` where
-    the server refused or evicted the record. ``say``: receives one line when an outage begins or ends, and
+    the server refused or evicted the record. ``log``: gets one line when an outage begins or ends, and
     when another process announces the same name. A present record of the same name is replaced after
     ``TAKE_OVER_S``. Errors: ``ConfigError`` for a worker that cannot be announced.
     """
@@ -70,11 +70,11 @@ class Announcer(_Writer):
         worker: Worker,
         *,
         lease_s: float = DEFAULT_LEASE_S,
-        say: Callable[[str], None] = logger.warning,
+        log: logging.Logger = logger,
     ) -> None:
         self._key, _ = pack_worker(worker, lease_s)
         super().__init__(store, every_s=min(lease_s / RENEWALS, READ_S), thread="kvpool-announcer")
-        self._worker, self._lease_s, self._say = worker, lease_s, say
+        self._worker, self._lease_s, self._log = worker, lease_s, log
         self._requested = False  # written by its thread
         # The fields below: its thread only.
         self._renewals = 0
@@ -112,11 +112,11 @@ class Announcer(_Writer):
             self._requested = False
             if not self._away:
                 reason = str(error) if isinstance(error, KVPoolError) else f"{type(error).__name__}: {error}"
-                self._say(f"worker {self._worker.name} {failure}: {reason}")
+                self._log.warning("kvpool: worker %s %s: %s", self._worker.name, failure, reason)
             self._away = True
             return False
         if self._away:
-            self._say(f"worker {self._worker.name} is announced again")
+            self._log.info("kvpool: worker %s is announced again", self._worker.name)
         self._away = False
         return True
 
@@ -137,10 +137,11 @@ class Announcer(_Writer):
         twin = other if self._written else ""
         if twin and twin != self._warned_twin:
             self._warned_twin = twin
-            self._say(
-                f"another process announces a worker {self._worker.name} of tenant {self._worker.tenant}, too: "
-                'give each engine a "worker" of its own, or a "http_port" or "advertise_host" of its own'
-            )
+            self._log.warning(
+                "kvpool: another process announces a worker %s of tenant %s, too: give each engine a \"worker\" of its "
+                'own, or a "http_port" or "advertise_host" of its own',
+                self._worker.name, self._worker.tenant,
+            )  # fmt: skip
         self._renewals += 1
         _, record = pack_worker(self._worker, self._lease_s, self._renewals)
         self._store.announce(self._key, record, lease_s=self._lease_s)

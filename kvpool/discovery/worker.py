@@ -72,6 +72,11 @@ class Worker:
         """``TENANT/NAME``."""
         return f"{self.tenant}/{self.name}"
 
+    @property
+    def label(self) -> str:
+        """For people: its name, and where it serves."""
+        return f"{self.name} at {self.address}" if self.address else self.name
+
 
 class Position(NamedTuple):
     """Number and digest (``kvpool.index.rank``) of the last applied batch of a rank."""

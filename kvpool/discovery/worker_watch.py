@@ -141,7 +141,7 @@ class WorkerWatch:
             self._away = True
         else:
             if self._away:
-                logger.warning("the workers in the pool can be read again")
+                logger.info("the workers in the pool can be read again")
             self._away, answered = False, True
         workers, problems = merge_ranks(
             known.record for tenant in self._tenants.values() for known in tenant.known.values()
@@ -200,7 +200,7 @@ class WorkerWatch:
             return
         now_s = self._clock()
         if tenant.refused:
-            logger.warning("workers of tenant %s can be read again", name)
+            logger.info("workers of tenant %s can be read again", name)
         if tenant.refused or emptied:
             tenant.grant(now_s)
         tenant.refused, tenant.unreadable_records = False, len(read) - len(found)

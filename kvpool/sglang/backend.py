@@ -75,12 +75,7 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
             threads=self._config.threads,
             must_answer=not self._config.start_without_pool,
         )
-        self._quota = QuotaWatch(
-            self._store,
-            self._config.tenant,
-            self._state.counters,
-            lambda text: logger.warning("kvpool: %s", text),
-        )
+        self._quota = QuotaWatch(self._store, self._config.tenant, self._state.counters, logger)
 
     def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:
         """Take the pages' host memory, and complete the namespace.

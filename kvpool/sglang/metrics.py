@@ -39,7 +39,7 @@ class PoolState:
         with self._lock:
             back, self._away = self._away, False
         if back:
-            logger.warning("kvpool: the pool is back")
+            logger.info("kvpool: the pool is back")
 
     def fault(self, what: str, error: Exception | None) -> None:
         """Log the first failed call; the caller counts all."""

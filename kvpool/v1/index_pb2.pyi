@@ -144,7 +144,7 @@ class LookupResponse(_message.Message):
     def __init__(self, worker: _Optional[_Iterable[str]] = ..., dp_rank: _Optional[_Iterable[int]] = ..., address: _Optional[_Iterable[str]] = ..., block_tokens: _Optional[_Iterable[int]] = ..., prompt_blocks: _Optional[_Iterable[int]] = ..., device_blocks: _Optional[_Iterable[int]] = ..., local_blocks: _Optional[_Iterable[int]] = ..., pool_blocks: _Optional[_Iterable[int]] = ..., sequence: _Optional[_Iterable[int]] = ..., staleness_ms: _Optional[_Iterable[int]] = ..., stale: _Optional[_Iterable[bool]] = ..., loadable_blocks: _Optional[_Iterable[int]] = ..., responses: _Optional[_Iterable[_Union[LookupResponse, _Mapping]]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., id: _Optional[int] = ...) -> None: ...
 
 class RouteRequest(_message.Message):
-    __slots__ = ("scope", "block_hashes", "token_ids", "text", "chat", "workers", "loads", "most", "reserve_ms", "prompt_tokens", "session_id", "prompt_cache_key")
+    __slots__ = ("scope", "block_hashes", "token_ids", "text", "chat", "workers", "loads", "most", "reserve_ms", "prompt_tokens", "session_id", "prompt_cache_key", "preview")
     SCOPE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_HASHES_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -157,6 +157,7 @@ class RouteRequest(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_CACHE_KEY_FIELD_NUMBER: _ClassVar[int]
+    PREVIEW_FIELD_NUMBER: _ClassVar[int]
     scope: Scope
     block_hashes: bytes
     token_ids: bytes
@@ -169,7 +170,8 @@ class RouteRequest(_message.Message):
     prompt_tokens: int
     session_id: str
     prompt_cache_key: str
-    def __init__(self, scope: _Optional[_Union[Scope, _Mapping]] = ..., block_hashes: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., workers: _Optional[_Iterable[str]] = ..., loads: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ..., most: _Optional[int] = ..., reserve_ms: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., session_id: _Optional[str] = ..., prompt_cache_key: _Optional[str] = ...) -> None: ...
+    preview: bool
+    def __init__(self, scope: _Optional[_Union[Scope, _Mapping]] = ..., block_hashes: _Optional[bytes] = ..., token_ids: _Optional[bytes] = ..., text: _Optional[str] = ..., chat: _Optional[_Union[ChatPrompt, _Mapping]] = ..., workers: _Optional[_Iterable[str]] = ..., loads: _Optional[_Iterable[_Union[RankLoad, _Mapping]]] = ..., most: _Optional[int] = ..., reserve_ms: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., session_id: _Optional[str] = ..., prompt_cache_key: _Optional[str] = ..., preview: bool = ...) -> None: ...
 
 class RankLoad(_message.Message):
     __slots__ = ("worker", "dp_rank", "running", "waiting", "queued_tokens", "kv_usage_permille")

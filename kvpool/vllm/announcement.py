@@ -334,7 +334,7 @@ class EngineAnnouncer:
                 store,
                 worker,
                 lease_s=self._config.lease_s,
-                say=lambda text: logger.warning("kvpool: %s", text),
+                log=logger,
             )
         except Exception as error:  # the engine starts all the same
             logger.warning("kvpool could not announce this worker: %s: %s", type(error).__name__, error)

@@ -146,9 +146,7 @@ class SchedulerHalf:
         )
         self._new_loads: list[LoadPlan] = []
         self._cancelled: list[str] = []
-        self._quota = QuotaWatch(
-            store, config.tenant, self.counters, lambda text: logger.warning("kvpool: %s", text)
-        )
+        self._quota = QuotaWatch(store, config.tenant, self.counters, logger)
         queue = StoreQueue(
             self._groups,
             ranks=ranks,

@@ -133,9 +133,7 @@ class KVPoolTier(SecondaryTierManager):
         self._broken = False
         self._faults = 0
         self.counters = Counters()
-        self._quota = QuotaWatch(
-            self._store, self._config.tenant, self.counters, lambda text: logger.warning("kvpool: %s", text)
-        )
+        self._quota = QuotaWatch(self._store, self._config.tenant, self.counters, logger)
         self._quota.start()
         self._mover = BlockMover(
             self._store, HostMemory(max(1, PART_NBYTES // self._row_nbytes)), self.counters

@@ -70,7 +70,7 @@ def main() -> None:
         raise SystemExit(str(failure)) from None
     say("packing the source")
     source = build_sdist(scratch, out)
-    for target in targets:
+    for number, target in enumerate(targets, 1):
         name, _, arch = target.partition("-")
         began = time.monotonic()
         toolchain = Toolchain(arch, scratch / f"tools-{arch}", scratch / "zig")
@@ -79,7 +79,7 @@ def main() -> None:
             prefix = openssl.build(crypto, trees[crypto], toolchain, scratch)
         else:
             prefix = openssl.linked(arch, scratch)
-        say(f"{target}: build tools")
+        say(f"{target}, {number} of {len(targets)}: build tools")
         python = environment(pythons[name], name, scratch)
         say(f"{target}: compiling; its output: {scratch / f'{name}-{arch}.log'}")
         raw = build_wheel(python, source, toolchain, cmake, prefix, trees[xxhash], name, scratch)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -102,6 +103,17 @@ def test_a_tenant_goes_with_all_it_announced_and_others_stay(pool: Pool) -> None
     assert sum(part["nbytes"] for part in report["namespaces"]) == 2 * BLOCKS * (64 + 128)  # type: ignore[attr-defined]
     assert left(pool.store) == [0, 0, BLOCKS]
     assert list(pool.store.announcements()) == [BETA_1.facts_key]
+
+
+def test_it_counts_at_a_terminal(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/pool"
+    with open_store(url) as store:
+        fill(store)
+    ended = kvpool("purge", "--pool", url, "--everything", "--yes", env={**os.environ, "FORCE_COLOR": "1"})
+    said = re.sub("\x1b\\[[0-9;?]*[A-Za-z]", "", ended.stderr)
+    assert re.search(r"looking .* 3,600 blocks", said), said
+    assert re.search(r"deleting .* 3,600 of 3,600 blocks", said), said
+    assert "Deleted 3,600 blocks and 4 announcements." in ended.stdout
 
 
 def test_a_namespace_goes_with_its_facts_and_its_siblings_stay(pool: Pool) -> None:

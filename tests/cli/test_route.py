@@ -50,6 +50,8 @@ def test_a_ranking_of_a_chat(tmp_path: Path) -> None:
                     return {pick.load_source for pick in client.route("m", token_ids=[1]).picks}
 
                 assert eventually(lambda: sources() == {"none", "scraped"})
+            with IndexClient(index.target, 60) as client:
+                placements = client.status().index.placements
             picks = json.loads(kvpool(*chat, "--route", "--json").stdout)["picks"]
             assert [pick["worker"] for pick in picks] == ["w-1", "w-2"]
             best: dict[str, Any] = picks[0]
@@ -62,6 +64,8 @@ def test_a_ranking_of_a_chat(tmp_path: Path) -> None:
             assert picks[1]["trust"] in ("fallback", "unreachable")
             assert picks[1]["load_source"] == "none"
             table = kvpool(*chat, "--route").stdout
+            with IndexClient(index.target, 60) as client:
+                assert client.status().index.placements == placements, "who looks places nothing"
             line = rf"w-1 +{best['cost']} +{best['prefill_cost']} +0 +1204 +3/3/3 +3 +1 +exact"
             assert re.search(line, table), table
             assert re.search(r"w-2 .* 0/0/0 +\? +\? +(fallback|unreachable)", table), table

@@ -70,7 +70,7 @@ def test_an_engine_that_fails_at_once_does_not_take_the_name_of_one_that_runs(
 
 def test_a_pool_that_is_away_asks_for_nothing(server: Server) -> None:
     with open_store(server.url) as store:
-        announcer = Announcer(store, worker("a"), lease_s=LEASE_S, say=lambda text: None)
+        announcer = Announcer(store, worker("a"), lease_s=LEASE_S)
         try:
             store.announce(request_key(KEY.replace("10.0.0.7:5557", "a")), b"?", lease_s=600)
             assert eventually(lambda: announcer.requested)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.support.memory_store import MemoryStore
 from tests.support.servers import Cluster, Server
 
 QUOTA, HELD = quota_keys("t")
+LOGGER = logging.getLogger("kvpool")
 
 
 def standing(store: Store, tenant: str = "t") -> Standing:
@@ -80,7 +82,7 @@ def test_a_document_that_makes_no_sense_is_no_limit_and_is_counted(key: str, bad
         write_quota(store, "t", 10)
         write_held(store, "t", 10, 60)
         counters = Counters()
-        watch = QuotaWatch(store, "t", counters)
+        watch = QuotaWatch(store, "t", counters, LOGGER)
         watch.turn()
         assert watch.is_over()
         store.announce(key, bad, lease_s=60)
@@ -90,10 +92,10 @@ def test_a_document_that_makes_no_sense_is_no_limit_and_is_counted(key: str, bad
         assert standing(store).is_unreadable
 
 
-def test_stores_end_at_the_quota_and_go_on_well_below_it() -> None:
-    said: list[str] = []
+def test_stores_end_at_the_quota_and_go_on_well_below_it(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, LOGGER.name)
     with MemoryStore() as store:
-        watch = QuotaWatch(store, "t", Counters(), said.append)
+        watch = QuotaWatch(store, "t", Counters(), LOGGER)
         seen = []
         write_quota(store, "t", 1000)
         for held_nbytes in (0, 999, 1000, 1500, 999, 950, 949, 999, 1001):
@@ -101,11 +103,14 @@ def test_stores_end_at_the_quota_and_go_on_well_below_it() -> None:
             watch.turn()
             seen.append(watch.is_over())
         assert seen == [False, False, True, True, True, True, False, False, True]
-        assert len(said) == 3, "each change once"
-        assert said[0].startswith(
-            "tenant t holds 1,000 bytes of a quota of 1,000: this worker loads, and stores nothing"
+        levels = [record.levelname for record in caplog.records]
+        assert levels == ["WARNING", "INFO", "WARNING"], "each change once, and good news is no warning"
+        assert caplog.messages[0].startswith(
+            "kvpool: tenant t holds 1,000 bytes of a quota of 1,000: this worker loads, and stores nothing"
         )
-        assert said[1] == "tenant t is not over its quota any more: this worker stores again"
+        assert (
+            caplog.messages[1] == "kvpool: tenant t is not over its quota any more: this worker stores again"
+        )
         store.withdraw(HELD)  # no index counts any more
         watch.turn()
         assert not watch.is_over()
@@ -120,7 +125,7 @@ def test_a_watch_reads_by_itself_until_it_is_closed(server: Server, monkeypatch:
     monkeypatch.setattr("kvpool.discovery.quota_watch.READ_S", 0.02)
     counters = Counters()
     with open_store(server.url) as store:
-        watch = QuotaWatch(store, "t", counters)
+        watch = QuotaWatch(store, "t", counters, LOGGER)
         assert not watch.is_over(), "not started"
         watch.start()
         try:

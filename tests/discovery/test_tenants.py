@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import time
@@ -53,6 +54,7 @@ def announce_many(server: Server, count: int) -> None:
 def test_a_tenant_that_spoils_its_announcements_hurts_itself_alone(
     server: Server, way: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    caplog.set_level(logging.INFO, "kvpool.index")
     monkeypatch.setattr(worker_watch, "REFUSED_S", 0.2)
     told = Watched()
     with open_store(server.url) as store, watching(store, told, ["t", "u"]) as watch:

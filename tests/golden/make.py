@@ -337,6 +337,7 @@ def make_protocol() -> list[dict[str, Any]]:
         "loads": [{"worker": "w-1", "dp_rank": 1, "running": 3, "waiting": 2, "queued_tokens": 4_000_000_000_000,
                    "kv_usage_permille": 250}, {"worker": "w-2"}],
         "most": 2, "reserve_ms": 2_000, "prompt_tokens": 90, "session_id": "s-1", "prompt_cache_key": "app",
+        "preview": True,
     })  # fmt: skip
     message(
         "RouteRequest", {"scope": {"model": "m"}, "chat": {"messages": [{"role": "user", "content": ["x"]}]}}

@@ -251,6 +251,7 @@ def test_a_call_returns_only_when_nothing_touches_host_memory_any_more(tmp_path:
 def test_a_pool_that_stands_still_costs_the_budget_and_comes_back(
     tmp_path: Path, serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "kvpool.sglang")
     with running("valkey-server", tmp_path) as pool:
         server, other = serve(pool.url, lookup_timeout_s=BUDGET_S), serve(pool.url, lookup_timeout_s=BUDGET_S)
         keys, slots, into = hashes(3), server.slots(3), server.slots(3)
@@ -274,9 +275,11 @@ def test_a_pool_that_stands_still_costs_the_budget_and_comes_back(
         assert eventually(lambda: server.backend.batch_exists(keys) == 3)
         assert server.backend.batch_get_v1(keys, into) == [True] * 3
         assert server.contents(into) == server.contents(slots)
-    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len([text for text in said if "the pool is away" in text]) == 2  # each backend once
-    assert len([text for text in said if "the pool is back" in text]) == 1  # that was asked again
+    said = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert [level for level, text in said if "the pool is away" in text] == [
+        "WARNING"
+    ] * 2  # each backend once
+    assert [level for level, text in said if "the pool is back" in text] == ["INFO"]  # that was asked again
 
 
 def test_the_older_calls_move_flat_pages(pool: str, serve: Serve) -> None:

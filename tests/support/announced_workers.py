@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,10 +39,26 @@ def worker(name: str = "10.0.0.7:5557", incarnation: str = "one", dp_rank: int =
     return Worker(**{**fields, **more})
 
 
+class Said(list[str]):
+    """What a logger was given; ``levels``: of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.levels: list[str] = []
+        self.logger = logging.Logger("said")
+        handler = logging.Handler()
+        handler.emit = self._note  # type: ignore[method-assign]
+        self.logger.addHandler(handler)
+
+    def _note(self, record: logging.LogRecord) -> None:
+        self.levels.append(record.levelname)
+        self.append(record.getMessage())
+
+
 @contextmanager
-def announced(store: Store, one: Worker, lease_s: float = LEASE_S) -> Iterator[list[str]]:
-    said: list[str] = []
-    announcer = Announcer(store, one, lease_s=lease_s, say=said.append)
+def announced(store: Store, one: Worker, lease_s: float = LEASE_S) -> Iterator[Said]:
+    said = Said()
+    announcer = Announcer(store, one, lease_s=lease_s, log=said.logger)
     try:
         yield said
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -102,6 +103,7 @@ def skipped(engine: SchedulerHalf) -> float:
 def test_an_engine_over_its_quota_loads_and_stores_again_after_a_purge(
     fleet: Callable[..., Fleet], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO, "vllm.kvpool")
     world = fleet()
     engine = world.engines["a"]
     write_quota(world.store, "a", 10 * RECORD_NBYTES)

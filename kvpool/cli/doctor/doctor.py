@@ -14,6 +14,7 @@ from rich.text import Text
 from kvpool.cli.doctor.pool import pool_findings
 from kvpool.cli.doctor.rules import Finding
 from kvpool.cli.doctor.serving import check_url, front_findings, serving_findings
+from kvpool.cli.doctor.workers import Workers
 from kvpool.cli.settings import DoctorOptions
 from kvpool.cli.tables import console, show
 from kvpool.discovery.worker import Worker
@@ -31,21 +32,31 @@ def run_doctor(options: DoctorOptions) -> bool:
     urls = [check_url(url, "--front") for url in options.front]
     indexes, pickers = options.connections(options.index), options.connections(options.picker)
     if indexes or pickers:  # a pool is examined where gRPC is not installed, too
-        from kvpool.cli.doctor.indexes import index_findings, picker_findings, replica_findings
+        from kvpool.cli.doctor.indexes import (
+            add_followed,
+            index_findings,
+            look_at,
+            picker_findings,
+            replica_findings,
+        )
     findings: list[Finding] = []
     announced: list[Worker] | None = None
     if options.pool is not None:
         findings, announced = pool_findings(options.pool, check_tenant(options.tenant))
-    workers = {worker.id: worker for worker in announced or ()}
-    for index in indexes:
-        found, followed = index_findings(index, announced, options.tenant)
-        findings += found
-        workers = {worker.id: worker for worker in followed} | workers
+    workers = Workers(announced or (), options.tls_ca)
+    looks = [look_at(index) for index in indexes]
+    for look in looks:
+        add_followed(look, workers)
+    workers.ask()
+    findings += workers.findings()
+    for look in looks:
+        findings += index_findings(look, workers, options.tenant)
     for replica in indexes[1:]:
-        findings += replica_findings(indexes[0], replica)
-    findings += serving_findings(list(workers.values()), options.tls_ca)
+        findings += replica_findings(indexes[0], replica, workers)
+    there = [worker for worker in workers.by_id.values() if not workers.is_away(worker)]
+    findings += serving_findings(there, workers.pages)
     for url in urls:
-        findings += front_findings(url, list(workers.values()), options.tls_ca, has_picker=bool(pickers))
+        findings += front_findings(url, there, options.tls_ca, has_picker=bool(pickers))
     for picker in pickers:
         findings += picker_findings(picker)
     left_out = [name for name in ("pool", "index", "front", "picker") if not getattr(options, name)]

@@ -8,48 +8,57 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import NamedTuple
 
 from kvpool.cli.doctor import rules
 from kvpool.cli.doctor.rules import Finding, judge
 from kvpool.cli.doctor.serving import TIMEOUT_S
+from kvpool.cli.doctor.workers import Workers
 from kvpool.cli.exits import in_options
 from kvpool.cli.options import IndexConnection
-from kvpool.discovery.worker import Worker
 from kvpool.errors import AccessDenied, IndexUnavailable, KVPoolError, UnknownModel
 from kvpool.index.answer import PublisherStatus, WorkerStatus
 from kvpool.index.client.channel import NOTHING_LISTENS, without_advice
-from kvpool.index.client.client import IndexClient
 from kvpool.text import counted
 
 COMPARISONS = 10  # of two indexes, until every rank agrees
 BETWEEN_S = 0.2
 
 
-def index_findings(
-    index: IndexConnection, announced: list[Worker] | None, tenant: str
-) -> tuple[list[Finding], list[Worker]]:
-    """Findings of an index, and its workers. ``announced``: workers in the pool; None: no pool. Blocking."""
+class IndexLook(NamedTuple):
+    """What an index says of its workers. ``found``: why it says nothing; empty: it answers."""
+
+    connection: IndexConnection
+    statuses: list[WorkerStatus]
+    found: list[Finding]
+
+
+def look_at(index: IndexConnection) -> IndexLook:
+    """Blocking."""
     with index.open() as client:
         try:
-            statuses = client.workers()
+            return IndexLook(index, client.workers(), [])
         except (AccessDenied, IndexUnavailable) as error:
             denied = isinstance(error, AccessDenied)
             says = str(error) if denied else in_options(without_advice(error))
             away = SimpleNamespace(
                 target=index.target, denied=denied, says=says, nothing_listens=says.endswith(NOTHING_LISTENS)
             )
-            return list(judge("index", rules.INDEX_AWAY, away, first=True)), []
-        findings = list(_judged(index, client, statuses, announced or [], tenant))
-    return findings, [status.worker for status in statuses]
+            return IndexLook(index, [], list(judge("index", rules.INDEX_AWAY, away, first=True)))
 
 
-def _judged(
-    index: IndexConnection,
-    client: IndexClient,
-    statuses: list[WorkerStatus],
-    announced: list[Worker],
-    tenant: str,
-) -> Iterator[Finding]:
+def add_followed(look: IndexLook, workers: Workers) -> None:
+    for status in look.statuses:
+        well = any(not one.stale for one in status.publishers)
+        workers.add_followed(look.connection.target, status.worker, well=well)
+
+
+def index_findings(look: IndexLook, workers: Workers, tenant: str) -> Iterator[Finding]:
+    """``workers``: have been asked; those that answer nowhere have their finding already. Blocking."""
+    if look.found:
+        yield from look.found
+        return
+    index, statuses = look.connection, look.statuses
     state = SimpleNamespace(
         target=index.target,
         workers=counted(len(statuses), "worker"),
@@ -58,20 +67,21 @@ def _judged(
         serves=_serves(index),
     )
     yield from judge("index", rules.INDEX, state)
-    in_pool, known = {worker.id for worker in announced}, {status.worker.id for status in statuses}
+    known = {status.worker.id for status in statuses}
     for status in statuses:
         if any(one.events for one in status.worker.publishers):
-            yield from _ranks(status)
-        elif status.worker.id not in in_pool:  # a finding of the pool, else
+            yield from _ranks(status, workers)
+        elif status.worker.id not in workers.announced:  # a finding of the pool, else
             yield from judge("index", rules.INDEX_MUTE, status.worker)
-    for of_tenant, model in sorted({(status.worker.tenant, status.worker.model) for status in statuses}):
-        try:
-            client.lookup(model, token_ids=[0], tenant=of_tenant)
-        except UnknownModel as error:  # the index cannot hash as the workers do
-            yield from judge("index", rules.INDEX_HASHING, str(error))
-    for worker in announced:
-        if worker.id not in known:
-            yield from judge("index", rules.INDEX_LACKS, SimpleNamespace(name=worker.name, tenant=tenant))
+    with index.open() as client:
+        for of_tenant, model in sorted({(one.worker.tenant, one.worker.model) for one in statuses}):
+            try:
+                client.lookup(model, token_ids=[0], tenant=of_tenant)
+            except UnknownModel as error:  # the index cannot hash as the workers do
+                yield from judge("index", rules.INDEX_HASHING, str(error))
+    for worker in workers.announced.values():
+        if worker.id not in known and not workers.is_away(worker):
+            yield from judge("index", rules.INDEX_LACKS, SimpleNamespace(label=worker.label, tenant=tenant))
 
 
 def _serves(index: IndexConnection) -> bool:
@@ -81,18 +91,20 @@ def _serves(index: IndexConnection) -> bool:
         return False
 
 
-def _ranks(status: WorkerStatus) -> Iterator[Finding]:
+def _ranks(status: WorkerStatus, workers: Workers) -> Iterator[Finding]:
     events = {one.dp_rank: one.events for one in status.worker.publishers}
     for one in status.publishers:
+        if one.stale and workers.has_finding(status.worker):
+            continue
         rank = SimpleNamespace(
-            name=status.worker.name, dp_rank=one.dp_rank, problem=one.problem, stale=one.stale, resets=one.resets,
+            label=status.worker.label, dp_rank=one.dp_rank, problem=one.problem, stale=one.stale, resets=one.resets,
             events=events.get(one.dp_rank, ""),
         )  # fmt: skip
         yield from judge("index", rules.RANK, rank, first=True)
 
 
-def replica_findings(one: IndexConnection, other: IndexConnection) -> Iterator[Finding]:
-    """Differences of two indexes about common workers. Blocking, for two seconds if any.
+def replica_findings(one: IndexConnection, other: IndexConnection, workers: Workers) -> Iterator[Finding]:
+    """Differences of two indexes about common workers that answer. Blocking, for two seconds if any.
 
     Ranks are compared at equal sequences, so a lagging index is no finding. Ranks with evicted blocks are skipped.
     """
@@ -121,11 +133,13 @@ def replica_findings(one: IndexConnection, other: IndexConnection) -> Iterator[F
             if not differing and compared >= both - full:
                 break
     ends = {"here": one.target, "there": other.target}
-    for (worker, _, dp_rank), blocks in sorted(differing.items()):
-        rank_pair = SimpleNamespace(worker=worker, dp_rank=dp_rank, blocks=blocks, **ends)
+    for (worker_id, _, dp_rank), blocks in sorted(differing.items()):
+        rank_pair = SimpleNamespace(worker=workers.name(worker_id), dp_rank=dp_rank, blocks=blocks, **ends)
         yield from judge("replicas", rules.REPLICA_RANK, rank_pair)
-    for worker in sorted({rank[0] for rank in here.keys() ^ there.keys()}):
-        yield from judge("replicas", rules.REPLICA_WORKER, SimpleNamespace(worker=worker, **ends))
+    for worker_id in sorted({rank[0] for rank in here.keys() ^ there.keys()}):
+        if (worker := workers.by_id.get(worker_id)) is None or not workers.is_away(worker):
+            pair = SimpleNamespace(worker=workers.name(worker_id), **ends)
+            yield from judge("replicas", rules.REPLICA_WORKER, pair)
     pair = SimpleNamespace(
         full=full and counted(len(full), "rank"),
         differing=differing,

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from urllib.parse import urlsplit
 
 from kvpool.cli.doctor import rules
 from kvpool.cli.doctor.rules import Finding, judge
@@ -28,9 +25,6 @@ from kvpool.text import format_nbytes, format_size, redact
 
 TRIAL_NBYTES = 64 << 10
 MAX_DIFFERENCES_SHOWN = 8
-CONNECT_S = 1.0
-MAX_ENDPOINTS = 64  # per worker
-AT_ONCE = 16
 
 
 def pool_findings(text: str, tenant: str) -> tuple[list[Finding], list[Worker] | None]:
@@ -69,9 +63,9 @@ def _findings(url: StoreURL, name: str, tenant: str) -> tuple[list[Finding], lis
             if url.scheme != "valkey+unix":
                 found += host_findings()
         try:
-            found += _sharing(store, tenant)
-            found += _quota(store, tenant)
             workers, problems = _announced(store, tenant)
+            found += _sharing(store, tenant, workers)
+            found += _quota(store, tenant)
         except StoreUnavailable as error:
             state.unreadable = str(error)
             return [*found, *judge("pool", rules.POOL, state)], None
@@ -119,10 +113,16 @@ def _directory(url: StoreURL, stored_nbytes: int) -> Iterator[Finding]:
         yield from judge("pool", rules.FILE_SYSTEM, system, first=True)
 
 
-def _sharing(store: Store, tenant: str) -> Iterator[Finding]:
-    """Workers of one model that do not share, with the facts that differ."""
-    for model, namespaces in announced_namespaces(store, tenant).items():
+def _sharing(store: Store, tenant: str, workers: Sequence[Worker]) -> Iterator[Finding]:
+    """Workers of one model that do not share, with the facts that differ.
+
+    The model has the name that its workers announce, for which requests ask; a record of facts may have another.
+    """
+    for recorded, namespaces in announced_namespaces(store, tenant).items():
         first, *others = namespaces
+        known = {namespace.hex for namespace in namespaces}
+        names = sorted({worker.model for worker in workers if worker.namespace in known}) or [recorded]
+        model = " and ".join(f'"{name}"' for name in names)
         for other in (*others[:MAX_DIFFERENCES_SHOWN],) or (None,):
             differences = "" if other is None else describe_differences(first, other)
             pair = SimpleNamespace(model=model, first=first, other=other, differences=differences)
@@ -160,50 +160,7 @@ def _announced(store: Store, tenant: str) -> tuple[list[Worker], list[str]]:
 
 
 def _worker_findings(workers: list[Worker], problems: list[str], tenant: str) -> Iterator[Finding]:
-    """Blocking, for a second per 16 endpoints that do not answer."""
+    """Of their records alone."""
     yield from judge("workers", rules.WORKERS, SimpleNamespace(workers=workers, tenant=tenant))
     for sentence in problems:
         yield from judge("workers", rules.RECORD, sentence)
-    endpoints = [one.events for worker in workers for one in worker.publishers[:MAX_ENDPOINTS] if one.events]
-    with ThreadPoolExecutor(AT_ONCE) as threads:
-        answers = dict(zip(endpoints, threads.map(_answers, endpoints), strict=True))
-    for worker in workers:
-        yield from judge("workers", rules.WORKER, _announcement(worker, answers), first=True)
-    yield from _hashing(workers)
-
-
-def _announcement(worker: Worker, answers: Mapping[str, bool]) -> SimpleNamespace:
-    events = [one.events for one in worker.publishers if one.events]
-    return SimpleNamespace(
-        worker=worker,
-        has_events=bool(events),
-        silent=next((one for one in events if not answers.get(one, True)), ""),
-        has_replay=all(one.replay for one in worker.publishers),
-        events=", ".join(one.events for one in worker.publishers[:4]),
-    )
-
-
-def _answers(endpoint: str) -> bool:
-    """Whether a TCP connection succeeds; True for other transports."""
-    address = urlsplit(endpoint)
-    if address.scheme != "tcp" or address.hostname is None or address.port is None:
-        return True
-    try:
-        socket.create_connection((address.hostname, address.port), CONNECT_S).close()
-    except OSError:
-        return False
-    return True
-
-
-def _hashing(workers: list[Worker]) -> Iterator[Finding]:
-    schemes: dict[str, dict[tuple[str, str, int], str]] = {}
-    for worker in workers:
-        scheme = (worker.hash_algorithm, worker.hash_seed_id, worker.block_tokens)
-        schemes.setdefault(worker.model, {}).setdefault(scheme, worker.name)
-    words = ("hash algorithm", "PYTHONHASHSEED", "block size")
-    for model, found in schemes.items():
-        (first, name), *others = found.items()
-        for other, other_name in others:
-            differing = " and ".join(word for word, a, b in zip(words, first, other, strict=True) if a != b)
-            pair = SimpleNamespace(model=model, name=name, other=other_name, differing=differing)
-            yield from judge("workers", rules.HASHING, pair)

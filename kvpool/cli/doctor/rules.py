@@ -93,9 +93,9 @@ FILE_SYSTEM = (
          "than 4 KiB, puts of 512 KiB or more were 2.5 times as fast, and gets twice", _REMOUNT),
 )  # fmt: skip
 SHARING = (
-    Rule("ok", lambda of: of.other is None, 'workers of model "{of.model}" have one namespace, {of.first.hex:.8}: '
+    Rule("ok", lambda of: of.other is None, 'workers of model {of.model} have one namespace, {of.first.hex:.8}: '
          "they share"),
-    Rule("warn", always, 'model "{of.model}" has workers that do not share, in namespaces {of.first.hex:.8} (here) '
+    Rule("warn", always, 'model {of.model} has workers that do not share, in namespaces {of.first.hex:.8} (here) '
          "and {of.other.hex:.8} (there): {of.differences}", "make these the same where they should share; records of "
          "past set-ups go after 30 days"),
 )  # fmt: skip
@@ -123,15 +123,22 @@ HOST = (
 )  # fmt: skip
 
 WORKER = (
-    Rule("warn", lambda of: not of.has_events, "worker {of.worker.name} publishes no KV events, so no index knows "
+    Rule("warn", lambda of: not of.has_events, "worker {of.worker.label} publishes no KV events, so no index knows "
          "what it holds", EVENTS_ON),
-    Rule("fail", lambda of: of.silent, "worker {of.worker.name} announces its events at {it}, where nothing answers",
+    Rule("fail", lambda of: of.silent, "worker {of.worker.label} announces its events at {it}, where nothing answers",
          'see that it runs; if so, set its "advertise_host" to a name that other hosts can reach, and open the port'),
-    Rule("warn", lambda of: not of.has_replay, "worker {of.worker.name} has no replay endpoint: what an index misses "
+    Rule("warn", lambda of: not of.has_replay, "worker {of.worker.label} has no replay endpoint: what an index misses "
          "once stays unknown", 'add "replay_endpoint": "tcp://*:5657" to its --kv-events-config, with a port of its '
          "own for each engine of a host"),
-    Rule("ok", always, "worker {of.worker.name} of model {of.worker.model}: blocks of {of.worker.block_tokens} "
+    Rule("ok", always, 'worker {of.worker.label} of model "{of.worker.model}": blocks of {of.worker.block_tokens} '
          "tokens, {of.worker.hash_algorithm}, events at {of.events}"),
+)  # fmt: skip
+AWAY = (
+    Rule("warn", lambda of: of.follower, "worker {of.name} answers nowhere from this host: {of.places}. The index {it} "
+         "hears it", "run the doctor on a host that reaches the workers, or open their ports to this one"),
+    Rule("fail", always, "worker {of.name} answers nowhere: {of.places}", 'start it again. If it runs: its '
+         '"advertise_host" is a name that other hosts reach, its "http_port", if set, the number of its --port; open '
+         "both ports. If it is to stay away: it is forgotten when its lease ends, one of --worker with the flag"),
 )  # fmt: skip
 WORKERS = (
     Rule("fail", lambda of: not of.workers, "no worker of tenant {of.tenant} has announced itself in the pool",
@@ -140,8 +147,8 @@ WORKERS = (
 )  # fmt: skip
 RECORD = (Rule("fail", lambda of: of, "{it}", "see docs/explanation/prefix-index.md#how-it-finds-workers"),)
 HASHING = (
-    Rule("fail", lambda of: of.differing, "workers {of.name} and {of.other} of model {of.model} hash in different "
-         "ways, so they never share", "give them the same {it}"),
+    Rule("fail", lambda of: of.differing, 'workers {of.one.label} and {of.other.label} of model "{of.model}" hash '
+         "in different ways, so they never share", "give them the same {it}"),
 )  # fmt: skip
 SERVING = (
     Rule("warn", lambda of: not of.worker.address, "worker {of.worker.name} does not say where it serves requests: "
@@ -199,15 +206,15 @@ INDEX = (
          "up, or is ending", _WARMS_UP),
 )  # fmt: skip
 INDEX_MUTE = (
-    Rule("warn", always, "worker {of.name} publishes no KV events: it is known and not followed", EVENTS_ON),
+    Rule("warn", always, "worker {of.label} publishes no KV events: it is known and not followed", EVENTS_ON),
 )
 INDEX_HASHING = (Rule("fail", lambda of: of, "{it}", "or ask it by block hashes"),)
 INDEX_LACKS = (
-    Rule("fail", always, "worker {of.name} of tenant {of.tenant} is in the pool and not in the index",
+    Rule("fail", always, "worker {of.label} of tenant {of.tenant} is in the pool and not in the index",
          "start the index with the same --pool; it looks every second. If it has, its log says why it does not "
          "follow this worker (docs/explanation/prefix-index.md)"),
 )  # fmt: skip
-_RANK = "rank {of.dp_rank} of worker {of.name}"
+_RANK = "rank {of.dp_rank} of worker {of.label}"
 RANK = (
     Rule("fail", lambda of: of.problem == LOOKAHEAD and LOOKAHEAD_OFF, _RANK + ": {of.problem}", "{it}"),
     Rule("fail", lambda of: of.stale and of.events and (of.problem or "it was not heard from"),

@@ -10,8 +10,7 @@ import ssl
 import urllib.error
 import urllib.request
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 
@@ -25,8 +24,6 @@ from kvpool.store.tls import Tls
 
 TIMEOUT_S = 3.0
 MAX_NBYTES = 16 << 20
-MAX_ASKED = 64
-AT_ONCE = 16
 REASON = (
     "x-kvpool-reason"  # of a response that a picker saw; kvpool.index.place.placement, too, takes an extra
 )
@@ -35,28 +32,24 @@ _SAMPLE = re.compile(r"(kvpool_\w+)(\{.*\})? ([-+0-9.eE]+)")
 FAULTS = (metrics.LOOKUP_FAILURES, metrics.REQUEST_FAULTS, metrics.REFUSED_KEYS)
 
 
-def serving_findings(workers: Sequence[Worker], tls_ca: str | None) -> Iterator[Finding]:
-    """Read each worker's metrics. Blocking, for three seconds per 16 that do not answer."""
-    asked = [worker for worker in workers if worker.address][:MAX_ASKED]
-    silent = [worker for worker in workers if not worker.address]
-    with ThreadPoolExecutor(AT_ONCE) as threads:
-        subjects = [*threads.map(lambda worker: _served(worker, tls_ca), asked)]
-    subjects += [SimpleNamespace(worker=worker) for worker in silent]
-    for subject in subjects:
+def serving_findings(workers: Sequence[Worker], pages: Mapping[str, SimpleNamespace]) -> Iterator[Finding]:
+    """``pages``: of ``served``, by the worker's id; those with an address and without one were not asked."""
+    subjects = [pages[worker.id] for worker in workers if worker.id in pages]
+    silent = [SimpleNamespace(worker=worker) for worker in workers if not worker.address]
+    for subject in (*subjects, *silent):
         yield from judge("serving", rules.SERVING, subject, first=True)
     sums: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for subject in subjects:
-        for name, label, value in getattr(subject, "labelled", ()):
+        for name, label, value in subject.labelled:
             sums[name][label] += value
     yield from miss_findings(sums, workers)
-    if len(workers) > MAX_ASKED:
-        more = len(workers) - MAX_ASKED
-        yield Finding(
-            "warn", "serving", f"{more} more workers were not asked", f"look at {MAX_ASKED} at a time"
-        )
+    if more := len(workers) - len(subjects) - len(silent):
+        change = f"look at {len(subjects)} at a time"
+        yield Finding("warn", "serving", f"{more:,} more workers were not asked", change)
 
 
-def _served(worker: Worker, tls_ca: str | None) -> SimpleNamespace:
+def served(worker: Worker, tls_ca: str | None) -> SimpleNamespace:
+    """Its metrics, or why there are none. Blocking, for three seconds at most. Never raises."""
     page = _get(f"{worker.address.rstrip('/')}/metrics", tls_ca)
     sums = samples(page.body)
 
@@ -65,7 +58,7 @@ def _served(worker: Worker, tls_ca: str | None) -> SimpleNamespace:
 
     return SimpleNamespace(
         worker=worker,
-        where=f"worker {worker.name} at {worker.address}",
+        where=f"worker {worker.label}",
         away=page.away,
         status=page.status,
         samples=sums,

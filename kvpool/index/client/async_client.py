@@ -86,6 +86,7 @@ class AsyncIndexClient:
         prompt_tokens: int | None = None,
         session_id: str | None = None,
         prompt_cache_key: str | None = None,
+        preview: bool = False,
         timeout_s: float | None = None,
         **fields: Unpack[PromptFields],
     ) -> Ranking:
@@ -96,7 +97,7 @@ class AsyncIndexClient:
         the first pick for so long, for other routers; ``release`` ends it sooner. ``prompt_tokens``: of the
         whole prompt, if given as hashes; None: of its full blocks. ``session_id``: of requests that follow each
         other: the next finds the blocks of this one. ``prompt_cache_key``: shared by requests that go to the same
-        of equal ranks.
+        of equal ranks. ``preview``: only look: nothing is picked, reserved or counted as a placement.
         """
         if "most" in fields:
             raise ConfigError("route takes limit= in place of most=")
@@ -109,6 +110,7 @@ class AsyncIndexClient:
             prompt_tokens=prompt_tokens,
             session_id=session_id,
             prompt_cache_key=prompt_cache_key,
+            preview=preview,
         )
         return await self._answer(call, timeout_s)
 

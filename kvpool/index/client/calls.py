@@ -72,6 +72,7 @@ def route_call(
     prompt_tokens: int | None,
     session_id: str | None,
     prompt_cache_key: str | None,
+    preview: bool,
 ) -> Call[Ranking]:
     """Arguments as in ``IndexClient.route``."""
     request = encode_prompt(pb.RouteRequest, prompt)
@@ -83,6 +84,7 @@ def route_call(
         request.reserve_ms = 0 if reserve_s is None else whole_ms("a reservation", reserve_s)
         request.prompt_tokens = prompt_tokens or 0
         request.session_id, request.prompt_cache_key = session_id or "", prompt_cache_key or ""
+        request.preview = preview
     except (AttributeError, TypeError, ValueError) as error:
         raise unsendable(error) from error
     return Call("Route", request, decode_route)

@@ -344,7 +344,7 @@ class PoolReconciler:
             logger.warning("%s: %s", trouble, reason)
         elif not reason and trouble in self._said:
             self._said.discard(trouble)
-            logger.warning("this is over: %s", trouble)
+            logger.info("this is over: %s", trouble)
 
 
 def _namespace(block: FoundKey) -> Namespace:

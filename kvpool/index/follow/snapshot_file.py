@@ -81,7 +81,7 @@ class SnapshotFile:
             self._failed = True
         else:
             if self._failed:
-                logger.warning("snapshots are written to %s again", self._path)
+                logger.info("snapshots are written to %s again", self._path)
             self._failed = False
 
 

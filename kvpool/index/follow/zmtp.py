@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import mmap
+import os
 import socket
 import time
 from concurrent.futures import Future
@@ -113,7 +114,8 @@ class Connection:
             await one._shake_hands(kind)
         except (OSError, ValueError) as error:
             one.close()
-            why = error.strerror if isinstance(error, OSError) else str(error)
+            # asyncio puts the address again into strerror.
+            why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
             raise Lost(f"cannot connect to {endpoint}: {why}") from error
         except BaseException:
             one.close()

@@ -112,7 +112,7 @@ class TokenChecks:
         if mine == theirs:
             self._stats.record_check("same")
             if model.differs is not None:
-                logger.warning(
+                logger.info(
                     "the tokens of --tokenizer %s are those of its workers of tenant %s again",
                     model.name,
                     model.tenant,

@@ -267,6 +267,7 @@ def decode_route_options(request: Any) -> dict[str, Any]:
         "session": Session.of(
             request.scope.tenant or DEFAULT_TENANT, request.session_id, request.prompt_cache_key
         ),
+        "takes_turn": not request.preview,
     }
 
 

@@ -104,7 +104,7 @@ class LookupCalls:
     async def _route(self, request: Any, _: Permissions) -> bytes:
         def pack(prompt: Prompt, at_once: bool) -> tuple[bytes, Matched]:
             ranking = self._router.rank(prompt, at_once=at_once, **decode_route_options(request))
-            if len(ranking.native):
+            if len(ranking.native) and not request.preview:
                 self._stats.record_placed()
             if ranking.placed is not None:
                 self._stats.record_session(ranking.placed)

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 
 from demo.engine_process import free_ports
-from kvpool import open_store
+from kvpool import Namespace, open_store
 from kvpool.cli.doctor.serving import REASON, front_findings, samples
+from kvpool.cli.doctor.workers import Workers
+from kvpool.discovery.facts import announce_facts
+from kvpool.discovery.worker import Publisher
 from kvpool.index.fleet import Fleet
 from kvpool.index.place import placement
 from tests.support.command_line import kvpool, refused
@@ -132,6 +135,61 @@ def test_a_picker_and_an_index_are_asked_for_their_health() -> None:
     code, findings = examined("--picker", "127.0.0.1:1")
     assert code == 1
     assert "no picker answers on 127.0.0.1:1: nothing listens there" in sentences(findings, "fail")
+
+
+@pytest.mark.usefixtures("grpc_started")
+def test_a_worker_that_answers_nowhere_is_one_finding(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/pool"
+    events, serves, *others = free_ports(4)
+    dead = worker("dead", Publisher(0, f"tcp://127.0.0.1:{events}"), address=f"http://127.0.0.1:{serves}")
+    stock = a_worker("stock", address="", publishers=tuple(
+        Publisher(rank, f"tcp://127.0.0.1:{port}") for rank, port in enumerate(others)
+    ))  # fmt: skip
+    fleet = Fleet()
+    for one in (dead, stock):
+        fleet.add(one, "call")
+        for publisher in one.publishers:
+            fleet.rank(one.id, publisher.dp_rank).mark(stale=True, problem="it is silent")
+
+    with announced(url, dead), serving(fleet) as served, serving(Fleet()) as other:
+
+        def about(name: str) -> list[tuple[str, str]]:
+            _, findings = examined("--pool", url, "--index", served.target, "--index", other.target)
+            return [(one["level"], one["says"]) for one in findings if f"worker {name} " in one["says"]]
+
+        assert about("dead") == [(
+            "fail",
+            f"worker dead answers nowhere: not at {dead.address} (Connection refused), not where its events are "
+            f"({dead.publishers[0].events})",
+        )]  # fmt: skip
+        assert [level for level, _ in about("stock")] == ["fail"]
+        fleet.rank(dead.id, 0).mark(stale=False)
+        ((level, says),) = about("dead")
+        assert level == "warn", "this host may be the one that reaches nobody"
+        assert f"answers nowhere from this host: not at {dead.address}" in says
+        assert f"The index {served.target} hears it" in says
+
+
+def test_what_a_doctor_cannot_try_is_not_called_away() -> None:
+    there = Workers([a_worker("w", address="", publishers=(Publisher(0, "ipc:///events"),))], None)
+    there.ask()
+    assert [one.level for one in there.findings()] == ["warn"]
+    assert not there.is_away(there.by_id["default/w"])
+
+
+def test_a_model_has_one_name_that_requests_ask_for(tmp_path: Path) -> None:
+    """A record of facts has another, which no path is in."""
+    url = f"file://{tmp_path}/pool"
+    namespace = Namespace("default", {"weights": "a" * 32})
+    with misbehaving() as publisher, open_store(url) as store:
+        announce_facts(store, namespace, "llama")
+        served = worker("w", publisher.publisher, model="/models/llama", namespace=namespace.hex)
+        with announced(url, served):
+            _, findings = examined("--pool", url)
+    named = {one["about"]: one["says"] for one in findings if "llama" in one["says"]}
+    assert set(named) == {"sharing", "workers"}
+    assert named["sharing"].startswith('workers of model "/models/llama" have one namespace')
+    assert ' of model "/models/llama": ' in named["workers"]
 
 
 def test_what_is_examined_can_stand_in_the_environment(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ from kvpool.key.hashing import seed_id
 from kvpool.v1 import index_pb2 as pb
 from tests.support.calls import PATIENT_S, by_either, grpc_server
 from tests.support.fleets import Served, a_worker, say, serving
-from tests.support.wire import batch, stored
+from tests.support.wire import batch, packed64, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
 
@@ -408,6 +408,19 @@ kvpool.IndexClient("127.0.0.1:1").close()
 print([name for name in ("zmq", "prometheus_client", "torch", "redis", "pydantic") if name in sys.modules])
 """
     assert run(code).splitlines() == ["[]", "[]"]
+
+
+def test_a_preview_reserves_nothing_and_takes_no_turn(served: Served) -> None:
+    with IndexClient(served.target, PATIENT_S) as client:
+        asked: dict[str, Any] = {"hashes64": packed64([1]), "reserve_s": 60.0}
+        looks = [client.route("m", preview=True, **asked) for _ in range(3)]
+        assert [look.reservation for look in looks] == [""] * 3
+        assert [look.picks[0].row.dp_rank for look in looks] == [looks[0].picks[0].row.dp_rank] * 3
+        assert client.status().index.placements == 0
+        placed = client.route("m", **asked)
+        assert placed.picks[0].row[:2] == looks[0].picks[0].row[:2], "what was shown"
+        assert placed.reservation
+        assert client.status().index.placements == 1
 
 
 # ---- the codec

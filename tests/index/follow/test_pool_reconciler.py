@@ -309,6 +309,7 @@ def test_what_is_put_while_the_pool_is_walked_stays() -> None:
 
 
 def test_a_walk_that_fails_takes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "kvpool.index")
     fleet = a_fleet()
     with Told() as store, following(fleet, store, pause_s=0.01) as reconciler:
         put(store, range(5))

@@ -87,11 +87,11 @@ def test_what_was_written_half_does_not_take_the_place_of_what_was_there(
 def test_an_outage_of_the_disk_is_said_once_and_its_end_too(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING, "kvpool.index")
     folder = tmp_path / "folder"
     folder.mkdir()
     tries = threading.Semaphore(0)
     packed = packer(a_fleet())
+    caplog.set_level(logging.INFO, "kvpool.index")
 
     def counted() -> AbstractContextManager[list[bytes]]:
         tries.release()
