@@ -40,6 +40,15 @@ def run_quota(options: QuotaOptions) -> None:
         _print(shown, tenant)
 
 
+def said(standing: Standing) -> str:
+    """Of a tenant with a quota: what it holds of it."""
+    quota = format_size(standing.quota_nbytes or 0)
+    if standing.held_nbytes is None:
+        return f"has a quota of {quota}; what it holds is not counted yet"
+    over = ": its workers store nothing new" if standing.is_over else ""
+    return f"holds {format_size(standing.held_nbytes)} of a quota of {quota} ({standing.used:.0%}){over}"
+
+
 def _json(tenant: str, standing: Standing) -> dict[str, object]:
     return {"tenant": tenant, "held_nbytes": standing.held_nbytes, "quota_nbytes": standing.quota_nbytes}
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from rich.console import Console, Group, RenderableType
@@ -16,14 +16,17 @@ from rich.text import Text
 
 from kvpool.cli.exits import code_of, error_object, in_options
 from kvpool.cli.options import IndexConnection
+from kvpool.cli.quota import said
 from kvpool.cli.settings import TopOptions
 from kvpool.cli.tables import Column, add_row, console, fitted, show
+from kvpool.discovery.quota import Standing
 from kvpool.errors import ConfigError, IndexUnavailable
 from kvpool.index.answer import FleetStatus, IndexStatus, PublisherStatus, WorkerStatus
 from kvpool.index.client.client import IndexClient
 from kvpool.text import counted, unknown
 
 TIMEOUT_S = 5.0
+MAX_QUOTAS = 5  # lines
 
 
 class RankRow(NamedTuple):
@@ -152,6 +155,10 @@ class _Watch:
             "index": {name: getattr(index, name) for name in IndexStatus.__dataclass_fields__}
             | rates_of(self._now, self._before)._asdict(),
             "ranks": [row._asdict() for row in rows_of(self._now, self._before, self.options.sort)],
+            "quotas": [
+                {"tenant": tenant, "quota_nbytes": one.quota_nbytes, "held_nbytes": one.held_nbytes}
+                for tenant, one in self._now.status.quotas.items()
+            ],
         }
 
     def parts(self, width: int, most: int) -> list[RenderableType]:
@@ -260,7 +267,16 @@ def _head(now: Look, before: Look | None, rows: Sequence[RankRow]) -> list[str]:
         f"{_rated(index.lookups, 'lookup', rates.lookups_per_s)}, of which the best rank had: {shares}",
         f"{_rated(index.placements, 'placement', rates.placements_per_s)}; share that the worker had: "
         f"{_share(rates.placed_ratio)}",
+        *_quotas(status.quotas),
     ]
+
+
+def _quotas(quotas: Mapping[str, Standing]) -> list[str]:
+    """The fullest first: a screen of ranks must follow."""
+    fullest = sorted(quotas.items(), key=lambda pair: (-pair[1].used, pair[0]))
+    lines = [f"tenant {tenant} {said(standing)}" for tenant, standing in fullest[:MAX_QUOTAS]]
+    more = len(fullest) - len(lines)
+    return [*lines, f"and {counted(more, 'more tenant')} with a quota"] if more else lines
 
 
 def _pool_away(index: IndexStatus) -> list[str]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
+from kvpool.discovery.quota import Standing
 from kvpool.discovery.worker import Worker
 
 
@@ -62,7 +63,7 @@ class Lookup:
         return len(self.workers)
 
     def __iter__(self) -> Iterator[Row]:
-        return map(Row._make, zip(*(getattr(self, field.name) for field in fields(self)), strict=True))
+        return map(Row._make, zip(*(getattr(self, one.name) for one in fields(self)), strict=True))
 
 
 @dataclass(frozen=True)
@@ -140,8 +141,11 @@ class IndexStatus:
 
 @dataclass(frozen=True)
 class FleetStatus:
+    """``quotas``: what tenants with a quota hold of it in the pool, by tenant."""
+
     index: IndexStatus
     workers: tuple[WorkerStatus, ...]
+    quotas: Mapping[str, Standing] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -318,14 +318,26 @@ class ListWorkersRequest(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., model: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
 
 class ListWorkersResponse(_message.Message):
-    __slots__ = ("workers", "next_page_token", "index")
+    __slots__ = ("workers", "next_page_token", "index", "quotas")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
+    QUOTAS_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     next_page_token: str
     index: IndexStatus
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., index: _Optional[_Union[IndexStatus, _Mapping]] = ...) -> None: ...
+    quotas: _containers.RepeatedCompositeFieldContainer[TenantQuota]
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., index: _Optional[_Union[IndexStatus, _Mapping]] = ..., quotas: _Optional[_Iterable[_Union[TenantQuota, _Mapping]]] = ...) -> None: ...
+
+class TenantQuota(_message.Message):
+    __slots__ = ("tenant", "quota_nbytes", "held_nbytes")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    QUOTA_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    HELD_NBYTES_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    quota_nbytes: int
+    held_nbytes: int
+    def __init__(self, tenant: _Optional[str] = ..., quota_nbytes: _Optional[int] = ..., held_nbytes: _Optional[int] = ...) -> None: ...
 
 class IndexStatus(_message.Message):
     __slots__ = ("uptime_ms", "lookups", "prompt_blocks", "device_blocks", "local_blocks", "pool_blocks", "held_blocks", "held_pool_blocks", "memory_nbytes", "instance_id", "placements", "placed_prompt_blocks", "placed_matched_blocks", "pool_servers", "pool_servers_away")

@@ -27,6 +27,7 @@ from rich.console import Console
 from kvpool.cli import top
 from kvpool.cli.settings import TopOptions
 from kvpool.cli.top import Look, rates_of, rows_of
+from kvpool.discovery.quota import Standing
 from kvpool.index import FleetStatus, IndexStatus, Publisher, PublisherStatus, Worker, WorkerStatus
 from kvpool.index.client.client import IndexClient
 from kvpool.index.fleet import Fleet
@@ -103,7 +104,7 @@ def test_no_worker() -> None:
 @pytest.mark.usefixtures("grpc_started")
 def test_json_is_stable(served: Served) -> None:
     shown = json.loads(kvpool("top", "--index", served.target, "--once", "--json", "--sort", "host").stdout)
-    assert list(shown) == ["index", "ranks"]
+    assert list(shown) == ["index", "ranks", "quotas"]
     assert shown["index"].pop("uptime_ms") >= 0
     assert shown["index"].pop("instance_id")
     assert shown["index"].pop("memory_nbytes") > 0
@@ -125,6 +126,26 @@ def test_json_is_stable(served: Served) -> None:
     ]  # fmt: skip
     of_tenant = kvpool("top", "--index", served.target, "--once", "--json", "--tenant", "other").stdout
     assert json.loads(of_tenant)["ranks"] == []
+
+
+@pytest.mark.usefixtures("grpc_started")
+def test_quotas_are_shown_the_fullest_first() -> None:
+    gib = 1 << 30
+    standings = {f"t{number}": Standing(10 * gib, number * gib, is_said=True) for number in range(6)}
+    standings |= {"over": Standing(gib, 2 * gib, is_said=True), "new": Standing(gib, is_said=True)}
+    with serving(Fleet(), pool=SimpleNamespace(standings=standings, servers=[])) as running:
+        asked = ("top", "--index", running.target, "--once")
+        lines = [line for line in kvpool(*asked).stdout.splitlines() if "quota" in line]
+        told = json.loads(kvpool(*asked, "--json").stdout)["quotas"]
+        alone = kvpool(*asked, "--tenant", "new").stdout
+    assert lines == [
+        "tenant over holds 2.0 GiB of a quota of 1.0 GiB (200%): its workers store nothing new",
+        *(f"tenant t{n} holds {n}.0 GiB of a quota of 10.0 GiB ({10 * n}%)" for n in (5, 4, 3, 2)),
+        "and 3 more tenants with a quota",
+    ]
+    assert len(told) == 8
+    assert {"tenant": "new", "quota_nbytes": gib, "held_nbytes": None} in told
+    assert "tenant new has a quota of 1.0 GiB; what it holds is not counted yet" in alone
 
 
 @contextmanager

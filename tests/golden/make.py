@@ -378,7 +378,9 @@ def make_protocol() -> list[dict[str, Any]]:
         "pool_blocks": 1_100, "held_blocks": 310, "held_pool_blocks": 200, "memory_nbytes": 1 << 20,
         "placements": 7, "placed_prompt_blocks": 800, "placed_matched_blocks": 600,
         "pool_servers": 3, "pool_servers_away": 1,
-    }})  # fmt: skip
+    }, "quotas": [
+        {"tenant": "t", "quota_nbytes": 50 << 30, "held_nbytes": 0}, {"tenant": "u", "quota_nbytes": 1},
+    ]})  # fmt: skip
     message("HitCurveRequest", {"tenant": "t"})
     message("HitCurveResponse", {
         "sizes": [1, 2, 300], "hit_rates": [0.0, 0.25, 0.5], "requests": 9, "requested_blocks": 1_000, "share": 0.125,

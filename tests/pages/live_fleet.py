@@ -22,6 +22,7 @@ import grpc
 
 from kvpool import BlockHasher, Namespace, open_store
 from kvpool.discovery.announcer import Announcer, TrafficAnnouncer
+from kvpool.discovery.quota import write_quota
 from kvpool.discovery.traffic import Traffic
 from kvpool.discovery.worker import Publisher, Worker
 from kvpool.index.place.metrics_page import EngineLoad
@@ -42,6 +43,7 @@ VALUE = bytes(2048)
 HASHER = BlockHasher(BLOCK)
 NAMESPACE = Namespace("default", {"model": MODEL})
 BLOCK_S = 0.004  # to compute one
+QUOTA_NBYTES = 64 << 20  # of its one tenant
 SYSTEMS = 5  # prompts that many conversations begin with
 SYSTEM_TOKENS = 24 * BLOCK
 
@@ -209,6 +211,7 @@ def live_fleet(
             )
         )
         store = parts.enter_context(open_store(server.url))
+        write_quota(store, "default", QUOTA_NBYTES)
         workers = [LiveWorker(name, store, blocks) for name in names]
         for worker in workers:
             parts.callback(worker.close)

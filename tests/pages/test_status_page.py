@@ -101,6 +101,10 @@ def test_it_shows_the_fleet_as_the_index_knows_it(browser: Any, fleet: LiveFleet
             re.compile(r"^Last minute: of .* held [0-9.]+ %; .* found [0-9.]+ %")
         )
         expect(page.locator("#tiers tbody tr")).to_have_count(4)
+        quotas = page.get_by_role("region", name="Quotas of tenants")
+        expect(quotas.get_by_role("row", name=re.compile("default"))).to_have_text(
+            re.compile(r"^default[0-9.]+ .?i?B of 64.0 MiB[0-9.]+ %$")
+        )
         assert is_quiet(page), page.said
 
 

@@ -12,6 +12,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from kvpool import metrics
+from kvpool.discovery.quota import write_held, write_quota
 from kvpool.store import Store
 from kvpool.vllm.gate import MIN_SAMPLES, MIN_STEP_TOKENS
 from kvpool.vllm.plan import PoolMetadata, PoolWorkerMetadata
@@ -263,6 +264,30 @@ def test_write_back_keeps_no_more_than_the_engine_has_blocks(store: Store) -> No
         _, blocks = engine.run(asked)
         engine.end(asked, blocks)
         assert len(scheduler._store_planner._write_back._kept) <= 8
+
+
+def test_write_back_of_a_tenant_over_its_quota_stores_nothing(store: Store) -> None:
+    """And what it gives up is stored with the next request that lacks it."""
+    write_quota(store, "default", 10)
+    write_held(store, "default", 10, 60)
+    scheduler = half(store, store_policy="write_back")
+    scheduler._quota.turn()
+    engine = Engine(scheduler)
+    *others, last = prompts(4)
+    for asked in others:
+        _, blocks = engine.run(asked)
+        engine.end(asked, blocks)
+    step, blocks = engine.run(last)
+    assert step.stores == []
+    assert scheduler.counters.take()[f"{metrics.STORE_SKIPPED_BLOCKS.name}/quota"] == AHEAD
+    assert engine.step().stores == []
+    assert scheduler._store_planner._queue.is_empty
+    engine.end(last, blocks)
+    write_held(store, "default", 1, 60)
+    scheduler._quota.turn()
+    asked = prompts(5)[-1]
+    step, _ = engine.run(asked)
+    assert [block.block_hash for block in step.stores] == others[1].block_hashes[::-1], "the next in turn"
 
 
 # The cost gate.

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from kvpool.discovery.quota import Standing
 from kvpool.discovery.worker import DEFAULT_ALGORITHM, DEFAULT_TENANT, Publisher, Worker
 from kvpool.errors import ConfigError
 from kvpool.index import bounded_json
@@ -321,6 +322,11 @@ def encode_worker_status(status: WorkerStatus) -> Any:
     )
 
 
+def encode_quota(tenant: str, standing: Standing) -> Any:
+    """Of a tenant with a quota."""
+    return pb.TenantQuota(tenant=tenant, quota_nbytes=standing.quota_nbytes, held_nbytes=standing.held_nbytes)
+
+
 def decode_status(reply: Any) -> FleetStatus:
     """Of ``ListWorkersResponse``. An index of an earlier version has no status of its own: zeros."""
     workers = (
@@ -332,7 +338,13 @@ def decode_status(reply: Any) -> FleetStatus:
         )
         for status in reply.workers
     )
-    return FleetStatus(_copied(IndexStatus, IndexStatus, reply.index), tuple(workers))
+    quotas = {
+        one.tenant: Standing(
+            one.quota_nbytes, one.held_nbytes if one.HasField("held_nbytes") else None, is_said=True
+        )
+        for one in reply.quotas
+    }
+    return FleetStatus(_copied(IndexStatus, IndexStatus, reply.index), tuple(workers), quotas)
 
 
 def encode_curve(curve: HitCurve) -> Any:

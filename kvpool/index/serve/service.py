@@ -251,8 +251,9 @@ class IndexServer:
         return pb.RemoveWorkerResponse(removed=removed)
 
     async def _list(self, request: Any, caller: Permissions) -> Any:
+        quotas = {} if self._pool is None else self._pool.standings
         return await self._in_thread(
-            lambda: worker_pages.list_workers(self._fleet, request, caller, self._status(caller))
+            lambda: worker_pages.list_workers(self._fleet, request, caller, self._status(caller), quotas)
         )
 
     async def _hit_curve(self, request: Any, _: Permissions) -> Any:

@@ -49,6 +49,7 @@ FRESH_S = 1.0
 MAX_ROWS = 200  # of workers in one answer
 ROWS = 50
 MAX_MODELS = 200  # named in an answer
+MAX_QUOTAS = 50  # tenants in an answer
 MAX_HOLDERS = 50  # ranks in an answer about a prompt
 MAX_PROMPT_NBYTES = 1 << 20  # of JSON: 200,000 tokens; decoded with the interpreter's lock held, 10 ms
 MAX_FIND_CHARS = 128
@@ -152,6 +153,7 @@ class Status:
                     "traffic": None,
                     "history": None,
                     "curve": self._curve(caller, curve),
+                    "quotas": self._quotas(caller),
                 }
                 if caller.sees(ALL_TENANTS):
                     shown |= self._of_all()
@@ -247,6 +249,15 @@ class Status:
             return None
         shown = name if name in seen else seen[0]
         return {"tenant": shown, "tenants": seen, **_packed(curves[shown])}
+
+    def _quotas(self, caller: Permissions) -> list[dict[str, Any]]:
+        """Of the tenants that the caller may see, the fullest first."""
+        standings = {} if self._pool is None else self._pool.standings
+        seen = [(tenant, one) for tenant, one in sorted(standings.items()) if caller.sees(tenant)]
+        return [
+            {"tenant": tenant, "quota_nbytes": one.quota_nbytes, "held_nbytes": one.held_nbytes}
+            for tenant, one in sorted(seen, key=lambda pair: -pair[1].used)[:MAX_QUOTAS]
+        ]
 
     def _holders(self, prompt: Prompt) -> dict[str, Any]:
         picks = self._router.rank(prompt, takes_turn=False).unpack().picks

@@ -5,9 +5,10 @@ A page's token is the id of its last worker. Any replica answers the next page; 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
+from kvpool.discovery.quota import Standing
 from kvpool.errors import ConfigError
 from kvpool.index.answer import IndexStatus, PublisherStatus, WorkerStatus
 from kvpool.index.fleet import Fleet
@@ -20,8 +21,10 @@ MAX_PAGE_SIZE = 1024  # workers
 MAX_PAGE_NBYTES = 4 << 20  # but one worker at least, which has 1,024 ranks
 
 
-def list_workers(fleet: Fleet, request: Any, caller: Permissions, index: IndexStatus) -> Any:
-    """``ListWorkersResponse``, with the workers that ``caller`` may see. Errors: ``ConfigError``."""
+def list_workers(
+    fleet: Fleet, request: Any, caller: Permissions, index: IndexStatus, quotas: Mapping[str, Standing]
+) -> Any:
+    """``ListWorkersResponse``, with the workers and quotas that ``caller`` may see. Errors: ``ConfigError``."""
     last = _position(request.page_token)
     positions = sorted(
         position
@@ -33,6 +36,12 @@ def list_workers(fleet: Fleet, request: Any, caller: Permissions, index: IndexSt
     )
     page = positions[: min(request.page_size, MAX_PAGE_SIZE) or None]
     reply = pb.ListWorkersResponse(index=messages.encode_index_status(index))
+    if not request.page_token:
+        reply.quotas.extend(
+            messages.encode_quota(tenant, standing)
+            for tenant, standing in sorted(quotas.items())
+            if request.tenant in ("", tenant) and caller.sees(tenant)
+        )
     nbytes = 0
     for status in fleet.workers({_id(*position) for position in page}):
         one = messages.encode_worker_status(status)

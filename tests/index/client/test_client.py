@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 
 import kvpool
 from kvpool import AsyncIndexClient, BlockHasher, ConfigError, IndexClient, IndexUnavailable, UnknownModel
+from kvpool.discovery.quota import Standing
 from kvpool.index import (
     FleetStatus,
     HitCurve,
@@ -51,6 +52,7 @@ from kvpool.index.protocol.messages import (
     encode_curve,
     encode_index_status,
     encode_lookup,
+    encode_quota,
     encode_worker_status,
 )
 from kvpool.key.hashing import seed_id
@@ -462,11 +464,19 @@ def test_workers_travel(worker: Worker) -> None:
     assert request.lease_ms == 0
 
 
-@given(INDEX, st.lists(STATUSES, max_size=3))
-def test_statuses_travel(index: IndexStatus, statuses: list[WorkerStatus]) -> None:
-    status = FleetStatus(index, tuple(statuses))
+QUOTAS = st.dictionaries(
+    TEXT, st.builds(Standing, U64, st.none() | U64, st.just(True), st.just(False)), max_size=3
+)
+
+
+@given(INDEX, st.lists(STATUSES, max_size=3), QUOTAS)
+def test_statuses_travel(
+    index: IndexStatus, statuses: list[WorkerStatus], standings: dict[str, Standing]
+) -> None:
+    status = FleetStatus(index, tuple(statuses), standings)
     workers = [encode_worker_status(one) for one in statuses]
-    reply = sent(pb.ListWorkersResponse(index=encode_index_status(index), workers=workers))
+    quotas = [encode_quota(*one) for one in standings.items()]
+    reply = sent(pb.ListWorkersResponse(index=encode_index_status(index), workers=workers, quotas=quotas))
     assert decode_status(reply) == status
 
 

@@ -18,7 +18,8 @@ from urllib.parse import urlencode
 
 import pytest
 
-from kvpool import BlockHasher
+from kvpool import BlockHasher, IndexClient
+from kvpool.discovery.quota import Standing
 from kvpool.discovery.traffic import Seen
 from kvpool.discovery.worker import Publisher
 from kvpool.index import limits
@@ -137,7 +138,7 @@ def test_the_page_needs_no_token_and_forbids_what_is_foreign(guarded: tuple[Serv
 def test_the_hit_ratio_of_the_engines(fleet: Fleet, tmp_path: Path) -> None:
     """The index read them from the pool, and only its metrics showed them."""
     half = Seen(blocks=1, block_tokens=80, prompt_tokens=100, spared_tokens=50)
-    pool = SimpleNamespace(servers=(), traffic={"15m": half, "1h": Seen()}, curves={})
+    pool = SimpleNamespace(servers=(), traffic={"15m": half, "1h": Seen()}, curves={}, standings={})
     tokens = write_tokens(tmp_path / "t.toml", a=(["read"], ["a"]), everyone=(["read"], ["*"]))
     with serving(fleet, auth=TokenAuth(str(tmp_path / "t.toml")), http=True, pool=pool) as served:
         shown = data(served, tokens["everyone"])
@@ -149,7 +150,7 @@ def test_the_hit_ratio_of_the_engines(fleet: Fleet, tmp_path: Path) -> None:
 def test_the_curve_of_all_and_of_each_tenant(fleet: Fleet, tmp_path: Path) -> None:
     of_all = HitCurve((1, 2, 40), (0.0, 1 / 3, 0.5), 7, 90, 0.25, 1e9, 16.0, 20, 4096.0)
     curves = {ALL: of_all, "a": replace(of_all, requests=3), "b": replace(of_all, requests=4)}
-    pool = SimpleNamespace(servers=(), traffic={}, curves=curves)
+    pool = SimpleNamespace(servers=(), traffic={}, curves=curves, standings={})
     tokens = write_tokens(
         tmp_path / "t.toml", a=(["read"], ["a"]), c=(["read"], ["c"]), every=(["read"], ["*"])
     )
@@ -163,6 +164,33 @@ def test_the_curve_of_all_and_of_each_tenant(fleet: Fleet, tmp_path: Path) -> No
             own = data(served, tokens["a"], curve=asked)["curve"]
             assert (own["tenant"], own["tenants"], own["requests"]) == ("a", ["a"], 3)
         assert data(served, tokens["c"])["curve"] is None
+
+
+def test_quotas_and_what_tenants_hold_of_them(fleet: Fleet, tmp_path: Path) -> None:
+    """On the page, and in the status that kvpool top reads."""
+    standings = {
+        "a": Standing(1000, 250, is_said=True),
+        "b": Standing(1000, 990, is_said=True),
+        "c": Standing(5),
+    }
+    pool = SimpleNamespace(servers=(), traffic={}, curves={}, standings=standings)
+    tokens = write_tokens(tmp_path / "t.toml", a=(["read"], ["a"]), every=(["read"], ["*"]))
+    with serving(fleet, auth=TokenAuth(str(tmp_path / "t.toml")), http=True, pool=pool) as served:
+        shown = data(served, tokens["every"])["quotas"]
+        assert [(one["tenant"], one["held_nbytes"], one["quota_nbytes"]) for one in shown] == [
+            ("b", 990, 1000), ("a", 250, 1000), ("c", None, 5),
+        ]  # fmt: skip
+        assert [one["tenant"] for one in data(served, tokens["a"])["quotas"]] == ["a"]
+        with IndexClient(served.target, WAIT_S, token=tokens["every"]) as client:
+            told = client.status().quotas
+            assert [(one, *told[one][:2]) for one in told] == [
+                ("a", 1000, 250),
+                ("b", 1000, 990),
+                ("c", 5, None),
+            ]
+            assert list(client.status(tenant="b").quotas) == ["b"]
+        with IndexClient(served.target, WAIT_S, token=tokens["a"]) as client:
+            assert list(client.status().quotas) == ["a"]
 
 
 def test_every_file_of_the_page_is_served() -> None:

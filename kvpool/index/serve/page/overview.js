@@ -36,6 +36,7 @@ export function showOverview(data) {
   showReuse(data);
   showTraffic(data);
   showTiers(data);
+  showQuotas(data);
 }
 
 function keepSamples(data) {
@@ -160,4 +161,18 @@ function showTiers({ fleet, totals }) {
       (totals.evicted_blocks ? `, and forgot ${whole(totals.evicted_blocks)} to make room` : "")
     : "Once for each rank that holds one";
   write(byId("tiers-note"), note);
+}
+
+function showQuotas({ quotas }) {
+  byId("quotas-card").hidden = !quotas.length;
+  byId("quotas").tBodies[0].replaceChildren(...quotas.map(({ tenant, quota_nbytes: quota, held_nbytes: held }) => {
+    const used = held === null ? null : quota ? held / quota : 1;
+    const says = held === null ? `of ${bytes(quota)}: not counted yet` : `${bytes(held)} of ${bytes(quota)}`;
+    const bar = element("div", { className: "meter", "aria-hidden": "true" }, part("", used ?? 0));
+    return element(
+      "tr", {},
+      element("th", { scope: "row" }, tenant, element("span", { className: "quiet" }, says), bar),
+      element("td", { className: "number" }, percent(used)),
+    );
+  }));
 }
