@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from benchmarks.gpu_report import Report, Row, Way, say, show
 from benchmarks.measure import accelerator
 from benchmarks.valkey_shards import ValkeyShards, find_server
 from kvpool.cli.bench_store import benched_pool
-from kvpool.errors import KVPoolError
+from kvpool.errors import KVPoolError, StoreUnavailable
 from kvpool.key.key import Namespace
 from kvpool.metrics import Counters
 from kvpool.store import Store, open_store
@@ -45,20 +45,25 @@ SEED = 3
 
 @dataclass(frozen=True)
 class Case:
-    """``shards`` 0: the file store, in shared memory. ``threads``: native client threads."""
+    """``shards`` 0: the file store, in shared memory. ``near``: that one before the servers. ``threads``: native
+    client threads.
+    """
 
     shards: int
     io_threads: int
     blocks_per_record: int
     threads: int
+    near: bool = False
 
     def row(self) -> Row:
         record_nbytes = self.blocks_per_record * BLOCK_NBYTES
-        return Row(self.shards, self.io_threads, record_nbytes, self.blocks_per_record, self.threads)
+        return Row(
+            self.shards, self.io_threads, record_nbytes, self.blocks_per_record, self.threads, self.near
+        )
 
 
 def cases() -> Iterator[Case]:
-    """Shards by io-threads; then, at 8 shards and in files, record sizes and client threads."""
+    """Shards by io-threads; then, at 8 shards and in files, record sizes and client threads; then files before 8."""
     for shards, io_threads in itertools.product((1, 2, 4, 8), (1, 4, 8)):
         yield Case(shards, io_threads, 4, 4)
     for shards in (8, 0):
@@ -67,10 +72,11 @@ def cases() -> Iterator[Case]:
             yield middle
         yield from (replace(middle, blocks_per_record=blocks) for blocks in (1, 2, 8))
         yield from (replace(middle, threads=threads) for threads in (1, 2, 8, 16))
+    yield Case(8, 1, 4, 4, near=True)
 
 
 def small_cases() -> Iterator[Case]:
-    yield from (Case(1, 1, 1, 2), Case(2, 4, 4, 2), Case(0, 0, 4, 2))
+    yield from (Case(1, 1, 1, 2), Case(2, 4, 4, 2), Case(0, 0, 4, 2), Case(1, 1, 4, 2, near=True))
 
 
 def run_gpu(*, server: Path | None, small: bool, max_s: float, as_json: bool) -> bool:
@@ -164,6 +170,14 @@ class _Pool:
     def ran_s(self) -> float:
         return self._shards.ran_s() if self._shards else 0.0
 
+    def settle(self) -> None:
+        """Wait until the far pool has what the near one has. Blocking. Errors: ``StoreUnavailable``."""
+        ends_s = time.monotonic() + BATCH_TIMEOUT_S
+        while self.store.counters().get("behind_waiting"):
+            if time.monotonic() > ends_s:
+                raise StoreUnavailable(f"the far pool did not have all within {BATCH_TIMEOUT_S:g} s")
+            time.sleep(0.01)
+
 
 @contextmanager
 def _pool(case: Case, batch_nbytes: int, program: str) -> Iterator[_Pool]:
@@ -173,10 +187,12 @@ def _pool(case: Case, batch_nbytes: int, program: str) -> Iterator[_Pool]:
         return
     folder = Path(tempfile.mkdtemp(prefix="kvpool-bench-"))
     try:
-        with (
-            ValkeyShards(program, folder, shards=case.shards, io_threads=case.io_threads) as shards,
-            open_store(shards.url, threads=case.threads) as store,
-        ):
+        with ExitStack() as opened:
+            shards = opened.enter_context(
+                ValkeyShards(program, folder, shards=case.shards, io_threads=case.io_threads)
+            )
+            urls = [opened.enter_context(benched_pool(None, batch_nbytes))[0]] if case.near else []
+            store = opened.enter_context(open_store([*urls, shards.url], threads=case.threads))
             yield _Pool(store, shards)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -207,6 +223,7 @@ class _Bench:
                 # So that the server's memory is allocated, as in a pool that has long been full.
                 self._pool.store.delete_many(self._keys, timeout_s=BATCH_TIMEOUT_S)
                 stores.append(self._timed(self._store))
+                self._pool.settle()
                 self._cache.clear_target()
                 loads.append(self._timed(self._load))
                 if not self._cache.came_back():

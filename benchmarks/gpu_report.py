@@ -24,20 +24,23 @@ class Way(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """``shards`` 0: files in shared memory. ``fault``: why it is missing or wrong."""
+    """``shards`` 0: files in shared memory. ``near``: these before servers. ``fault``: why it is missing or wrong."""
 
     shards: int
     io_threads: int
     record_nbytes: int
     blocks_per_record: int
     threads: int
+    near: bool = False
     store: Way | None = None
     load: Way | None = None
     fault: str | None = None
 
     @property
     def pool(self) -> str:
-        return f"{self.shards} x io-threads {self.io_threads}" if self.shards else "files"
+        if not self.shards:
+            return "files"
+        return f"{'files before ' if self.near else ''}{self.shards} x io-threads {self.io_threads}"
 
     def line(self) -> str:
         end = self.fault or " ".join(

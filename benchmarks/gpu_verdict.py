@@ -76,28 +76,28 @@ def judge_copies(report: Report) -> list[Target]:
 def judge_pool(report: Report) -> list[Target]:
     rows = report[0]["rows"]
     good = [row for row in rows if row["fault"] is None]
-    loads = [row["load"]["gb_per_s"] for row in good if row["shards"]]
+    loads = [row["load"]["gb_per_s"] for row in good if row["shards"] and not row["near"]]
     return [
         Target("pool: rows measured, bytes equal", "all", f"{len(good)} of {len(rows)}", good == rows),
         _at_least("pool: loads from servers, GB/s", LOAD_GB_PER_S, max(loads, default=None)),
     ]
 
 
-def judge_engines(report: Report) -> list[Target]:
+def judge_engines(report: Report, part: str = "engines") -> list[Target]:
     cases = [line for line in report if "ok" in line]
     good = [case for case in cases if case["ok"]]
     return [
-        Target("engines: cases as they must be", "all", f"{len(good)} of {len(cases)}", good == cases != [])
+        Target(f"{part}: cases as they must be", "all", f"{len(good)} of {len(cases)}", good == cases != [])
     ]
 
 
-def judge_latency(report: Report) -> list[Target]:
+def judge_latency(report: Report, part: str = "latency") -> list[Target]:
     """Every prompt came from its intended source; the rest are figures without a target."""
     cases = [line for line in report if "ok" in line]
     good = [case for case in cases if case["ok"]]
     targets = [
         Target(
-            "latency: prompts found in cache and pool",
+            f"{part}: prompts found in cache and pool",
             "all",
             f"{len(good)} of {len(cases)}",
             good == cases != [],

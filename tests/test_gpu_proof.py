@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tarfile
@@ -27,6 +28,7 @@ from tests.support.deadlines import eventually
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = ROOT / "scripts" / "gpu-proof"
+WITH_ENGINES = ["engines", "hybrids", "latency", "near"]
 DRY_RUN_TIMEOUT_S = 900  # 45 on a quiet machine of 2 cores
 MACHINE = {
     "accelerator": "GPU", "driver": "1", "torch": "2", "cores": 1, "processor": "P", "memory_nbytes": 1 << 30,
@@ -59,16 +61,20 @@ def test_the_dry_run_runs_every_part_and_leaves_a_table_and_one_file(tmp_path: P
     assert {"accelerator", "driver", "torch", "cores", "memory_nbytes"} <= set(written["machine"])
     assert written["commit"] in run.stdout
     parts = {part["name"]: part for part in written["parts"]}
-    assert list(parts) == ["tests", "copies", "pool", "engines", "latency"]
+    assert list(parts) == ["tests", "copies", "pool", *WITH_ENGINES]
     assert parts["tests"]["status"] in ("ran", "not run")
     assert parts["copies"]["status"] == parts["pool"]["status"] == "ran"
-    assert all("no vLLM with CUDA here" in parts[name]["says"] for name in ("engines", "latency"))
+    assert all("no vLLM with CUDA here" in parts[name]["says"] for name in WITH_ENGINES)
     assert all(part["seconds"] <= part["limit_s"] for part in parts.values())
     (copies,), (pool,) = parts["copies"]["report"], parts["pool"]["report"]
     assert copies["rows"]
-    assert [(row["shards"], row["fault"]) for row in pool["rows"]] == [(1, None), (2, None), (0, None)]
+    assert [(row["shards"], row["near"], row["fault"]) for row in pool["rows"]] == [
+        (1, False, None), (2, False, None), (0, False, None), (1, True, None),
+    ]  # fmt: skip
     assert all(way["gb_per_s"] > 0 for row in pool["rows"] for way in (row["store"], row["load"]))
-    assert all(row["load"]["server_s_per_gb"] > 0 for row in pool["rows"] if row["shards"])
+    assert all(
+        row["load"]["server_s_per_gb"] > 0 for row in pool["rows"] if row["shards"] and not row["near"]
+    )
     assert all(name in run.stdout for name in parts)
     assert "not judged" in run.stdout
     assert max(map(len, run.stdout.splitlines())) <= 120
@@ -107,7 +113,29 @@ def test_a_kit_is_unpacked_once_and_runs_in_place_of_the_checkout(
 def test_a_part_that_is_unknown_is_one_clear_line(tmp_path: Path) -> None:
     run = proof("--small", "--out", str(tmp_path), "copie")
     assert run.returncode == 2
-    assert "copie is no part: name some of tests, copies, pool, engines, latency" in run.stderr
+    assert "copie is no part: name some of tests, copies, pool, engines, hybrids, latency, near" in run.stderr
+
+
+def test_the_kits_programs_find_what_they_share_with_the_tests() -> None:
+    """No engine starts here, so that nothing else would say that a name has gone."""
+    code = (
+        "import sys; sys.path[:0] = ['.', 'scripts/gpu-kit']; import check, latency; "
+        "print(check.PYTHON_ONLY, check.TRITON, latency.NEAR)"  # what dry_run.py takes, and the program's part
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def test_the_kit_has_all_that_kvpool_asks_for() -> None:
+    asked = re.findall(r'^ +"([A-Za-z0-9_-]+)[^"]*"', pyproject_part("dependencies"), re.MULTILINE)
+    packed = (ROOT / "scripts" / "gpu-kit" / "packages.txt").read_text()
+    assert len(asked) > 5
+    assert [name for name in asked if re.search(rf"^{name}\b", packed, re.MULTILINE) is None] == []
+
+
+def pyproject_part(name: str) -> str:
+    text = (ROOT / "pyproject.toml").read_text()
+    return text.split(f"\n{name} = [", 1)[1].split("\n]", 1)[0]
 
 
 def test_a_part_that_is_killed_takes_along_what_it_started(tmp_path: Path, program: Any) -> None:
@@ -199,11 +227,11 @@ def test_copies_are_judged_by_their_worst_row_from_512_kib_on() -> None:
 
 
 def test_a_pool_is_judged_by_its_best_loads_from_servers_and_by_every_row() -> None:
-    def row(shards: int, speed: float, fault: str | None = None) -> dict[str, Any]:
-        return {"shards": shards, "fault": fault, "load": {"gb_per_s": speed}}
+    def row(shards: int, speed: float, fault: str | None = None, near: bool = False) -> dict[str, Any]:
+        return {"shards": shards, "near": near, "fault": fault, "load": {"gb_per_s": speed}}
 
     assert held(judge_pool([{"rows": [row(1, 4), row(8, 11), row(0, 30)]}])) == [True, True]
-    assert held(judge_pool([{"rows": [row(8, 9), row(0, 30)]}])) == [True, False]
+    assert held(judge_pool([{"rows": [row(8, 9), row(0, 30), row(8, 30, near=True)]}])) == [True, False]
     assert held(judge_pool([{"rows": [row(8, 11), row(4, 0, "no answer")]}])) == [False, True]
 
 

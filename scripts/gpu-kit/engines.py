@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.valkey_shards import ValkeyShards, find_server
 from demo.engine_process import EngineProcess
-from tests.e2e.harness import prompt
+from tests.support.engines import prompt
 
 LOG_LINES = 25
 # vLLM assumes FlashInfer's sampler on this kind of GPU.
@@ -41,12 +41,13 @@ def valkey(folder: Path, shards: int) -> Iterator[str]:
 
 
 def stores_ended(engine: EngineProcess, within_s: float) -> float:
-    """The number of stored blocks once it stands still for a second; 0 if it does not in time."""
+    """The number of stored blocks once it stands still for a second, all of them far; 0 if it does not in time."""
     deadline, before = time.monotonic() + within_s, -1.0
     while time.monotonic() < deadline:
         engine.generate(prompt(8, 3), 1)  # only steps count ended stores
-        count = float(engine.ask({"do": "metrics"}).get("kvpool_stored_blocks_total", 0.0))
-        if count and count == before:
+        counts = engine.ask({"do": "metrics"})
+        count = float(counts.get("kvpool_stored_blocks_total", 0.0))
+        if count and count == before and not counts.get("kvpool_behind_waiting", 0.0):
             return count
         before = count
         time.sleep(1.0)

@@ -5,10 +5,10 @@
 The configuration is Llama-3-8B's (32 layers, 32 heads, 8 KV heads of 128, bfloat16: 128 KiB of KV a token, 16 GB of
 weights), the weights are vLLM's dummy ones: so arithmetic and bytes are the model's, and no file is needed. Engines,
 one after the other: "off" has no connector, "valkey" a pool on eight shards, "files" one in /dev/shm, "offload" is
-vLLM's own CPU offloading. Each is asked prompts of 2,048, 8,192 and 32,768 tokens: cold; again, which its own cache
-answers; and once more after that cache was reset, when the pool (or main memory) answers. 64 tokens follow each first
-one: of a cold prompt while its blocks are stored. One line of JSON an engine, medians in ms; the exit status is 0 when
-every prompt was found where it had to be.
+vLLM's own CPU offloading; where it is named, "near" has a pool in /dev/shm before those shards. Each is asked prompts
+of 2,048, 8,192 and 32,768 tokens: cold; again, which its own cache answers; and once more after that cache was reset,
+when the pool (or main memory) answers. 64 tokens follow each first one: of a cold prompt while its blocks are stored.
+One line of JSON an engine, medians in ms; the exit status is 0 when every prompt was found where it had to be.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from engines import Cases, started, stores_ended, valkey
 
 from demo.engine_process import connector_config
 from kvpool.cli.bench_store import benched_pool
-from tests.e2e.harness import prompt
+from tests.support.engines import prompt
 
 ENGINES = ("off", "valkey", "files", "offload")
+NEAR = "near"
 STEP_TOKENS = 8192
 STORES_END_S = 30.0
 LLAMA_3_8B = {
@@ -76,7 +77,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("engines", nargs="*", metavar="ENGINE", help=f"{', '.join(ENGINES)} (all)")
+    parser.add_argument("engines", nargs="*", metavar="ENGINE", help=f"{', '.join(ENGINES)} (all), {NEAR}")
     parser.add_argument(
         "--small", action="store_true", help="a tiny model and short prompts, for any platform"
     )
@@ -90,7 +91,7 @@ def main() -> int:
         (folder / "model").mkdir()
         (folder / "model" / "config.json").write_text(json.dumps(plan.config))
         cases = Cases(folder, asked.max_seconds)
-        for name in ENGINES:
+        for name in (*ENGINES, NEAR):
             if name in (asked.engines or ENGINES):
                 cases.run(name, partial(outcome, name, plan, folder))
     return 0 if cases.good else 1
@@ -131,6 +132,12 @@ def connector(name: str, plan: Plan, folder: Path) -> Iterator[dict[str, Any] | 
     elif name == "files":
         with benched_pool(None, plan.pool_nbytes // 2) as (url, _):
             yield connector_config(url, settings)
+    elif name == NEAR:
+        with (
+            benched_pool(None, plan.pool_nbytes // 2) as (near, _),
+            valkey(folder / "servers", plan.shards) as far,
+        ):
+            yield connector_config("", settings | {"pool": [near, far]})
     else:
         with valkey(folder / "servers", plan.shards) as url:
             yield connector_config(url, settings)
