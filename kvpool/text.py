@@ -155,6 +155,11 @@ def joined_urls(value: object) -> object:
     return value
 
 
+def far_url(joined: str) -> str:
+    """Of two URLs that ``joined_urls`` made one text, the far one; one URL as it is."""
+    return joined.strip().rpartition(" ")[2]
+
+
 def redact(url: str) -> str:
     """``url`` for logs: passwords and secret-looking parameters become ``***``."""
     if url.startswith("file:///"):

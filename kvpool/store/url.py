@@ -146,6 +146,13 @@ class StoreURL:
         """
         if isinstance(url, str) and " " in url and url.count("://") > 1 and len(url) <= 2 * MAX_URL_CHARS:
             return cls._near_and_far(url.split())
+        if (found := cls._one(url)).far:
+            change = "write it in the first URL of two, or leave it away"
+            raise ConfigError(f"{redact(url)}: far= says what a near pool sends on to a far one; {change}")
+        return found
+
+    @classmethod
+    def _one(cls, url: str) -> StoreURL:
         match = _URL.fullmatch(url) if isinstance(url, str) and len(url) <= MAX_URL_CHARS else None
         if match is None or not url.isprintable():
             raise ConfigError(
@@ -171,8 +178,7 @@ class StoreURL:
         path = _decoded(url, "a directory's name", match["path"])
         _check_own_directory(url, path)
         capacity_nbytes = _capacity(url, query, DEFAULT_FILE_CAPACITY_NBYTES)
-        far = query.get("far", "")
-        if far and far not in FAR:
+        if (far := query.get("far", "")) not in ("", *FAR):
             raise ConfigError(f"{redact(url)}: {unknown('choice of far', far, FAR)}")
         return cls(scheme, path, capacity_nbytes, _threads(url, query, "threads"), far=far)
 
@@ -180,21 +186,15 @@ class StoreURL:
     def _near_and_far(cls, urls: Sequence[str]) -> StoreURL:
         if len(urls) != 2:
             raise ConfigError(f"{redact(' '.join(urls))}: a pool is one URL, or two: near, a space, far")
-        near, far = map(cls.parse, urls)
+        near, far = cls._one(urls[0]), cls.parse(urls[1])
         if near.scheme != "file":
-            raise ConfigError(
-                f"{redact(urls[0])}: a near pool is a directory of this host: write file:///dir"
-            )
+            raise ConfigError(f"{redact(urls[0])}: a near pool is a directory of the host: file:///dir")
         if far.client != CLIENTS[0]:
             raise ConfigError(
                 f"{redact(urls[1])}: behind a near pool only the native client serves; leave client away"
             )
         if far.scheme == "file" and posixpath.normpath(near.path) == posixpath.normpath(far.path):
             raise ConfigError(f"{redact(urls[1])}: the near pool and the far one are the same directory")
-        if far.far:
-            raise ConfigError(
-                f"{redact(urls[1])}: far= says what a near pool sends on; write it in the first URL"
-            )
         return replace(far, near=near)
 
 

@@ -398,7 +398,7 @@ def test_a_full_far_pool_refuses_copies_and_no_put(near: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("urls", "says"),
     [
-        ("valkey://h file:///a/b", "a near pool is a directory of this host"),
+        ("valkey://h file:///a/b", "a near pool is a directory of the host"),
         ("file:///a/b valkey://h?client=redis", "only the native client"),
         ("file:///a/b file:///a//b", "are the same directory"),
         ("file:///a/b file:///c/d file:///e/f", "one URL, or two"),

@@ -8,6 +8,7 @@ from kvpool import open_store
 from kvpool.errors import ConfigError
 from kvpool.store.tls import Tls
 from kvpool.store.url import StoreURL
+from kvpool.text import far_url, joined_urls
 
 GIB = 1 << 30
 
@@ -193,6 +194,10 @@ def test_the_servers_that_it_names(url: str, servers: tuple[str, ...]) -> None:
         ("valkeys:///s", "write valkeys://host:6379"),
         ("valkey+unix:///s?client=glide", "client=glide cannot use a socket"),
         ("file:///x?client=redis", 'unknown parameter "client"; known are capacity, far, threads'),
+        (
+            "file:///x/y?far=all",
+            "far= says what a near pool sends on to a far one; write it in the first URL of two",
+        ),
         ("valkey+cluster://", "write valkey+cluster://host:6379,host:6379, with 1 to 64 hosts"),
         ("valkey+cluster://a,,b", "write valkey+cluster://host:6379,host:6379"),
         ("valkey+cluster://a,b:0", "ports from 1 to 65535"),
@@ -236,6 +241,17 @@ def test_refuse(url: str, words: str) -> None:
     assert words in str(caught.value)
     assert "hunter2" not in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_the_far_one_of_two_urls() -> None:
+    far = "valkey://u:p@h?ttl=1d"
+    for joined in (
+        far,
+        joined_urls([far]),
+        joined_urls(["file:///a/b?far=reused", far]),
+        f"file:///a/b  {far} ",
+    ):
+        assert far_url(str(joined)) == far
 
 
 def test_a_password_is_not_shown() -> None:

@@ -21,7 +21,7 @@ from kvpool.key.key import Namespace, is_request_key, workers_prefix
 from kvpool.store import Store, StoreURL, open_for_inspection
 from kvpool.store.file import FileSystem
 from kvpool.store.url import SERVER_SCHEMES
-from kvpool.text import format_nbytes, format_size, redact
+from kvpool.text import far_url, format_nbytes, format_size, redact
 
 TRIAL_NBYTES = 64 << 10
 MAX_DIFFERENCES_SHOWN = 8
@@ -31,7 +31,7 @@ def pool_findings(text: str, tenant: str) -> tuple[list[Finding], list[Worker] |
     """Findings of a pool, and its announced workers; None: unknown. Blocking, for some seconds."""
     *near, url = StoreURL.parse(text).pools()
     found = [finding for one in near for finding in _near_findings(one)]
-    more, workers = _findings(url, redact(text.split(" ")[-1]), tenant)
+    more, workers = _findings(url, redact(far_url(text)), tenant)
     return [*found, *more], workers
 
 

@@ -28,7 +28,7 @@ from kvpool.key.key import check_tenant, traffic_prefix
 from kvpool.store import open_store
 from kvpool.store.store import Store, Usage
 from kvpool.store.url import StoreURL
-from kvpool.text import MAX_NBYTES
+from kvpool.text import MAX_NBYTES, far_url
 from kvpool.threads import start_thread
 
 RETRY_S = 2.0  # between two connection attempts
@@ -56,7 +56,7 @@ class PoolFollower:
         tenants: Sequence[str] | None = None,
     ) -> None:
         self._url = _pool_url(url)
-        in_directory = self._url.scheme == "file" and "capacity=" in url.split(" ")[-1]
+        in_directory = self._url.scheme == "file" and "capacity=" in far_url(url)
         self._capacity_nbytes = StoreURL.parse(url).capacity_nbytes if in_directory else None
         for tenant in tenants or ():
             check_tenant(tenant)
