@@ -212,7 +212,7 @@ def route(
     """What stands in front of a fleet: Envoy with kvpool's index, others' routers, round robin.
 
     Scripted workers, each a process, behind each in turn: hits of conversations, added latency, requests a second and
-    CPU at 2 KB and 220 KB, and a worker that is restarted.
+    CPU at 2, 220 and 740 KB, and a worker that is restarted.
     """
     from benchmarks.route import run_route
 

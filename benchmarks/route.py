@@ -26,8 +26,11 @@ from benchmarks.route_runs import TOKEN_S, WORKERS, Speed, Talk, run_speed, run_
 from benchmarks.route_traffic import Traffic, Turn
 from kvpool.errors import ConfigError
 
-SIZES = (2_000, 220_000)
-CALLERS = {2_000: 16, 220_000: 8}
+SIZES = (2_000, 220_000, 740_000)  # the last: 142,000 tokens, the median prompt of a recorded agent
+CALLERS = {2_000: 16, 220_000: 8, 740_000: 2}
+CONVERSATIONS = {2_000: 64, 220_000: 16, 740_000: 4}
+MOST_A_SECOND = {2_000: 6000, 220_000: 1000, 740_000: 200}
+EVERY_S = {740_000: 0.1}  # of the one caller; others send one after the other
 SYSTEMS, SYSTEM_WORDS, TURNS, TURN_WORDS = 8, 512, 6, 150
 SEED = 5
 
@@ -105,8 +108,8 @@ def run_route(
                 turns = _rush(traffic, nbytes, seconds)
                 for front in (DIRECT, *chosen):
                     work = partial(
-                        run_speed, traffic, turns, front, callers=CALLERS[nbytes], warm=2 * _rushing(nbytes),
-                        alone=300, most_s=seconds,
+                        run_speed, traffic, turns, front, callers=CALLERS[nbytes], warm=2 * CONVERSATIONS[nbytes],
+                        alone=300, most_s=seconds, every_s=EVERY_S.get(nbytes, 0.0),
                     )  # fmt: skip
                     speeds.setdefault((front.name, nbytes), []).append(
                         step(f"{front.name}: {nbytes // 1000} KB", work)
@@ -139,16 +142,11 @@ def run_route(
             out.print(table)
 
 
-def _rushing(nbytes: int) -> int:
-    """Number of conversations for follow-ups of ``nbytes``."""
-    return 64 if nbytes < 10_000 else 16
-
-
 def _rush(traffic: Traffic, nbytes: int, seconds: float) -> list[Turn]:
     """As many as a fast machine sends in two measurements."""
-    a_second = 6000 if nbytes < 10_000 else 1000
-    conversations = _rushing(nbytes)
-    return traffic.follow_ups(conversations, nbytes=nbytes, turns=int(a_second * seconds / conversations) + 4)
+    conversations = CONVERSATIONS[nbytes]
+    turns = int(MOST_A_SECOND[nbytes] * seconds / conversations) + 4
+    return traffic.follow_ups(conversations, nbytes=nbytes, turns=turns)
 
 
 def _row(
@@ -192,8 +190,9 @@ def _median(measured: Sequence[Any], column: str) -> float:
 def _speed_table(rows: Sequence[Row], direct: dict[int, float]) -> Table:
     table = Table(
         title="Requests of which no two are alike, each the next turn of a conversation. Added: over none, by one "
-        "caller, ms. Best: requests/s of the best front over this one's. CPU: ms of a request, in the front and its "
-        "picker / in the workers. Hits: of what the conversation had left behind, what the chosen worker had. "
+        "caller, ms; at 740 KB it sends ten a second. Best: requests/s of the best front over this one's. CPU: ms of a "
+        "request, in the front and its picker / in the workers. Hits: of what the conversation had left behind, what "
+        "the chosen worker had. "
         f"Without a front: {', '.join(f'{value:,.0f}/s at {nbytes // 1000} KB' for nbytes, value in direct.items())}.",
         box=SIMPLE, padding=(0, 1, 0, 0),
     )  # fmt: skip

@@ -5,6 +5,7 @@ Each blocks, and starts its own workers and front, with empty caches.
 
 from __future__ import annotations
 
+import asyncio
 import random
 import tempfile
 import time
@@ -163,24 +164,27 @@ def run_speed(
     warm: int,
     alone: int,
     most_s: float,
+    every_s: float = 0.0,
 ) -> Speed:
-    """Distinct requests: the first ``warm`` are not counted, then ``alone`` by one caller, the rest by all;
-    each phase is cut after ``most_s`` seconds.
+    """Distinct requests: the first ``warm`` are not counted, then ``alone`` by one caller, one every ``every_s``
+    seconds at most, the rest by all; each phase is cut after ``most_s`` seconds.
     """
     due = iter(turns)
     with stage(traffic, front, 1, blocks=1 << 30, token_s=0.0) as (fleet, running):
         sent = 0
 
-        def ask_some(callers: int, count: int, seconds: float) -> tuple[_Tally, float]:
+        def ask_some(callers: int, count: int, seconds: float, every_s: float = 0.0) -> tuple[_Tally, float]:
             tally = _Tally(traffic)
             left = count
-            ends_s = time.monotonic() + seconds
+            begun_s = time.monotonic()
+            ends_s = begun_s + seconds
 
             async def ask(caller: Caller) -> bool:
                 nonlocal sent, left
                 turn = next(due, None) if left else None
                 if turn is None or time.monotonic() > ends_s:
                     return False
+                await asyncio.sleep(max(0.0, begun_s + (count - left) * every_s - time.monotonic()))
                 left -= 1
                 sent += 1
                 answer = await caller.ask(running.urls[sent % len(running.urls)], turn.body(stream=False))
@@ -191,7 +195,7 @@ def run_speed(
 
         ask_some(4, warm, 10 * most_s)
         time.sleep(SETTLE_S)
-        one, _ = ask_some(1, alone, most_s)
+        one, _ = ask_some(1, alone, most_s, every_s)
         before = cpu_s(running.pids), cpu_s(fleet.pids)
         many, seconds = ask_some(callers, len(turns), most_s)
         after = cpu_s(running.pids), cpu_s(fleet.pids)

@@ -166,6 +166,15 @@ def open_file_executor(
 # Makes an empty or missing directory a pool; of one that is a pool already, what is missing in it.
 def make_file_pool(root: str) -> None: ...
 
+class PoolListing:
+    """kvpool/_native/store/pool_listing.h. One thread at a time; the GIL is released."""
+
+    def __init__(self, root: str, tenant: str, namespace: str, most_records: int) -> None: ...
+    def look(self) -> int: ...  # OSError
+    def changes(self) -> list[tuple[int, list[int], list[int]]]: ...  # group, hashes that came, that went
+    def told(self) -> None: ...
+    def forget(self) -> None: ...
+
 # Bytes in all, free, and those of the free ones that a pool leaves to others; zeros: unknown.
 def file_system(path: bytes) -> tuple[int, int, int]: ...
 
@@ -262,10 +271,12 @@ class Table:
         self, max_blocks: int, reuse_reports: bool, block_tokens: int, budget: MemoryBudget | None
     ) -> None: ...
 
-    # The counts of Applied in table.h, in their order. dp_rank: where the batch names none. pool: who holds what
-    # the batch says of the pool; None: the worker. The bytes of payload must not change meanwhile. ValueError: no
-    # name of 1 to 256 bytes, or too many workers.
-    def apply(self, worker: str, payload: Buffer, dp_rank: int, pool: str | None) -> tuple[int, ...]: ...
+    # The counts of Applied in table.h, in their order. dp_rank: where the batch names none. pool, near: who holds
+    # what the batch says of the pool, of a near pool; None: the worker. The bytes of payload must not change
+    # meanwhile. ValueError: no name of 1 to 256 bytes, or too many workers.
+    def apply(
+        self, worker: str, payload: Buffer, dp_rank: int, pool: str | None, near: str | None
+    ) -> tuple[int, ...]: ...
 
     # hashes64: packed little-endian u64, at most 4,194,304 of them. Unknown workers are left out. ValueError: the
     # prompt goes in circles. TooMuchWork: others would wait for too long.
@@ -330,10 +341,11 @@ class Answer:
 class Rows:
     """Ranks in the order of their answer; immutable. The GIL is released while the table is read."""
 
-    # rows: worker, dp_rank, address, block_tokens, name in the table, name of its pool there (empty: none), state.
+    # rows: worker, dp_rank, address, block_tokens, name in the table, of its pool, its near pool there (empty: none),
+    # state.
     # are_all: they are all that the table has.
     def __init__(
-        self, rows: tuple[tuple[str, int, str, int, str, str, RankState], ...], are_all: bool
+        self, rows: tuple[tuple[str, int, str, int, str, str, str, RankState], ...], are_all: bool
     ) -> None: ...
 
     # hashes64: packed little-endian u64. now_ms: by the clock of heard_at_ms. at_once: or NotAtOnce.

@@ -37,7 +37,7 @@ FLOORS = (
     {"vllm.internals"},
     {"vllm.support", "vllm.events", "vllm.weights", "vllm.announcement", "vllm.loads", "vllm.store_queue"},
     {"vllm.parts"},
-    {"vllm.identity", "vllm.lookups", "vllm.write_back"},
+    {"vllm.identity", "vllm.lookups", "vllm.near", "vllm.write_back"},
     {"vllm.stores", "vllm.requests"},
     {"vllm.metrics", "vllm.prefetch"},
     {"vllm.scheduler", "vllm.worker", "vllm.tier"},

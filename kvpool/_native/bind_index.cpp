@@ -70,14 +70,16 @@ class PyTable {
 
   Table& native() const { return *table_; }
 
-  nb::tuple apply(nb::handle worker, nb::handle payload, std::uint32_t dp_rank, nb::handle pool) {
+  nb::tuple apply(nb::handle worker, nb::handle payload, std::uint32_t dp_rank, nb::handle pool,
+                  nb::handle near) {
     const std::string_view name = utf8_view(worker, "worker must be a str");
-    std::optional<std::string_view> pool_name;
+    std::optional<std::string_view> pool_name, near_name;
     if (!pool.is_none()) pool_name = utf8_view(pool, "pool must be a str or None");
+    if (!near.is_none()) near_name = utf8_view(near, "near must be a str or None");
     const Bytes bytes(payload);
     try {
-      return to_tuple(
-          without_gil([&] { return table_->apply(name, dp_rank, decode_events(bytes.get()), pool_name); }));
+      return to_tuple(without_gil(
+          [&] { return table_->apply(name, dp_rank, decode_events(bytes.get()), pool_name, near_name); }));
     } catch (const MalformedEvents&) {
       ++malformed_batches_;  // under the GIL again
       throw;
@@ -159,7 +161,7 @@ struct PyAnswer {
 class PyRows {
  public:
   using Row = std::tuple<std::string, std::uint32_t, std::string, std::uint32_t, std::string, std::string,
-                         const RankState*>;
+                         std::string, const RankState*>;
 
   PyRows(const nb::tuple& rows, bool are_all) : kept_(rows) {
     std::vector<Rows::Row> native;
@@ -330,7 +332,8 @@ void bind_index(nb::module_& m) {
   nb::class_<PyTable>(m, "Table")
       .def(nb::init<std::size_t, bool, std::uint32_t, std::shared_ptr<MemoryBudget>>(), "max_blocks"_a,
            "reuse_reports"_a, "block_tokens"_a, "budget"_a.none())
-      .def("apply", &PyTable::apply, "worker"_a.none(), "payload"_a.none(), "dp_rank"_a, "pool"_a.none())
+      .def("apply", &PyTable::apply, "worker"_a.none(), "payload"_a.none(), "dp_rank"_a, "pool"_a.none(),
+           "near"_a.none())
       .def("match", &PyTable::match, "hashes64"_a.none(), "workers"_a.none())
       .def("remove_worker", of_worker<>(&Table::remove_worker), "worker"_a.none())
       .def("clear", of_worker<std::optional<std::uint32_t>, Tiers>(&Table::clear), "worker"_a.none(),

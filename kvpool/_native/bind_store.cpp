@@ -28,6 +28,7 @@
 #include "store/io_executor.h"
 #include "store/lookup.h"
 #include "store/near_far.h"
+#include "store/pool_listing.h"
 #include "store/refused_size.h"
 #include "store/resp.h"
 #include "store/tls.h"
@@ -287,6 +288,33 @@ void make_file_pool(const std::string& root) {
   with_os_errors([&] { return make_pool(root).inode; });
 }
 
+class PyPoolListing {
+ public:
+  PyPoolListing(const std::string& root, const std::string& tenant, const std::string& name_space,
+                std::size_t most_records)
+      : listing_(root, tenant, name_space, most_records) {
+    refuse_zeros({root, tenant, name_space});
+  }
+
+  std::size_t look() {
+    return with_os_errors([this] { return listing_.look(); });
+  }
+  nb::list changes() {
+    nb::list found;
+    for (const auto& [group, came, went] : without_gil([this] { return listing_.changes(); })) {
+      found.append(nb::make_tuple(group, came, went));
+    }
+    return found;
+  }
+  void told() {
+    without_gil([this] { listing_.told(); });
+  }
+  void forget() { listing_.forget(); }
+
+ private:
+  PoolListing listing_;
+};
+
 std::tuple<std::uint64_t, std::uint64_t, std::uint64_t> file_system_of(const nb::bytes& path) {
   const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   const auto [total, free, reserve] = file ? file_system(file.get()) : FileSystem{};
@@ -400,6 +428,14 @@ void bind_store(nb::module_& m) {
           "nbytes"_a, "words"_a, "said"_a)
       .def("moved", &RefusedSize::moved, "nbytes"_a)
       .def("forget", &RefusedSize::forget);
+
+  nb::class_<PyPoolListing>(m, "PoolListing")
+      .def(nb::init<const std::string&, const std::string&, const std::string&, std::size_t>(), "root"_a,
+           "tenant"_a, "namespace"_a, "most_records"_a)
+      .def("look", &PyPoolListing::look)
+      .def("changes", &PyPoolListing::changes)
+      .def("told", &PyPoolListing::told)
+      .def("forget", &PyPoolListing::forget);
 
   m.def("open_file_executor", &open_file_executor, "root"_a, "capacity_nbytes"_a.none(), "threads"_a,
         "lock_patience_s"_a = std::chrono::duration<double>(kLockPatience).count());

@@ -27,7 +27,7 @@ PUSH_GONE = (
 )
 
 _SEED_ID = re.compile(r"[0-9a-f]{16}")
-_NAMESPACE = re.compile(r"[0-9a-f]{32}")
+_HEX32 = re.compile(r"[0-9a-f]{32}")
 _ENDPOINT = re.compile(r"tcp://(?P<host>\[[0-9A-Fa-f:.%]+\]|[^\s:/@\[\]]+):(?P<port>[0-9]{1,5})|ipc://\S+")
 _EVERY_ADDRESS = ("*", "0.0.0.0", "[::]")  # noqa: S104 - to refuse it
 
@@ -52,7 +52,8 @@ class Worker:
     ``block_tokens``: tokens of a hashed block. ``hash_seed_id``: ``kvpool.key.hashing.seed_id`` of its seed.
     ``address``: of its API, such as ``http://10.0.0.7:8000``; empty: unknown. ``incarnation``: differs at
     each start; empty: the index detects restarts. ``namespace``: 32 hex digits, of the pool blocks it can
-    load; empty: none. ``names``: by which requests may call ``model``, too: vLLM's further served names.
+    load; empty: none. ``names``: by which requests may call ``model``, too: vLLM's further served names. ``near``: 32
+    hex digits of its near pool, which all engines of a host share (``kvpool.store.file.pool_id``); empty: none.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Worker:
     incarnation: str = ""
     namespace: str = ""
     names: tuple[str, ...] = ()
+    near: str = ""
 
     @property
     def id(self) -> str:
@@ -111,8 +113,9 @@ def check_worker(worker: Worker) -> Worker:
             raise ConfigError(f"{who}: {error}") from error
     if _SEED_ID.fullmatch(worker.hash_seed_id) is None:
         raise ConfigError(f"{who}: hash_seed_id is 16 hex digits, not {worker.hash_seed_id!r:.40}")
-    if worker.namespace and _NAMESPACE.fullmatch(worker.namespace) is None:
-        raise ConfigError(f"{who}: namespace is 32 hex digits or nothing, not {worker.namespace!r:.60}")
+    for field in ("namespace", "near"):
+        if (text := getattr(worker, field)) and _HEX32.fullmatch(text) is None:
+            raise ConfigError(f"{who}: {field} is 32 hex digits or nothing, not {text!r:.60}")
     if not isinstance(worker.names, tuple) or len(worker.names) > MAX_SERVED:
         raise ConfigError(f"{who}: names are up to {MAX_SERVED}, beside the model's")
     for name in worker.names:

@@ -29,6 +29,7 @@ READ_S = DEFAULT_LEASE_S / RENEWALS  # longer leases are renewed as often, becau
 # rank may be requested again: no request outlives its answer.
 REQUEST_LEASE_S = 5.0
 
+NEAR = "near"  # left out if empty
 NAMES = "names"  # as lines of one text, left out if empty: an earlier index reads no record with a list
 _TEXTS = ("model", "hash_algorithm", "hash_seed_id", "address", "incarnation", "namespace")
 _FIELDS = {"version", "block_tokens", "events", "replay", "lease_s", *_TEXTS}
@@ -68,6 +69,8 @@ def pack_worker(worker: Worker, lease_s: float, renewal: int = 0) -> tuple[str, 
     }
     if worker.names:
         record[NAMES] = "\n".join(worker.names)
+    if worker.near:
+        record[NEAR] = worker.near
     return worker_key(worker.tenant, worker.name, publisher.dp_rank), msgpack.packb(record)
 
 
@@ -83,10 +86,9 @@ def unpack_worker(key: str, record: bytes) -> WorkerRecord | None:
     if not isinstance(fields, dict) or not fields.keys() >= _FIELDS or fields["version"] != VERSION:
         return None
     lease_s, renewal, tenant, name, dp_rank = fields["lease_s"], fields.get("renewal", 0), *parsed
-    names = fields.get(NAMES, "")
-    if not all(
-        isinstance(text, str) for text in (*(fields[one] for one in (*_TEXTS, "events", "replay")), names)
-    ):
+    names, near = fields.get(NAMES, ""), fields.get(NEAR, "")
+    texts = (*(fields[one] for one in (*_TEXTS, "events", "replay")), names, near)
+    if not all(isinstance(text, str) for text in texts):
         return None
     if type(lease_s) is not float or not MIN_LEASE_S <= lease_s <= MAX_LEASE_S or type(renewal) is not int:
         return None
@@ -97,6 +99,7 @@ def unpack_worker(key: str, record: bytes) -> WorkerRecord | None:
             block_tokens=fields["block_tokens"],
             publishers=(Publisher(dp_rank, fields["events"], fields["replay"]),),
             names=tuple(names.split("\n")) if names else (),
+            near=near,
             **{text: fields[text] for text in _TEXTS},
         )
         return WorkerRecord(check_worker(worker), lease_s, renewal) if worker.incarnation else None
@@ -107,9 +110,10 @@ def unpack_worker(key: str, record: bytes) -> WorkerRecord | None:
 def merge_ranks(announced: Iterable[WorkerRecord]) -> tuple[dict[str, Worker], list[str]]:
     """Merge ranks into workers, by id; and a sentence for each rank that contradicts its worker.
 
-    Ranks of one tenant and name form one worker if they agree on all but publisher, incarnation, namespace
-    and names; the lowest rank decides. The worker's incarnation changes whenever a rank's does, or a rank
+    Ranks of one tenant and name form one worker if they agree on all but publisher, incarnation, namespace,
+    near pool and names; the lowest rank decides. The worker's incarnation changes whenever a rank's does, or a rank
     comes or goes. Ranks whose caches were reset have different namespaces; the worker then has none.
+    Ranks of several hosts have no near pool.
     """
     ranks: dict[str, list[Worker]] = {}
     for one in announced:
@@ -123,6 +127,7 @@ def merge_ranks(announced: Iterable[WorkerRecord]) -> tuple[dict[str, Worker], l
             parts[0],
             publishers=tuple(part.publishers[0] for part in alike),
             namespace=parts[0].namespace if len({part.namespace for part in alike}) == 1 else "",
+            near=parts[0].near if len({part.near for part in alike}) == 1 else "",
             incarnation=_incarnation([part.incarnation for part in alike]),
         )
         problems += [

@@ -36,10 +36,11 @@ class Lookup:
 
     ``addresses``: where workers serve requests; empty: unknown. ``block_tokens``: tokens of a hashed block.
     ``prompt_blocks``: full blocks of the prompt. ``device_blocks``: in accelerator memory. ``local_blocks``: in
-    any tier of the worker. ``pool_blocks``: loadable from the pool. ``sequences``: the event batch after which
-    device and local blocks are exact; 0 also before the first. ``staleness_ms``: since the index last knew that
-    it had every batch. ``stale``: not trusted now; device and local blocks are 0. ``loadable_blocks``: need no
-    compute: leading blocks that are local or in the pool, at least the larger of both counts.
+    any tier of the worker, then in its host's near pool. ``pool_blocks``: loadable from the pool. ``sequences``: the
+    event batch after which device and local blocks are exact; 0 also before the first. ``staleness_ms``: since the
+    index last knew that it had every batch. ``stale``: not trusted now; device and local blocks are 0.
+    ``loadable_blocks``: need no compute: leading blocks that are local or in the pool, at least the larger of both
+    counts.
     """
 
     workers: tuple[str, ...] = ()

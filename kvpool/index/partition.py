@@ -3,7 +3,7 @@
 **A row is true as of its sequence**: credited blocks are exact after that batch. Replies are native
 (``kvpool/_native/index/answer.h``); rows whose rank applied a batch meanwhile are read again here, under its lock.
 
-Threads: any. Writers of ``members`` or ``namespaces`` hold the fleet's lock; readers take ``members`` once.
+Threads: any. Writers of ``members``, ``namespaces`` or ``nears`` hold the fleet's lock; readers take ``members`` once.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvpool import _native
 from kvpool.discovery.worker import Worker
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, KVPoolError
 from kvpool.index.answer import Lookup
 from kvpool.index.prompt import Prompt
-from kvpool.index.rank import ONE_SEED, Rank
+from kvpool.index.rank import ONE_SEED, Rank, near_holder, pool_holder
 from kvpool.index.table import REFUSED, NotAtOnce, PrefixIndex, refusal
 from kvpool.key.hashing import BlockHasher, seed_id
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 # Rows that an event loop reads again, each a look at every hash; above the number of applying threads.
 MOVED_AT_ONCE = 8
+MAX_NAMESPACES = 1024
 
 
 class Key(NamedTuple):
@@ -58,7 +59,7 @@ class Members:
             tuple(
                 (
                     rank.worker.name, rank.publisher.dp_rank, rank.worker.address, rank.worker.block_tokens,
-                    rank.holder, rank.pool, rank,
+                    rank.holder, rank.pool, rank.near, rank,
                 )
                 for rank in self.ranks
             ),
@@ -111,7 +112,8 @@ class Pool(NamedTuple):
 
 
 class Partition:
-    """``namespaces``: of the pool, with the number of their workers; 0: known from the pool alone.
+    """``namespaces``: of the pool, with the number of their workers; 0: known from the pool alone. ``nears``:
+    holders of near pools, alike.
 
     ``hasher``: hashes tokens as its workers do; None: ``no_hasher`` says why. ``hashes``: of all partitions; those of
     a tenant serve only itself.
@@ -129,6 +131,7 @@ class Partition:
         self.index = index
         self.members = Members(())
         self.namespaces: Counter[str] = Counter()
+        self.nears: Counter[str] = Counter()
         self.hasher: BlockHasher | None = None
         self.no_hasher = ""
         self._clock = clock
@@ -141,6 +144,29 @@ class Partition:
                 )
             except ConfigError:  # the case that check_worker leaves: xxhash_cbor without a seed
                 self.no_hasher = f"hash with {key.hash_algorithm}, which needs a seed: {ONE_SEED}"
+
+    def enter_pools(self, worker: Worker) -> None:
+        """Errors: ``KVPoolError`` without room for its namespace; then it is not entered."""
+        namespace = worker.namespace
+        if namespace and namespace not in self.namespaces and len(self.namespaces) >= MAX_NAMESPACES:
+            for unused in [other for other, workers in self.namespaces.items() if not workers]:
+                self.index.remove_worker(pool_holder(unused))
+                del self.namespaces[unused]
+            if len(self.namespaces) >= MAX_NAMESPACES:
+                raise KVPoolError(f"workers of one model name more than {MAX_NAMESPACES} namespaces")
+        if namespace:
+            self.namespaces[namespace] += 1
+        if holder := near_holder(worker):
+            self.nears[holder] += 1
+
+    def leave_pools(self, worker: Worker) -> None:
+        if worker.namespace:
+            self.namespaces[worker.namespace] -= 1
+        if holder := near_holder(worker):
+            self.nears[holder] -= 1
+            if not self.nears[holder]:  # nobody tells what it holds
+                del self.nears[holder]
+                self.index.remove_worker(holder)
 
     def hashes(self, prompt: Prompt, lora: tuple[str, str] | None = None) -> Buffer:
         """Of a prompt in tokens; needs ``hasher``. ``lora``: of its model, unless the prompt names one."""

@@ -48,8 +48,8 @@ class Rank(_native.RankState):
 
     __slots__ = (
         "asked", "awaiting_first_batch", "batch_digest", "batches", "clock", "emptied_at", "gaps", "gone", "holder",
-        "incomplete_reason", "incomplete_since_s", "index", "joining", "lock", "malformed", "marked", "no_hasher",
-        "pool", "problem", "publisher", "replays", "resets", "unmatchable", "worker",
+        "incomplete_reason", "incomplete_since_s", "index", "joining", "lock", "malformed", "marked", "near",
+        "no_hasher", "pool", "problem", "publisher", "replays", "resets", "unmatchable", "worker",
     )  # fmt: skip
 
     def __init__(
@@ -67,7 +67,7 @@ class Rank(_native.RankState):
         self.index = index
         self.holder = holder
         self.clock = clock
-        self.pool = pool_holder(worker.namespace)
+        self.pool, self.near = pool_holder(worker.namespace), near_holder(worker)
         self.no_hasher = no_hasher
         self.lock = threading.Lock()
         self.batch_digest = 0  # of the batch of that number; 0: none
@@ -150,8 +150,9 @@ class Rank(_native.RankState):
             self._change_begins()
             try:
                 applied = self.index.apply(
-                    self.holder, payload, dp_rank=self.publisher.dp_rank, pool=self.pool or None
-                )
+                    self.holder, payload, dp_rank=self.publisher.dp_rank, pool=self.pool or None,
+                    near=self.near or None,
+                )  # fmt: skip
                 self.sequence, self.batch_digest = sequence, batch_digest(payload)
                 self.batches += 1
                 found_unmatchable = bool(applied.lookahead_events) and not self.unmatchable
@@ -185,7 +186,7 @@ class Rank(_native.RankState):
         self._joined()
 
     def reset(self, problem: str, *, anew: bool = False) -> None:
-        """Forget its blocks, but for the pool's.
+        """Forget its blocks, but for the pool's; after a gap also those of its near pool, which it tells again.
 
         ``anew``: another incarnation of its publisher, which announces all its blocks. Otherwise (a gap that
         nothing closed) the rank still holds blocks and is incomplete.
@@ -201,6 +202,8 @@ class Rank(_native.RankState):
                 self.unmatchable = ""
                 self._complete()
             else:
+                if self.near:
+                    self.index.clear(self.near)
                 self._set_incomplete(problem, self.clock())
             self.problem = _one_line(problem)
             self._change_ends()
@@ -262,6 +265,7 @@ class Rank(_native.RankState):
     def rename(self, worker: Worker) -> None:
         with self.lock:
             self.worker, self.pool = worker, pool_holder(worker.namespace)
+            self.near = near_holder(worker)
 
     def leave(self) -> None:
         """Forget its blocks, for good."""
@@ -327,6 +331,11 @@ def unhashed(no_hasher: str) -> str:
 def pool_holder(namespace: str) -> str:
     """Holder of a namespace's pool blocks, in a table of one tenant; empty: no namespace."""
     return f"pool/{namespace}" if namespace else ""
+
+
+def near_holder(worker: Worker) -> str:
+    """Holder of what the near pool of this worker's host has of its namespace; empty: there is none."""
+    return f"near/{worker.namespace}/{worker.near}" if worker.namespace and worker.near else ""
 
 
 def staleness_ms(now_s: float, heard_at_ms: int) -> int:

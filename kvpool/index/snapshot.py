@@ -151,7 +151,8 @@ def _pack_worker(state: WorkerState) -> list[Any]:
             ]
             for rank in state.ranks
         ],
-        *([list(worker.names)] if worker.names else []),  # which an earlier index cannot read
+        # Which an earlier index cannot read.
+        *([list(worker.names), worker.near] if worker.near else [list(worker.names)] if worker.names else []),
     ]
 
 
@@ -183,6 +184,7 @@ def _read_worker(fields: Sequence[Any]) -> WorkerState:
         block_tokens=block_tokens,
         publishers=tuple(state.publisher for state in states),
         names=tuple(map(_text, more[0])) if more else (),  # of an earlier version: none
+        near=_text(more[1]) if len(more) > 1 else "",
     )
     if not isinstance(lease_left_s, float | None):
         raise TypeError("a lease is no number of seconds")

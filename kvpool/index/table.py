@@ -218,18 +218,27 @@ class PrefixIndex:
             raise SnapshotRefused(f"no image of a prefix index: {error}") from error
         return made
 
-    def apply(self, worker: str, payload: Buffer, *, dp_rank: int = 0, pool: str | None = None) -> Applied:
+    def apply(
+        self,
+        worker: str,
+        payload: Buffer,
+        *,
+        dp_rank: int = 0,
+        pool: str | None = None,
+        near: str | None = None,
+    ) -> Applied:
         """Apply one batch of events: the last frame of a message of vLLM's publisher, as received.
 
         ``worker``: its name, 1 to 256 bytes of UTF-8; a new one is added. ``payload``: msgpack ``[timestamp,
         [events], data-parallel rank]``, at most 64 MiB, a million events and four million hashes.
         ``dp_rank``: the rank where the payload names none. ``pool``: the holder of the batch's pool blocks,
-        as a worker of that name with rank 0, for workers that share a pool; None: the worker itself. Errors:
+        as a worker of that name with rank 0, for workers that share a pool; ``near``: of those that lie in a near
+        pool; None: the worker itself. Errors:
         ``MalformedEvents``, with nothing applied; ``ClearedTooOften``; ``ConfigError``.
         """
         _check_rank(dp_rank)
         try:
-            return Applied._make(self.native.apply(worker, payload, dp_rank, pool))
+            return Applied._make(self.native.apply(worker, payload, dp_rank, pool, near))
         except _native.MalformedEvents as error:
             raise malformed(error) from error
         except (ValueError, TypeError, BufferError) as error:

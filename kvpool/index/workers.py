@@ -24,7 +24,7 @@ from kvpool.discovery.worker import MAX_PUBLISHERS, MAX_WORKERS, Worker
 from kvpool.errors import ConfigError, KVPoolError, SnapshotRefused
 from kvpool.index.limits import Limits
 from kvpool.index.names import Names
-from kvpool.index.partition import Key, Members, Partition
+from kvpool.index.partition import MAX_NAMESPACES, Key, Members, Partition
 from kvpool.index.rank import Rank, pool_holder, unhashed
 from kvpool.index.snapshot import PartitionState, RankState, Snapshot, WorkerState
 from kvpool.index.table import PrefixIndex
@@ -37,14 +37,13 @@ MAX_PARTITIONS = 1024  # of a fleet
 MAX_RANKS = 32768  # of all workers; a table has room for 65,536 holders
 HASHES_NBYTES = 32 << 20  # of prompts that may be extended: of 48 million tokens, in blocks of 16
 RANK_NBYTES = 8 << 10  # of memory beside the tables
-MAX_NAMESPACES = 1024  # of a partition
 MAX_LEASE_S = 86400.0
 MORE = "remove some of its workers, or give the index a larger --tenant-share"
 # How long a restored worker waits for its announcement in the pool: as long as a watch keeps unreadable
 # workers (kvpool.discovery.worker_watch).
 RESTORED_LEASE_S = 60.0
 
-assert MAX_RANKS + MAX_NAMESPACES <= 65536
+assert MAX_RANKS + MAX_NAMESPACES + MAX_WORKERS <= 65536  # each worker may have a near pool of its own
 assert MAX_PUBLISHERS <= MAX_RANKS
 
 logger = logging.getLogger("kvpool.index")
@@ -168,15 +167,16 @@ class Workers:
         for namespace in namespaces[:MAX_NAMESPACES] if entries else ():
             entries[0].partition.namespaces.setdefault(namespace, 0)
             kept.add(pool_holder(namespace))
+        if entries:
+            kept |= entries[0].partition.nears.keys()
         for holder in set(index.workers()) - kept:
             index.remove_worker(holder)
         return entries
 
     def renew(self, entry: Present, worker: Worker) -> None:
-        if entry.worker.namespace != worker.namespace:
-            self._enter_namespace(entry.partition, worker.namespace)
-            self._leave_namespace(entry.partition, entry.worker.namespace)
         if entry.worker != worker:
+            entry.partition.enter_pools(worker)
+            entry.partition.leave_pools(entry.worker)
             entry.worker = worker
             for rank in entry.ranks:
                 rank.rename(worker)
@@ -280,7 +280,7 @@ class Workers:
             partition = Partition(Key.of(worker), index, self._seed, self._clock, self._hashes)
             self.models[name] = (*partitions, partition)
         try:
-            self._enter_namespace(partition, worker.namespace)
+            partition.enter_pools(worker)
         except KVPoolError:
             self._limits.give(nbytes, worker.tenant)
             raise
@@ -320,7 +320,7 @@ class Workers:
             rank.leave()
             for name in ("batches", "gaps", "replays", "resets", "malformed"):
                 self.departed[name] += getattr(rank, name)
-        self._leave_namespace(partition, entry.worker.namespace)
+        partition.leave_pools(entry.worker)
         if not partition.members and not len(partition.index):
             # The model stays known; a table's memory does not shrink, so it goes.
             name_of = (partition.key.tenant, partition.key.model)
@@ -331,21 +331,6 @@ class Workers:
         counters = partition.index.counters()
         for name in ("refused", "evicted"):
             self.departed[name] += counters[name]
-
-    def _enter_namespace(self, partition: Partition, namespace: str) -> None:
-        if not namespace:
-            return
-        if namespace not in partition.namespaces and len(partition.namespaces) >= MAX_NAMESPACES:
-            for unused in [other for other, workers in partition.namespaces.items() if not workers]:
-                partition.index.remove_worker(pool_holder(unused))
-                del partition.namespaces[unused]
-            if len(partition.namespaces) >= MAX_NAMESPACES:
-                raise KVPoolError(f"workers of one model name more than {MAX_NAMESPACES} namespaces")
-        partition.namespaces[namespace] += 1
-
-    def _leave_namespace(self, partition: Partition, namespace: str) -> None:
-        if namespace:
-            partition.namespaces[namespace] -= 1
 
 
 def _partition_state(partition: Partition, entries: Iterable[Present], now_s: float) -> PartitionState:

@@ -38,6 +38,7 @@ MAX_FILE_NBYTES = MAX_DOCUMENT_NBYTES + MAX_ANNOUNCEMENT_KEY_CHARS + 128
 ORPHAN_AGE_S = 3600.0
 
 MOUNTS = Path("/proc/mounts")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _ESCAPED = re.compile(r"\\([0-7]{3})")  # a space, tab, line's end or backslash of a place
 _FILE_NAME = re.compile(r"[0-9a-f]{32}")
 _NAME_BESIDE = re.compile(r"\.[0-9a-f]{32}\.[0-9]+\.[0-9a-f]{16}")
@@ -84,6 +85,16 @@ def _mount(path: Path, mounts: Path) -> tuple[str, str, str]:
                 given = dict(one.partition("=")[::2] for one in options.split(","))
                 found = place, kind, given.get("huge", "never")
     return found
+
+
+def pool_id(path: str) -> str:
+    """32 hex digits: equal for all processes and containers of a host that see this directory; empty: it is gone."""
+    try:
+        found = Path(path).stat()
+        boot = BOOT_ID.read_text()
+    except OSError:
+        return ""
+    return hashlib.sha256(f"{boot} {found.st_dev} {found.st_ino}".encode()).hexdigest()[:32]
 
 
 class FileStore(Store):

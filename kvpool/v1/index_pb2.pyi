@@ -242,7 +242,7 @@ class ReleaseResponse(_message.Message):
     def __init__(self, released: bool = ...) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("name", "tenant", "model", "hash_algorithm", "hash_seed_id", "block_tokens", "address", "incarnation", "namespace", "publishers", "names")
+    __slots__ = ("name", "tenant", "model", "hash_algorithm", "hash_seed_id", "block_tokens", "address", "incarnation", "namespace", "publishers", "names", "near")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -254,6 +254,7 @@ class Worker(_message.Message):
     NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     PUBLISHERS_FIELD_NUMBER: _ClassVar[int]
     NAMES_FIELD_NUMBER: _ClassVar[int]
+    NEAR_FIELD_NUMBER: _ClassVar[int]
     name: str
     tenant: str
     model: str
@@ -265,7 +266,8 @@ class Worker(_message.Message):
     namespace: str
     publishers: _containers.RepeatedCompositeFieldContainer[Publisher]
     names: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., hash_algorithm: _Optional[str] = ..., hash_seed_id: _Optional[str] = ..., block_tokens: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., namespace: _Optional[str] = ..., publishers: _Optional[_Iterable[_Union[Publisher, _Mapping]]] = ..., names: _Optional[_Iterable[str]] = ...) -> None: ...
+    near: str
+    def __init__(self, name: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., hash_algorithm: _Optional[str] = ..., hash_seed_id: _Optional[str] = ..., block_tokens: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., namespace: _Optional[str] = ..., publishers: _Optional[_Iterable[_Union[Publisher, _Mapping]]] = ..., names: _Optional[_Iterable[str]] = ..., near: _Optional[str] = ...) -> None: ...
 
 class Publisher(_message.Message):
     __slots__ = ("dp_rank", "events", "replay")

@@ -32,6 +32,7 @@ from kvpool.errors import KVPoolError, NoThread
 from kvpool.key.hashing import seed_id
 from kvpool.key.key import EPOCH_FACT, Namespace
 from kvpool.store import Store, StoreURL
+from kvpool.store.file import pool_id
 from kvpool.threads import start_thread
 from kvpool.vllm import internals
 
@@ -75,8 +76,14 @@ def describe(config: VllmConfig, cache: KVCacheConfig, settings: PoolConfig, nam
         incarnation=secrets.token_hex(8),
         namespace=namespace,
         names=_further(command.served, model),
+        near=_near(settings.pool),
     )
     return Announcement(worker, where.problems, where.events_off)
+
+
+def _near(pool: str) -> str:
+    near = StoreURL.parse(pool).near
+    return pool_id(near.path) if near is not None else ""
 
 
 class _Command(NamedTuple):

@@ -1,4 +1,4 @@
-"""kvpool's KV events: of the pool's records, and of the engine's own cache when an index requests it.
+"""kvpool's KV events: of the pools' records, and of the engine's own cache when an index requests it.
 
 vLLM publishes each block's arrival and departure. An index that lost batches for good knows only a part.
 ``CacheResync`` publishes the whole cache in one batch: a clear, then every block, as often as it has copies.
@@ -61,6 +61,29 @@ def removed_event(block_hash: bytes, group: int) -> BlockRemoved:
         "group_idx": group,
     }
     return BlockRemoved(**_known(BlockRemoved, fields | _OF_THE_POOL))
+
+
+# Without it an index would take them for the engine's own.
+TELLS_NEAR = "ownership" in BlockStored.__struct_fields__
+
+
+def near_event(
+    kind: type[BlockStored | BlockRemoved], medium: str, group_index: int, group: Group, hashes: list[int]
+) -> BlockStored | BlockRemoved:
+    """Records came to, or went from, the near pool: each under its last block's hash, as 64 bits."""
+    fields: dict[str, Any] = {
+        "block_hashes": hashes,
+        "parent_block_hash": hashes[0],  # an index needs one; any will do
+        "token_ids": [],  # the pool does not keep them
+        "block_size": group.record_tokens,
+        "lora_id": None,
+        "lora_name": None,
+        "medium": medium,
+        "locality": "LOCAL",
+        "ownership": EVENT_OWNER,
+        **_group_fields(group_index, group),
+    }
+    return kind(**_known(kind, fields))
 
 
 class DeviceCleared(AllBlocksCleared, tag="AllBlocksCleared"):

@@ -36,7 +36,7 @@ from kvpool.metrics import Counters, Samples
 from kvpool.store import Store, StoreURL
 from kvpool.tracing import Tracing
 from kvpool.vllm import internals
-from kvpool.vllm.events import CacheResync, removed_event
+from kvpool.vllm.events import TELLS_NEAR, CacheResync, removed_event
 from kvpool.vllm.gate import MIN_STEP_TOKENS, CostGate
 from kvpool.vllm.guard import RequestFaults, guarded
 from kvpool.vllm.hints import read_hints
@@ -44,6 +44,7 @@ from kvpool.vllm.identity import EngineNamespace
 from kvpool.vllm.loads import Loads
 from kvpool.vllm.lookups import Lookups, RequestLookup
 from kvpool.vllm.metrics import Outcomes
+from kvpool.vllm.near import NearBlocks
 from kvpool.vllm.plan import (
     BlockRef,
     Group,
@@ -168,13 +169,17 @@ class SchedulerHalf:
         self._gate = CostGate(self.counters) if config.cost_gate and loads else None
         self._block_pool: BlockPool | None = None
         self._cache_resync = CacheResync(self._groups)
+        tells_near = near is not None and events and TELLS_NEAR
+        self._near_blocks = NearBlocks(near.path, self._groups) if near is not None and tells_near else None
         self._resync_asked = False  # in the current step
         self._events: list[KVCacheEvent] = []
 
     def start(self) -> None:
-        """Begin to follow the tenant's quota. Does not block."""
+        """Begin to follow the tenant's quota and the near pool. Does not block."""
         if self._stores:
             self._quota.start()
+        if self._near_blocks is not None:
+            self._near_blocks.start()
 
     # A request, from its arrival to its end.
 
@@ -592,11 +597,15 @@ class SchedulerHalf:
         self._store_planner.bind(block_pool)
 
     def take_events(self) -> list[KVCacheEvent]:
-        """New events of the pool since the last call; on an index's request, also the whole cache."""
+        """New events of the pools since the last call; on an index's request, also the whole cache."""
         events, self._events = [*self._store_planner.take_events(), *self._events], []
         asked, self._resync_asked = self._resync_asked, False
         if asked and self._events_wanted:
             events += self._resync()
+        if self._near_blocks is not None:
+            if asked:
+                self._near_blocks.forget()
+            events += self._near_blocks.take(self._namespace.current)
         return events
 
     @guarded(())
@@ -659,4 +668,6 @@ class SchedulerHalf:
         self._adapters.close()
         self._retention.close()
         self._quota.close()
+        if self._near_blocks is not None:
+            self._near_blocks.close()
         self._traffic.close()

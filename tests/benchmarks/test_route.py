@@ -207,7 +207,7 @@ def test_bench_route_measures_a_front_beside_none() -> None:
     for row in rows.values():
         assert 0 <= row["hit_ratios"]["1"] <= 1
         assert 0 <= row["returned_ratio"] <= 1
-        assert [speed["nbytes"] for speed in row["speeds"]] == [2_000, 220_000]
+        assert [speed["nbytes"] for speed in row["speeds"]] == [2_000, 220_000, 740_000]
         assert all(speed["requests_s"] > 0 and speed["failed"] == 0 for speed in row["speeds"])
         assert row["failed"] == 0
     assert rows["Envoy + kvpool, duplex"]["hit_ratios"]["1"] > rows["round robin"]["hit_ratios"]["1"]

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from demo.engine_process import EngineProcess
+from demo.engine_process import EngineProcess, free_ports
+from kvpool import open_store
 from tests.support.deadlines import eventually
 from tests.support.engines import (
     BLOCK_TOKENS,
     GENERATED_TOKENS,
+    WITHIN_S,
+    Index,
     call,
     corrupt,
     engine_options,
     passing,
     prompt,
+    publishing,
     records,
 )
 from tests.support.servers import running
@@ -32,10 +37,11 @@ DECODED_TOKENS = 200  # of the request that is computed meanwhile
 def test_a_near_pool_serves_its_host_and_the_far_one_the_fleet(llama: Path, tmp_path: Path) -> None:
     with running("valkey-server", tmp_path) as server:
 
-        def options(host: str) -> dict[str, Any]:
+        def options(host: str, **more: Any) -> dict[str, Any]:
             # A silent far pool is asked for the whole budget by what near has not.
             near = f"file://{tmp_path}/{host}?capacity=256MiB"
-            return engine_options(llama, near, settings={"lookup_timeout_s": 2.0, "pool": [near, server.url]})
+            settings = {"lookup_timeout_s": 2.0, "pool": [near, server.url], "advertise_host": "127.0.0.1"}
+            return engine_options(llama, near, settings=settings, **more)
 
         def generate(engine: EngineProcess, tokens: list[int]) -> dict[str, Any]:
             return engine.generate(tokens, GENERATED_TOKENS)
@@ -54,11 +60,24 @@ def test_a_near_pool_serves_its_host_and_the_far_one_the_fleet(llama: Path, tmp_
             )
         server.go_on()
 
-        with passing("third", tmp_path, options("host-2")) as third:
+        ports = free_ports(2)
+        with (
+            open_store(server.url) as store,
+            closing(Index(store)) as index,
+            passing("third", tmp_path, options("host-2", kv_events_config=publishing(ports))) as third,
+        ):
             assert eventually(lambda: loads(third, PROMPT, cold)), "another host loads from far"
             assert eventually(lambda: len(records(tmp_path / "host-2", PROMPT)) >= BLOCKS), (
                 "and has it near then"
             )
+
+            def credited() -> tuple[int, int, int]:
+                generate(third, prompt(93, BLOCK_TOKENS // 2))  # an engine tells in its steps
+                row = index.row(str(llama), PROMPT, f"127.0.0.1:{ports[0]}")
+                return row.device_blocks, row.local_blocks, row.pool_blocks
+
+            call(third, "reset_prefix_cache")
+            assert eventually(lambda: credited() == (0, BLOCKS, BLOCKS), within_s=WITHIN_S), credited()
             server.kill()
             assert eventually(lambda: loads(third, PROMPT, cold))
             # What is loaded near is used, and verified.

@@ -293,6 +293,7 @@ def make_protocol() -> list[dict[str, Any]]:
     worker = {"name": "w-1", "tenant": "t", "model": "m", "hash_algorithm": "sha256_cbor",
               "hash_seed_id": plain["hash_seed_id"], "block_tokens": 16, "address": "http://10.0.0.7:8000",
               "incarnation": "f00d", "namespace": "0123456789abcdef" * 2, "names": ["gpt-4", "modèle"],
+              "near": "fedcba9876543210" * 2,
               "publishers": [{"dp_rank": 0, "events": "tcp://10.0.0.7:5557", "replay": "tcp://10.0.0.7:5657"},
                              {"dp_rank": 1, "events": "tcp://10.0.0.7:5558", "replay": ""}]}  # fmt: skip
     message("LookupRequest", {"scope": {"model": "m"}, "block_hashes": plain["block_hashes"]})

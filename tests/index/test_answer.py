@@ -44,7 +44,7 @@ def test_an_answer_is_packed_as_protobuf_packs_it(ranks: list[Any], now_ms: int)
         worker, dp_rank, address, block_tokens, device, pool, sequence, heard_at_ms, stale = rank
         state = _native.RankState()
         state.sequence, state.heard_at_ms, state.stale = sequence, heard_at_ms, stale
-        rows.append((worker, dp_rank, address, block_tokens, f"rank/{place}", f"pool/{place}", state))
+        rows.append((worker, dp_rank, address, block_tokens, f"rank/{place}", f"pool/{place}", "", state))
         if device:
             index.apply(f"rank/{place}", batch(stored(PROMPT[:device])))
         if pool:
@@ -89,8 +89,13 @@ def test_a_rank_whose_batches_name_others_has_what_all_of_them_have() -> None:
     state = _native.RankState()
     state.stale = False
     rows = _native.Rows(
-        (("w", 0, "", 16, "d", "b", state), ("w", 1, "", 16, "a", "", state), ("x", 0, "", 16, "c", "b", state)), True
-    )  # fmt: skip
+        (
+            ("w", 0, "", 16, "d", "b", "", state),
+            ("w", 1, "", 16, "a", "", "", state),
+            ("x", 0, "", 16, "c", "b", "", state),
+        ),
+        True,
+    )
     _, device, local, pool, *_ = rows.answer(index.native, packed64([1, 2, 3]), 0, False).columns()
     assert (device, local, pool) == ((0, 1, 2), (0, 2, 2), (1, 0, 1))
 

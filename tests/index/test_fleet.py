@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from kvpool import BlockHasher, ConfigError, KVPoolError, UnknownModel
 from kvpool.discovery.worker import check_worker
-from kvpool.index import Lookup, Publisher, Row, workers
+from kvpool.index import Lookup, Publisher, Row, partition, workers
 from kvpool.index.fleet import Fleet
 from kvpool.index.table import PrefixIndex
 from kvpool.key.hashing import seed_id
@@ -695,9 +695,9 @@ def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         ("MAX_RANKS", 4),
         ("MAX_MODELS", 2),
         ("MAX_PARTITIONS", 2),
-        ("MAX_NAMESPACES", 1),
     ]:
         monkeypatch.setattr(workers, name, most)
+    monkeypatch.setattr(partition, "MAX_NAMESPACES", 1)
     fleet = Fleet()
     fleet.add(a_worker("a"), "flag")
     fleet.add(a_worker("b", block_tokens=32), "flag")

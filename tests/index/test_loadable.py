@@ -62,7 +62,7 @@ def test_a_row_that_is_asked_again_reaches_as_far() -> None:
     index.apply("a", batch(stored(PROMPT[:3]), stored(PROMPT[3:], medium="STORAGE")), pool="p")
     state = _native.RankState()
     state.stale, state.version = False, 1
-    rows = _native.Rows((("w", 0, "", 16, "a", "p", state),), True)
+    rows = _native.Rows((("w", 0, "", 16, "a", "p", "", state),), True)
     answer = rows.answer(index.native, packed64(PROMPT), 0, False)
     assert answer.moved() == (0,)
     index.apply("a", batch(stored(PROMPT[3:4])))
@@ -110,7 +110,9 @@ def test_it_is_the_union_that_a_plain_model_says(
     state = _native.RankState()
     state.stale = False
     rows = _native.Rows(
-        tuple((name, 0, "", 16, name, pool, state) for name, pool in (("a", "p"), ("b", "p"), ("c", "p"))),
+        tuple(
+            (name, 0, "", 16, name, pool, "", state) for name, pool in (("a", "p"), ("b", "p"), ("c", "p"))
+        ),
         True,
     )
     for prompt in (PROMPT, other):
@@ -159,7 +161,7 @@ def test_it_is_what_the_connector_would_load(seed: int) -> None:
             index.apply("a", batch(told), pool="p")
         state = _native.RankState()
         state.stale = False
-        rows = _native.Rows((("w", 0, "", 16, "a", "p", state),), True)
+        rows = _native.Rows((("w", 0, "", 16, "a", "p", "", state),), True)
         *_, loadable = rows.answer(index.native, packed64(prompt), 0, False).columns()
         hit = longest_hit(
             groups, present, local_tokens=16 * local, max_tokens=16 * blocks,

@@ -25,8 +25,11 @@ Rows::Rows(std::vector<Row> rows, bool are_all) : rows_(std::move(rows)), are_al
     row_of_.emplace(row.holder, i);
     holders_.push_back(row.holder);
     if (!row.pool.empty()) rows_of_[row.pool].push_back(i);
+    if (!row.near.empty()) rows_near_[row.near].push_back(i);
   }
-  for (const auto& [pool, users] : rows_of_) holders_.push_back(pool);
+  for (const RowsOf* const shared : {&rows_of_, &rows_near_}) {
+    for (const auto& [pool, users] : *shared) holders_.push_back(pool);
+  }
   if (rows_.empty()) return;
   for (const Row& row : rows_) append_text(packed_rows_, lookup_response::kWorker, row.worker);
   append_column(packed_rows_, lookup_response::kDpRank, rows_.size(),
@@ -46,6 +49,7 @@ Answer Rows::answer(const Table& table, std::span<const std::byte> hashes, std::
   answer.local.resize(count);
   answer.pool.resize(count);
   answer.loadable.resize(count);
+  answer.near.resize(count);
   answer.sequences.resize(count);
   answer.staleness_ms.resize(count);
   answer.stale.resize(count);
@@ -53,18 +57,22 @@ Answer Rows::answer(const Table& table, std::span<const std::byte> hashes, std::
   std::vector<std::uint64_t> versions(count);
   for (std::size_t i = 0; i < count; ++i) versions[i] = rows_[i].state->version;
 
-  const PoolOf pool_of = [this](std::string_view holder) {
-    const auto row = row_of_.find(holder);
-    return row == row_of_.end() ? std::string_view() : std::string_view(rows_[row->second].pool);
+  const auto name_of = [this](const RowsOf& shared, std::string Row::* name) {
+    if (shared.empty()) return PoolOf();
+    return PoolOf([this, name](std::string_view holder) {
+      const auto row = row_of_.find(holder);
+      return row == row_of_.end() ? std::string_view() : std::string_view(rows_[row->second].*name);
+    });
   };
-  const Matches matches =
-      table.match(hashes, are_all_ ? nullptr : &holders_, rows_of_.empty() ? PoolOf() : pool_of, patience);
+  const Matches matches = table.match(hashes, are_all_ ? nullptr : &holders_, name_of(rows_of_, &Row::pool),
+                                      patience, name_of(rows_near_, &Row::near));
   std::vector<bool> found(count);
   for (std::size_t match = 0; match < matches.workers.size(); ++match) {
     const std::string& holder = *matches.workers[match];
     if (const auto row = row_of_.find(holder); row != row_of_.end()) {
       std::uint32_t device = matches.columns[kDevice][match], local = matches.columns[kLocal][match];
       std::uint32_t loadable = matches.loadable.empty() ? local : matches.loadable[match];
+      if (!matches.near.empty()) local = matches.near[match];
       if (found[row->second]) {  // its batches named other ranks: this rank has the blocks of all of them
         device = std::min(device, answer.device[row->second]);
         local = std::min(local, answer.local[row->second]);
@@ -76,6 +84,8 @@ Answer Rows::answer(const Table& table, std::span<const std::byte> hashes, std::
       found[row->second] = true;
     } else if (const auto users = rows_of_.find(holder); users != rows_of_.end()) {
       for (const std::uint32_t user : users->second) answer.pool[user] = matches.columns[kPool][match];
+    } else if (const auto near = rows_near_.find(holder); near != rows_near_.end()) {
+      for (const std::uint32_t user : near->second) answer.near[user] = matches.columns[kPool][match];
     }
   }
 
@@ -89,13 +99,16 @@ Answer Rows::answer(const Table& table, std::span<const std::byte> hashes, std::
 void Rows::again(std::size_t row, const Table& table, std::span<const std::byte> hashes, std::int64_t now_ms,
                  Answer& answer, Patience patience) const {
   const std::vector<std::string_view> holder = {rows_[row].holder};
-  const Matches matches = table.match(
-      hashes, &holder, [&](std::string_view) { return std::string_view(rows_[row].pool); }, patience);
+  const auto always = [](const std::string& name) {
+    return PoolOf([&name](std::string_view) { return std::string_view(name); });
+  };
+  const Matches matches =
+      table.match(hashes, &holder, always(rows_[row].pool), patience, always(rows_[row].near));
   const auto least = [](const std::vector<std::uint32_t>& blocks) {
     return blocks.empty() ? 0 : std::ranges::min(blocks);
   };
   answer.device[row] = least(matches.columns[kDevice]);
-  answer.local[row] = least(matches.columns[kLocal]);
+  answer.local[row] = least(matches.near);
   answer.loadable[row] = least(matches.loadable);
   read_state(row, now_ms, answer);
 }
@@ -108,8 +121,9 @@ void Rows::read_state(std::size_t row, std::int64_t now_ms, Answer& answer) cons
       static_cast<std::uint32_t>(std::clamp<std::int64_t>(now_ms - state.heard_at_ms, 0, kMaxStaleness_ms));
   answer.stale[row] = state.stale ? 1 : 0;
   if (answer.stale[row] != 0) answer.device[row] = answer.local[row] = answer.loadable[row] = 0;
-  // A rank without local blocks has the pool's alone, as read with the other rows.
-  answer.loadable[row] = std::max(answer.loadable[row], answer.pool[row]);
+  // A rank without local blocks has the pools' alone, as read with the other rows.
+  if (answer.stale[row] == 0) answer.local[row] = std::max(answer.local[row], answer.near[row]);
+  answer.loadable[row] = std::max({answer.loadable[row], answer.local[row], answer.pool[row]});
 }
 
 std::string Rows::pack(const Answer& answer) const {

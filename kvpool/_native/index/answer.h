@@ -52,7 +52,8 @@ enum Field : unsigned {
 // Columns: one number a row.
 struct Answer {
   std::uint32_t prompt_blocks = 0;
-  std::vector<std::uint32_t> device, local, pool, loadable;
+  std::vector<std::uint32_t> device, local, pool, loadable;  // local: with the near pool
+  std::vector<std::uint32_t> near;                           // leading blocks in the near pool
   std::vector<std::uint64_t> sequences;
   std::vector<std::uint32_t> staleness_ms;
   std::vector<std::uint8_t> stale;
@@ -89,6 +90,7 @@ class Rows {
     std::uint32_t block_tokens;
     std::string holder;  // the rank's name in the table
     std::string pool;    // holder of its loadable pool blocks; empty: none
+    std::string near;    // of those in its host's near pool
     const RankState* state;
   };
 
@@ -112,10 +114,11 @@ class Rows {
 
   std::vector<Row> rows_;
   bool are_all_;
-  std::unordered_map<std::string_view, std::uint32_t> row_of_;                // by holder
-  std::unordered_map<std::string_view, std::vector<std::uint32_t>> rows_of_;  // by pool
-  std::vector<std::string_view> holders_;                                     // and pools
-  std::string packed_rows_;  // the fields that no prompt changes; they come first
+  std::unordered_map<std::string_view, std::uint32_t> row_of_;  // by holder
+  using RowsOf = std::unordered_map<std::string_view, std::vector<std::uint32_t>>;
+  RowsOf rows_of_, rows_near_;             // by pool, by near pool
+  std::vector<std::string_view> holders_;  // and pools
+  std::string packed_rows_;                // the fields that no prompt changes; they come first
 };
 
 }  // namespace kvpool

@@ -14,6 +14,8 @@ constexpr std::uint8_t kStr8 = 0xd9, kArray16 = 0xdc, kMap16 = 0xde, kMap32 = 0x
 
 constexpr std::uint8_t kVaries = 0xff;
 
+constexpr std::string_view kOwner = "kvpool";  // kvpool/vllm/events.py
+
 // Bytes behind the first of a scalar; kVaries for values with a length, for containers, and for 0xc1.
 constexpr std::array<std::uint8_t, 256> kScalarNbytes = [] {
   std::array<std::uint8_t, 256> nbytes{};
@@ -240,7 +242,7 @@ class Decoder {
   struct Reading {
     Event event{};
     bool known = true, has_type = false, has_hashes = false, has_parent = false, has_medium = false;
-    bool looks_ahead = false;
+    bool looks_ahead = false, owned = false;
   };
 
   void read_event() {
@@ -303,6 +305,8 @@ class Decoder {
       if (!reader_.take_nil()) event.window_tokens = small("kv_cache_spec_sliding_window", kMaxTokens);
     } else if (name == "block_size") {
       if (!reader_.take_nil()) event.block_tokens = small("block_size", kMaxTokens);
+    } else if (name == "ownership") {
+      reading.owned = !reader_.take_nil() && reader_.text("ownership") == kOwner;
     } else {
       reading.looks_ahead |= name == "lookahead_token_ids" && !reader_.at_nil();
       reader_.skip();
@@ -325,6 +329,7 @@ class Decoder {
     }
     if (reading.looks_ahead) ++batch_.lookahead_events;
     event.root = !reading.has_parent;
+    event.near = reading.owned && (event.tier == Tier::kHost || event.tier == Tier::kDisk);
     event.count = batch_.hashes.size() - event.begin;
     batch_.events.push_back(event);
   }

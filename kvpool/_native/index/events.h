@@ -35,6 +35,7 @@ struct Event {
   bool device_only = false;         // cleared: other tiers keep their blocks
   std::uint32_t block_tokens = 0;   // stored: of a block of the group; 0: unknown
   std::uint32_t window_tokens = 0;  // stored: of the sliding window, the token itself included; 0: unknown
+  bool near = false;                // of a near pool, which engines of a host share; tier: where it lies
 };
 
 struct EventBatch {

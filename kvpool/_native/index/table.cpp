@@ -51,7 +51,7 @@ std::unique_lock<std::shared_mutex> Table::write() {
 }
 
 Applied Table::apply(std::string_view worker, std::uint32_t default_rank, const EventBatch& batch,
-                     std::optional<std::string_view> pool) {
+                     std::optional<std::string_view> pool, std::optional<std::string_view> near) {
   const auto held = write();
   Applied applied;
   applied.skipped_events = batch.skipped_events;
@@ -62,7 +62,7 @@ Applied Table::apply(std::string_view worker, std::uint32_t default_rank, const 
   Tiers empty = 0;  // of its rank: cleared, and nothing was stored since
   // Events are short, so prefetching goes on across them.
   for (std::size_t i = 0; i < std::min(batch.hashes.size(), kAhead); ++i) blocks_.prefetch(batch.hashes[i]);
-  for (const Event& event : batch.events) {
+  for (Event event : batch.events) {
     if (drops > kMaxDrops) refuse(publisher, applied);
     if (event.kind == Event::Kind::kCleared) {
       ++applied.cleared_events;
@@ -73,8 +73,12 @@ Applied Table::apply(std::string_view worker, std::uint32_t default_rank, const 
       if (const auto rank = rank_of(publisher, its_rank)) drops += drop(ranks_[*rank].holders, gone);
       continue;
     }
-    const bool elsewhere = pool && event.tier == Tier::kPool;
-    const std::uint32_t by = elsewhere ? worker_of(*pool) : publisher;
+    const std::optional<std::string_view> shared = event.near                  ? near
+                                                   : event.tier == Tier::kPool ? pool
+                                                                               : std::nullopt;
+    const bool elsewhere = shared.has_value();
+    if (elsewhere) event.tier = Tier::kPool;
+    const std::uint32_t by = elsewhere ? worker_of(*shared) : publisher;
     const std::uint32_t dp_rank = elsewhere ? 0 : its_rank;
     if (event.kind == Event::Kind::kRemoved) {
       // A removal does not name its group's kind, so it must not create the group.

@@ -105,8 +105,9 @@ struct Matches {
   std::vector<std::shared_ptr<const std::string>> workers;  // by row
   std::vector<std::uint32_t> dp_ranks;
   std::array<std::vector<std::uint32_t>, kColumnCount> columns;
-  // A worker's local blocks (kLocal) and, from there on, its part of the pool. Only where match() had pools.
-  std::vector<std::uint32_t> loadable;
+  // A worker's local blocks (kLocal) and, from there on, its part of the pool, or of its near pool. Only where
+  // match() had such pools.
+  std::vector<std::uint32_t> loadable, near;
 };
 
 // Holder of a worker's part of the pool, a name that must live as long as the call; empty: none.
@@ -150,15 +151,18 @@ class Table {
   Table& operator=(const Table&) = delete;
 
   // All of the batch, in order; a match() sees all of it or nothing. default_rank: where the batch names
-  // none. pool: holder of the batch's pool blocks, as its rank 0; none: the worker itself. Throws
+  // none. pool, near: holders, as their rank 0, of the batch's pool blocks and of those of a near pool, which is
+  // a pool to its holder; none: the worker itself. Throws
   // ClearedTooOften for more than kMaxDrops clears of held blocks: then the worker's blocks are dropped.
   Applied apply(std::string_view worker, std::uint32_t default_rank, const EventBatch& batch,
-                std::optional<std::string_view> pool = std::nullopt);
+                std::optional<std::string_view> pool = std::nullopt,
+                std::optional<std::string_view> near = std::nullopt);
 
   // Rows: the ranks (of `workers` only, if given) that hold the first block in some tier, unordered. Throws
   // std::invalid_argument for circular hashes, TooMuchWork above its limit, NotAtOnce above that of kAtOnce.
   Matches match(std::span<const std::byte> hashes, const std::vector<std::string_view>* workers,
-                const PoolOf& pool_of = nullptr, Patience patience = Patience::kFull) const;
+                const PoolOf& pool_of = nullptr, Patience patience = Patience::kFull,
+                const PoolOf& near_of = nullptr) const;
 
   // False: unknown.
   bool remove_worker(std::string_view worker);
@@ -265,7 +269,7 @@ class Table {
   template <typename Visit>
   void walk_holder(HolderId id, std::size_t run, std::uint64_t bound, Walk& walk, Visit visit) const;
   void find_held(HolderId id, Walk& walk, std::uint64_t bound, std::array<Spans, kColumnCount>& held) const;
-  void add_loadable(Walk& walk, const PoolOf& pool_of, Matches& matches) const;
+  std::vector<std::uint32_t> loadable(Walk& walk, const PoolOf& pool_of, const Matches& matches) const;
   std::uint64_t reach(const Rank& pool, std::uint64_t local, Walk& walk) const;
   Spans held_in_pool(HolderId id, std::uint64_t local, std::uint64_t bound, Walk& walk) const;
 

@@ -69,7 +69,7 @@ class Taken {
 }  // namespace
 
 Matches Table::match(std::span<const std::byte> hashes, const std::vector<std::string_view>* workers,
-                     const PoolOf& pool_of, Patience patience) const {
+                     const PoolOf& pool_of, Patience patience, const PoolOf& near_of) const {
   Matches matches;
   if (hashes.size() < sizeof(std::uint64_t)) return matches;
   check_circles(hashes);
@@ -85,7 +85,8 @@ Matches Table::match(std::span<const std::byte> hashes, const std::vector<std::s
   Walk walk(blocks_, hashes, patience);
   match_uniform(walk, workers == nullptr ? nullptr : &wanted, matches);
   if (hybrid_ranks_ != 0) match_hybrid(walk, workers == nullptr ? nullptr : &wanted, matches);
-  if (pool_of) add_loadable(walk, pool_of, matches);
+  if (pool_of) matches.loadable = loadable(walk, pool_of, matches);
+  if (near_of) matches.near = loadable(walk, near_of, matches);
   return matches;
 }
 
@@ -227,19 +228,19 @@ void Table::find_held(HolderId id, Walk& walk, std::uint64_t bound,
 // How far local blocks reach, and the pool's part from there on, as in kvpool's connector (kvpool/vllm/plan.py,
 // longest_hit): the engine goes on from its own hit, so the pool matters from there; a whole-prefix group needs
 // every later block in the pool, a sliding window its last ones.
-void Table::add_loadable(Walk& walk, const PoolOf& pool_of, Matches& matches) const {
+std::vector<std::uint32_t> Table::loadable(Walk& walk, const PoolOf& pool_of, const Matches& matches) const {
   struct Asked {
     std::uint32_t pool;   // a rank
     std::uint32_t local;  // blocks
     std::size_t row;
   };
   std::vector<Asked> asked;
-  matches.loadable = matches.columns[static_cast<std::size_t>(Column::kLocal)];
+  std::vector<std::uint32_t> loadable = matches.columns[static_cast<std::size_t>(Column::kLocal)];
   std::string_view last_name;
   constexpr std::uint32_t kNone = ~std::uint32_t{0};
   std::uint32_t pool = kNone;
-  for (std::size_t row = 0; row < matches.loadable.size(); ++row) {
-    const std::uint32_t local = matches.loadable[row];
+  for (std::size_t row = 0; row < loadable.size(); ++row) {
+    const std::uint32_t local = loadable[row];
     if (local == 0 || local == walk.count()) continue;
     const std::string_view name = pool_of(*matches.workers[row]);
     if (name.empty()) continue;
@@ -263,9 +264,10 @@ void Table::add_loadable(Walk& walk, const PoolOf& pool_of, Matches& matches) co
     const bool is_within = last != nullptr && last->pool == one.pool &&
                            (last->local == one.local || (ranks_[one.pool].uniform && one.local <= reached));
     if (!is_within) reached = reach(ranks_[one.pool], one.local, walk);
-    matches.loadable[one.row] = static_cast<std::uint32_t>(reached);
+    loadable[one.row] = static_cast<std::uint32_t>(reached);
     last = &one;
   }
+  return loadable;
 }
 
 std::uint64_t Table::reach(const Rank& pool, std::uint64_t local, Walk& walk) const {

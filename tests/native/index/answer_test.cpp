@@ -23,7 +23,7 @@ EventBatch batch(Event::Kind kind, std::uint64_t hash) {
 }
 
 Rows::Row row(std::string worker, std::string holder, std::string pool, const RankState& state) {
-  return {std::move(worker), 0, "http://" + holder, 16, std::move(holder), std::move(pool), &state};
+  return {std::move(worker), 0, "http://" + holder, 16, std::move(holder), std::move(pool), "", &state};
 }
 
 std::span<const std::byte> bytes(const std::uint64_t& hash) { return std::as_bytes(std::span(&hash, 1)); }
