@@ -21,7 +21,7 @@ from typing import Literal
 import numpy as np
 
 from benchmarks.agents_engine import Clock, Engine, Job
-from benchmarks.agents_index import DEVICE, POOL, EventLog, RealIndex
+from benchmarks.agents_index import DEVICE, NEAR, POOL, EventLog, RealIndex
 from benchmarks.agents_model import LINK_NBYTES_S, SLOW_NBYTES_S, EngineModel
 from benchmarks.agents_pool import Held, HostPool, RealPool
 from benchmarks.agents_traffic import Traffic, Turn
@@ -145,7 +145,9 @@ class _Fleet:
             for host in range(-(-workers // pools.host_workers)):
                 near = Held(pools.near_nbytes // model.block_nbytes) if policy.has_near else None
                 hosts[host] = HostPool(near, pool)
-        self._pool_of = {name: hosts.get(at // pools.host_workers) for at, name in enumerate(self._names)}
+        host_of = {name: at // pools.host_workers for at, name in enumerate(self._names)}
+        self._pool_of = {name: hosts.get(host) for name, host in host_of.items()}
+        self._nears = {name: f"{host:032x}" for name, host in host_of.items()} if policy.has_near else {}
         self._logs: dict[str, EventLog] = {}
         self._engines: dict[str, Engine] = {}
         self._index: RealIndex | None = None
@@ -255,7 +257,8 @@ class _Fleet:
         self._tell(engine, POOL, stored, (), None)
 
     def near_changed(self, engine: Engine, stored: Sequence[int], evicted: Sequence[int]) -> None:
-        """The index knows no near pools: to it their blocks are in the fleet's, which ``put`` tells."""
+        """Told at once; a real engine lists its near pool every 5 s."""
+        self._tell(engine, NEAR, stored, evicted, None)
 
     def far_evicted(self, blocks: Sequence[int]) -> None:
         if self._index is not None and self._policy.places == "blocks":
@@ -328,7 +331,7 @@ class _Fleet:
 
     def _new_index(self) -> RealIndex:
         capacity_tokens = self._model.blocks * self._model.block_tokens
-        return RealIndex(self._clock, self._traffic, self._pool, capacity_tokens)
+        return RealIndex(self._clock, self._traffic, self._pool, self._nears, capacity_tokens)
 
     def _index_again(self) -> None:
         self._index = self._new_index()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -30,14 +30,24 @@ from kvpool.index.sequence import Sequence as BatchSequence
 from kvpool.key.hashing import seed_id
 
 MODEL = "agents"
-DEVICE, POOL = "GPU", "STORAGE"  # media of KV events
+DEVICE, NEAR, POOL = "GPU", "CPU", "STORAGE"  # media of KV events
 KEPT_BATCHES = 10_000  # by a publisher, for replays: vLLM's default
 PUBLISHER = Publisher(0, "tcp://127.0.0.1:1", "tcp://127.0.0.1:2")  # nobody dials them
 RECONCILE_TIMEOUT_S = 120.0
 
 
 def _removed(hashes: Sequence[int], medium: str) -> dict[str, Any]:
-    return {"type": "BlockRemoved", "block_hashes": hashes, "medium": medium, "group_idx": 0}
+    return {
+        "type": "BlockRemoved",
+        "block_hashes": hashes,
+        "medium": medium,
+        "group_idx": 0,
+        **_owner(medium),
+    }
+
+
+def _owner(medium: str) -> dict[str, str]:
+    return {"ownership": "kvpool"} if medium == NEAR else {}
 
 
 class EventLog:
@@ -60,7 +70,7 @@ class EventLog:
                 {
                     "type": "BlockStored", "block_hashes": self._of(stored), "parent_block_hash": parent,
                     "token_ids": [], "block_size": self._block_tokens, "lora_id": None, "medium": medium,
-                    "lora_name": None, "group_idx": 0, "kv_cache_spec_kind": "full_attention",
+                    "lora_name": None, "group_idx": 0, "kv_cache_spec_kind": "full_attention", **_owner(medium),
                 }
             )  # fmt: skip
         batch = self._next, msgpack.packb([at_s, events, 0])
@@ -74,11 +84,19 @@ class EventLog:
 
 
 class RealIndex:
-    """``pool``: of the workers; None: they have none. ``capacity_tokens``: of each one's KV cache."""
+    """``pool``: of the workers; None: they have none. ``nears``: of each worker, the near pool of its host, as 32 hex
+    digits; absent: none. ``capacity_tokens``: of each one's KV cache.
+    """
 
     def __init__(
-        self, clock: Callable[[], float], traffic: Traffic, pool: RealPool | None, capacity_tokens: int
+        self,
+        clock: Callable[[], float],
+        traffic: Traffic,
+        pool: RealPool | None,
+        nears: Mapping[str, str],
+        capacity_tokens: int,
     ) -> None:
+        self._nears = nears
         self._clock, self._traffic, self._capacity_tokens = clock, traffic, capacity_tokens
         self._namespace = pool.namespace.hex if pool else ""
         self._fleet = Fleet(clock=clock)
@@ -92,7 +110,7 @@ class RealIndex:
         self._starts += 1
         worker = Worker(
             name, MODEL, self._traffic.block_tokens, seed_id(None), (PUBLISHER,),
-            incarnation=str(self._starts), namespace=self._namespace,
+            incarnation=str(self._starts), namespace=self._namespace, near=self._nears.get(name, ""),
         )  # fmt: skip
         self._fleet.add(worker, "call")
         rank = self._fleet.rank(worker.id, 0)

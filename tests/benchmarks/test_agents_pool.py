@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.agents_index import POOL, EventLog, RealIndex
+from benchmarks.agents_index import NEAR, POOL, EventLog, RealIndex
 from benchmarks.agents_pool import Found, Held, HostPool, RealPool
 from benchmarks.agents_traffic import Traffic, made_up
 from kvpool.discovery.reuse import ReuseCurve
@@ -65,10 +65,22 @@ def test_far_is_asked_for_what_near_lacks(store: Store) -> None:
 
 def test_the_index_forgets_what_the_pool_evicted(store: Store) -> None:
     pool = RealPool(store, TRAFFIC)
-    index = RealIndex(lambda: 0.0, TRAFFIC, pool, 1000)
+    index = RealIndex(lambda: 0.0, TRAFFIC, pool, {}, 1000)
     index.join("00", ())
     log = EventLog(TRAFFIC)
     index.tell("00", log.write(0.0, POOL, [0, 1, 2, 3], (), None))
     index.pool_lost([2])
     [row] = index._fleet.lookup("agents", hashes64=TRAFFIC.hashes[:4].tobytes())
     assert row.pool_blocks == 2
+
+
+def test_the_index_knows_what_each_host_has_near(store: Store) -> None:
+    nears = {"00": "0" * 32, "01": "0" * 32, "02": "1" * 32}
+    index = RealIndex(lambda: 0.0, TRAFFIC, RealPool(store, TRAFFIC), nears, 1000)
+    for name in nears:
+        index.join(name, ())
+    log = EventLog(TRAFFIC)
+    index.tell("00", log.write(0.0, NEAR, [0, 1, 2, 3], (), None))
+    index.tell("00", log.write(1.0, NEAR, (), [3], None))
+    rows = index._fleet.lookup("agents", hashes64=TRAFFIC.hashes[:4].tobytes())
+    assert [row.local_blocks for row in rows] == [3, 3, 0]

@@ -135,9 +135,10 @@ def test_quotas_are_shown_the_fullest_first() -> None:
     standings |= {"over": Standing(gib, 2 * gib, is_said=True), "new": Standing(gib, is_said=True)}
     with serving(Fleet(), pool=SimpleNamespace(standings=standings, servers=[])) as running:
         asked = ("top", "--index", running.target, "--once")
-        lines = [line for line in kvpool(*asked).stdout.splitlines() if "quota" in line]
+        wide = {**os.environ, "COLUMNS": "120"}
+        lines = [line for line in kvpool(*asked, env=wide).stdout.splitlines() if "quota" in line]
         told = json.loads(kvpool(*asked, "--json").stdout)["quotas"]
-        alone = kvpool(*asked, "--tenant", "new").stdout
+        alone = kvpool(*asked, "--tenant", "new", env=wide).stdout
     assert lines == [
         "tenant over holds 2.0 GiB of a quota of 1.0 GiB (200%): its workers store nothing new",
         *(f"tenant t{n} holds {n}.0 GiB of a quota of 10.0 GiB ({10 * n}%)" for n in (5, 4, 3, 2)),

@@ -257,6 +257,7 @@ def test_a_server_that_falls_silent(
 ) -> None:
     monkeypatch.setattr(server_notices, "PING_S", 0.2)
     monkeypatch.setattr(server_notices, "TIMEOUT_S", 0.3)
+    caplog.set_level(logging.INFO, "kvpool.index")  # that it is over is good news
     mine = range(50)
     with credited_pool(valkey.url, mine) as (fleet, _, reconciler):
         valkey.stop()

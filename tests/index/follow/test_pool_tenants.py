@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,6 +64,7 @@ def test_a_huge_name_of_one_tenant_stops_no_other_tenant_s_round(
 ) -> None:
     """Such as an access rule for a tenant's keys allows."""
     monkeypatch.setattr(notices, "REFUSED_S", 3600.0)  # rounds alone
+    caplog.set_level(logging.INFO, "kvpool.index")
     second = Namespace("default", {"model": "another"})  # so that all the tenant's keys are walked
     fleet = a_fleet(NAMESPACE, second, OTHER)
     with open_store(valkey.url) as store, following(fleet, store) as reconciler:
