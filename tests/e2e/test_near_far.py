@@ -71,13 +71,13 @@ def test_a_near_pool_serves_its_host_and_the_far_one_the_fleet(llama: Path, tmp_
                 "and has it near then"
             )
 
-            def credited() -> tuple[int, int, int]:
+            def credited() -> tuple[int, int]:
                 generate(third, prompt(93, BLOCK_TOKENS // 2))  # an engine tells in its steps
                 row = index.row(str(llama), PROMPT, f"127.0.0.1:{ports[0]}")
-                return row.device_blocks, row.local_blocks, row.pool_blocks
+                return row.device_blocks, row.local_blocks
 
             call(third, "reset_prefix_cache")
-            assert eventually(lambda: credited() == (0, BLOCKS, BLOCKS), within_s=WITHIN_S), credited()
+            assert eventually(lambda: credited() == (0, BLOCKS), within_s=WITHIN_S), credited()
             server.kill()
             assert eventually(lambda: loads(third, PROMPT, cold))
             # What is loaded near is used, and verified.
