@@ -40,8 +40,9 @@ def test_a_near_pool_serves_its_host_and_the_far_one_the_fleet(llama: Path, tmp_
         def options(host: str, **more: Any) -> dict[str, Any]:
             # A silent far pool is asked for the whole budget by what near has not.
             near = f"file://{tmp_path}/{host}?capacity=256MiB"
-            settings = {"lookup_timeout_s": 2.0, "pool": [near, server.url], "advertise_host": "127.0.0.1"}
-            return engine_options(llama, near, settings=settings, **more)
+            # On a busy machine a short lease may end between two renewals.
+            settings = {"lookup_timeout_s": 2.0, "advertise_host": "127.0.0.1", "lease_s": 600.0}
+            return engine_options(llama, near, settings={**settings, "pool": [near, server.url]}, **more)
 
         def generate(engine: EngineProcess, tokens: list[int]) -> dict[str, Any]:
             return engine.generate(tokens, GENERATED_TOKENS)
@@ -71,9 +72,12 @@ def test_a_near_pool_serves_its_host_and_the_far_one_the_fleet(llama: Path, tmp_
                 "and has it near then"
             )
 
+            name = f"127.0.0.1:{ports[0]}"
+            assert eventually(lambda: index.knows(name), within_s=WITHIN_S)
+
             def credited() -> tuple[int, int]:
                 generate(third, prompt(93, BLOCK_TOKENS // 2))  # an engine tells in its steps
-                row = index.row(str(llama), PROMPT, f"127.0.0.1:{ports[0]}")
+                row = index.row(str(llama), PROMPT, name)
                 return row.device_blocks, row.local_blocks
 
             call(third, "reset_prefix_cache")
