@@ -374,7 +374,10 @@ class NearFarThread : public IoThread {
   void read_ahead(Tasks::iterator task, const Batch& batch) {
     const Status status = batch.results()[0];
     if (status == Status::kOk && !task->deleted) return send_copy(task, Step::kFill);
-    if (is_fault(status) && !all_stopped(*task)) backend_.add(Count::kFarFaults);
+    // Cancelled for callers that had all given up, and then another one joined: no fault of far's.
+    if (is_fault(status) && status != Status::kCancelled && !all_stopped(*task)) {
+      backend_.add(Count::kFarFaults);
+    }
     finish_all(*task, task->deleted ? Status::kMiss : status, batch.error().value_or(""));
     drop(task);
   }
