@@ -66,8 +66,7 @@ std::size_t PoolListing::look() {
     });
   }
   std::ranges::sort(records);
-  const auto repeated = std::ranges::unique(records);
-  records.erase(repeated.begin(), repeated.end());
+  records.erase(std::unique(records.begin(), records.end()), records.end());
   for (const Record& one : records) {
     std::uint32_t& ranks = ranks_[one.group];
     ranks = std::max(ranks, one.rank + 1);
