@@ -35,7 +35,8 @@ def run_quota(options: QuotaOptions) -> None:
         if standing.is_unreadable or standing.quota_nbytes is not None
     }
     if options.as_json:
-        print(json.dumps({"pool": redact(options.pool), "tenants": [_json(*one) for one in shown.items()]}))
+        tenants = [standing.as_json(name) for name, standing in shown.items()]
+        print(json.dumps({"pool": redact(options.pool), "tenants": tenants}))
     else:
         _print(shown, tenant)
 
@@ -47,10 +48,6 @@ def said(standing: Standing) -> str:
         return f"has a quota of {quota}; what it holds is not counted yet"
     over = ": its workers store nothing new" if standing.is_over else ""
     return f"holds {format_size(standing.held_nbytes)} of a quota of {quota} ({standing.used:.0%}){over}"
-
-
-def _json(tenant: str, standing: Standing) -> dict[str, object]:
-    return {"tenant": tenant, "held_nbytes": standing.held_nbytes, "quota_nbytes": standing.quota_nbytes}
 
 
 def _print(shown: dict[str, Standing], tenant: str | None) -> None:

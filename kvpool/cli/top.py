@@ -19,7 +19,7 @@ from kvpool.cli.options import IndexConnection
 from kvpool.cli.quota import said
 from kvpool.cli.settings import TopOptions
 from kvpool.cli.tables import Column, add_row, console, fitted, show
-from kvpool.discovery.quota import Standing
+from kvpool.discovery.quota import Standing, fullest_first
 from kvpool.errors import ConfigError, IndexUnavailable
 from kvpool.index.answer import FleetStatus, IndexStatus, PublisherStatus, WorkerStatus
 from kvpool.index.client.client import IndexClient
@@ -155,10 +155,7 @@ class _Watch:
             "index": {name: getattr(index, name) for name in IndexStatus.__dataclass_fields__}
             | rates_of(self._now, self._before)._asdict(),
             "ranks": [row._asdict() for row in rows_of(self._now, self._before, self.options.sort)],
-            "quotas": [
-                {"tenant": tenant, "quota_nbytes": one.quota_nbytes, "held_nbytes": one.held_nbytes}
-                for tenant, one in self._now.status.quotas.items()
-            ],
+            "quotas": [one.as_json(tenant) for tenant, one in self._now.status.quotas.items()],
         }
 
     def parts(self, width: int, most: int) -> list[RenderableType]:
@@ -273,7 +270,7 @@ def _head(now: Look, before: Look | None, rows: Sequence[RankRow]) -> list[str]:
 
 def _quotas(quotas: Mapping[str, Standing]) -> list[str]:
     """The fullest first: a screen of ranks must follow."""
-    fullest = sorted(quotas.items(), key=lambda pair: (-pair[1].used, pair[0]))
+    fullest = fullest_first(quotas.items())
     lines = [f"tenant {tenant} {said(standing)}" for tenant, standing in fullest[:MAX_QUOTAS]]
     more = len(fullest) - len(lines)
     return [*lines, f"and {counted(more, 'more tenant')} with a quota"] if more else lines

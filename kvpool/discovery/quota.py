@@ -43,6 +43,14 @@ class Standing(NamedTuple):
             return 0.0
         return self.held_nbytes / self.quota_nbytes if self.quota_nbytes else 1.0
 
+    def as_json(self, tenant: str) -> dict[str, object]:
+        return {"tenant": tenant, "held_nbytes": self.held_nbytes, "quota_nbytes": self.quota_nbytes}
+
+
+def fullest_first(standings: Iterable[tuple[str, Standing]]) -> list[tuple[str, Standing]]:
+    """By tenant; equal ones by name."""
+    return sorted(standings, key=lambda pair: (-pair[1].used, pair[0]))
+
 
 def read_standings(store: Store, tenants: Iterable[str]) -> dict[str, Standing]:
     """By tenant. Blocks for two small reads a tenant. Errors: ``StoreUnavailable``."""

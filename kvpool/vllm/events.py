@@ -71,19 +71,8 @@ def near_event(
     kind: type[BlockStored | BlockRemoved], medium: str, group_index: int, group: Group, hashes: list[int]
 ) -> BlockStored | BlockRemoved:
     """Records came to, or went from, the near pool: each under its last block's hash, as 64 bits."""
-    fields: dict[str, Any] = {
-        "block_hashes": hashes,
-        "parent_block_hash": hashes[0],  # an index needs one; any will do
-        "token_ids": [],  # the pool does not keep them
-        "block_size": group.record_tokens,
-        "lora_id": None,
-        "lora_name": None,
-        "medium": medium,
-        "locality": "LOCAL",
-        "ownership": EVENT_OWNER,
-        **_group_fields(group_index, group),
-    }
-    return kind(**_known(kind, fields))
+    fields = _of_no_request(hashes, group.record_tokens, medium, group_index, group)
+    return kind(**_known(kind, fields | {"locality": "LOCAL", "ownership": EVENT_OWNER}))
 
 
 class DeviceCleared(AllBlocksCleared, tag="AllBlocksCleared"):
@@ -98,18 +87,26 @@ def cleared_event(block_pool: Any) -> DeviceCleared:
 
 
 def held_event(block_pool: Any, group_index: int, group: Group, hashes: list[bytes | int]) -> BlockStored:
-    """The engine's own cache holds these blocks. An index needs a parent; any non-null one will do."""
-    fields: dict[str, Any] = {
+    """The engine's own cache holds these blocks."""
+    medium = internals.medium(block_pool)
+    fields = _of_no_request(hashes, group.block_tokens, medium, group_index, group)
+    return BlockStored(**_known(BlockStored, fields))
+
+
+def _of_no_request(
+    hashes: Sequence[bytes | int], block_tokens: int, medium: str, group_index: int, group: Group
+) -> dict[str, Any]:
+    """Of blocks whose tokens nobody keeps. An index needs a parent; any non-null one will do."""
+    return {
         "block_hashes": hashes,
         "parent_block_hash": hashes[0] if hashes else None,
-        "token_ids": [],  # the engine does not keep them
-        "block_size": group.block_tokens,
+        "token_ids": [],
+        "block_size": block_tokens,
         "lora_id": None,
         "lora_name": None,
-        "medium": internals.medium(block_pool),
+        "medium": medium,
         **_group_fields(group_index, group),
     }
-    return BlockStored(**_known(BlockStored, fields))
 
 
 def _group_fields(group_index: int, group: Group) -> dict[str, Any]:

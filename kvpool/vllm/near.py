@@ -36,13 +36,14 @@ logger = init_logger("vllm.kvpool")
 
 
 class NearBlocks(TurnThread):
-    """Follows the blocks of a namespace in the directory ``path``, until it is closed."""
+    """Follows the blocks of a namespace in the directory ``path``, until it is closed. Blocks for some system calls."""
 
     def __init__(
         self, path: str, groups: Sequence[Group], clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__("kvpool-near")
         self._path, self._groups, self._clock = path, groups, clock
+        self._medium = "CPU" if FileSystem.of(path).kind == "tmpfs" else "DISK"
         self._namespace: Namespace | None = None  # written by the scheduler thread
         self._forgotten = False
         self._lock = threading.Lock()  # guards what follows
@@ -123,9 +124,8 @@ class NearBlocks(TurnThread):
         return LOOK_S
 
     def _told(self, changes: Sequence[tuple[int, list[int], list[int]]]) -> list[KVCacheEvent]:
-        medium = "CPU" if FileSystem.of(self._path).kind == "tmpfs" else "DISK"
         return [
-            near_event(kind, medium, group, self._groups[group], hashes[start : start + EVENT_HASHES])
+            near_event(kind, self._medium, group, self._groups[group], hashes[start : start + EVENT_HASHES])
             for group, came, went in changes
             if group < len(self._groups)
             for kind, hashes in ((BlockStored, came), (BlockRemoved, went))

@@ -22,6 +22,7 @@ from uuid import uuid4
 import msgspec
 from aiohttp import web
 
+from kvpool.discovery.quota import fullest_first
 from kvpool.discovery.traffic import Seen
 from kvpool.discovery.worker import DEFAULT_TENANT
 from kvpool.errors import ConfigError
@@ -253,11 +254,8 @@ class Status:
     def _quotas(self, caller: Permissions) -> list[dict[str, Any]]:
         """Of the tenants that the caller may see, the fullest first."""
         standings = {} if self._pool is None else self._pool.standings
-        seen = [(tenant, one) for tenant, one in sorted(standings.items()) if caller.sees(tenant)]
-        return [
-            {"tenant": tenant, "quota_nbytes": one.quota_nbytes, "held_nbytes": one.held_nbytes}
-            for tenant, one in sorted(seen, key=lambda pair: -pair[1].used)[:MAX_QUOTAS]
-        ]
+        seen = fullest_first((tenant, one) for tenant, one in standings.items() if caller.sees(tenant))
+        return [one.as_json(tenant) for tenant, one in seen[:MAX_QUOTAS]]
 
     def _holders(self, prompt: Prompt) -> dict[str, Any]:
         picks = self._router.rank(prompt, takes_turn=False).unpack().picks
