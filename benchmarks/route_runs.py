@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -175,17 +176,16 @@ def run_speed(
 
         def ask_some(callers: int, count: int, seconds: float, every_s: float = 0.0) -> tuple[_Tally, float]:
             tally = _Tally(traffic)
-            left = count
+            some = enumerate(islice(due, count))
             begun_s = time.monotonic()
             ends_s = begun_s + seconds
 
             async def ask(caller: Caller) -> bool:
-                nonlocal sent, left
-                turn = next(due, None) if left else None
+                nonlocal sent
+                number, turn = next(some, (count, None))
                 if turn is None or time.monotonic() > ends_s:
                     return False
-                await asyncio.sleep(max(0.0, begun_s + (count - left) * every_s - time.monotonic()))
-                left -= 1
+                await asyncio.sleep(max(0.0, begun_s + number * every_s - time.monotonic()))
                 sent += 1
                 answer = await caller.ask(running.urls[sent % len(running.urls)], turn.body(stream=False))
                 tally.add(turn, answer, follows=True)

@@ -6,8 +6,9 @@ import asyncio
 import json
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -15,9 +16,11 @@ import pytest
 import tokenizers
 import zmq
 
-from benchmarks import route_dynamo
+from benchmarks import route_dynamo, route_runs
 from benchmarks.publisher import Publishers
+from benchmarks.route_caller import Answer, Caller
 from benchmarks.route_fleet import RouteFleet, cpu_s, post
+from benchmarks.route_fronts import DIRECT, Running
 from benchmarks.route_traffic import BLOCK_TOKENS, MODEL, TOKENIZER_FILE, Traffic, number_of
 from benchmarks.route_worker import CHUNKS, PrefixCache, Settings, Worker
 from kvpool.errors import ConfigError, KVPoolError
@@ -192,6 +195,32 @@ def test_a_worker_that_does_not_come_up_is_one_clear_error(tmp_path: Path) -> No
     started = RouteFleet(tmp_path, made.plan, tmp_path / "nothing", count=1, blocks=1000, token_s=0.0)
     with pytest.raises(KVPoolError, match="worker-0 does not answer"), started:
         pass
+
+
+def test_each_phase_of_a_speed_sends_its_requests_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where answers come together: the callers go on in one step of the loop."""
+    tallies: list[route_runs._Tally] = []
+
+    class Kept(route_runs._Tally):
+        def __init__(self, traffic: Traffic) -> None:
+            super().__init__(traffic)
+            tallies.append(self)
+
+    async def answer(*_: Any) -> Answer:
+        await asyncio.sleep(0)
+        return Answer(200, 0.1, 0.1)
+
+    staged = SimpleNamespace(pids=[]), Running(["http://127.0.0.1:1"], [])
+    monkeypatch.setattr(route_runs, "_Tally", Kept)
+    monkeypatch.setattr(route_runs, "stage", lambda *_, **__: nullcontext(staged))
+    monkeypatch.setattr(route_runs, "in_loop", lambda work: asyncio.run(work()))
+    monkeypatch.setattr(Caller, "ask", answer)
+    made = traffic(tmp_path)
+    turns = made.follow_ups(4, nbytes=2_000, turns=10)
+    route_runs.run_speed(made, turns, DIRECT, callers=4, warm=6, alone=5, most_s=60, every_s=0.01)
+    assert [len(tally.first_s) for tally in tallies] == [6, 5, 29]
 
 
 def test_bench_route_measures_a_front_beside_none() -> None:
