@@ -23,10 +23,12 @@ from rich.table import Table
 
 from benchmarks.route_fronts import DIRECT, fronts
 from benchmarks.route_runs import TOKEN_S, WORKERS, Speed, Talk, run_speed, run_talk
-from benchmarks.route_traffic import Traffic, Turn
+from benchmarks.route_traffic import SAID_WORDS, Traffic, Turn
 from kvpool.errors import ConfigError
 
 SIZES = (2_000, 220_000, 740_000)  # the last: 142,000 tokens, the median prompt of a recorded agent
+# Of a message: a recorded agent sends so many tokens in its 83rd turn (median), each a call and its result.
+WORDS = {2_000: SAID_WORDS, 220_000: SAID_WORDS, 740_000: 720}
 CALLERS = {2_000: 16, 220_000: 8, 740_000: 2}
 CONVERSATIONS = {2_000: 64, 220_000: 16, 740_000: 4}
 MOST_A_SECOND = {2_000: 6000, 220_000: 1000, 740_000: 200}
@@ -146,7 +148,7 @@ def _rush(traffic: Traffic, nbytes: int, seconds: float) -> list[Turn]:
     """As many as a fast machine sends in two measurements."""
     conversations = CONVERSATIONS[nbytes]
     turns = int(MOST_A_SECOND[nbytes] * seconds / conversations) + 4
-    return traffic.follow_ups(conversations, nbytes=nbytes, turns=turns)
+    return traffic.follow_ups(conversations, nbytes=nbytes, turns=turns, words=WORDS[nbytes])
 
 
 def _row(

@@ -138,16 +138,18 @@ class Traffic:
         begun = self._begin(self.words(system_words))
         return [self._turns(begun, [self.words(each) for each in words]) for _ in range(count)]
 
-    def follow_ups(self, conversations: int, *, nbytes: int, turns: int) -> list[Turn]:
+    def follow_ups(
+        self, conversations: int, *, nbytes: int, turns: int, words: int = SAID_WORDS
+    ) -> list[Turn]:
         """Distinct requests with bodies of about ``nbytes``: ``turns`` short questions per conversation, each
-        after its whole history; conversations alternate.
+        after its whole history of messages of ``words``; conversations alternate.
         """
         asked = []
         for _ in range(conversations):
-            said = _Said([], [], [], 0).with_message("system", self.words(SAID_WORDS), self._tokens)
+            said = _Said([], [], [], 0).with_message("system", self.words(words), self._tokens)
             while said.nbytes < nbytes:
-                said = said.with_message("user", self.words(SAID_WORDS), self._tokens)
-                said = said.with_message("assistant", self.words(SAID_WORDS), self._tokens)
+                said = said.with_message("user", self.words(words), self._tokens)
+                said = said.with_message("assistant", self.words(words), self._tokens)
             said = self._closed(said)
             asked.append([self._turns(said, [self.words(12)])[0] for _ in range(turns)])
         return [turn for turns_now in zip(*asked, strict=True) for turn in turns_now]

@@ -17,7 +17,10 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 PIECE_CHARS = 4096  # at least, of a piece that does not end at a special token
-SPECIAL_CHARS = 256  # at least, of one that does: a lookup takes as long as 10 characters
+SPECIAL_CHARS = (
+    256  # at least, of one that does, at a text's beginning: a lookup takes as long as 10 characters
+)
+LONG_TEXT = 16 << 10  # characters, from which on it is eight times that: a chat may have a thousand messages
 MAX_PIECE_CHARS = 4 * PIECE_CHARS  # of a remembered piece
 MAX_NBYTES = 128 << 20
 ENTRY_NBYTES = 512  # of memory beside text and tokens
@@ -123,8 +126,9 @@ class TokenCache:
 
     def _special_from(self, text: str, begin: int, last: int) -> int | None:
         """Where the first special token begins that ends a piece, ``last`` at most."""
+        least = begin + self._special_chars * max(1, min(8, 8 * begin // LONG_TEXT))
         for found in self._special.finditer(text, begin, last + self._longest) if self._special else ():
-            if begin + self._special_chars <= found.start() <= last:
+            if least <= found.start() <= last:
                 return found.start()
         return None
 

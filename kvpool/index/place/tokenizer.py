@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvpool.index.place.chat_template import ChatTemplate
 
 _ROLES = ("assistant", "developer", "system", "tool", "user")
+_PLAIN_ROLES = ("assistant", "user")  # of which nothing is read but role and text
 _BILLING = "x-anthropic-billing-header"  # a first line that differs in each request; vLLM leaves it out
 # Arguments of the library's method that a caller must not pass.
 _RESERVED = frozenset(
@@ -200,7 +201,9 @@ def _message(message: Any, takes_parts: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ConfigError(f"a message has a role ({', '.join(_ROLES)}) and a content, not {message!r:.60}")
     role, content = message["role"], message.get("content")
-    if isinstance(content, str):  # of most messages, of which a chat may have hundreds
+    if isinstance(content, str):
+        if len(message) == 2 and role in _PLAIN_ROLES and not takes_parts:  # most, of hundreds in a chat
+            return {"role": role, "content": content}
         parts = [{"type": "text", "text": content}]
     else:
         texts = zip(text_parts(content), _extras(content), strict=True)

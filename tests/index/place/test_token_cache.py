@@ -167,6 +167,18 @@ def test_the_next_turn_of_a_conversation_is_made_into_tokens_alone(cached: dict[
     assert "".join(one.encoded[:-1]) == more, "only what is new"
 
 
+def test_a_long_chat_of_short_messages_is_cut_into_few_pieces() -> None:
+    one = Cached(MADE["qwen"]())
+    one.cache._piece_chars, one.cache._special_chars = token_cache.PIECE_CHARS, token_cache.SPECIAL_CHARS
+    chat = "".join(f"<|im_start|>user\nquestion {number}{' word' * 60}<|im_end|>\n" for number in range(1000))
+    assert list(one.cache.tokens(chat)) == one.whole(chat)
+    assert len(one.cache._known) < 200
+    one.encoded.clear()
+    other = chat[:2000] + "<|im_start|>user\nanother chat<|im_end|>\n"
+    assert list(one.cache.tokens(other)) == one.whole(other)
+    assert len("".join(one.encoded[:-1])) < 500, "what begins alike is shared in small pieces"
+
+
 def test_what_is_remembered_is_bounded(cached: dict[str, Cached], monkeypatch: pytest.MonkeyPatch) -> None:
     one = Cached(MADE["qwen"]())
     monkeypatch.setattr(token_cache, "MAX_NBYTES", 20_000)
