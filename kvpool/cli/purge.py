@@ -133,13 +133,17 @@ def _survey(stores: Mapping[str, Store], within: str) -> tuple[list[Share], set[
                     part.blocks += 1
                     part.nbytes += nbytes
                 progress.advance(task, len(batch))
+    models: dict[tuple[str, str], str] = {}  # of two pools the far one has the facts
     for tenant in {part.tenant for part in found.values()} | set(filter(None, map(tenant_of, announced))):
         for pool, store in stores.items():
             announced |= store.announcements(tenant_prefix(tenant)).keys()  # not every tenant is listed
             for model, namespaces in announced_namespaces(store, tenant).items():
                 for namespace in namespaces:
+                    models[tenant, namespace.hex] = model
                     name = (tenant, namespace.hex, pool)
-                    found.setdefault(name, Share(*name)).model = model
+                    found.setdefault(name, Share(*name))
+    for part in found.values():
+        part.model = models.get((part.tenant, part.namespace), "")
     return [found[name] for name in sorted(found)], announced
 
 

@@ -321,6 +321,8 @@ def test_a_near_and_a_far_pool_are_told_apart(tmp_path: Path) -> None:
         with open_store(url) as store:
             store.put_many(ALPHA_1.keys(HASHES[:blocks], 0, 0), [b"value"] * blocks)
             store.put_many(BETA_1.keys(HASHES[:1], 0, 0), [b"value"])
+            if url == far:
+                announce_facts(store, ALPHA_1, "m")
     ended = kvpool("purge", "--pool", f"{near} {far}", "--tenant", "alpha")
     assert ended.returncode != 0
     assert "8 blocks" in ended.stderr
@@ -329,7 +331,10 @@ def test_a_near_and_a_far_pool_are_told_apart(tmp_path: Path) -> None:
     assert report["deleted_blocks"] == 8
     namespaces = report["namespaces"]
     assert isinstance(namespaces, list)
-    assert [(one["pool"], one["blocks"]) for one in namespaces] == [("far", 5), ("near", 3)]
+    assert [(one["pool"], one["model"], one["blocks"]) for one in namespaces] == [
+        ("far", "m", 5),
+        ("near", "m", 3),
+    ]
     for url in (near, far):
         with open_store(url) as store:
             assert [block.key for blocks in store.scan() for block in blocks] == BETA_1.keys(HASHES[:1], 0, 0)
