@@ -274,7 +274,9 @@ INDEX: Mapping[str, Metric] = {
     ),
 }
 INDEX_TIER_BLOCKS = Metric(
-    "kvpool_index_tier_blocks", "Blocks that are held, by tier; once for each rank that holds one.", "tier"
+    "kvpool_index_tier_blocks",
+    "Blocks that are held, by tier; once for each rank or near pool that holds one.",
+    "tier",
 )
 INDEX_STALENESS_SECONDS = Metric(
     "kvpool_index_staleness_seconds", "Time since the index last knew that it had missed nothing of a rank."

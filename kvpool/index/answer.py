@@ -191,7 +191,8 @@ class FleetTotals(NamedTuple):
     malformed_batches: int
     refused_blocks: int
     evicted_blocks: int
-    device_blocks: int  # held; these four: per holder
+    device_blocks: int  # held; these five: per holder
     host_blocks: int
     disk_blocks: int
+    near_blocks: int  # in near pools
     pool_blocks: int

@@ -226,6 +226,8 @@ class Fleet:
             partitions = [partition for several in self._models.values() for partition in several]
             departed = Counter(self._workers.departed)
             workers = len(self._present)
+            nears = [(partition.index, holder) for partition in partitions for holder in partition.nears]
+        near_blocks = sum(index.held_by(holder)["pool"] for index, holder in nears)
         counters = [partition.index.counters() for partition in partitions]
         return FleetTotals(
             workers=workers,
@@ -241,7 +243,12 @@ class Fleet:
             malformed_batches=departed["malformed"] + sum(rank.malformed for rank in ranks),
             refused_blocks=departed["refused"] + sum(counter["refused"] for counter in counters),
             evicted_blocks=departed["evicted"] + sum(counter["evicted"] for counter in counters),
-            **{f"{tier}_blocks": sum(counter[f"{tier}_blocks"] for counter in counters) for tier in TIERS},
+            near_blocks=near_blocks,
+            # A table has a near pool's blocks among those of pools.
+            pool_blocks=max(0, sum(counter["pool_blocks"] for counter in counters) - near_blocks),
+            **{
+                f"{tier}_blocks": sum(counter[f"{tier}_blocks"] for counter in counters) for tier in TIERS[:3]
+            },
         )
 
     def pools(self) -> list[Pool]:

@@ -70,7 +70,9 @@ class Exporter(Collector):
         totals = self._fleet.totals()._asdict()
         yield from _families(metrics.INDEX, totals)
         yield _by_label(
-            GaugeMetricFamily, metrics.INDEX_TIER_BLOCKS, {tier: totals[f"{tier}_blocks"] for tier in TIERS}
+            GaugeMetricFamily,
+            metrics.INDEX_TIER_BLOCKS,
+            {tier: totals[f"{tier}_blocks"] for tier in (*TIERS, "near")},
         )
         staleness = metrics.INDEX_STALENESS_SECONDS
         shown = GaugeMetricFamily(staleness.name, staleness.help, labels=metrics.INDEX_RANK_LABELS)

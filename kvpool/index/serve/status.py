@@ -232,6 +232,7 @@ class Status:
         return {
             "totals": {
                 "blocks": totals.blocks,
+                "near_blocks": totals.near_blocks,
                 "pool_blocks": totals.pool_blocks,
                 "evicted_blocks": totals.evicted_blocks,
                 "memory_nbytes": totals.memory_nbytes,

@@ -66,17 +66,18 @@ def labelled(figures: dict[Any, float], name: str) -> dict[tuple[str, ...], floa
 
 def test_blocks_by_tier(page: Page) -> None:
     for name in ("a", "b"):
-        page.fleet.add(a_worker(name, namespace="a" * 32), "flag")
+        page.fleet.add(a_worker(name, namespace="a" * 32, near="1" * 32), "flag")
         events = [stored([1, 2, 3]), stored([1, 9], medium="CPU"), stored([7], medium="DISK")]
         pool = stored([1, 2, 3, 4], medium="STORAGE")
-        say(page.fleet, f"default/{name}", 0, 0, batch(*events, pool))
+        near = stored([2, 3], parent=1, medium="CPU", ownership="kvpool")
+        say(page.fleet, f"default/{name}", 0, 0, batch(*events, pool, near))
     figures = page.read()
-    held = {("device",): 6, ("host",): 4, ("disk",): 2, ("pool",): 4}
+    held = {("device",): 6, ("host",): 4, ("disk",): 2, ("near",): 2, ("pool",): 4}
     assert labelled(figures, "tier_blocks") == held
     assert figures["blocks", ()] == 6
     assert figures["memory_bytes", ()] > 0
     page.fleet.remove("default/a")
-    held = {("device",): 3, ("host",): 2, ("disk",): 1, ("pool",): 4}
+    held = {("device",): 3, ("host",): 2, ("disk",): 1, ("near",): 2, ("pool",): 4}
     assert labelled(page.read(), "tier_blocks") == held
 
 

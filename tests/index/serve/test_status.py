@@ -274,6 +274,18 @@ def test_workers_with_their_health_and_load() -> None:
         assert shown(data(served, health="stale")) == ["late"]
 
 
+def test_a_near_pool_counts_once_for_its_host_and_no_worker() -> None:
+    fleet = Fleet(clock=Clock())
+    for place, name in enumerate(("one", "two")):
+        near = stored([1, 2, 3], parent=9, medium="CPU", ownership="kvpool", locality="LOCAL")
+        worker = a_worker(name, port=5000 + 2 * place, namespace="a" * 32, near="1" * 32)
+        joined(fleet, worker, near, stored([1]))
+    with serving(fleet, http=True) as served:
+        answer = data(served)
+    assert (answer["totals"]["near_blocks"], answer["totals"]["pool_blocks"]) == (3, 0)
+    assert answer["fleet"]["tiers"] == {"device": 2, "host": 0, "disk": 0}
+
+
 def test_a_page_of_many_workers_at_a_time() -> None:
     fleet = Fleet()
     for number in range(450):

@@ -146,6 +146,7 @@ function legend(list, entries) {
 
 function showTiers({ fleet, totals }) {
   const tiers = TIERS.map(([name, label, where]) => [label, where, fleet.tiers[name]]);
+  if (totals?.near_blocks) tiers.push(["Near pools", "each shared by the workers of a host", totals.near_blocks]);
   if (totals) tiers.push(["Pool", "shared by all workers", totals.pool_blocks]);
   const most = Math.max(1, ...tiers.map(([, , blocks]) => blocks));
   byId("tiers").tBodies[0].replaceChildren(...tiers.map(([label, where, blocks]) => {

@@ -21,7 +21,7 @@ export function startPrompt(ask) {
   tableHead(byId("prompt-table"), COLUMNS);
   byId("prompt-legend").replaceChildren(...[
     ["device", "On its device"],
-    ["local", "In its other tiers"],
+    ["local", "In its other tiers or near pool"],
     ["pool", "From the pool"],
   ].map(([name, label]) => element(
     "li", {},
