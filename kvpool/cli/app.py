@@ -13,7 +13,7 @@ from kvpool.cli.exits import run
 from kvpool.cli.vllm import vllm
 
 EPILOG = "\n\n".join((
-    "kvpool doctor --pool URL: what works in a deployment, and what to do next.",
+    "Begin with kvpool doctor --pool URL.",
     "Variables: KVPOOL_POOL for --pool, KVPOOL_INDEX for --index, and KVPOOL_INDEX_TOKEN for the token of an index. A "
     "URL with a password belongs in the variable: every user of a host can read its processes' arguments.",
     "Exit codes: 0: done. 1: something is missing, does not answer or has failed. 2: the command line is wrong. With "
@@ -41,7 +41,7 @@ for command, panel, text in (
     (doctor, LOOK, "Examine a deployment: what works, what not, what to do."),
     (top, LOOK, "Watch an index: its workers and what they hold."),
     (lookup, LOOK, "Ask an index who holds how much of a prompt."),
-    (size, LOOK, "What a larger pool would hold of a trace."),
+    (size, LOOK, "What a pool of any size would hold of the requests."),
     (purge, MAINTAIN, "Delete a tenant's blocks, a namespace's, or all."),
     (quota, MAINTAIN, "Say how many bytes a tenant may hold."),
     (token, MAINTAIN, "Make a bearer token for callers of an index."),

@@ -184,8 +184,8 @@ def _print(model: str, rows: Sequence[Row], answer: Lookup, most: int) -> None:
     lengths = sorted(set(answer.prompt_blocks))
     show(
         out,
-        f"{' or '.join(map(str, lengths))} blocks: {marks[0]} on the device, {marks[1]} in other tiers of the "
-        f"worker, {marks[2]} in the pool",
+        f"{' or '.join(map(str, lengths))} blocks: {marks[0]} on the device, {marks[1]} in other tiers or "
+        f"the near pool of the worker, {marks[2]} in the pool",
     )
     shown = rows[: most or None]
     table, *missing = fitted(_columns(rows, shown, marks), out.width)

@@ -320,7 +320,7 @@ class QuotaOptions:
     tenant: Annotated[str | None, typer.Argument(metavar="TENANT", show_default=False,
         help="Whose quota. Without it: those of all tenants that have one.")] = None
     size: Annotated[str | None, typer.Argument(metavar="SIZE", show_default=False, callback=is_size,
-        help="What the tenant may hold, such as 50GiB. Without it: show what is said.")] = None
+        help="What the tenant may hold, such as 50GiB. Without it: show the quota.")] = None
     pool: Annotated[str, option(None, "URL", "The pool; of a near and a far one, the far one.",
         envvar="KVPOOL_POOL")]
     remove: Annotated[bool, flag(None, "--remove", "Take the tenant's quota back.")] = False

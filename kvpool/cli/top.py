@@ -260,7 +260,8 @@ def _head(now: Look, before: Look | None, rows: Sequence[RankRow]) -> list[str]:
         f"up {_duration(index.uptime_ms / 1000)}: {counted(len(status.workers), 'worker')}, "
         f"{counted(len(rows), 'rank')}, {stale} stale",
         *_pool_away(index),
-        f"{index.held_blocks} blocks, {index.held_pool_blocks} in the pool, {index.memory_nbytes / 1e6:.1f} MB",
+        f"{counted(index.held_blocks, 'block')}, {index.held_pool_blocks:,} in the pool, "
+        f"{index.memory_nbytes / 1e6:.1f} MB",
         f"{_rated(index.lookups, 'lookup', rates.lookups_per_s)}, of which the best rank had: {shares}",
         f"{_rated(index.placements, 'placement', rates.placements_per_s)}; share that the worker had: "
         f"{_share(rates.placed_ratio)}",
