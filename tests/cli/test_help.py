@@ -22,7 +22,8 @@ from kvpool.config import PoolConfig
 from tests.support.command_line import kvpool, refused
 
 COMMANDS = [
-    ("index",), ("router",), ("vllm",), ("doctor",), ("top",), ("lookup",), ("size",), ("purge",), ("quota",), ("token",),
+    ("index",), ("router",), ("vllm",), ("doctor",), ("top",), ("lookup",), ("size",), ("purge",), ("quota",),
+    ("token",),
     ("bench",), ("bench", "store"),
 ]  # fmt: skip
 
