@@ -20,12 +20,12 @@ from kvpool.discovery.worker import Publisher, Worker
 from kvpool.errors import KVPoolError
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow.pool_reconciler import MAX_KEYS_PER_S, PoolReconciler
-from kvpool.index.place.load import NO_HASH, Load
+from kvpool.index.place.load import Load
 from kvpool.index.place.metrics_page import GateCounters, PoolCost
 from kvpool.index.place.placer import RESERVE_S
 from kvpool.index.place.router import Router
 from kvpool.index.place.sessions import Session
-from kvpool.index.prompt import Prompt
+from kvpool.index.prompt import NO_BLOCKS, Prompt
 from kvpool.index.sequence import Sequence as BatchSequence
 from kvpool.key.hashing import seed_id
 
@@ -154,7 +154,7 @@ class RealIndex:
         """The worker's name, and the reservation, for ``release``. ``engines``: their gauges count."""
         for engine in engines:
             self._read(engine)
-        hashes = self._traffic.hashes[turn.blocks].tobytes() if by_blocks and len(turn.blocks) else NO_HASH
+        hashes = self._traffic.hashes[turn.blocks].tobytes() if by_blocks and len(turn.blocks) else NO_BLOCKS
         ranking = self._router.rank(
             Prompt(MODEL, hashes64=hashes), limit=1, reserve_s=RESERVE_S, prompt_tokens=turn.tokens,
             session=Session.of(TENANT, f"{turn.session}") if by_session else None, until_computed=True,

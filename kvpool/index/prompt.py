@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 TOKEN_NBYTES = 4  # of a token in a request
 MAX_PROMPT_BLOCKS = 1 << 22
+NO_BLOCKS = memoryview(b"")  # the hashes of a prompt that nobody knows: its request is placed by load
 MAX_PROMPT_TOKENS = 1 << 22
 # Fields of a request that its template reads beside messages and tools. Of equal names vLLM takes the request's, not
 # ``chat_template_kwargs``'; the first two have a default, which counts, too.
@@ -140,6 +141,8 @@ class Prompt:
             if not 1 <= count <= MAX_PROMPT_TOKENS:
                 raise ConfigError(f"a prompt has 1 to {MAX_PROMPT_TOKENS} tokens, not {count}")
             return None
+        if self.hashes64 is NO_BLOCKS:
+            return NO_BLOCKS
         if self.hashes64 is None:
             raise ConfigError("make tokens of a text or a chat first: give token_ids or hashes64")
         try:

@@ -54,6 +54,16 @@ def a_worker(name: str = "w", *, ranks: int = 1, port: int = 5557, **fields: Any
     return Worker(name=name, **{**known, **fields})
 
 
+@contextmanager
+def applying(fleet: Fleet, worker_id: str) -> Iterator[None]:
+    """For as long as a batch of the worker is being applied."""
+    rank = fleet._ranks[worker_id, 0]
+    with rank.lock:
+        rank.version += 1
+        yield
+        rank.version += 1
+
+
 def say(fleet: Fleet, worker_id: str, dp_rank: int, sequence: int, payload: bytes) -> None:
     """A batch of a rank that is followed well; of a stranger: nothing."""
     if (rank := fleet.rank(worker_id, dp_rank)) is not None:

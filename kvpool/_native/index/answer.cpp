@@ -91,7 +91,8 @@ Answer Rows::answer(const Table& table, std::span<const std::byte> hashes, std::
 
   for (std::size_t i = 0; i < count; ++i) {
     read_state(i, now_ms, answer);
-    if ((versions[i] & 1) != 0 || rows_[i].state->version != versions[i]) answer.moved.push_back(i);
+    const bool moved = (versions[i] & 1) != 0 || rows_[i].state->version != versions[i];
+    if (moved && answer.prompt_blocks != 0) answer.moved.push_back(i);
   }
   return answer;
 }

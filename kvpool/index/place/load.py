@@ -40,7 +40,6 @@ MAX_FAILING = 4096  # workers
 MAX_ALIKE = 64  # prompts in flight with the same first block
 MAX_IN_FLIGHT_NBYTES = 16 << 20
 ENTRY_NBYTES = 512  # of a prompt, beside its hashes
-NO_HASH = b"\0" * 8  # of a request that is placed by load
 _EJECTIONS = ""  # in the place of a tenant's name
 
 _MOST = (1 << 32) - 1
@@ -263,7 +262,7 @@ class InFlight:
 
     def add(self, key: RankKey, hashes: bytes, name: str) -> None:
         """The prompt is computed at a rank while the reservation ``name`` lasts."""
-        if not name or hashes[:8] == NO_HASH:
+        if not name or not hashes:
             return
         alike = self._alike.setdefault(hashes[:8], OrderedDict())
         self._alike.move_to_end(hashes[:8])

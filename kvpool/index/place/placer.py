@@ -32,7 +32,6 @@ from kvpool.index.place.inference_request import (
     read_request,
     why_unread,
 )
-from kvpool.index.place.load import NO_HASH
 from kvpool.index.place.placement import (
     BLOCKS,
     MATCHED,
@@ -51,7 +50,7 @@ from kvpool.index.place.sessions import Session
 from kvpool.index.place.stored_responses import StoredResponses
 from kvpool.index.place.token_checks import TokenChecks
 from kvpool.index.place.tokenizer import Tokenizers
-from kvpool.index.prompt import Prompt
+from kvpool.index.prompt import NO_BLOCKS, Prompt
 from kvpool.index.request_stats import Outcome, Promptless, RequestStats, outcome_of
 from kvpool.index.table import NotAtOnce
 from kvpool.tracing import Tracing
@@ -250,7 +249,7 @@ class Placer:
             model = self._tokenizers.model_of(ranked.request.prompt, self.names)
             self._checks.offer(ranked.request, model, partial(self._prompt, headers, RENDER_S))
         if ranked.ranking is None:
-            ranked = ranked._replace(ranking=await self._by_load(ranked.request))
+            ranked = ranked._replace(ranking=self._by_load(ranked.request))
         return await self._placement(ranked, tenant, ends_s)
 
     async def _read(
@@ -332,7 +331,7 @@ class Placer:
         """The worker with the fewest of these renders, of equals the least busy one, at none of these endpoints.
         Errors: ``KVPoolError``.
         """
-        picks = (await self._by_load(request, takes_turn=False)).unpack().picks
+        picks = self._by_load(request, takes_turn=False).unpack().picks
         for pick in sorted(picks, key=lambda one: renders[f"{request.tenant}/{one.worker}"]):
             if pick.unreachable:
                 continue
@@ -359,35 +358,23 @@ class Placer:
             return _Ranked(request, None, "unmatched", str(error))
         return _Ranked(request, ranking)
 
-    async def _by_load(self, request: InferenceRequest, *, takes_turn: bool = True) -> NativeRanking:
-        """Among the workers of its model; among all if none has it. Errors: ``Refusal``."""
-
-        def rank(at_once: bool) -> _Ranked:
-            models = [request.model]
-            if not self.names.knows(request.tenant, request.model):
-                models = self.names.models(request.tenant)
-            ranking = self._router.rank(
-                *(
-                    Prompt(model, hashes64=NO_HASH, tenant=request.tenant, workers=request.workers)
-                    for model in models
-                ),
-                limit=MAX_PICKS,
-                reserve_s=RESERVE_S,
-                prompt_tokens=request.tokens_estimate,
-                session=request.session,
-                until_computed=True,
-                takes_turn=takes_turn,
-                at_once=at_once,
-            )
-            return _Ranked(request, ranking)
-
-        try:
-            ranked: _Ranked | None = rank(True)
-        except NotAtOnce:
-            ranked = await self._in_thread(rank, request.tenant, time.monotonic() + self._timeout_s)
-        if ranked is None or ranked.ranking is None:
-            raise Refusal(503, "the index takes a large batch of events: send it again later")
-        return ranked.ranking
+    def _by_load(self, request: InferenceRequest, *, takes_turn: bool = True) -> NativeRanking:
+        """Among the workers of its model; among all if none has it. At once: it reads no blocks."""
+        models = [request.model]
+        if not self.names.knows(request.tenant, request.model):
+            models = self.names.models(request.tenant)
+        return self._router.rank(
+            *(
+                Prompt(model, hashes64=NO_BLOCKS, tenant=request.tenant, workers=request.workers)
+                for model in models
+            ),
+            limit=MAX_PICKS,
+            reserve_s=RESERVE_S,
+            prompt_tokens=request.tokens_estimate,
+            session=request.session,
+            until_computed=True,
+            takes_turn=takes_turn,
+        )
 
     async def _in_thread(self, work: Callable[[bool], _Ranked], tenant: str, ends_s: float) -> _Ranked | None:
         """``work``, not at once. None: too late; a reservation after that, or after a cancellation, is released."""

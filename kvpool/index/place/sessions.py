@@ -17,7 +17,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvpool.index.place.load import NO_HASH, LoadBoard, RankKey
+from kvpool.index.place.load import LoadBoard, RankKey
 from kvpool.index.request_stats import Placed
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Sessions:
     def kept(self, home: Home, hashes: Buffer, block_tokens: int, tokens: int) -> tuple[int, int]:
         """Tokens of a prompt that are credited to its session's home: in any case, and where events tell nothing."""
         view = memoryview(hashes).cast("B")
-        is_known = bytes(view[:HASH_NBYTES]) != NO_HASH
+        is_known = view.nbytes > 0
         kept = home.shared(view) * block_tokens if is_known and home.hashes else min(tokens, home.tokens)
         is_due = is_known and self._clock() - home.placed_s > ANNOUNCE_S
         return 0 if is_due else kept, kept
@@ -101,7 +101,7 @@ class Sessions:
             return "stayed" if former.rank == rank else "aside"
         placed: Placed = "first" if former is None else "stayed" if former.rank == rank else "moved"
         view = memoryview(hashes).cast("B")
-        blocks = 0 if bytes(view[:HASH_NBYTES]) == NO_HASH else len(view) // HASH_NBYTES
+        blocks = len(view) // HASH_NBYTES
         kept = tuple(bytes(view[(end - 1) * HASH_NBYTES : end * HASH_NBYTES]) for end in _ends(blocks))
         self._set(session, Home(rank, self._clock(), tokens, blocks, kept))
         return placed

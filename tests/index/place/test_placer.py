@@ -16,8 +16,8 @@ import pytest
 from kvpool.index.names import Name
 from kvpool.index.place import placer as placer_module
 from kvpool.index.place.inference_request import MAX_READ_NBYTES
-from kvpool.index.table import NotAtOnce
 from kvpool.tracing import Tracing
+from tests.support.fleets import applying
 from tests.support.placing import LONG, Placing, placing
 
 
@@ -56,18 +56,26 @@ async def test_a_name_that_goes_while_its_request_is_placed_is_unknown_and_no_fa
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with placing() as there:
-        fleet, rank = there.placer._fleet, there.router.rank
+        fleet, names = there.placer._fleet, there.placer.names
         fleet.read_names(fleet.start("default/a"), [Name("sql", "/p")])
+        check = names.check
 
-        def ranked(*args: Any, at_once: bool, **options: Any) -> Any:
-            if at_once:  # a batch is being applied; meanwhile the worker's list is read
-                fleet.read_names(fleet.start("default/a"), [])
-                raise NotAtOnce
-            return rank(*args, at_once=at_once, **options)
+        def checked(*args: Any) -> None:
+            check(*args)
+            fleet.read_names(fleet.start("default/a"), [])  # the worker's list is read
 
-        monkeypatch.setattr(there.router, "rank", ranked)
+        monkeypatch.setattr(names, "check", checked)
         body = b'{"model": "sql", "input": "x"}'
         placement = await there.placer.place("/v1/embeddings", {}, body, "default")
+        assert (placement.reason, len(placement.targets)) == ("no-tokens", 2)
+
+
+@pytest.mark.anyio
+async def test_a_request_is_placed_by_load_while_batches_of_events_are_applied() -> None:
+    async with placing() as there:
+        fleet = there.placer._fleet
+        with applying(fleet, "default/a"), applying(fleet, "default/b"):
+            placement = await there.placer.place("/v1/embeddings", {}, b'{"model": "m"}', "default")
         assert (placement.reason, len(placement.targets)) == ("no-tokens", 2)
 
 

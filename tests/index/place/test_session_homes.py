@@ -11,11 +11,11 @@ import pytest
 from kvpool import Load
 from kvpool.index.fleet import Fleet
 from kvpool.index.place import sessions
-from kvpool.index.place.load import NO_HASH, LoadBoard
+from kvpool.index.place.load import LoadBoard
 from kvpool.index.place.ranking import Pick, Ranking
 from kvpool.index.place.router import Costs, Router
 from kvpool.index.place.sessions import ENDED_AT_ONCE, KEEP_S, Session, Sessions
-from kvpool.index.prompt import Prompt
+from kvpool.index.prompt import NO_BLOCKS, Prompt
 from tests.support.fleets import Clock, a_fleet, a_worker, say
 from tests.support.placing import NAMESPACE, order
 from tests.support.wire import batch, packed64, stored
@@ -80,7 +80,7 @@ def test_load_and_blocks_count_before_the_sessions_beside() -> None:
     idle = [Load(name, queued_tokens=0) for name in (home, other)]
     assert first(router, "u", prompt(2), loads=idle) == other
     say(router._fleet, f"default/{home}", 0, 1, batch(stored(prompt(3, 5))))
-    router._sessions.place(Session("default", b"long"), (f"default/{other}", 0), NO_HASH, 9999)
+    router._sessions.place(Session("default", b"long"), (f"default/{other}", 0), NO_BLOCKS, 9999)
     alike = [Load(home, queued_tokens=5 * BLOCK_TOKENS), Load(other, queued_tokens=0)]
     assert {pick.cost for pick in ask(router, None, prompt(3), loads=alike).picks} == {10 * BLOCK_TOKENS}
     assert first(router, "v", prompt(3), loads=alike) == other, (
@@ -173,13 +173,13 @@ def test_homes_are_counted_as_long_as_they_are_kept() -> None:
         return 0 if rank is None else rank.session_tokens
 
     one, two = (Session("t", name) for name in (b"one", b"two"))
-    there.place(one, ("t/a", 0), NO_HASH, 100)
-    there.place(two, ("t/a", 0), NO_HASH, 40)
-    there.place(one, ("t/a", 0), NO_HASH, 110)
+    there.place(one, ("t/a", 0), NO_BLOCKS, 100)
+    there.place(two, ("t/a", 0), NO_BLOCKS, 40)
+    there.place(one, ("t/a", 0), NO_BLOCKS, 110)
     assert tokens("t/a") == 150
-    there.place(one, ("t/b", 0), NO_HASH, 120)
+    there.place(one, ("t/b", 0), NO_BLOCKS, 120)
     assert (tokens("t/a"), tokens("t/b")) == (40, 120)
-    there.place(one, ("t/a", 0), NO_HASH, 20)  # a sub-agent
+    there.place(one, ("t/a", 0), NO_BLOCKS, 20)  # a sub-agent
     assert (tokens("t/a"), tokens("t/b")) == (40, 120)
     there.settle(one, ("t/b", 0), ("t/a", 0))
     assert (tokens("t/a"), tokens("t/b")) == (160, 0)
@@ -193,7 +193,7 @@ def test_a_call_ends_a_few_homes() -> None:
     clock = Clock()
     there = Sessions(clock, LoadBoard())
     for number in range(10 * ENDED_AT_ONCE):
-        there.place(Session("t", bytes([number])), ("t/a", 0), NO_HASH, 1)
+        there.place(Session("t", bytes([number])), ("t/a", 0), NO_BLOCKS, 1)
     clock.now_s += KEEP_S + 1
     there.home(Session("t", b"other"))
     assert len(there) == 9 * ENDED_AT_ONCE

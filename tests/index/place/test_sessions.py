@@ -11,10 +11,11 @@ import pytest
 
 from kvpool import Load
 from kvpool.index.place import sessions
-from kvpool.index.place.load import NO_HASH, LoadBoard
+from kvpool.index.place.load import LoadBoard
 from kvpool.index.place.ranking import Ranking
 from kvpool.index.place.router import Costs, Router
 from kvpool.index.place.sessions import ANNOUNCE_S, KEEP_S, Home, Session, Sessions
+from kvpool.index.prompt import NO_BLOCKS
 from tests.support.fleets import Clock, a_fleet, say
 from tests.support.placing import NAMESPACE, order
 from tests.support.wire import batch, packed64, removed, stored
@@ -196,7 +197,7 @@ def test_without_tokens_the_home_counts() -> None:
 
     def by_load(session: str | None) -> str:
         ranking = there.router.route(
-            "m", hashes64=NO_HASH, prompt_tokens=5000, session_id=session, reserve_s=None
+            "m", hashes64=NO_BLOCKS, prompt_tokens=5000, session_id=session, reserve_s=None
         )
         return order(ranking)[0]
 
@@ -231,11 +232,11 @@ def test_homes_are_bounded_and_a_tenant_has_its_share(monkeypatch: pytest.Monkey
     assert calm is not None
     assert loud is not None
     assert calm.digest == loud.digest, "tenants are apart by more than an id"
-    there.place(calm, ("calm/w", 0), NO_HASH, 10)
+    there.place(calm, ("calm/w", 0), NO_BLOCKS, 10)
     for number in range(1000):
         other = Session.of("loud", f"s{number}")
         assert other is not None
-        there.place(other, ("loud/w", 0), NO_HASH, 10)
+        there.place(other, ("loud/w", 0), NO_BLOCKS, 10)
     assert len(there) == 76
     assert there.home(loud) is None
     home = there.home(calm)

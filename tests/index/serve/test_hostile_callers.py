@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import http.client
 import threading
 from collections.abc import Awaitable, Callable, Iterator
@@ -26,7 +25,7 @@ from kvpool.index.serve.lookup_calls import INLINE_NBYTES
 from kvpool.v1 import index_pb2 as pb
 from tests.support.credentials import write_tokens
 from tests.support.deadlines import ends_within
-from tests.support.fleets import Served, a_worker, serving
+from tests.support.fleets import Served, a_worker, applying, serving
 from tests.support.index_process import peak_nbytes, running
 from tests.support.wire import batch, cleared, packed64, stored
 
@@ -38,16 +37,6 @@ HEALTH = "grpc.health.v1.Health"
 SERVING = health_pb2.HealthCheckResponse(status="SERVING").SerializeToString()
 ATTACKS = 300  # more than the calls that an index once took at a time
 LARGE = [("grpc.max_send_message_length", -1)]
-
-
-@contextlib.contextmanager
-def applying(fleet: Fleet, worker_id: str) -> Iterator[None]:
-    """For as long as a batch of the worker is being applied."""
-    rank = fleet._ranks[worker_id, 0]
-    with rank.lock:
-        rank.version += 1
-        yield
-        rank.version += 1
 
 
 @pytest.fixture
