@@ -8,6 +8,7 @@ block that it has to compute. Nothing that the page shows is made up here.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import random
 import re
@@ -48,11 +49,39 @@ SYSTEMS = 5  # prompts that many conversations begin with
 SYSTEM_TOKENS = 24 * BLOCK
 
 
+class NearPool:
+    """Of the workers of a host; ``name``: 32 hex digits. It keeps so many ``blocks``, which were stored last."""
+
+    def __init__(self, name: str, blocks: int) -> None:
+        self.name, self._blocks = name, blocks
+        self._lock = threading.Lock()  # of the fields below
+        self._held: OrderedDict[bytes, None] = OrderedDict()
+        self._changes: list[dict[str, object]] = []
+
+    def lacks(self, hashes: Sequence[bytes]) -> list[bytes]:
+        with self._lock:
+            return [one for one in hashes if one not in self._held]
+
+    def put(self, hashes: Sequence[bytes]) -> None:
+        told = {"medium": "CPU", "ownership": "kvpool", "locality": "LOCAL"}
+        with self._lock:
+            if came := [one for one in hashes if one not in self._held]:
+                self._changes.append(stored(came, parent=came[0], **told))
+            self._held.update(dict.fromkeys(came))
+            if gone := [self._held.popitem(last=False)[0] for _ in range(len(self._held) - self._blocks)]:
+                self._changes.append(removed(gone, **told))
+
+    def changes(self, since: int) -> list[dict[str, object]]:
+        """Events of what came and went, but for the first ones: each worker tells all."""
+        with self._lock:
+            return self._changes[since:]
+
+
 class LiveWorker:
     """``blocks``: that its cache holds."""
 
-    def __init__(self, name: str, store: Store, blocks: int) -> None:
-        self.name, self._store, self._blocks = name, store, blocks
+    def __init__(self, name: str, store: Store, blocks: int, near: NearPool | None = None) -> None:
+        self.name, self._store, self._blocks, self._near = name, store, blocks, near
         self._publisher = Misbehaving()
         self._pages = PageServer(lambda connection: None)
         self.address = self._pages.address
@@ -60,11 +89,18 @@ class LiveWorker:
         self._held: OrderedDict[bytes, None] = OrderedDict()
         self._running = 0
         self._is_away = False
+        self._told = 0  # changes of its near pool
         self.is_asleep = False
         self.show()
         events = self._publisher.publisher
         self._announcer = Announcer(
-            store, a_worker(name, self.address, Publisher(0, events.events, events.replay))
+            store,
+            a_worker(
+                name,
+                self.address,
+                Publisher(0, events.events, events.replay),
+                near="" if near is None else near.name,
+            ),
         )
         self._traffic, self._traffic_announcer = Traffic(), TrafficAnnouncer(store, "default", every_s=1.0)
 
@@ -93,7 +129,8 @@ class LiveWorker:
             self._count(hashes)
             missing = [one for one in hashes if one not in self._held]
             self.show()
-        time.sleep(BLOCK_S * len(missing))
+        computed = missing if self._near is None else self._near.lacks(missing)
+        time.sleep(BLOCK_S * len(computed))
         with self._lock:
             self._running -= 1
             if self._is_away:
@@ -105,6 +142,11 @@ class LiveWorker:
             gone = [self._held.popitem(last=False)[0] for _ in range(len(self._held) - self._blocks)]
             if gone:
                 events.append(removed(gone))
+            if self._near is not None:
+                self._near.put(missing)
+                changes = self._near.changes(self._told)
+                self._told += len(changes)
+                events += changes
             if events:
                 self._publisher.publish(batch(*events))
             self.show()
@@ -190,7 +232,7 @@ class LiveFleet:
         asked = json.dumps({"model": MODEL, "prompt": prompt}).encode()
         try:
             place = call.place(headers(), body(asked))[0]
-        except (grpc.RpcError, KeyError):  # a worker went away while it was asked about
+        except (grpc.RpcError, KeyError, ValueError):  # a worker went away while it was asked about
             place = ""
         if (worker := self._by_endpoint.get(place)) is not None:
             worker.serve(HASHER.hashes(prompt))
@@ -200,9 +242,14 @@ class LiveFleet:
 
 @contextmanager
 def live_fleet(
-    folder: Path, names: Sequence[str], *options: str, blocks: int = 700, memory: str = "12mb"
+    folder: Path,
+    names: Sequence[str],
+    *options: str,
+    blocks: int = 700,
+    memory: str = "12mb",
+    nears: Sequence[NearPool] = (),
 ) -> Iterator[LiveFleet]:
-    """``options``: of the index. ``memory``: of the pool."""
+    """``options``: of the index. ``memory``: of the pool. ``nears``: of the hosts, which workers have in turn."""
     (folder / "pool").mkdir()
     with ExitStack() as parts:
         server = parts.enter_context(
@@ -212,7 +259,8 @@ def live_fleet(
         )
         store = parts.enter_context(open_store(server.url))
         write_quota(store, "default", QUOTA_NBYTES)
-        workers = [LiveWorker(name, store, blocks) for name in names]
+        hosts = itertools.cycle(nears or [None])
+        workers = [LiveWorker(name, store, blocks, near) for name, near in zip(names, hosts, strict=False)]
         for worker in workers:
             parts.callback(worker.close)
         index = parts.enter_context(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.pages.browser import NARROW, WIDE, opened, page_of
-from tests.pages.live_fleet import LiveFleet, live_fleet, seen
+from tests.pages.live_fleet import LiveFleet, NearPool, live_fleet, seen
 
 NAMES = [f"worker-{number}" for number in range(8)]
 LOAD_S = 240.0
@@ -51,7 +51,13 @@ def main(folder: Path, load_s: float) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory() as own,
-        live_fleet(Path(own), NAMES, blocks=500, memory="10mb") as fleet,
+        live_fleet(
+            Path(own),
+            NAMES,
+            blocks=500,
+            memory="10mb",
+            nears=[NearPool(f"{host:032x}", 1200) for host in range(2)],
+        ) as fleet,
     ):
         assert seen(fleet, len(NAMES))
         with fleet.load(clients=10, conversations=400), opened() as browser:

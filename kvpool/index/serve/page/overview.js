@@ -129,11 +129,9 @@ function sentence(last) {
 
 // The engines' own counts, of windows with requests.
 function showTraffic({ traffic }) {
-  const windows = WINDOWS.filter(([name]) => traffic?.[name]).map(
-    ([name, label]) => `${label}: hit rate ${percent(traffic[name].hit_ratio)}`,
-  );
+  const windows = WINDOWS.filter(([name]) => traffic?.[name]).map(([name, label]) => `${percent(traffic[name].hit_ratio)} in the last ${label}`);
   byId("traffic-text").hidden = !windows.length;
-  if (windows.length) write(byId("traffic-text"), `Of all tokens that the engines were asked for, last ${windows.join("; ")}.`);
+  if (windows.length) write(byId("traffic-text"), `Hit rate of all tokens that the engines were asked for: ${windows.join(", ")}.`);
 }
 
 function legend(list, entries) {
