@@ -18,8 +18,17 @@ from rich.console import Console
 from kvpool.cli.settings import PurgeOptions
 from kvpool.cli.tables import Column, add_row, console, fitted, progress_bar, show
 from kvpool.discovery.facts import announced_namespaces
+from kvpool.discovery.worker_record import unpack_worker
 from kvpool.errors import ConfigError, KVPoolError, StoreUnavailable
-from kvpool.key.key import KEY_PREFIX, namespace_prefix, parse_key, tenant_of, tenant_prefix
+from kvpool.key.key import (
+    KEY_PREFIX,
+    is_request_key,
+    namespace_prefix,
+    parse_key,
+    tenant_of,
+    tenant_prefix,
+    workers_prefix,
+)
 from kvpool.store import Store, StoreURL, open_for_inspection
 from kvpool.text import counted, format_size, redact, unknown
 
@@ -35,7 +44,7 @@ class NothingThere(KVPoolError):
 
 @dataclass
 class Share:
-    """One namespace's part of a pool. ``model``: of its facts; empty: the pool has none.
+    """One namespace's part of a pool. ``model``: as its workers announce it, else as its facts say; empty: unknown.
 
     ``pool``: "near" or "far", where there are two.
     """
@@ -134,6 +143,7 @@ def _survey(stores: Mapping[str, Store], within: str) -> tuple[list[Share], set[
                     part.nbytes += nbytes
                 progress.advance(task, len(batch))
     models: dict[tuple[str, str], str] = {}  # of two pools the far one has the facts
+    announced_models: dict[tuple[str, str], set[str]] = {}  # of workers: for these names requests ask
     for tenant in {part.tenant for part in found.values()} | set(filter(None, map(tenant_of, announced))):
         for pool, store in stores.items():
             announced |= store.announcements(tenant_prefix(tenant)).keys()  # not every tenant is listed
@@ -142,8 +152,12 @@ def _survey(stores: Mapping[str, Store], within: str) -> tuple[list[Share], set[
                     models[tenant, namespace.hex] = model
                     name = (tenant, namespace.hex, pool)
                     found.setdefault(name, Share(*name))
+            for key, record in store.announcements(workers_prefix(tenant)).items():
+                if not is_request_key(key) and (told := unpack_worker(key, record)) is not None:
+                    announced_models.setdefault((tenant, told.worker.namespace), set()).add(told.worker.model)
     for part in found.values():
-        part.model = models.get((part.tenant, part.namespace), "")
+        known = announced_models.get((part.tenant, part.namespace), ())
+        part.model = " and ".join(sorted(known)) or models.get((part.tenant, part.namespace), "")
     return [found[name] for name in sorted(found)], announced
 
 

@@ -18,7 +18,7 @@ from kvpool.cli.tables import Column, add_row, console, fitted, progress_bar, sh
 from kvpool.discovery.reuse import Point, ReuseCurve
 from kvpool.discovery.trace import prompts, read_trace
 from kvpool.errors import IndexUnavailable
-from kvpool.text import parse_nbytes
+from kvpool.text import counted, parse_nbytes
 
 TIMEOUT_S = 5.0
 SHARES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 1.0)  # of the hits of the largest pool
@@ -65,7 +65,8 @@ def _live(options: SizeOptions, index: IndexConnection, token_nbytes: int) -> No
     head = _head(curve.requests, curve.requested_blocks, block_tokens, curve.sizes[-1], curve.share)
     block_nbytes = block_tokens * token_nbytes or curve.block_nbytes
     _print(f"since {since}: {head}", points, block_tokens, block_nbytes)
-    show(console(), Text(_today(curve.pool_blocks, block_nbytes, curve.at)))
+    if points[-1].hit_rate:
+        show(console(), Text(_today(curve.pool_blocks, block_nbytes, curve.at)))
 
 
 def _today(pool_blocks: int, block_nbytes: float, at: Any) -> str:
@@ -78,7 +79,7 @@ def _today(pool_blocks: int, block_nbytes: float, at: Any) -> str:
 
 def _head(requests: int, blocks: int, block_tokens: int, distinct: int, share: float) -> str:
     exact = "exact" if share == 1 else f"estimated from one block in {1 / share:,.0f}"
-    asked = f"{requests:,} requests for {blocks:,} blocks of {block_tokens} tokens"
+    asked = f"{counted(requests, 'request')} for {counted(blocks, 'block')} of {block_tokens} tokens"
     return f"{asked}, {distinct:,} of them distinct; {exact}"
 
 
@@ -89,6 +90,9 @@ def _json(points: Sequence[Point], block_tokens: int, **more: object) -> str:
 def _print(head: str, points: Sequence[Point], block_tokens: int, block_nbytes: float) -> None:
     out = console()
     show(out, head)
+    if not points[-1].hit_rate:
+        show(out, "no block was asked for twice: a pool of no size has a hit")
+        return
     columns = [Column("of the most hits"), Column("hit rate"), Column("blocks"), Column("tokens", drop=1)]
     if block_nbytes:
         columns.append(Column("GiB"))

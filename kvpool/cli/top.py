@@ -262,9 +262,14 @@ def _head(now: Look, before: Look | None, rows: Sequence[RankRow]) -> list[str]:
         *_pool_away(index),
         f"{counted(index.held_blocks, 'block')}, {index.held_pool_blocks:,} in the pool, "
         f"{index.memory_nbytes / 1e6:.1f} MB",
-        f"{_rated(index.lookups, 'lookup', rates.lookups_per_s)}, of which the best rank had: {shares}",
-        f"{_rated(index.placements, 'placement', rates.placements_per_s)}; share that the worker had: "
-        f"{_share(rates.placed_ratio)}",
+        _rated(index.lookups, "lookup", rates.lookups_per_s)
+        + (f", of which the best rank had: {shares}" if rates.device_ratio is not None else ""),
+        _rated(index.placements, "placement", rates.placements_per_s)
+        + (
+            f"; share that the worker had: {_share(rates.placed_ratio)}"
+            if rates.placed_ratio is not None
+            else ""
+        ),
         *_quotas(status.quotas),
     ]
 

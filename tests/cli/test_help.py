@@ -23,8 +23,7 @@ from tests.support.command_line import kvpool, refused
 
 COMMANDS = [
     ("index",), ("router",), ("vllm",), ("doctor",), ("top",), ("lookup",), ("size",), ("purge",), ("quota",),
-    ("token",),
-    ("bench",), ("bench", "store"),
+    ("token",), ("bench",), ("bench", "store"),
 ]  # fmt: skip
 
 

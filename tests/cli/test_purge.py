@@ -17,6 +17,9 @@ import pytest
 
 from kvpool import Namespace, open_store
 from kvpool.discovery.facts import announce_facts
+from kvpool.discovery.worker import Publisher, Worker
+from kvpool.discovery.worker_record import pack_worker
+from kvpool.key.hashing import seed_id
 from kvpool.store import Store
 from tests.support.command_line import kvpool, refused
 from tests.support.deadlines import eventually
@@ -103,6 +106,26 @@ def test_a_tenant_goes_with_all_it_announced_and_others_stay(pool: Pool) -> None
     assert sum(part["nbytes"] for part in report["namespaces"]) == 2 * BLOCKS * (64 + 128)  # type: ignore[attr-defined]
     assert left(pool.store) == [0, 0, BLOCKS]
     assert list(pool.store.announcements()) == [BETA_1.facts_key]
+
+
+def test_a_model_has_the_name_that_its_workers_announce(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/pool"
+    with open_store(url) as store:
+        fill(store)
+        publisher = Publisher(0, "tcp://h:5557", "")
+        worker = Worker(
+            name="a", tenant="alpha", model="/models/m", namespace=ALPHA_1.hex, block_tokens=16,
+            hash_seed_id=seed_id(None), publishers=(publisher,), incarnation="one",
+        )  # fmt: skip
+        key, record = pack_worker(worker, lease_s=600.0)
+        store.announce(key, record, lease_s=600.0)
+    report = purged("--pool", url, "--tenant", "alpha")
+    namespaces = report["namespaces"]
+    assert isinstance(namespaces, list)
+    assert {one["namespace"]: one["model"] for one in namespaces} == {
+        ALPHA_1.hex: "/models/m",
+        ALPHA_2.hex: "m",
+    }
 
 
 def test_it_counts_at_a_terminal(tmp_path: Path) -> None:

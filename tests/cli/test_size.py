@@ -67,6 +67,14 @@ def test_requests_have_numbers_in_common(tmp_path: Path) -> None:
     assert curve(path, "--block-tokens", "500")["block_tokens"] == 500
 
 
+def test_requests_without_a_block_in_common_make_no_table(tmp_path: Path) -> None:
+    ended = kvpool("size", "--trace", str(written(tmp_path / "a.jsonl", REQUESTS[:1])))
+    assert ended.returncode == 0
+    head, says = ended.stdout.splitlines()
+    assert head.startswith("1 request for 2 blocks of 512 tokens")
+    assert says == "no block was asked for twice: a pool of no size has a hit"
+
+
 def test_the_table_says_what_to_buy(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", SESSIONS)
     ended = kvpool("size", "--trace", str(path), "--token-bytes", "1MiB")

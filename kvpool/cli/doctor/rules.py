@@ -58,8 +58,7 @@ EVENTS_ON = (
 )
 
 POOL = (
-    Rule("fail", lambda of: of.error, "{it}", "correct that and run the doctor again: until then nothing else of the "
-         "pool is examined"),
+    Rule("fail", lambda of: of.error, "{it}", "run the doctor again then: nothing else of the pool was examined"),
     Rule("fail", lambda of: of.unreadable, "announcements cannot be read: {it}", _ACL),
 )  # fmt: skip
 TRIAL = (

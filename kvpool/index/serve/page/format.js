@@ -15,11 +15,11 @@ export function percent(share) {
 
 export function bytes(value) {
   let unit = 0;
-  while (value >= 1024 && unit < UNITS.length - 1) {
+  while (value >= 1023.5 && unit < UNITS.length - 1) {
     value /= 1024;
     unit += 1;
   }
-  return `${value.toFixed(unit === 0 || value >= 100 ? 0 : value >= 10 ? 1 : 2)} ${UNITS[unit]}`;
+  return `${unit === 0 || value >= 100 ? value.toFixed(0) : value.toPrecision(3)} ${UNITS[unit]}`;
 }
 
 export function duration(seconds) {
