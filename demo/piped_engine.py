@@ -156,7 +156,7 @@ def _metrics() -> dict[str, float]:
     for metric in REGISTRY.collect():
         for sample in metric.samples:
             if sample.name.endswith("_total") and sample.name.startswith(("kvpool_", "vllm:")):
-                label = sample.labels.get("result") or sample.labels.get("cause")
+                label = next(filter(None, map(sample.labels.get, ("result", "cause", "pool"))), None)
                 name = (
                     f"{sample.name}/{label}" if label and sample.name.startswith("kvpool_") else sample.name
                 )

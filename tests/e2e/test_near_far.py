@@ -115,7 +115,7 @@ def test_what_waits_in_the_engines_queue_comes_near(llama: Path, tmp_path: Path)
             assert answer["answers"][1][:GENERATED_TOKENS] == cold["tokens"]
             found = second.ask({"do": "metrics"})
         assert found["kvpool_filled_records_total/prefetched"] == WHOLE // BLOCK_TOKENS
-        assert found["kvpool_near_far_hits_total"] == WHOLE // BLOCK_TOKENS
+        assert found["kvpool_near_far_hits_total/near"] == WHOLE // BLOCK_TOKENS
         assert found.get("kvpool_filled_records_total/filled", 0) == 0, "its load asked far nothing"
         assert found["kvpool_prefetched_bytes_total/used"] > 0
 
