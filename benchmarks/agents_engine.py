@@ -23,6 +23,8 @@ from benchmarks.agents_loads import Way, cost_gate
 from benchmarks.agents_model import LINK_NBYTES_S, MAX_RUNNING, NEAR_NBYTES_S, EngineModel
 from benchmarks.agents_pool import Found, Held
 from benchmarks.agents_traffic import Turn
+from kvpool import metrics
+from kvpool.metrics import Counters
 
 LOOK_S = 1.0  # between two readings of a worker's load, as an index reads it
 # The connector's max_load_s: its default, or as long as the longest prompt's load takes. Here a load's wait for others
@@ -117,10 +119,12 @@ class Look(NamedTuple):
 
 @dataclass
 class Moved:
-    """Sums of an engine. The first four are what the connector's cost gate measures, the others go over its link."""
+    """Sums of an engine. The first six are what the connector's cost gate measures, the others go over its link."""
 
     load_tokens: float = 0.0
     load_s: float = 0.0
+    near_tokens: float = 0.0
+    near_s: float = 0.0
     prefill_tokens: float = 0.0
     prefill_s: float = 0.0
     loaded_blocks: int = 0
@@ -150,7 +154,8 @@ class Engine:
         self._from_far, self._to_far = (Way(clock, model, LINK_NBYTES_S) for _ in range(2))
         self._from_near, self._to_near = (Way(clock, model, NEAR_NBYTES_S) for _ in range(2))
         self._max_load_s = max(MIN_LOAD_S, self._from_far.takes_s(model.blocks))
-        self._gate = cost_gate(clock)
+        self._counters = Counters()
+        self._gate = cost_gate(self._counters, clock)
         self._looked, self._before = -1.0, Look(0, 0, 0.0)
 
     def submit(self, job: Job) -> None:
@@ -218,10 +223,18 @@ class Engine:
                 self._watcher.changed(self, (), admitted.evicted, None)
             rest = job.findable[admitted.hit :]
             found = self._pool.find(rest) if self._pool is not None and rest else Found((), ())
-            if (found.near or found.far) and self._gate.admits():
+            found = self._paid(rest, found)
+            if found.near or found.far:
                 self._load(job, found)
             else:
                 self._compute(job)
+
+    def _paid(self, blocks: Sequence[int], found: Found) -> Found:
+        """What the cost gate admits of it: all, what near has before the rest, or nothing."""
+        near = list(itertools.takewhile(set(found.near).__contains__, blocks))
+        if near and not self._gate.admits("near"):
+            return Found((), ())
+        return found if found.far and self._gate.admits("pool") else Found(near, ())
 
     def _load(self, job: Job, found: Found) -> None:
         job.near, job.far = len(found.near), len(found.far)
@@ -244,9 +257,12 @@ class Engine:
         """``far``: what the near pool lacked."""
         takes_s = min(self._loading.pop(job), self._max_load_s)
         tokens = job.pool * self._model.block_tokens if ok else 0
-        self._gate.loaded(tokens, takes_s)
-        self.moved.load_tokens += tokens
-        self.moved.load_s += takes_s
+        self._gate.loaded(tokens, takes_s, job.near / job.pool if ok else float(not job.far))
+        counted = {name: one for name, one in self._counters.take().items() if not isinstance(one, list)}
+        self.moved.load_tokens += counted.get(metrics.GATE_LOAD_TOKENS.name, 0)
+        self.moved.load_s += counted.get(metrics.GATE_LOAD_SECONDS.name, 0)
+        self.moved.near_tokens += counted.get(metrics.GATE_NEAR_TOKENS.name, 0)
+        self.moved.near_s += counted.get(metrics.GATE_NEAR_SECONDS.name, 0)
         if ok:
             self._fill(job, job.findable[job.device : job.device + job.pool])
             self._put_near(far)

@@ -21,7 +21,7 @@ from kvpool.errors import KVPoolError
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow.pool_reconciler import MAX_KEYS_PER_S, PoolReconciler
 from kvpool.index.place.load import Load
-from kvpool.index.place.metrics_page import GateCounters, PoolCost
+from kvpool.index.place.metrics_page import GateCounters, LoadCosts
 from kvpool.index.place.placer import RESERVE_S
 from kvpool.index.place.router import Router
 from kvpool.index.place.sessions import Session
@@ -102,7 +102,7 @@ class RealIndex:
         self._fleet = Fleet(clock=clock)
         self._router = Router(self._fleet, clock=clock)
         self._sequences: dict[str, BatchSequence] = {}
-        self._costs: dict[str, PoolCost] = {}
+        self._costs: dict[str, LoadCosts] = {}
         self._starts = 0
 
     def join(self, name: str, kept: Iterable[tuple[int, bytes]]) -> None:
@@ -116,7 +116,7 @@ class RealIndex:
         rank = self._fleet.rank(worker.id, 0)
         assert rank is not None
         sequence = self._sequences[name] = BatchSequence(rank, can_replay=True)
-        self._costs[name] = PoolCost()
+        self._costs[name] = LoadCosts()
         self._router.loads.size(worker.id, 0, self._capacity_tokens)
         for number, payload in kept:
             sequence.replayed(number, payload)
@@ -170,7 +170,13 @@ class RealIndex:
         load = Load(engine.name, 0, look.running, look.waiting, None, look.usage)
         self._router.loads.scrape(id_, load, asleep=False)
         cost = self._costs[engine.name]
-        counters = GateCounters(moved.load_tokens, moved.load_s, moved.prefill_tokens, moved.prefill_s)
+        counters = GateCounters(
+            moved.load_tokens,
+            moved.load_s,
+            moved.prefill_tokens,
+            moved.prefill_s,
+            moved.near_tokens,
+            moved.near_s,
+        )
         cost.update(counters, self._clock())
-        if cost.value is not None:
-            self._router.loads.measure(id_, 0, cost.value)
+        self._router.loads.measure(id_, 0, cost.pool, cost.near)

@@ -30,7 +30,7 @@ class Way:
         return self._free_s - self._clock()
 
 
-def cost_gate(clock: Callable[[], float]) -> Any:
+def cost_gate(counters: Counters, clock: Callable[[], float]) -> Any:
     """The connector's ``CostGate``. Its package would import vLLM, which a simulated engine does not need."""
     name = "kvpool_cost_gate"
     if name not in sys.modules:
@@ -40,4 +40,4 @@ def cost_gate(clock: Callable[[], float]) -> Any:
         assert spec.loader is not None
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    return sys.modules[name].CostGate(Counters(), clock)
+    return sys.modules[name].CostGate(counters, clock)

@@ -22,6 +22,7 @@ FAULT: int  # an I/O error; Batch.error() has the first one in words
 CANCELLED: int  # Batch.cancel() came first
 TIMED_OUT: int  # the deadline of the batch came first
 PRESENT: int  # put absent: the value was there, or another put of its key that was under way put it
+NEAR: int  # OK of a get or a question of presence, of the nearer of two pools
 
 RECORD_HEADER_NBYTES: int
 
@@ -359,6 +360,7 @@ class RankLoad:
     GIL."""
 
     pool_cost: float | None  # of a token from the pool, as measured
+    near_cost: float | None  # and from the near pool of its host
     session_tokens: int  # of the sessions whose home it is
     capacity_tokens: int | None  # of its KV cache
     reserved_cost: int
@@ -389,7 +391,7 @@ class Ranking:
     """The rows of some answers, the cheapest for the prompt first (kvpool/_native/index/ranking.h)."""
 
     # parts: an answer, and what is known of each of its rows. costs: local, pool, waiting, running, usage, speed, move;
-    # whether what is known of a rank takes the place of pool, and of waiting. session: a number that orders equal
+    # whether what is known of a rank takes the place of local, pool, and waiting. session: a number that orders equal
     # rows, whether it begins, and its home: part, row, tokens of the prompt that it holds; the same if its events are
     # not to be trusted.
     def __init__(

@@ -120,10 +120,16 @@ GATE_PREFILL_TOKENS = Metric(
 )
 GATE_PREFILL_SECONDS = Metric("kvpool_gate_prefill_seconds_total", "Seconds that those steps took.")
 GATE_LOAD_TOKENS = Metric(
-    "kvpool_gate_load_tokens_total", "Tokens of the loads that the cost gate has timed."
+    "kvpool_gate_load_tokens_total", "Tokens of the loads from the pool that the cost gate has timed."
 )
 GATE_LOAD_SECONDS = Metric(
     "kvpool_gate_load_seconds_total", "Seconds that those loads took, failed ones included."
+)
+GATE_NEAR_TOKENS = Metric(
+    "kvpool_gate_near_tokens_total", "Tokens of the loads from the near pool that the cost gate has timed."
+)
+GATE_NEAR_SECONDS = Metric(
+    "kvpool_gate_near_seconds_total", "Seconds that those loads took, failed ones included."
 )
 # Outcome of a request, and the source of its prompt's tokens.
 REQUEST_RESULTS = (

@@ -203,7 +203,7 @@ nb::object py_known(const RankLoad& load, double now_s, double keep_s) {
 // Under the GIL, as all that changes a RankLoad.
 class PyRanking {
  public:
-  using Numbers = std::tuple<double, double, double, double, double, double, double, bool, bool>;
+  using Numbers = std::tuple<double, double, double, double, double, double, double, bool, bool, bool>;
   using Home = std::tuple<std::uint32_t, std::uint32_t, std::uint64_t, std::uint64_t>;
   using Session = std::tuple<std::uint64_t, bool, std::optional<Home>>;
 
@@ -407,6 +407,7 @@ void bind_index(nb::module_& m) {
           "fail", [](RankLoad& load, double now_s) { load.failed_at_s = now_s; }, "now_s"_a)
       .def("known", &py_known, "now_s"_a, "keep_s"_a)
       .def_rw("pool_cost", &RankLoad::pool_cost)
+      .def_rw("near_cost", &RankLoad::near_cost)
       .def_rw("session_tokens", &RankLoad::session_tokens)
       .def_rw("capacity_tokens", &RankLoad::capacity_tokens)
       .def_rw("reserved_cost", &RankLoad::reserved_cost)

@@ -399,6 +399,7 @@ void bind_store(nb::module_& m) {
   m.attr("CANCELLED") = static_cast<int>(Status::kCancelled);
   m.attr("TIMED_OUT") = static_cast<int>(Status::kTimedOut);
   m.attr("PRESENT") = static_cast<int>(Status::kPresent);
+  m.attr("NEAR") = static_cast<int>(Status::kNear);
 
   nb::class_<PyBatch>(m, "Batch")
       .def("done", &PyBatch::done)

@@ -24,6 +24,10 @@ MAX_TIMEOUT_S = 3600.0
 END_OF_ALL = 1 << 63  # tokens; beyond every prompt
 # A batch ends itself at its deadline; a caller waits this much longer for a thread inside a system call.
 GRACE_S = 1.0
+FOUND = (_native.OK, _native.NEAR, _native.PRESENT)
+# Of results: 1: found; 1: found near.
+_IS_FOUND = bytes(status in FOUND for status in range(256))
+_IS_NEAR = bytes(status == _native.NEAR for status in range(256))
 
 
 class Running(Protocol):
@@ -120,7 +124,7 @@ class Batch:
         Repeated calls return the same answer. Errors: ``StoreUnavailable`` naming the first fault, past the
         deadline, after a cancel, or after ``timeout_s``: then the batch still owns its buffers.
         """
-        return [result in (_native.OK, _native.PRESENT) for result in self.results(timeout_s)]
+        return [result in FOUND for result in self.results(timeout_s)]
 
     def results(self, timeout_s: float | None = None) -> bytes:
         """As ``wait``, with ``_native``'s status byte per answer."""
@@ -176,7 +180,11 @@ class LookupBatch(Batch):
         A 0 is unknown after a group's first miss, unless it has a sliding window. It is unknown, too, beyond
         the last token that groups without one can serve. ``timeout_s``, blocking and errors: as ``wait``.
         """
-        return self._by_group(self.results(timeout_s))
+        return self._by_group(self.results(timeout_s).translate(_IS_FOUND))
+
+    def near(self) -> list[bytes]:
+        """As ``records`` of a ``done()`` batch: 1: the nearer of two pools has all parts."""
+        return self._by_group(self.results().translate(_IS_NEAR))
 
     def prefetched(self) -> list[int]:
         """Per group, in the given order, how many records a ``done()`` batch copied near, even if it was given up."""

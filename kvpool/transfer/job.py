@@ -42,6 +42,7 @@ class Moved(NamedTuple):
     nbytes: int  # of them
     seconds: float
     error: Exception | None  # the exception behind ``cause``
+    near: float = 0.0  # share of a load's items that came from the nearer of two pools
 
     @property
     def ok(self) -> bool:
@@ -68,6 +69,7 @@ class Job(Generic[Item]):
     cause: str = ""  # of its failure; "" so far
     error: Exception | None = None
     missing: list[int] = field(default_factory=list)
+    near: int = 0  # items of a load that the nearer of two pools had
 
     def __post_init__(self) -> None:
         self.moved = bytearray(len(self.items))

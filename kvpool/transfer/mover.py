@@ -23,7 +23,7 @@ from kvpool import _native, metrics
 from kvpool.errors import StoreUnavailable
 from kvpool.metrics import Counters
 from kvpool.store import Batch, Store
-from kvpool.store.batch import MAX_TIMEOUT_S
+from kvpool.store.batch import FOUND, MAX_TIMEOUT_S
 from kvpool.transfer.device import DONE
 from kvpool.transfer.job import Item, Job, Moved, Need, Part, Stage
 from kvpool.transfer.memory import Memory
@@ -228,8 +228,10 @@ class BlockMover(Generic[Item]):
         if not job.cause or job.need is not Need.ALL:
             self._counters.add(metrics.LOADED_BLOCKS, sum(moved))
             self._counters.add(metrics.LOADED_BYTES, nbytes)
+        near = job.near / max(1, len(job.items))
+        seconds = now - job.started
         return Moved(
-            job.name, job.cause, moved, sorted(job.missing), sum(moved), nbytes, now - job.started, job.error
+            job.name, job.cause, moved, sorted(job.missing), sum(moved), nbytes, seconds, job.error, near
         )
 
     def _stored(self, job: Job[Item], now: float) -> Moved:
@@ -308,7 +310,8 @@ class BlockMover(Generic[Item]):
         assert part.transfer is not None
         job = part.job
         try:
-            found = part.transfer.wait()
+            results = part.transfer.results()
+            found = [result in FOUND for result in results]
             for place, ok in zip(part.places, found, strict=True):
                 job.moved[place] = ok
         except Exception as error:
@@ -316,6 +319,7 @@ class BlockMover(Generic[Item]):
             return False
         lost = [place for place, ok in zip(part.places, found, strict=True) if not ok]
         job.missing += lost
+        job.near += results.count(_native.NEAR)
         if lost and job.need is not Need.EACH:
             self._fail(job, "missing", behind=lost[0] if job.need is Need.LEADING else -1)
         return any(found)
@@ -348,7 +352,7 @@ class BlockMover(Generic[Item]):
         assert part.transfer is not None
         results = part.transfer.results()
         for place, result in zip(part.places, results, strict=True):
-            part.job.moved[place] = result in (_native.OK, _native.PRESENT)
+            part.job.moved[place] = result in FOUND
             part.job.known[place] = result == _native.PRESENT
         if _native.NO_ROOM in results:
             self._fail(part.job, "pool_full", behind=part.places[results.index(_native.NO_ROOM)])

@@ -1,7 +1,8 @@
 """``CostGate``: whether a load is expected to be faster than a recompute of the same tokens.
 
-Both rates are measured in tokens a second: large steps from plan to report, and loads from submission to end.
-Both costs are assumed proportional to tokens, so the ratio decides for every length. Unmeasured, loads run.
+All rates are measured in tokens a second: large steps from plan to report, and loads from submission to end. Loads from
+the pool and from a near pool before it are rated and decided on apart. Costs are assumed proportional to tokens, so the
+ratio decides for every length. Unmeasured, loads run.
 
 Threads: the engine's scheduler thread only.
 """
@@ -12,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from kvpool import metrics
 from kvpool.metrics import Counters
@@ -23,6 +25,12 @@ REOPEN = 0.8  # a closed gate opens when a load costs this share of a recompute
 PROBE_S = 10.0  # period of a closed gate's probes
 STEPS_IN_FLIGHT = 4  # timed at once; beyond, the oldest report counts as lost
 
+Source = Literal["near", "pool"]
+_COUNTED = {
+    "near": (metrics.GATE_NEAR_TOKENS, metrics.GATE_NEAR_SECONDS),
+    "pool": (metrics.GATE_LOAD_TOKENS, metrics.GATE_LOAD_SECONDS),
+}
+
 
 @dataclass
 class _Rate:
@@ -30,10 +38,19 @@ class _Rate:
     seconds: float = 0.0
     samples: int = 0
 
-    def add(self, tokens: int, seconds: float) -> None:
+    def add(self, tokens: float, seconds: float) -> None:
         self.tokens = self.tokens * KEEP + tokens
         self.seconds = self.seconds * KEEP + seconds
         self.samples += 1
+
+
+@dataclass
+class _Loads:
+    """From one pool. ``closed``: only probes may load."""
+
+    rate: _Rate
+    closed: bool = False
+    probe_at_s: float = 0.0
 
 
 class CostGate:
@@ -41,9 +58,8 @@ class CostGate:
 
     def __init__(self, counters: Counters, clock: Callable[[], float] = time.monotonic) -> None:
         self._counters, self._clock = counters, clock
-        self._prefill, self._load = _Rate(), _Rate()
-        self.closed = False  # only probes may load
-        self._probe_at_s = 0.0
+        self._prefill = _Rate()
+        self._loads: dict[Source, _Loads] = {"near": _Loads(_Rate()), "pool": _Loads(_Rate())}
         self._steps: deque[tuple[int, float, int]] = deque(
             maxlen=STEPS_IN_FLIGHT
         )  # number, planned at, tokens
@@ -74,39 +90,56 @@ class CostGate:
         self._counters.add(metrics.GATE_PREFILL_SECONDS, seconds)
         self._prefill.add(tokens, seconds)
 
-    def loaded(self, tokens: int, seconds: float) -> None:
-        """A load of ``tokens`` ended after ``seconds``; 0 tokens: it failed, and the time is lost."""
-        self._counters.add(metrics.GATE_LOAD_TOKENS, tokens)
-        self._counters.add(metrics.GATE_LOAD_SECONDS, seconds)
-        if self.closed:
-            # Older rates are dropped: they would outweigh a probe.
-            self._load = _Rate(samples=MIN_SAMPLES)
-        self._load.add(tokens, seconds)
-        self._decide()
+    def loaded(self, tokens: int, seconds: float, near: float = 0.0) -> None:
+        """A load of ``tokens``, this share of them from near, ended after ``seconds``.
 
-    def admits(self) -> bool:
-        """Whether to offer a load; ask once per load, because a closed gate admits probes."""
+        0 tokens: it failed, and the time is lost. The time of a load from both is divided by their rates so far, and
+        tells of the pool's alone.
+        """
+        source: Source = "near" if near == 1 else "pool"
+        if source == "pool" and near and tokens:
+            near_s, pool_s = near * self._each_s("near"), (1 - near) * self._each_s("pool")
+            tokens, seconds = round(tokens * (1 - near)), seconds * pool_s / (near_s + pool_s)
+        counted_tokens, counted_seconds = _COUNTED[source]
+        self._counters.add(counted_tokens, tokens)
+        self._counters.add(counted_seconds, seconds)
+        loads = self._loads[source]
+        if loads.closed:
+            # Older rates are dropped: they would outweigh a probe.
+            loads.rate = _Rate(samples=MIN_SAMPLES)
+        loads.rate.add(tokens, seconds)
+        self._decide(loads)
+
+    def admits(self, source: Source = "pool") -> bool:
+        """Whether to offer a load from there; ask once per load, because a closed gate admits probes."""
+        loads = self._loads[source]
         result = "pays"
-        if not self._measured():
+        if not self._measured(loads):
             result = "unmeasured"
-        elif self.closed and self._clock() >= self._probe_at_s:
+        elif loads.closed and self._clock() >= loads.probe_at_s:
             result = "probe"
-            self._probe_at_s = self._clock() + PROBE_S
-        elif self.closed:
+            loads.probe_at_s = self._clock() + PROBE_S
+        elif loads.closed:
             result = "too_slow"
         self._counters.add(metrics.GATE_DECISIONS, 1, result)
         return result != "too_slow"
 
-    def _measured(self) -> bool:
-        return min(self._prefill.samples, self._load.samples) >= MIN_SAMPLES
+    def _each_s(self, source: Source) -> float:
+        """Of a token; as long as either is unknown, the same of both."""
+        rates = [loads.rate for loads in self._loads.values()]
+        rate = self._loads[source].rate
+        return rate.seconds / rate.tokens if all(one.tokens and one.seconds for one in rates) else 1.0
 
-    def _decide(self) -> None:
-        if not self._measured():
+    def _measured(self, loads: _Loads) -> bool:
+        return min(self._prefill.samples, loads.rate.samples) >= MIN_SAMPLES
+
+    def _decide(self, loads: _Loads) -> None:
+        if not self._measured(loads):
             return
-        load_s = self._load.seconds * self._prefill.tokens
-        recompute_s = self._prefill.seconds * self._load.tokens  # of as many tokens
-        if self.closed:
-            self.closed = load_s > REOPEN * recompute_s
+        load_s = loads.rate.seconds * self._prefill.tokens
+        recompute_s = self._prefill.seconds * loads.rate.tokens  # of as many tokens
+        if loads.closed:
+            loads.closed = load_s > REOPEN * recompute_s
         elif load_s > recompute_s:
-            self.closed = True
-            self._probe_at_s = self._clock() + PROBE_S
+            loads.closed = True
+            loads.probe_at_s = self._clock() + PROBE_S

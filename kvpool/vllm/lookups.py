@@ -41,8 +41,8 @@ class RequestLookup:
     """One lookup in flight, or its answer. ``asked``: by group, which records it asks for (``plan.reached``).
 
     ``present``, after success: by group a byte per record, 1: present in the pool, or needed by no hit. Under full
-    attention most records after the first miss were skipped and count as missing. ``failure``: why it failed; else "";
-    ``late``: after all of its time.
+    attention most records after the first miss were skipped and count as missing. ``near``: the same of the nearer of
+    two pools. ``failure``: why it failed; else ""; ``late``: after all of its time.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class RequestLookup:
         self._gives_up_s = self._ends_s + LOOKUP_GRACE_S
         self._found: Sequence[bytes] = ()  # by group: of the records that were asked for
         self.present: list[bytes] | None = None
+        self.near: Sequence[bytes] = ()
         self.failure, self.late = "", False
 
     def ended(self, now_s: float) -> bool:
@@ -66,9 +67,8 @@ class RequestLookup:
             if self._lookup.done():
                 try:
                     self._found = self._lookup.records()
-                    self.present = [
-                        _spread(there, asked) for there, asked in zip(self._found, self._asked, strict=True)
-                    ]
+                    self.present = list(map(_spread, self._found, self._asked))
+                    self.near = list(map(_spread, self._lookup.near(), self._asked))
                 except StoreUnavailable:
                     self.failure = "store_unavailable"
                     self.late = now_s >= self._ends_s

@@ -127,6 +127,9 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
     asked: bool = False  # an index requests the engine's whole cache
     timed: int = 0  # the number of a timed step
     load_s: dict[str, float] = field(default_factory=dict)  # by request: least duration of its load
+    load_near: dict[str, float] = field(
+        default_factory=dict
+    )  # by request: least share of it that came from near
     load_causes: dict[str, str] = field(default_factory=dict)  # by request: why its load failed
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PoolWorkerMetadata:
@@ -147,6 +150,10 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
             {
                 name: max(self.load_s.get(name, 0.0), other.load_s.get(name, 0.0))
                 for name in self.load_s.keys() | other.load_s.keys()
+            },
+            {
+                name: min(self.load_near.get(name, 1.0), other.load_near.get(name, 1.0))
+                for name in self.load_near.keys() | other.load_near.keys()
             },
             self.load_causes | other.load_causes,
         )

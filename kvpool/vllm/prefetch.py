@@ -83,6 +83,14 @@ class Prefetches:
             copies.batch.cancel()
             self._left.append((copies, used))
 
+    def brought(self, request_id: str) -> bool:
+        """Whether all that it copies for the request is near now."""
+        copies = self._copies.get(request_id)
+        try:
+            return copies is not None and copies.batch.done() and all(copies.batch.wait())
+        except StoreUnavailable:
+            return False
+
     def forget(self) -> None:
         """The engine's blocks have other names now."""
         for request_id in [*self._queue, *self._copies]:

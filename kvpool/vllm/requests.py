@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -18,6 +18,7 @@ from vllm.logger import init_logger
 from vllm.v1.request import Request
 
 from kvpool.text import unknown
+from kvpool.vllm.gate import Source
 from kvpool.vllm.hints import MAX_KEEP_S, NO_HINTS, Hints
 from kvpool.vllm.lookups import RequestLookup
 from kvpool.vllm.weights import AdapterCheck, pool_hash
@@ -46,9 +47,11 @@ class RequestState:
     offered: tuple[int, int] | None = None  # (local tokens, tokens with the pool)
     loading: bool = False
     crowded: bool = False  # it waited its time for room; while it waits, vLLM gives memory to others
-    admitted: bool = False  # the cost gate admits its lookup's hit
+    admitted: dict[Source, bool] = field(default_factory=dict)  # what the cost gate said to its lookup's hit
     load_tokens: int = 0  # of the load in flight
     load_s: float = 0.0
+    load_near: float = 0.0  # share of it that came from the near pool
+    near_only: bool = False  # the lookup found all of the offer near
     refused: bool = (
         False  # not offered again: a load or its lookup failed, or a load is slower than computing
     )

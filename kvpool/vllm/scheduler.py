@@ -37,7 +37,7 @@ from kvpool.store import Store, StoreURL
 from kvpool.tracing import Tracing
 from kvpool.vllm import internals
 from kvpool.vllm.events import TELLS_NEAR, CacheResync, removed_event
-from kvpool.vllm.gate import MIN_STEP_TOKENS, CostGate
+from kvpool.vllm.gate import MIN_STEP_TOKENS, CostGate, Source
 from kvpool.vllm.guard import RequestFaults, guarded
 from kvpool.vllm.hints import read_hints
 from kvpool.vllm.identity import EngineNamespace
@@ -137,6 +137,7 @@ class SchedulerHalf:
             patience_s=config.lookup_timeout_s,
         )
         near = StoreURL.parse(config.pool).near
+        self._has_near = near is not None
         self._prefetches = Prefetches(
             store,
             self._groups,
@@ -252,11 +253,15 @@ class SchedulerHalf:
         if not room:
             state.result, state.crowded = "no_room", True
             return NO_OFFER
-        if not self._admits(state):
-            state.result = "too_slow"
+        near = self._near_end(state, lookup, local_tokens, hit)
+        paid = self._paid_end(state, local_tokens, near, hit)
+        if paid < hit:
+            state.result, state.reason = "too_slow", "gate"
+        if paid == local_tokens:
+            state.refused = True
             return NO_OFFER
-        state.offered = (local_tokens, hit)
-        return hit - local_tokens, True
+        state.offered, state.near_only = (local_tokens, paid), paid == near
+        return paid - local_tokens, True
 
     def _why_no_lookup(self, state: RequestState, local_tokens: int, max_tokens: int) -> str:
         """Of ``metrics.REQUEST_RESULTS``; empty: ask the pool."""
@@ -298,13 +303,34 @@ class SchedulerHalf:
         ends = [place for place, there in zip(places, parts, strict=True) if all(there)]
         return (ends[-1] + 1) * self._hash_block_tokens if ends else 0
 
-    def _admits(self, state: RequestState) -> bool:
-        """Whether the cost gate admits the load; asked once per lookup."""
-        if self._gate is None or state.admitted:
-            return True
-        state.admitted = self._gate.admits()
-        state.refused = not state.admitted
-        return state.admitted
+    def _near_end(self, state: RequestState, lookup: RequestLookup, local_tokens: int, hit: int) -> int:
+        """The end of the part of a hit that the near pool has; ``local_tokens``: of none."""
+        if not self._has_near:
+            return local_tokens
+        if self._prefetches.brought(state.request.request_id):
+            return hit
+        return longest_hit(
+            self._groups,
+            lookup.near,
+            local_tokens=local_tokens,
+            max_tokens=hit,
+            align_tokens=self._align_tokens,
+        )
+
+    def _paid_end(self, state: RequestState, local_tokens: int, near: int, hit: int) -> int:
+        """The end of the part of a hit that the cost gate admits; asked once per lookup and pool."""
+        if self._gate is None:
+            return hit
+        paid = local_tokens
+        parts: tuple[tuple[Source, int], ...] = (("near", near), ("pool", hit))
+        for source, end in parts:
+            if end > paid:
+                if source not in state.admitted:
+                    state.admitted[source] = self._gate.admits(source)
+                if not state.admitted[source]:
+                    break
+                paid = end
+        return paid
 
     def allocated(self, request: Request, tables: Sequence[Sequence[int]], external_tokens: int) -> None:
         """The engine allocated blocks; load into them if it took the offer."""
@@ -317,6 +343,7 @@ class SchedulerHalf:
                 LoadPlan(request.request_id, blocks, stall_timeout_s, state.params.priority)
             )
             state.loading, state.load_tokens, state.load_s = True, external_tokens, 0.0
+            state.load_near = float(self._has_near)
             self.counters.add(metrics.OFFERED_TOKENS, external_tokens)
 
     @guarded((), request="load")
@@ -430,6 +457,9 @@ class SchedulerHalf:
         for request_id, load_s in (report.load_s if report else {}).items():
             if (state := self._requests.get(request_id)) is not None:
                 state.load_s = max(state.load_s, load_s)
+        for request_id, near in (report.load_near if report else {}).items():
+            if (state := self._requests.get(request_id)) is not None:
+                state.load_near = min(state.load_near, near)
         for request_id in finished | failed:
             if (state := self._requests.get(request_id)) is not None:
                 ok = request_id not in failed
@@ -439,7 +469,8 @@ class SchedulerHalf:
                 if state.loading:
                     self._outcomes.loaded(state, state.load_tokens, ok=ok)
                     if self._gate is not None:
-                        self._gate.loaded(state.load_tokens if ok else 0, state.load_s)
+                        near = state.load_near if ok else float(state.near_only)
+                        self._gate.loaded(state.load_tokens if ok else 0, state.load_s, near)
                 state.loading = False
                 state.refused |= not ok
                 if not ok:
@@ -566,8 +597,8 @@ class SchedulerHalf:
             return None
         if state.lookup is not None:
             state.lookup.cancel()
-        state.lookup, state.admitted, state.wait_counted = None, False, False
-        state.tails = None
+        state.lookup, state.wait_counted = None, False
+        state.tails, state.admitted = None, {}
         state.lookup = self._lookups.start(self._namespace.current, state.request, tag)
         state.refused |= state.lookup is None
         return state.lookup

@@ -301,6 +301,7 @@ class WorkerHalf:
             if load is not None:
                 # A lower bound: it may have ended early in a long step.
                 self._report.load_s[job] = max(0.0, seen_at - load.started)
+                self._report.load_near[job] = moved.near
             if not moved.ok or (load is not None and load.outdated):
                 failed.add(job)
                 self._report.load_causes[job] = moved.cause

@@ -14,7 +14,7 @@ from kvpool import ConfigError
 from kvpool.discovery.worker import check_worker
 from kvpool.discovery.worker_record import merge_ranks, pack_worker, unpack_worker
 from kvpool.index.fleet import Fleet
-from kvpool.index.place.router import Router
+from kvpool.index.place.router import LOCAL, POOL, Costs, Router
 from kvpool.index.snapshot import Snapshot, pack, unpack
 from tests.support.fleets import Clock, a_worker, joined, say
 from tests.support.placing import COSTS
@@ -106,6 +106,21 @@ def test_a_request_goes_to_the_host_that_has_it_near() -> None:
     assert costs["a"] == costs["b"] == (0, round(160 * COSTS.local))
     assert costs["y"] == (0, round(160 * COSTS.pool))
     assert picks[-1].row.worker == "y"
+
+
+def test_near_costs_what_each_worker_measured() -> None:
+    fleet = a_host("a", "b", "c")
+    say(fleet, "default/a", 0, 0, batch(came(PROMPT[:5]), stored(PROMPT, medium="STORAGE")))
+    router = Router(fleet, clock=Clock())
+    router.loads.measure("default/a", 0, 0.5, 0.1)
+    router.loads.measure("default/b", 0, None, 0.4)
+    fetched = {pick.worker: pick.fetch_cost for pick in router.route("m", hashes64=packed64(PROMPT)).picks}
+    assert fetched == {
+        "a": round(80 * 0.1 + 80 * 0.5), "b": round(80 * 0.4 + 80 * POOL), "c": round(80 * LOCAL + 80 * POOL)
+    }  # fmt: skip
+    set_for_all = Router(fleet, costs=Costs(local=0.2), loads=router.loads, clock=Clock())
+    picks = set_for_all.route("m", hashes64=packed64(PROMPT)).picks
+    assert {pick.worker: pick.fetch_cost for pick in picks}["a"] == round(80 * 0.2 + 80 * 0.5)
 
 
 def test_it_is_forgotten_with_the_last_worker_of_its_host() -> None:

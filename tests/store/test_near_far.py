@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool import open_store
+from kvpool import _native, open_store
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.store.batch import LookupBatch
 from kvpool.store.near_far import NearFarStore
@@ -23,6 +23,7 @@ from tests.support.conformance import (
     NAMESPACE,
     OpenStore,
     StoreConformance,
+    hashed,
     key,
     keys,
     lookup_group,
@@ -150,6 +151,18 @@ def test_a_lookup_goes_on_far_where_near_has_a_gap(both: Store, far: Store) -> N
 def open_store_near(both: Store) -> Store:
     assert isinstance(both, NearFarStore)
     return both._near
+
+
+def test_results_say_what_was_near(both: Store, far: Store) -> None:
+    names = NAMESPACE.keys([hashed(number) for number in range(3)], 0, 0)
+    both.put_many(names[:1], VALUES[:1])
+    far.put_many(names[1:2], VALUES[1:2])
+    lookup = both.submit_lookup(NAMESPACE, [lookup_group(0, 3)])
+    assert lookup.records() == [b"\1\1\0"]
+    assert lookup.near() == [b"\1\0\0"]
+    read = both.submit_get(names, [bytearray(NBYTES) for _ in names])
+    assert list(read.results()) == [_native.NEAR, _native.OK, _native.MISS]
+    assert read.wait() == [True, True, False]
 
 
 def test_a_deleted_value_is_gone_in_both_and_does_not_come_back(both: Store, far: Store) -> None:

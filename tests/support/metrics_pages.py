@@ -30,7 +30,14 @@ def page(engines: dict[int, EngineLoad], model: str = "m") -> bytes:
             tokens = engine.capacity_tokens
             lines.append(f'vllm:cache_config_info{{engine="{number}",kv_cache_size_tokens="{tokens}"}} 1.0')
         if engine.gate is not None:
-            names = ("load_tokens", "load_seconds", "prefill_tokens", "prefill_seconds")
+            names = (
+                "load_tokens",
+                "load_seconds",
+                "prefill_tokens",
+                "prefill_seconds",
+                "near_tokens",
+                "near_seconds",
+            )
             lines += [
                 f"kvpool_gate_{name}_total{{{labels}}} {value}"
                 for name, value in zip(names, engine.gate, strict=True)

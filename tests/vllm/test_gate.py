@@ -6,7 +6,7 @@ import pytest
 
 from kvpool import metrics
 from kvpool.metrics import Counters
-from kvpool.vllm.gate import MIN_SAMPLES, MIN_STEP_TOKENS, PROBE_S, CostGate
+from kvpool.vllm.gate import MIN_SAMPLES, MIN_STEP_TOKENS, PROBE_S, CostGate, Source
 
 pytestmark = [pytest.mark.vllm]
 
@@ -46,7 +46,11 @@ def loading(gate: CostGate, share: float, loads: int = MIN_SAMPLES) -> None:
 def closed_gate(gate: CostGate) -> None:
     computing(gate)
     loading(gate, 2.0)
-    assert gate.closed
+    assert is_closed(gate)
+
+
+def is_closed(gate: CostGate, source: Source = "pool") -> bool:
+    return gate._loads[source].closed
 
 
 def results(gate: CostGate) -> dict[str, float]:
@@ -63,7 +67,7 @@ def test_what_is_not_measured_is_offered(gate: CostGate, steps: int, loads: int)
     loading(gate, 100.0, loads)
     computing(gate, steps)
     assert gate.admits()
-    assert not gate.closed
+    assert not is_closed(gate)
     assert results(gate) == {"unmeasured": 1}
 
 
@@ -80,7 +84,7 @@ def test_small_steps_say_nothing_of_the_rate(gate: CostGate) -> None:
         gate.computed(MIN_STEP_TOKENS - 1, 10.0)
     computing(gate)
     loading(gate, 2.0)
-    assert gate.closed
+    assert is_closed(gate)
 
 
 def test_loads_that_fail_close_it(gate: CostGate) -> None:
@@ -120,7 +124,7 @@ def test_one_probe_opens_it_if_it_was_clearly_faster(
     clock.now_s += PROBE_S
     assert gate.admits()
     loading(gate, share, 1)
-    assert gate.closed is not opens
+    assert is_closed(gate) is not opens
     assert gate.admits() is opens
 
 
@@ -128,7 +132,7 @@ def test_what_was_measured_long_ago_fades(gate: CostGate) -> None:
     computing(gate)
     loading(gate, 0.1, 100)
     loading(gate, 2.0, 10)
-    assert gate.closed
+    assert is_closed(gate)
 
 
 def test_rates_can_be_read_from_the_counters(gate: CostGate) -> None:
@@ -139,3 +143,36 @@ def test_rates_can_be_read_from_the_counters(gate: CostGate) -> None:
     assert counted[metrics.GATE_PREFILL_SECONDS.name] == pytest.approx(MIN_SAMPLES * PREFILL_S)
     assert counted[metrics.GATE_LOAD_TOKENS.name] == MIN_SAMPLES * TOKENS
     assert counted[metrics.GATE_LOAD_SECONDS.name] == pytest.approx(MIN_SAMPLES * PREFILL_S / 2)
+
+
+def test_slow_loads_of_one_pool_close_it_for_that_one(gate: CostGate, clock: Clock) -> None:
+    computing(gate)
+    loading(gate, 2.0)
+    for _ in range(MIN_SAMPLES):
+        gate.loaded(TOKENS, PREFILL_S * 0.1, near=1.0)
+    assert (gate.admits("near"), gate.admits("pool")) == (True, False)
+    for _ in range(20):
+        gate.loaded(0, 1.0, near=1.0)
+    assert (gate.admits("near"), gate.admits("pool")) == (False, False)
+    clock.now_s += PROBE_S
+    assert gate.admits("pool")
+    gate.loaded(TOKENS, PREFILL_S * 0.1)
+    assert (gate.admits("near"), gate.admits("pool")) == (True, True), "a probe; and it has opened"
+    assert (gate.admits("near"), gate.admits("pool")) == (False, True)
+
+
+@pytest.mark.parametrize("near", [0.1, 0.5, 0.9])
+def test_a_load_from_both_tells_what_the_pool_takes(gate: CostGate, near: float) -> None:
+    """Once both rates are known: until then their tokens count alike."""
+    computing(gate)
+    near_s, pool_s = PREFILL_S * 0.1, PREFILL_S * 0.6  # of all tokens
+    for _ in range(MIN_SAMPLES):
+        gate.loaded(TOKENS, near_s, near=1.0)
+    for _ in range(200):
+        gate.loaded(TOKENS, near_s * near + pool_s * (1 - near), near=near)
+    rate = gate._loads["pool"].rate
+    assert rate.seconds / rate.tokens == pytest.approx(pool_s / TOKENS, rel=0.02)
+    counted = gate._counters.take()
+    assert counted[metrics.GATE_NEAR_TOKENS.name] == MIN_SAMPLES * TOKENS, "of loads from near alone"
+    assert counted[metrics.GATE_NEAR_SECONDS.name] == pytest.approx(MIN_SAMPLES * near_s)
+    assert counted[metrics.GATE_LOAD_TOKENS.name] == 200 * round(TOKENS * (1 - near))

@@ -23,6 +23,7 @@ class Scripted(LookupBatch):
 
     def __init__(self) -> None:
         self.answer: list[bytes] | StoreUnavailable | None = None
+        self.near_answer: list[bytes] = []
         self.cancelled = 0
 
     def done(self) -> bool:
@@ -36,6 +37,9 @@ class Scripted(LookupBatch):
             raise self.answer
         assert self.answer is not None
         return self.answer
+
+    def near(self) -> list[bytes]:
+        return self.near_answer
 
 
 ALL = b"\1"  # of the records may be needed
@@ -76,9 +80,10 @@ def test_records_that_no_hit_needs_are_not_asked_for(
 def test_what_was_not_asked_for_counts_as_there() -> None:
     scripted = Scripted()
     lookup = RequestLookup(scripted, [b"\1\1", b"\0\1\0\1\0"], 100.0, 0.5)
-    scripted.answer = [b"\1\0", b"\0\1"]
+    scripted.answer, scripted.near_answer = [b"\1\0", b"\0\1"], [b"\0\0", b"\0\1"]
     assert lookup.ended(100.1)
     assert lookup.present == [b"\1\0", b"\1\0\1\1\1"]
+    assert lookup.near == [b"\0\0", b"\1\0\1\1\1"]
 
 
 def test_hashes_of_different_lengths_are_refused() -> None:

@@ -167,7 +167,7 @@ def test_the_gate_and_a_switch(store: Store, monkeypatch: pytest.MonkeyPatch) ->
     scheduler, asked = half(store, cost_gate=True), request("a")
     put(store, asked.block_hashes)
     assert scheduler._gate is not None
-    monkeypatch.setattr(scheduler._gate, "admits", lambda: False)
+    monkeypatch.setattr(scheduler._gate, "admits", lambda source: False)
     assert missed(scheduler, asked) == {"gate": USABLE}
     scheduler.switch_off("as a test wants it")
     assert missed(scheduler, request("b")) == {"switched_off": USABLE}

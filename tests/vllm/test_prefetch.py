@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from vllm.v1.request import Request
 
 from kvpool import metrics, open_store
 from kvpool.store import Store
+from kvpool.vllm.gate import MIN_SAMPLES, MIN_STEP_TOKENS
 from kvpool.vllm.plan import Group, PoolWorkerMetadata
 from kvpool.vllm.prefetch import UNUSED_S
 from kvpool.vllm.scheduler import SchedulerHalf
@@ -104,6 +106,62 @@ def test_what_a_waiting_request_will_load_comes_near(engine: Callable[..., Engin
     assert answer(scheduler, asked) == HIT_TOKENS
     scheduler.allocated(asked, TABLE, HIT_TOKENS)
     assert eventually(lambda: counted(scheduler) == {"used": BLOCKS})
+
+
+def test_what_came_near_is_no_load_from_the_pool(engine: Callable[..., Engine]) -> None:
+    """The cost gate holds back the pool, and what it has brought near meanwhile is offered."""
+    one = engine()
+    scheduler, asked, other = one.start(), far_request(one.far, "a"), far_request(one.far, "b", 1000)
+    gate = scheduler._gate
+    assert gate is not None
+    for _ in range(MIN_SAMPLES):
+        gate.computed(MIN_STEP_TOKENS, 1.0)
+        gate.loaded(MIN_STEP_TOKENS, 9.0)
+    assert answer(scheduler, other) == 0
+    arrive(scheduler, asked)
+    step(scheduler)
+    step(scheduler)
+    assert eventually(lambda: scheduler._prefetches.brought("a"))
+    assert answer(scheduler, asked) == HIT_TOKENS
+    assert scheduler._requests["a"].near_only
+
+
+def test_the_gate_holds_back_what_is_not_near(engine: Callable[..., Engine]) -> None:
+    one = engine()
+    scheduler, asked = one.start(), far_request(one.far, "a")
+    gate, near_tokens = scheduler._gate, 4 * BLOCK_TOKENS
+    assert gate is not None
+    for _ in range(MIN_SAMPLES):
+        gate.computed(MIN_STEP_TOKENS, 1.0)
+        gate.loaded(MIN_STEP_TOKENS, 9.0)
+    put(one.store, list(asked.block_hashes[:4]))
+    scheduler.counters.take()
+
+    def load(asked: Request, ok: bool, *reports: PoolWorkerMetadata) -> None:
+        assert answer(scheduler, asked) == near_tokens
+        scheduler.allocated(asked, TABLE, near_tokens)
+        step(scheduler)
+        report = reduce(lambda report, other: report.aggregate(other), reports)
+        scheduler.update(report, [asked.request_id], [] if ok else [asked.request_id])
+        scheduler.finished(asked)
+
+    load(asked, True, *(PoolWorkerMetadata(load_s={"a": one}, load_near={"a": 1.0}) for one in (0.1, 0.2)))
+    taken = scheduler.counters.take()
+    assert taken[metrics.GATE_NEAR_TOKENS.name] == near_tokens
+    assert taken[metrics.GATE_NEAR_SECONDS.name] == 0.2
+    assert taken[f"{metrics.MISSED_TOKENS.name}/gate"] == HIT_TOKENS - near_tokens
+    for name in ("lost", "lost too"):
+        load(request(name), False, PoolWorkerMetadata(load_s={name: 10.0}, load_near={name: 0.0}))
+    assert answer(scheduler, request("b")) == 0, "and now from near"
+    assert metrics.GATE_LOAD_SECONDS.name not in scheduler.counters.take()
+    put(one.store, list(asked.block_hashes[4:BLOCKS]))
+    gate._loads["near"].closed = False
+    load_of_both = request("c")
+    assert answer(scheduler, load_of_both) == HIT_TOKENS
+    scheduler.allocated(load_of_both, TABLE, HIT_TOKENS)
+    reports = [PoolWorkerMetadata(load_s={"c": 4.0}, load_near={"c": near}) for near in (1.0, 0.5)]
+    scheduler.update(reports[0].aggregate(reports[1]), ["c"], [])
+    assert scheduler.counters.take()[metrics.GATE_LOAD_TOKENS.name] == HIT_TOKENS / 2, "evicted meanwhile"
 
 
 def test_a_request_that_vllm_has_room_for_brings_nothing_near(engine: Callable[..., Engine]) -> None:

@@ -198,6 +198,23 @@ def test_blocks_go_and_come_back_under_this_ranks_keys(
     assert worker.slots_in_use == 0
 
 
+def test_a_load_is_reported_with_the_share_of_it_that_was_near(cache: torch.Tensor, tmp_path: Path) -> None:
+    near, far = (f"file://{tmp_path}/{name}?capacity=64MiB" for name in ("near", "far"))
+    worker = started(f"{near} {far}", cache)
+    blocks = [(number, number) for number in range(1, 5)]
+    worker.start_stores(PoolMetadata(stores=refs(*blocks), tags=list(range(4))))
+    stored(worker, *range(4))
+    store = worker._store
+    assert store is not None
+    assert eventually(lambda: store.counters()["behind_waiting"] == 0)
+    with open_store(near) as near_alone:
+        near_alone.delete_many(Namespace("default", FACTS).keys([hashed(4)], 0, 0))
+    worker.start_loads(PoolMetadata(loads=[LoadPlan("a", refs(*blocks), 60.0)]))
+    assert finish(worker, 1) == ({"a"}, set())
+    assert report_of(worker).load_near == {"a": 0.75}
+    worker.close()
+
+
 def test_what_is_the_same_on_every_rank_is_stored_by_the_first_and_loaded_by_all(
     cache: torch.Tensor, tmp_path: Path
 ) -> None:

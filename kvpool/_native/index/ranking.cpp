@@ -124,7 +124,9 @@ Ranking::Pick Ranking::score(std::uint32_t part, std::uint32_t row, const Option
   const RankLoad* const load = parts_[part].loads[row];
   const double pool_cost =
       load != nullptr && costs.measures_pool ? load->pool_cost.value_or(costs.pool) : costs.pool;
-  pick.fetch = rounded(costs.local * static_cast<double>(local - device) +
+  const double local_cost =
+      load != nullptr && costs.measures_local ? load->near_cost.value_or(costs.local) : costs.local;
+  pick.fetch = rounded(local_cost * static_cast<double>(local - device) +
                        pool_cost * static_cast<double>(held - local));
   if (options.session && options.session->begins && load != nullptr) pick.crowd = load->session_tokens;
   const double again = rank.pool.empty() ? 1 : pool_cost;

@@ -43,6 +43,7 @@ struct RankLoad {
   std::optional<double> failed_at_s;             // since the last page
   bool asleep = false;                           // as scraped
   std::optional<double> pool_cost;               // per token from the pool, measured; nothing: unknown
+  std::optional<double> near_cost;               // and from the near pool of its host
   std::uint64_t session_tokens = 0;              // of the sessions whose home it is
   std::optional<std::uint64_t> capacity_tokens;  // of its KV cache; nothing: unknown
   // Mean of recently placed requests; nothing: none yet.
@@ -58,8 +59,8 @@ struct RankLoad {
 // which a reported queue has shrunk. `move`: tokens that are fetched again for each one that a session displaces.
 struct Costs {
   double local, pool, waiting, running, usage, speed, move;
-  // A rank's measured value replaces `pool`, or `waiting`.
-  bool measures_pool, measures_waiting;
+  // A rank's measured value replaces `local`, `pool`, or `waiting`.
+  bool measures_local, measures_pool, measures_waiting;
 };
 
 std::uint64_t permille(const Load& load);  // of its KV cache in use

@@ -175,12 +175,13 @@ void Core::end_waiters(const Batch& batch, std::size_t index, Status status, con
 }
 
 void Core::finish(Batch& batch, std::size_t index, Status status, std::string error) {
-  count(batch, index, status);
-  if (moves_bytes(batch.op_) && (status == Status::kOk || status == Status::kMiss)) moved(Clock::now());
+  const bool is_ok = status == Status::kOk || status == Status::kNear;
+  count(batch, index, is_ok ? Status::kOk : status);
+  if (moves_bytes(batch.op_) && (is_ok || status == Status::kMiss)) moved(Clock::now());
   if (batch.lookup_) {
     batch.set_record(batch.lookup_->record_of(index), status);
     if (status == Status::kMiss) batch.lookup_->missed(index);
-    const bool is_answer = status == Status::kMiss || status == Status::kOk || status == Status::kPresent;
+    const bool is_answer = status == Status::kMiss || is_ok || status == Status::kPresent;
     if (!is_answer) batch.lookup_->give_up();
   } else {
     batch.results_[index] = status;

@@ -62,13 +62,22 @@ Batch::Batch(std::unique_ptr<Lookup> lookup, Clock::duration timeout)
       lookup_(std::move(lookup)),
       timeout_(timeout),
       last_(submitted_ + timeout),
-      results_(lookup_->record_count(), Status::kOk),
+      results_(lookup_->record_count(), Status::kNear),
       unfinished_(lookup_->key_count()) {}
 
 // Parts of a record end in several threads; the worst status stays.
 void Batch::set_record(std::size_t record, Status status) {
   const auto rank = [](Status one) {
-    return one == Status::kOk ? 0 : one == Status::kPresent ? 1 : one == Status::kMiss ? 2 : 3;
+    switch (one) {
+      case Status::kNear:
+        return 0;
+      case Status::kOk:
+        return 1;
+      case Status::kPresent:
+        return 2;
+      default:
+        return one == Status::kMiss ? 3 : 4;
+    }
   };
   const std::atomic_ref<Status> result(results_[record]);
   Status known = result.load(std::memory_order_relaxed);

@@ -73,8 +73,9 @@ enum class Status : std::uint8_t {
   kCancelled = 4,
   kTimedOut = 5,
   kPresent = 6,  // kPutAbsent: present already
+  kNear = 7,     // kOk of a get or a question of presence, of the nearer of two pools
 };
-inline constexpr std::size_t kStatusCount = 7;
+inline constexpr std::size_t kStatusCount = 8;
 
 inline constexpr std::size_t kMaxQueuedItems = 1'048'576;
 inline constexpr std::size_t kMaxTogether = 32;

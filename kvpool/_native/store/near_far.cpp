@@ -291,7 +291,7 @@ class NearFarThread : public IoThread {
         } else if (is_put(item.op()) && (backend_.all() || item.op() == Op::kPut)) {
           enqueue({item.key(), item.buffer().size(), item.op() == Op::kPut});
         }
-        item.finish(status);
+        item.finish(is_put(item.op()) ? status : Status::kNear);
       }
     }
     task->items.swap(rest);

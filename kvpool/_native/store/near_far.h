@@ -1,7 +1,7 @@
 // A near pool before a far one: an executor in front of two others, whose items it forwards.
 //
-// - Gets, touches and lookups ask near, and far for what near lacks. What a get found far is copied near, without
-//   delaying the get: its bytes are copied first.
+// - Gets, touches and lookups ask near, and far for what near lacks; kNear says what near had. What a get found far is
+//   copied near, without delaying the get: its bytes are copied first.
 // - Puts go near, and far behind them: a queue of keys, whose values are read from near again. Without near they go
 //   far at once.
 // - Deletes and expiries go to both.

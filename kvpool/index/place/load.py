@@ -109,10 +109,10 @@ class LoadBoard:
         with self._changing(worker_id, load.dp_rank) as rank:
             rank.scrape(self.clock(), load.running, load.waiting, load.queued_tokens, load.kv_usage, asleep)
 
-    def measure(self, worker_id: str, dp_rank: int, pool_cost: float) -> None:
-        """Cost per token from the pool, in tokens to compute; kept as long as the rank."""
+    def measure(self, worker_id: str, dp_rank: int, pool: float | None, near: float | None = None) -> None:
+        """Cost per token from there, in tokens to compute; kept as long as the rank. None: unknown."""
         with self._changing(worker_id, dp_rank) as rank:
-            rank.pool_cost = pool_cost
+            rank.pool_cost, rank.near_cost = pool, near
 
     def size(self, worker_id: str, dp_rank: int, capacity_tokens: int) -> None:
         """Tokens that its KV cache holds; kept as long as the rank."""

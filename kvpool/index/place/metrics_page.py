@@ -24,7 +24,7 @@ MAX_REQUESTS = (1 << 31) - 1
 MAX_TOKENS = (1 << 53) - 1
 
 HALF_LIFE_S = 600.0  # of measured times
-MIN_TOKENS = 4096.0  # from the pool, and computed, before a cost is known
+MIN_TOKENS = 4096.0  # loaded, and computed, before a cost is known
 
 # A page is long, mostly histograms; only lines with one of these beginnings are parsed.
 _GATE = tuple(
@@ -33,7 +33,8 @@ _GATE = tuple(
         metrics.GATE_LOAD_TOKENS, metrics.GATE_LOAD_SECONDS, metrics.GATE_PREFILL_TOKENS, metrics.GATE_PREFILL_SECONDS,
     )
 )  # fmt: skip
-_NAMES = (RUNNING, WAITING, USAGE, SLEEP, CACHE, *_GATE)
+_NEAR = (metrics.GATE_NEAR_TOKENS.name, metrics.GATE_NEAR_SECONDS.name)  # earlier versions have none
+_NAMES = (RUNNING, WAITING, USAGE, SLEEP, CACHE, *_GATE, *_NEAR)
 _LABEL = r'([a-zA-Z_][a-zA-Z0-9_]*)="([^"\\]*(?:\\.[^"\\]*)*)"'
 _LABELS = re.compile(_LABEL)
 _REST = re.compile(rf"((?:{_LABEL},?)*)\}}[ \t]+(\S+)(?:[ \t]+\S+)?[ \t\r]*")  # behind the name and "{"
@@ -46,12 +47,14 @@ class BadPage(KVPoolError):
 
 
 class GateCounters(NamedTuple):
-    """The connector's cost gate since the engine began: tokens from the pool, and computed tokens; sums."""
+    """The connector's cost gate since the engine began: tokens from the pool, computed ones, and from near; sums."""
 
     load_tokens: float
     load_s: float
     prefill_tokens: float
     prefill_s: float
+    near_tokens: float = 0.0
+    near_s: float = 0.0
 
 
 class EngineLoad(NamedTuple):
@@ -92,7 +95,11 @@ def read_page(page: bytes) -> dict[int, EngineLoad]:
 
 def _gate(values: Mapping[tuple[str, int], float], engine: int) -> GateCounters | None:
     found = [values.get((name, engine)) for name in _GATE]
-    return None if None in found else GateCounters(*(value or 0.0 for value in found))
+    if None in found:
+        return None
+    return GateCounters(
+        *(value or 0.0 for value in found), *(values.get((name, engine), 0.0) for name in _NEAR)
+    )
 
 
 def _samples(page: bytes) -> Iterator[tuple[str, int, float]]:
@@ -147,11 +154,14 @@ def _requests(value: float) -> int:
 _NOTHING = GateCounters(0.0, 0.0, 0.0, 0.0)
 
 
-class PoolCost:
-    """Of one engine. ``value``: from 0 to 1, as an engine computes blocks that are slower to load; None: unknown."""
+class LoadCosts:
+    """Of one engine. ``pool``, ``near``: of a token from there, from 0 to 1, as an engine computes blocks that are
+    slower to load; None: unknown.
+    """
 
     def __init__(self) -> None:
-        self.value: float | None = None
+        self.pool: float | None = None
+        self.near: float | None = None
         self._last = _NOTHING
         self._last_s: float | None = None
         self._sums = _NOTHING
@@ -170,6 +180,10 @@ class PoolCost:
             )
         self._last, self._last_s = counters, now_s
         sums = self._sums
-        if min(sums.load_tokens, sums.prefill_tokens) < MIN_TOKENS or sums.prefill_s <= 0:
+        if sums.prefill_tokens < MIN_TOKENS or sums.prefill_s <= 0:
             return
-        self.value = min(1.0, (sums.load_s / sums.load_tokens) / (sums.prefill_s / sums.prefill_tokens))
+        each_s = sums.prefill_s / sums.prefill_tokens
+        if sums.load_tokens >= MIN_TOKENS:
+            self.pool = min(1.0, sums.load_s / sums.load_tokens / each_s)
+        if sums.near_tokens >= MIN_TOKENS:
+            self.near = min(1.0, sums.near_s / sums.near_tokens / each_s)

@@ -58,6 +58,7 @@ MAX_RESERVE_S = 600.0
 MAX_PROMPT_TOKENS = (1 << 32) - 1
 MAX_COEFFICIENT = 1e6
 POOL = 0.2  # of a token from the pool, until it is measured
+LOCAL = 0.05  # of a token from near, until it is measured
 WAITING = 1024.0  # of a waiting request at a rank without placements
 
 
@@ -66,14 +67,15 @@ class Costs:
     """The coefficients of the formula above, in tokens of a prompt to compute.
 
     ``local``, ``pool``: per token from the worker's other tiers, or the pool; 1: fetching is as slow as
-    computing. ``pool`` None: as measured per rank, ``POOL`` if unknown. ``waiting``: per waiting request;
-    None: the mean cost of the rank's last placements, else ``WAITING``. ``running``: per running request.
+    computing. None: as measured per rank (``local``: of its near pool), ``LOCAL`` or ``POOL`` if unknown.
+    ``waiting``: per waiting request; None: the mean cost of the rank's last placements, else ``WAITING``.
+    ``running``: per running request.
     ``usage``: for a full KV cache; up to four fifths it is free. ``speed``: prompt tokens that a worker
     computes in a second, which shorten queues and reservations. ``move``: tokens that others fetch again for each one
     that a session displaces; these displace others in turn. Errors: ``ConfigError``.
     """
 
-    local: float = 0.05
+    local: float | None = None
     pool: float | None = None
     waiting: float | None = None
     running: float = 64.0
@@ -84,18 +86,19 @@ class Costs:
     def __post_init__(self) -> None:
         for one in fields(self):
             value = getattr(self, one.name)
-            if value is None and one.name in ("pool", "waiting"):
+            if value is None and one.name in ("local", "pool", "waiting"):
                 continue
             if not 0 <= value <= MAX_COEFFICIENT:
                 raise ConfigError(
                     f"the coefficient {one.name} is a number from 0 to {MAX_COEFFICIENT:g}, not {value:g}"
                 )
 
-    def native(self) -> tuple[float, float, float, float, float, float, float, bool, bool]:
+    def native(self) -> tuple[float, float, float, float, float, float, float, bool, bool, bool]:
+        local = LOCAL if self.local is None else self.local
         pool = POOL if self.pool is None else self.pool
         waiting = WAITING if self.waiting is None else self.waiting
-        measures = self.pool is None, self.waiting is None
-        return self.local, pool, waiting, self.running, self.usage, self.speed, self.move, *measures
+        measures = self.local is None, self.pool is None, self.waiting is None
+        return local, pool, waiting, self.running, self.usage, self.speed, self.move, *measures
 
 
 class Router:

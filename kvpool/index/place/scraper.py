@@ -24,7 +24,7 @@ from kvpool.index.fleet import Fleet
 from kvpool.index.limits import Work
 from kvpool.index.place.endpoints import parse_url
 from kvpool.index.place.load import Load, LoadBoard
-from kvpool.index.place.metrics_page import BadPage, PoolCost, read_page
+from kvpool.index.place.metrics_page import BadPage, LoadCosts, read_page
 from kvpool.index.place.model_list import read_names
 from kvpool.index.place.renderer import KEEP_ALIVE_S
 from kvpool.index.place.worker_connection import WorkerConnector, why_not
@@ -110,7 +110,7 @@ class Scraper:
         """A worker's page, again and again. A failure is logged once, and so is its end."""
         failures = 0
         part = random.random()  # of the first pause: spreads workers that came together
-        costs = {rank: PoolCost() for rank in ranks}
+        costs = {rank: LoadCosts() for rank in ranks}
         tenant = worker_id.partition("/")[0]
         names_s = -NAMES_S  # when they were read
         while True:
@@ -163,7 +163,7 @@ class Scraper:
         self._fleet.read_names(start, read_names(page))
 
     async def _take(
-        self, worker_id: str, address: str, ranks: tuple[int, ...], costs: Mapping[int, PoolCost]
+        self, worker_id: str, address: str, ranks: tuple[int, ...], costs: Mapping[int, LoadCosts]
     ) -> None:
         # Before the page is requested: a batch meanwhile may be of an engine that woke.
         followed = [self._fleet.rank(worker_id, rank) for rank in ranks]
@@ -187,8 +187,7 @@ class Scraper:
                 self._loads.size(worker_id, rank, engine.capacity_tokens)
             if engine.gate is not None:
                 costs[rank].update(engine.gate, time.monotonic())
-                if (cost := costs[rank].value) is not None:
-                    self._loads.measure(worker_id, rank, cost)
+                self._loads.measure(worker_id, rank, costs[rank].pool, costs[rank].near)
             if engine.asleep and one is not None:  # it waits for a batch of the rank that is being applied
                 await asyncio.get_running_loop().run_in_executor(self._parser, one.empty, batches)
 

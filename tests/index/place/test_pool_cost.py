@@ -1,4 +1,4 @@
-"""What a token from the pool costs a worker: from the pages of its cost gate to the order of a ranking."""
+"""What a token from the pool, or near, costs a worker: from the pages of its cost gate to the order of a ranking."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvpool.index.place.metrics_page import (
     MIN_TOKENS,
     EngineLoad,
     GateCounters,
-    PoolCost,
+    LoadCosts,
     read_page,
 )
 from kvpool.index.place.router import POOL, Costs, Router
@@ -25,6 +25,7 @@ from tests.support.wire import batch, packed64, stored
 
 FAST = GateCounters(load_tokens=100_000.0, load_s=1.0, prefill_tokens=100_000.0, prefill_s=10.0)
 SLOW = FAST._replace(load_s=8.0)
+NEAR = FAST._replace(near_tokens=100_000.0, near_s=0.2)
 
 
 def test_a_page_tells_of_the_gate_of_each_engine() -> None:
@@ -34,40 +35,53 @@ def test_a_page_tells_of_the_gate_of_each_engine() -> None:
     }
     partly = page({0: EngineLoad(gate=FAST)}).replace(b"kvpool_gate_load_seconds_total", b"other")
     assert read_page(partly) == {0: EngineLoad()}
+    earlier = page({0: EngineLoad(gate=NEAR)}).replace(b"kvpool_gate_near", b"other")
+    assert read_page(earlier) == {0: EngineLoad(gate=FAST)}
 
 
 @pytest.mark.parametrize("field", ["load_tokens", "prefill_tokens"])
 def test_little_that_was_timed_says_nothing(field: str) -> None:
-    cost = PoolCost()
+    cost = LoadCosts()
     cost.update(FAST._replace(**{field: MIN_TOKENS - 1}), 0.0)
-    assert cost.value is None
+    assert cost.pool is None
     cost.update(FAST, 1.0)
-    assert cost.value is not None
+    assert cost.pool is not None
 
 
 def test_a_pool_that_is_slower_than_computing_costs_as_much() -> None:
-    cost = PoolCost()
+    cost = LoadCosts()
     cost.update(FAST._replace(load_s=1000.0), 0.0)
-    assert cost.value == 1.0
+    assert cost.pool == 1.0
     cost.update(FAST._replace(prefill_s=0.0), 1.0)
 
 
 def test_what_is_new_counts_more() -> None:
-    cost = PoolCost()
+    cost = LoadCosts()
     cost.update(FAST, 0.0)
     # As much again, eight times as slow, after the time in which the first half counts half.
     cost.update(GateCounters(200_000.0, 9.0, 200_000.0, 20.0), HALF_LIFE_S)
-    assert cost.value == pytest.approx((0.5 * 1 + 8) / (0.5 * 10 + 10))
-    assert cost.value > (1 + 8) / 20
+    assert cost.pool == pytest.approx((0.5 * 1 + 8) / (0.5 * 10 + 10))
+    assert cost.pool > (1 + 8) / 20
 
 
 def test_an_engine_that_began_anew_is_counted_from_there() -> None:
-    cost = PoolCost()
+    cost = LoadCosts()
     cost.update(FAST, 0.0)
     cost.update(GateCounters(0.0, 0.0, 0.0, 0.0), 1.0)
-    assert cost.value == pytest.approx(0.1), "until there is more"
+    assert cost.pool == pytest.approx(0.1), "until there is more"
     cost.update(GateCounters(50_000.0, 2.0, 50_000.0, 5.0), 2.0)
-    assert cost.value == pytest.approx(0.4)
+    assert cost.pool == pytest.approx(0.4)
+
+
+def test_near_has_a_cost_of_its_own() -> None:
+    cost = LoadCosts()
+    cost.update(FAST._replace(near_tokens=MIN_TOKENS - 1, near_s=1.0), 0.0)
+    assert (cost.pool, cost.near) == (pytest.approx(0.1), None)
+    cost = LoadCosts()
+    cost.update(GateCounters(0.0, 0.0, 100_000.0, 10.0, near_tokens=100_000.0, near_s=0.2), 0.0)
+    assert (cost.pool, cost.near) == (None, pytest.approx(0.02)), "of the pool nothing is known"
+    cost.update(NEAR, 1.0)
+    assert (cost.pool, cost.near) == (pytest.approx(0.1), pytest.approx(0.02))
 
 
 def fetching(router: Router) -> dict[str, int]:

@@ -73,6 +73,31 @@ void wait_behind(const Pools& pools) {
   CHECK(eventually([&] { return counter(*pools.both, "behind_waiting") == 0; }));
 }
 
+bool is_found(Status status) { return status == Status::kOk || status == Status::kNear; }
+
+// A lookup of the values 0 to `count` - 1. `prefetch_nbytes`: of each; 0: nothing is copied.
+std::shared_ptr<Batch> look_up(IoExecutor& executor, unsigned count, std::size_t prefetch_nbytes) {
+  constexpr std::size_t kHashNbytes = 8;  // as make_key() has them
+  static const auto* const hashes = [] {
+    auto* packed = new std::string;
+    for (unsigned i = 0; i < 40; ++i) {
+      const Key key = make_key(i);
+      packed->append(key.hash_prefix.begin(), key.hash_prefix.begin() + kHashNbytes);
+    }
+    return packed;
+  }();
+  const std::string text = make_key(0).text;
+  const std::string_view leading = std::string_view(*hashes).substr(0, count * kHashNbytes);
+  LookupGroup group{leading, kHashNbytes, 0, 1, 16, true, prefetch_nbytes};
+  const std::string prefix = text.substr(0, text.rfind(':', text.rfind(':', text.rfind(':') - 1) - 1) + 1);
+  return executor.submit(std::make_unique<Lookup>(prefix, std::vector{group}), 60s);
+}
+
+// It copies near what only far has.
+std::shared_ptr<Batch> prefetch(IoExecutor& executor, unsigned count) {
+  return look_up(executor, count, kNbytes);
+}
+
 TEST(near_far_puts_go_far_behind_and_gets_fill_near) {
   const Pools pools;
   CHECK(run_one(*pools.both, Op::kPutAbsent, 1, value_of(1)) == Status::kOk);
@@ -89,12 +114,28 @@ TEST(near_far_puts_go_far_behind_and_gets_fill_near) {
   CHECK(counter(*pools.both, "far_hits") == 1);
 }
 
+TEST(near_far_results_say_what_was_near) {
+  const Pools pools;
+  CHECK(run_one(*pools.near, Op::kPut, 0, value_of(0)) == Status::kOk);
+  CHECK(run_one(*pools.far, Op::kPut, 1, value_of(1)) == Status::kOk);
+  std::vector<Bytes> none{{}, {}, {}};
+  const std::vector<Status> said{Status::kNear, Status::kOk, Status::kMiss};
+  for (const Op op : {Op::kContains, Op::kTouch}) CHECK(run(*pools.both, op, {0, 1, 2}, none) == said);
+  const auto found = look_up(*pools.both, 3, 0);
+  CHECK(found->wait_until(Clock::now() + 60s));
+  CHECK(std::vector(found->results().begin(), found->results().end()) == said);
+  std::vector<Bytes> read{Bytes(kNbytes), Bytes(kNbytes), Bytes(kNbytes)};
+  CHECK(run(*pools.both, Op::kGet, {0, 1, 2}, read) == said);
+  CHECK(counter(*pools.both, "get_hits") == 2 && counter(*pools.both, "get_nbytes") == 2 * kNbytes);
+  CHECK(counter(*pools.both, "contains_hits") == 6);
+}
+
 TEST(near_far_a_value_without_room_far_is_near) {
   const Pools pools(true, 1000);
   CHECK(run_one(*pools.both, Op::kPutAbsent, 1, value_of(1)) == Status::kOk);
   wait_behind(pools);
   CHECK(counter(*pools.both, "refused_behind") == 1);
-  CHECK(run_one(*pools.both, Op::kTouch, 1) == Status::kOk);
+  CHECK(run_one(*pools.both, Op::kTouch, 1) == Status::kNear);
 }
 
 TEST(near_far_a_closed_far_pool_leaves_what_is_near) {
@@ -103,7 +144,7 @@ TEST(near_far_a_closed_far_pool_leaves_what_is_near) {
   wait_behind(pools);
   CHECK(pools.far->close(10s));
   CHECK(run_one(*pools.both, Op::kPutAbsent, 2, value_of(2)) == Status::kOk);
-  CHECK(run_one(*pools.both, Op::kTouch, 2) == Status::kOk);
+  CHECK(run_one(*pools.both, Op::kTouch, 2) == Status::kNear);
   CHECK(run_one(*pools.both, Op::kGet, 3, value_of(3)) == Status::kFault);
 }
 
@@ -131,31 +172,13 @@ TEST(near_far_random_calls_of_many_threads) {
         const std::vector<Status> results = run(where, op, numbers, values);
         for (std::size_t i = 0; i < numbers.size(); ++i) {
           CHECK(results[i] != Status::kFault && results[i] != Status::kTimedOut);
-          if (op == Op::kGet && results[i] == Status::kOk) CHECK(values[i] == value_of(numbers[i]));
+          if (op == Op::kGet && is_found(results[i])) CHECK(values[i] == value_of(numbers[i]));
         }
       }
     });
   }
   for (std::thread& thread : threads) thread.join();
   wait_behind(pools);
-}
-
-// A lookup of the values 0 to `count` - 1 that copies near what only far has.
-std::shared_ptr<Batch> prefetch(IoExecutor& executor, unsigned count) {
-  constexpr std::size_t kHashNbytes = 8;  // as make_key() has them
-  static const auto* const hashes = [] {
-    auto* packed = new std::string;
-    for (unsigned i = 0; i < 40; ++i) {
-      const Key key = make_key(i);
-      packed->append(key.hash_prefix.begin(), key.hash_prefix.begin() + kHashNbytes);
-    }
-    return packed;
-  }();
-  const std::string text = make_key(0).text;
-  const std::string_view leading = std::string_view(*hashes).substr(0, count * kHashNbytes);
-  LookupGroup group{leading, kHashNbytes, 0, 1, 16, true, kNbytes};
-  const std::string prefix = text.substr(0, text.rfind(':', text.rfind(':', text.rfind(':') - 1) - 1) + 1);
-  return executor.submit(std::make_unique<Lookup>(prefix, std::vector{group}), 60s);
 }
 
 TEST(near_far_a_prefetch_says_what_it_copied_and_what_was_near) {
@@ -186,7 +209,7 @@ TEST(near_far_prefetches_of_many_threads_beside_deletes) {
         if (draw() % 3 == 0) batch->cancel();
         CHECK(batch->wait_until(Clock::now() + 60s));
         std::vector<Bytes> read{Bytes(kNbytes)};
-        if (run(*pools.both, Op::kGet, {number}, read)[0] == Status::kOk) CHECK(read[0] == value_of(number));
+        if (is_found(run(*pools.both, Op::kGet, {number}, read)[0])) CHECK(read[0] == value_of(number));
       }
     });
   }
