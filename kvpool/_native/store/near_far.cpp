@@ -374,7 +374,7 @@ class NearFarThread : public IoThread {
   void read_ahead(Tasks::iterator task, const Batch& batch) {
     const Status status = batch.results()[0];
     if (status == Status::kOk && !task->deleted) return send_copy(task, Step::kFill);
-    // Cancelled for callers that had all given up, and then another one joined: no fault of far's.
+    if (was_joined_late(*task, status)) return send_copy(task, Step::kReadAhead);
     if (is_fault(status) && status != Status::kCancelled && !all_stopped(*task)) {
       backend_.add(Count::kFarFaults);
     }
@@ -382,7 +382,13 @@ class NearFarThread : public IoThread {
     drop(task);
   }
 
+  // Cancelled for callers that had all given up, and then another one joined: it is copied for that one.
+  static bool was_joined_late(const Task& task, Status status) {
+    return status == Status::kCancelled && !task.deleted && !all_stopped(task);
+  }
+
   void filled(Tasks::iterator task, const Batch& batch) {
+    if (was_joined_late(*task, batch.results()[0])) return send_copy(task, Step::kFill);
     const bool is_near = is_found(batch.results()[0]);
     backend_.add(!is_near ? Count::kNotFilled : task->items.empty() ? Count::kFilled : Count::kPrefetched);
     // Also of a lookup that was given up: its caller counts what came near.

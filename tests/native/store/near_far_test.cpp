@@ -195,6 +195,55 @@ TEST(near_far_a_prefetch_says_what_it_copied_and_what_was_near) {
   CHECK(counter(*pools.both, "prefetched") == 1);
 }
 
+// A pool that has every value, and holds its gets, also cancelled ones, while it is closed.
+struct HeldGets : Backend {
+  struct Thread : IoThread {
+    explicit Thread(HeldGets& held) : pool(held) {}
+    void run(Source& source) override {
+      while (std::optional<Item> item = source.next()) {
+        if (item->op() == Op::kGet) {
+          ++pool.gets;
+          while (!pool.open && !source.closing()) {
+            pool.cancelled = item->stopped().has_value();
+            std::this_thread::sleep_for(1ms);
+          }
+          const Bytes value = value_of(0);
+          std::copy(value.begin(), value.end(), item->buffer().begin());
+        }
+        item->finish(item->stopped().value_or(Status::kOk));
+      }
+    }
+    HeldGets& pool;
+  };
+  std::unique_ptr<IoThread> make_io_thread(unsigned) override { return std::make_unique<Thread>(*this); }
+  void append_counters(Counters&) const override {}
+
+  std::atomic<bool> open{false}, cancelled{false};
+  std::atomic<int> gets{0};
+};
+
+TEST(near_far_who_joins_a_copy_that_all_others_gave_up_gets_it) {
+  Pools pools;
+  auto backend = std::make_unique<HeldGets>();
+  HeldGets& far = *backend;
+  pools.far = std::make_shared<IoExecutor>(std::move(backend), 1);
+  pools.both = std::make_unique<IoExecutor>(std::make_unique<NearFarBackend>(pools.near, pools.far, true), 1);
+  const auto first = prefetch(*pools.both, 1);
+  CHECK(eventually([&] { return far.gets == 1; }));
+  first->cancel();
+  CHECK(eventually([&] { return far.cancelled.load(); }));
+  const auto second = prefetch(*pools.both, 1);
+  CHECK(eventually([&] { return counter(*pools.near, "contains_misses") == 2; }));
+  std::this_thread::sleep_for(50ms);  // it joins; later it would only begin a copy of its own
+  far.open = true;
+  CHECK(second->wait_until(Clock::now() + 60s) && first->wait_until(Clock::now() + 60s));
+  CHECK(second->results()[0] == Status::kOk);
+  CHECK(far.gets == 2);
+  std::vector<Bytes> read{Bytes(kNbytes)};
+  CHECK(run(*pools.near, Op::kGet, {0}, read)[0] == Status::kOk && read[0] == value_of(0));
+  CHECK(counter(*pools.both, "far_faults") == 0);
+}
+
 TEST(near_far_prefetches_of_many_threads_beside_deletes) {
   const Pools pools;
   std::vector<std::thread> threads;
