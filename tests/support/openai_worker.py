@@ -119,7 +119,9 @@ class ScriptedWorker:
         self._ready.set()
         await self._done.wait()
         await runner.cleanup()
-        # What is in the middle of a TLS handshake is no connection of aiohttp's yet.
+        # What is accepted, or in the middle of a TLS handshake, is no connection of aiohttp's yet.
+        if accepting := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(accepting, timeout=5)
         for transport in list(getattr(self._loop, "_transports", {}).values()):
             transport.abort()
         await asyncio.sleep(0.01)
