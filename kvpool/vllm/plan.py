@@ -127,9 +127,7 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
     asked: bool = False  # an index requests the engine's whole cache
     timed: int = 0  # the number of a timed step
     load_s: dict[str, float] = field(default_factory=dict)  # by request: least duration of its load
-    load_near: dict[str, float] = field(
-        default_factory=dict
-    )  # by request: least share of it that came from near
+    load_near: dict[str, float] = field(default_factory=dict)  # by request: least share of it from near
     load_causes: dict[str, str] = field(default_factory=dict)  # by request: why its load failed
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> PoolWorkerMetadata:

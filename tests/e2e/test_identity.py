@@ -103,6 +103,7 @@ def test_weights_are_known_wherever_they_lie(models: tuple[Path, Path], tmp_path
     assert len(namespaces(tmp_path / "pool")) == 3
 
 
+@pytest.mark.rare
 def test_a_length_that_selects_other_rope_factors_keeps_engines_apart(
     models: tuple[Path, Path], tmp_path: Path
 ) -> None:
