@@ -1,9 +1,9 @@
 """``python -m benchmarks lengths`` and ``outage``: a real engine's time to the first token with a server.
 
 Both start a Valkey server on loopback and vLLM CPU engines with a small random model in float32. One engine
-computes and stores all prompts. ``lengths`` alternates fresh engines: without a pool, with the server alone, with the
-first engine's near pool before the server, and with an empty near pool before it. ``outage`` asks a fresh engine a
-new prompt each second, while the server is stopped, continued, killed.
+computes and stores all prompts. ``lengths`` alternates fresh engines: without a pool, with the server alone, two with
+the first engine's near pool before the server, and one with an empty near pool before it. ``outage`` asks a fresh
+engine a new prompt each second, while the server is stopped, continued, killed.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ BLOCK_TOKENS = 128
 ANSWER_TOKENS = 8
 TAIL_TOKENS = 20  # of each prompt, after its last whole block
 OFF, FILLS, READS = "pool-off", "fills", "kvpool"
-NEAR, FAR = "near", "far"
-HOWS = ("computed", "cold", "local", NEAR, FAR, "pool")
+NEAR, THIRD, FAR = "near", "third", "far"
+HOWS = ("computed", "cold", "local", NEAR, THIRD, FAR, "pool")
 
 
 @dataclass(frozen=True)
 class Timed:
     """One prompt. ``how``: its intended source: computed, cold (computed beside two empty pools), local (the engine's
-    own cache), near, far (behind an empty near pool) or pool (without a near one). ``sent_nbytes``: by the server.
+    own cache), near (of the second engine of the host), third (near, of the third), far (behind an empty near pool) or
+    pool (without a near one). ``sent_nbytes``: by the server.
     """
 
     prompt_tokens: int
@@ -136,12 +137,13 @@ def run_lengths(
                 bench.engine(OFF, pool=False) as off,
                 bench.engine(READS, pool=True) as reads,
                 bench.engine(NEAR, pool=True, near="host-1") as near,
+                bench.engine(THIRD, pool=True, near="host-1") as third,
                 bench.engine(FAR, pool=True, near="host-2") as far,
             ):
-                bench.started(off, reads, near, far)
+                bench.started(off, reads, near, third, far)
                 for (tokens, prompt), answer in zip(plan, answers, strict=True):
                     for engine, how in (
-                        (off, "computed"), (off, "local"), (reads, "pool"), (near, NEAR), (far, FAR),
+                        (off, "computed"), (off, "local"), (reads, "pool"), (near, NEAR), (third, THIRD), (far, FAR),
                     ):  # fmt: skip
                         rows.append(_timed(bench, engine, how, tokens, prompt, answer))
                         engine.wait_quiet()
@@ -150,7 +152,9 @@ def run_lengths(
                           "rows": [asdict(row) for row in rows]}))  # fmt: skip
     else:
         _show_lengths(rows)
-    from_pool = all(row.pool_tokens >= row.prompt_tokens for row in rows if row.how in ("pool", NEAR, FAR))
+    from_pool = all(
+        row.pool_tokens >= row.prompt_tokens for row in rows if row.how in ("pool", NEAR, THIRD, FAR)
+    )
     return from_pool and all(row.identical for row in rows)
 
 
