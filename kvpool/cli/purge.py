@@ -18,17 +18,9 @@ from rich.console import Console
 from kvpool.cli.settings import PurgeOptions
 from kvpool.cli.tables import Column, add_row, console, fitted, progress_bar, show
 from kvpool.discovery.facts import announced_namespaces
-from kvpool.discovery.worker_record import unpack_worker
+from kvpool.discovery.worker_record import announced_workers
 from kvpool.errors import ConfigError, KVPoolError, StoreUnavailable
-from kvpool.key.key import (
-    KEY_PREFIX,
-    is_request_key,
-    namespace_prefix,
-    parse_key,
-    tenant_of,
-    tenant_prefix,
-    workers_prefix,
-)
+from kvpool.key.key import KEY_PREFIX, namespace_prefix, parse_key, tenant_of, tenant_prefix
 from kvpool.store import Store, StoreURL, open_for_inspection
 from kvpool.text import counted, format_size, redact, unknown
 
@@ -152,9 +144,8 @@ def _survey(stores: Mapping[str, Store], within: str) -> tuple[list[Share], set[
                     models[tenant, namespace.hex] = model
                     name = (tenant, namespace.hex, pool)
                     found.setdefault(name, Share(*name))
-            for key, record in store.announcements(workers_prefix(tenant)).items():
-                if not is_request_key(key) and (told := unpack_worker(key, record)) is not None:
-                    announced_models.setdefault((tenant, told.worker.namespace), set()).add(told.worker.model)
+            for told in filter(None, announced_workers(store, tenant)):
+                announced_models.setdefault((tenant, told.worker.namespace), set()).add(told.worker.model)
     for part in found.values():
         known = announced_models.get((part.tenant, part.namespace), ())
         part.model = " and ".join(sorted(known)) or models.get((part.tenant, part.namespace), "")

@@ -15,7 +15,8 @@ import msgpack
 
 from kvpool.discovery.worker import Publisher, Worker, check_worker
 from kvpool.errors import ConfigError
-from kvpool.key.key import parse_worker_key, worker_key
+from kvpool.key.key import is_request_key, parse_worker_key, worker_key, workers_prefix
+from kvpool.store.store import Store
 
 VERSION = 1
 ENDED = b"ended"
@@ -105,6 +106,12 @@ def unpack_worker(key: str, record: bytes) -> WorkerRecord | None:
         return WorkerRecord(check_worker(worker), lease_s, renewal) if worker.incarnation else None
     except ConfigError:
         return None
+
+
+def announced_workers(store: Store, tenant: str) -> list[WorkerRecord | None]:
+    """Those of a tenant that have not ended; None: of another version. Errors: ``StoreUnavailable``."""
+    announced = store.announcements(workers_prefix(tenant)).items()
+    return [unpack_worker(key, one) for key, one in announced if one != ENDED and not is_request_key(key)]
 
 
 def merge_ranks(announced: Iterable[WorkerRecord]) -> tuple[dict[str, Worker], list[str]]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 TOKEN_NBYTES = 4  # of a token in a request
 MAX_PROMPT_BLOCKS = 1 << 22
-NO_BLOCKS = memoryview(b"")  # the hashes of a prompt that nobody knows: its request is placed by load
+NO_BLOCKS = memoryview(b"")  # hashes64 of a request that is placed by load
 MAX_PROMPT_TOKENS = 1 << 22
 # Fields of a request that its template reads beside messages and tools. Of equal names vLLM takes the request's, not
 # ``chat_template_kwargs``'; the first two have a default, which counts, too.

@@ -35,6 +35,8 @@ FRESH_S = 10.0  # older answers are refreshed before an offer
 LOOKUP_GRACE_S = 0.25  # grace of a lookup that stops after its own deadline
 WARN_EVERY_S = 60.0  # between two warnings of an unstable pool
 MAX_LACKING = 64  # records of a group that say why a hit is not longer
+ASK_KEYS = 1 << 16  # per batch; a store takes 2^20, and long requests have more
+MAX_TOUCHES = 1 << 16  # pending uses of chunks; more are dropped
 
 
 class RequestLookup:
@@ -58,7 +60,6 @@ class RequestLookup:
         self._gives_up_s = self._ends_s + LOOKUP_GRACE_S
         self._found: Sequence[bytes] = ()  # by group: of the records that were asked for
         self.present: list[bytes] | None = None
-        self.near: Sequence[bytes] = ()
         self.failure, self.late = "", False
 
     def ended(self, now_s: float) -> bool:
@@ -68,7 +69,6 @@ class RequestLookup:
                 try:
                     self._found = self._lookup.records()
                     self.present = list(map(_spread, self._found, self._asked))
-                    self.near = list(map(_spread, self._lookup.near(), self._asked))
                 except StoreUnavailable:
                     self.failure = "store_unavailable"
                     self.late = now_s >= self._ends_s
@@ -76,6 +76,10 @@ class RequestLookup:
                 self.failure, self.late = "timeout", True
                 self._lookup.cancel()
         return self.present is not None or bool(self.failure)
+
+    @property
+    def near(self) -> list[bytes]:
+        return list(map(_spread, self._lookup.near(), self._asked))
 
     def answers(self) -> Iterable[tuple[LookupGroup, bytes]]:
         """What was asked for, with a byte per record: 1: the pool is known to have it."""
@@ -250,10 +254,6 @@ def _spread(present: bytes, asked: bytes) -> bytes:
     for place in compress(range(len(asked)), asked):
         found[place] = next(answers)
     return bytes(found)
-
-
-ASK_KEYS = 1 << 16  # per batch; a store takes 2^20, and long requests have more
-MAX_TOUCHES = 1 << 16  # pending uses of chunks; more are dropped
 
 
 @dataclass(slots=True)

@@ -97,9 +97,6 @@ class Ended(LookupBatch):
     def records(self, timeout_s: float | None = None) -> list[bytes]:
         return self._found
 
-    def near(self) -> list[bytes]:
-        return [bytes(len(each)) for each in self._found]
-
 
 FULL, WINDOW = records(4), records(4, group=1)._replace(sliding_window=True)
 

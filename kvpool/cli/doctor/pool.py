@@ -15,9 +15,9 @@ from kvpool.cli.doctor.server import host_findings, server_findings
 from kvpool.discovery.facts import announced_namespaces, describe_differences
 from kvpool.discovery.quota import Standing, read_standings
 from kvpool.discovery.worker import Worker
-from kvpool.discovery.worker_record import ENDED, merge_ranks, unpack_worker
+from kvpool.discovery.worker_record import announced_workers, merge_ranks
 from kvpool.errors import KVPoolError, StoreUnavailable
-from kvpool.key.key import Namespace, is_request_key, workers_prefix
+from kvpool.key.key import Namespace
 from kvpool.store import Store, StoreURL, open_for_inspection
 from kvpool.store.file import FileSystem
 from kvpool.store.url import SERVER_SCHEMES
@@ -150,9 +150,8 @@ def _quota(store: Store, tenant: str) -> Iterator[Finding]:
 
 def _announced(store: Store, tenant: str) -> tuple[list[Worker], list[str]]:
     """A tenant's announced workers, and faults of their records."""
-    announced = store.announcements(workers_prefix(tenant))
-    records = {key: one for key, one in announced.items() if one != ENDED and not is_request_key(key)}
-    found = [one for key, record in records.items() if (one := unpack_worker(key, record)) is not None]
+    records = announced_workers(store, tenant)
+    found = [one for one in records if one is not None]
     workers, problems = merge_ranks(found)
     if len(found) < len(records):
         problems.append(f"{len(records) - len(found)} records of workers cannot be read: of another version?")

@@ -17,10 +17,9 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 PIECE_CHARS = 4096  # at least, of a piece that does not end at a special token
-SPECIAL_CHARS = (
-    256  # at least, of one that does, at a text's beginning: a lookup takes as long as 10 characters
-)
-LONG_TEXT = 16 << 10  # characters, from which on it is eight times that: a chat may have a thousand messages
+SPECIAL_CHARS = 256  # at least, of one that does: a lookup takes as long as 10 characters
+GROWTH = 8  # times that, the further in a text the more: a chat may have a thousand messages
+GROWN_AT = 16 << 10  # characters from the beginning
 MAX_PIECE_CHARS = 4 * PIECE_CHARS  # of a remembered piece
 MAX_NBYTES = 128 << 20
 ENTRY_NBYTES = 512  # of memory beside text and tokens
@@ -126,7 +125,7 @@ class TokenCache:
 
     def _special_from(self, text: str, begin: int, last: int) -> int | None:
         """Where the first special token begins that ends a piece, ``last`` at most."""
-        least = begin + self._special_chars * max(1, min(8, 8 * begin // LONG_TEXT))
+        least = begin + self._special_chars * max(1, min(GROWTH, GROWTH * begin // GROWN_AT))
         for found in self._special.finditer(text, begin, last + self._longest) if self._special else ():
             if least <= found.start() <= last:
                 return found.start()
