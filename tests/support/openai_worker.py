@@ -113,11 +113,15 @@ class ScriptedWorker:
         app.router.add_route("*", "/{path:.*}", self._answer)
         runner = web.AppRunner(app, shutdown_timeout=0, handler_cancellation=True)
         await runner.setup()
-        site = web.TCPSite(runner, self._host, self.port, reuse_address=True, ssl_context=self._tls)
-        await site.start()
+        listening = socket.create_server((self._host, self.port))
+        await web.SockSite(runner, listening, ssl_context=self._tls).start()
         self.port = runner.addresses[0][1]
         self._ready.set()
         await self._done.wait()
+        # asyncio leaves a connection open that it accepted just before its server is closed: none comes from here on,
+        # and each that came begins.
+        self._loop.remove_reader(listening)
+        await asyncio.sleep(0)
         await runner.cleanup()
         # What is accepted, or in the middle of a TLS handshake, is no connection of aiohttp's yet.
         if accepting := asyncio.all_tasks() - {asyncio.current_task()}:
