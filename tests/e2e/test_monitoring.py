@@ -103,7 +103,8 @@ def test_what_prometheus_sees(tmp_path: Path) -> None:
         damaged = look(fleet)
     print(table(healthy, away, damaged))
 
-    panels = {name for name in healthy if not name.startswith("alert ")}
+    # This fleet has one pool; panels of a near one: ``tests/monitoring/test_deploy.py``.
+    panels = {name for name in healthy if not name.startswith(("alert ", "Does the near pool help?/"))}
     assert [name for name in sorted(panels) if not healthy[name]] == [], "an expression that gives nothing"
     # Others may fire on a busy machine: the rules wait 2 s here.
     assert [name for name in FAULTS if "FIRES" in healthy[f"alert {name}"]] == [], "before their fault"

@@ -59,9 +59,35 @@ def test_all_metrics_that_are_asked_for_exist() -> None:
     assert asked - known == set()
 
 
-def _targets() -> list[dict[str, Any]]:
-    panels = json.loads(DASHBOARD.read_text())["panels"]
-    return [target for panel in panels for target in panel.get("targets", [])]
+def test_the_panels_of_a_near_pool_show_each_series_of_its_metrics(tmp_path: Path) -> None:
+    """With ten minutes of counters that rise by one a second. All others: ``tests/e2e/test_monitoring.py``."""
+    by_name = {metric.name: metric for metric in _all_metrics()}
+    series, expected = [], []
+    for target in _targets("Does the near pool help?"):
+        for metric in [by_name[name] for name in _NAME.findall(target["expr"])]:
+            for value in metric.values or ("",):
+                label = f', {metric.label}="{value}"' if value else ""
+                series.append({"series": f'{metric.name}{{instance="w"{label}}}', "values": "0+15x40"})
+        (label,) = re.findall(r"{{(\w+)}}", target["legendFormat"])
+        shown = ["w"] if label == "instance" else metric.values
+        value = 1 if "rate(" in target["expr"] else 600
+        samples = [{"labels": f'{{{label}="{each}"}}', "value": value} for each in shown]
+        expected.append({"expr": target["expr"], "eval_time": "10m", "exp_samples": samples})
+    assert len(expected) > 5
+    cases = {"tests": [{"interval": "15s", "input_series": series, "promql_expr_test": expected}]}
+    file = tmp_path / "near.yml"
+    file.write_text(json.dumps(cases))
+    tested = promtool("test", "rules", file)
+    assert tested.returncode == 0, tested.stdout + tested.stderr
+
+
+def _targets(row: str = "") -> list[dict[str, Any]]:
+    """Of all rows, or of one."""
+    title, found = "", []
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        title = panel["title"] if panel["type"] == "row" else title
+        found += panel.get("targets", []) if row in ("", title) else []
+    return found
 
 
 def _all_metrics() -> list[Metric]:
