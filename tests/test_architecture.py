@@ -40,6 +40,7 @@ FLOORS = (
     {"vllm.identity", "vllm.lookups", "vllm.near", "vllm.write_back"},
     {"vllm.stores", "vllm.requests"},
     {"vllm.metrics", "vllm.prefetch"},
+    {"vllm.offers"},
     {"vllm.scheduler", "vllm.worker", "vllm.tier"},
     {"vllm.connector"},
     {"vllm.__init__"},
@@ -80,13 +81,8 @@ FORBIDDEN_ATTRIBUTES = {
 }
 FORBIDDEN_KEYWORDS = {"shell", "allow_pickle"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
-MAY_READ_THE_ENVIRONMENT = {
-    "environment",
-    "config",
-    "cli",
-    "demo",
-    "benchmarks",
-}  # to hand it on to child processes
+# Some to hand it on to child processes.
+MAY_READ_THE_ENVIRONMENT = {"environment", "config", "cli", "demo", "benchmarks"}
 MAX_LINES = 400
 TOPS = ("kvpool", "demo", "benchmarks")
 PARTS = ("kvpool", "benchmarks", "demo", "tests")

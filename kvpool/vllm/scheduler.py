@@ -1,10 +1,9 @@
 """The scheduler's half of the connector: plans offers, loads and stores. It never blocks.
 
-A request's lookup starts on arrival (``seen``). Its answer's longest usable prefix is offered
-(``matched_tokens``), unless the cost gate expects a recompute to be faster, or another request loads it already: then
-the engine asks again and finds it in its own cache. Once the engine has allocated
-blocks (``allocated``), the load goes to the workers with the next step (``plan``). A failed load (``update``)
-is not offered to this request again. A request whose call raises continues without the pool, alone.
+A request's lookup starts on arrival (``seen``), and what it found is offered when the engine asks (``matched_tokens``,
+by ``kvpool.vllm.offers``). Once the engine has allocated blocks (``allocated``), the load goes to the workers with the
+next step (``plan``). A failed load (``update``) is not offered to this request again. A request whose call raises
+continues without the pool, alone.
 
 ``kvpool.vllm.stores`` plans the stores.
 
@@ -37,14 +36,15 @@ from kvpool.store import Store, StoreURL
 from kvpool.tracing import Tracing
 from kvpool.vllm import internals
 from kvpool.vllm.events import TELLS_NEAR, CacheResync, removed_event
-from kvpool.vllm.gate import MIN_STEP_TOKENS, CostGate, Source
+from kvpool.vllm.gate import MIN_STEP_TOKENS, CostGate
 from kvpool.vllm.guard import RequestFaults, guarded
 from kvpool.vllm.hints import read_hints
 from kvpool.vllm.identity import EngineNamespace
 from kvpool.vllm.loads import Loads
-from kvpool.vllm.lookups import Lookups, RequestLookup
+from kvpool.vllm.lookups import Lookups
 from kvpool.vllm.metrics import Outcomes
 from kvpool.vllm.near import NearBlocks
+from kvpool.vllm.offers import NO_OFFER, Offer, Offers
 from kvpool.vllm.plan import (
     BlockRef,
     Group,
@@ -52,8 +52,6 @@ from kvpool.vllm.plan import (
     PoolMetadata,
     PoolWorkerMetadata,
     has_tails,
-    junction,
-    longest_hit,
 )
 from kvpool.vllm.prefetch import Prefetches
 from kvpool.vllm.requests import WITHOUT_POOL, ParamsReader, RequestState
@@ -68,8 +66,6 @@ logger = init_logger("vllm.kvpool")
 MIN_LOAD_S = 0.05  # least stall timeout of a load, even after a slow lookup
 # Of ``metrics.MISS_REASONS``, by the cause of a failed load; others are faults.
 LOAD_REASONS = {"missing": "evicted", "too_slow": "too_slow", "store_unavailable": "unavailable"}
-NO_OFFER: tuple[int | None, bool] = (0, False)
-ASK_AGAIN: tuple[int | None, bool] = (None, False)
 
 
 class SchedulerHalf:
@@ -168,6 +164,20 @@ class SchedulerHalf:
             counters=self.counters,
         )
         self._gate = CostGate(self.counters) if config.cost_gate and loads else None
+        self._offers = Offers(
+            self._groups,
+            namespace=self._namespace,
+            lookups=self._lookups,
+            loads=self._loads_under_way,
+            prefetches=self._prefetches if self._has_near else None,
+            gate=self._gate,
+            outcomes=self._outcomes,
+            align_tokens=self._align_tokens,
+            hash_block_tokens=hash_block_tokens,
+            match_tokens=self._match_tokens,
+            timeout_s=config.lookup_timeout_s,
+            stores=stores,
+        )
         self._block_pool: BlockPool | None = None
         self._cache_resync = CacheResync(self._groups)
         tells_near = near is not None and events and TELLS_NEAR
@@ -188,80 +198,28 @@ class SchedulerHalf:
     def seen(self, request: Request) -> None:
         """A request arrived: start its lookup."""
         state = self._state(request)
-        if self._may_load(state) and not self._is_too_short(request) and self._look_up(state) is not None:
+        if (
+            self._may_load(state)
+            and not self._is_too_short(request)
+            and self._offers.look_up(state) is not None
+        ):
             self._prefetches.wait(state)
 
     @guarded(NO_OFFER, request="offer")
-    def matched_tokens(self, request: Request, local_tokens: int) -> tuple[int | None, bool]:
+    def matched_tokens(self, request: Request, local_tokens: int) -> Offer:
         """(tokens that the pool adds to ``local_tokens``, load is asynchronous); None: ask again later."""
         state = self._state(request)
         state.offered, state.local_tokens = None, local_tokens
         max_tokens = self._max_tokens(request)
         if local_tokens and self._only_stores(state) and state.lookup is None:
-            self._look_up(state)  # the pool may lack the engine's blocks
+            self._offers.look_up(state)  # the pool may lack the engine's blocks
         if state.refused:
             return NO_OFFER
         state.result = self._why_no_lookup(state, local_tokens, max_tokens)
         if state.result:
             state.reason = self._why_without(state)
             return NO_OFFER
-        now = time.monotonic()
-        state.result = "no_answer"
-        if self._namespace.current is None or not state.checked:
-            if self._in_time(state, now):
-                return self._wait(state, now)
-            state.reason = "unavailable" if state.checked else "adapter"
-            self._outcomes.waited(state, now, answered=False)
-            return NO_OFFER
-        lookup = state.lookup
-        if lookup is None or lookup.is_stale(now):
-            lookup = self._look_up(state)
-        if lookup is None:
-            return NO_OFFER
-        if not lookup.ended(now):
-            return self._wait(state, now)
-        present, hit = self._present(state, lookup), local_tokens
-        if present is not None:
-            hit = longest_hit(
-                self._groups,
-                present,
-                local_tokens=local_tokens,
-                max_tokens=max_tokens,
-                align_tokens=self._align_tokens,
-            )
-            stop = junction(self._groups, present, max_tokens, self._align_tokens)
-            if stop > hit and self._stores:
-                internals.stop_at(request, stop)
-            tail = self._tail(state, max(hit, stop), now)
-            if tail is None and self._in_time(state, now):
-                return self._wait(state, now)
-            hit = max(hit, tail or 0)
-        if request.num_preemptions and local_tokens and hit - local_tokens < MIN_STEP_TOKENS:
-            hit = local_tokens  # memory is short, and a load holds blocks without progress
-        if hit > local_tokens and self._loads_under_way.bring(request, local_tokens, hit):
-            return self._wait(state, now)
-        room = hit == local_tokens or self._loads_under_way.leave_room(request, hit)
-        waits = not (room or state.crowded) and self._loads_under_way.under_way()
-        if waits and self._in_time(state, now):
-            return self._wait(state, now)
-        self._outcomes.waited(state, now, answered=present is not None)
-        if present is None:
-            return NO_OFFER
-        state.result = "miss"
-        if hit == local_tokens:
-            return NO_OFFER
-        if not room:
-            state.result, state.crowded = "no_room", True
-            return NO_OFFER
-        near = self._near_end(state, lookup, local_tokens, hit)
-        paid = self._paid_end(state, local_tokens, near, hit)
-        if paid < hit:
-            state.result, state.reason = "too_slow", "gate"
-        if paid == local_tokens:
-            state.refused = True
-            return NO_OFFER
-        state.offered, state.near_only = (local_tokens, paid), paid == near
-        return paid - local_tokens, True
+        return self._offers.make(state, local_tokens, max_tokens)
 
     def _why_no_lookup(self, state: RequestState, local_tokens: int, max_tokens: int) -> str:
         """Of ``metrics.REQUEST_RESULTS``; empty: ask the pool."""
@@ -278,59 +236,6 @@ class SchedulerHalf:
         if not self._loads:
             return "role"
         return "opted_out" if state.opted_out else "adapter"
-
-    def _tail(self, state: RequestState, whole_tokens: int, now: float) -> int | None:
-        """How many tokens the pool has with the beginning of the block behind ``whole_tokens``; None: not known yet."""
-        namespace, tag = self._namespace.current, state.adapter.tag if state.adapter is not None else b""
-        if not self._match_tokens or namespace is None or tag is None:
-            return 0
-        most = min(state.request.num_tokens - 1, whole_tokens + self._first.block_tokens - 1)
-        places = range(whole_tokens // self._hash_block_tokens, most // self._hash_block_tokens)
-        if not places:
-            return 0
-        if state.tails is None or state.tails[0] != whole_tokens:
-            lookup = self._lookups.start_tails(namespace, state.request, tag, places)
-            if lookup is None:
-                return 0
-            state.tails = (whole_tokens, lookup)
-        lookup = state.tails[1]
-        if not lookup.ended(now):
-            return None
-        if lookup.present is None:
-            self._lookups.failed(lookup.failure)
-            return 0
-        parts = zip(*lookup.present, strict=True)
-        ends = [place for place, there in zip(places, parts, strict=True) if all(there)]
-        return (ends[-1] + 1) * self._hash_block_tokens if ends else 0
-
-    def _near_end(self, state: RequestState, lookup: RequestLookup, local_tokens: int, hit: int) -> int:
-        """The end of the part of a hit that the near pool has; ``local_tokens``: of none."""
-        if not self._has_near:
-            return local_tokens
-        if self._prefetches.brought(state.request.request_id):
-            return hit
-        return longest_hit(
-            self._groups,
-            lookup.near,
-            local_tokens=local_tokens,
-            max_tokens=hit,
-            align_tokens=self._align_tokens,
-        )
-
-    def _paid_end(self, state: RequestState, local_tokens: int, near: int, hit: int) -> int:
-        """The end of the part of a hit that the cost gate admits; asked once per lookup and pool."""
-        if self._gate is None:
-            return hit
-        paid = local_tokens
-        parts: tuple[tuple[Source, int], ...] = (("near", near), ("pool", hit))
-        for source, end in parts:
-            if end > paid:
-                if source not in state.admitted:
-                    state.admitted[source] = self._gate.admits(source)
-                if not state.admitted[source]:
-                    break
-                paid = end
-        return paid
 
     def allocated(self, request: Request, tables: Sequence[Sequence[int]], external_tokens: int) -> None:
         """The engine allocated blocks; load into them if it took the offer."""
@@ -364,7 +269,7 @@ class SchedulerHalf:
             lookup = None
         self._store_planner.admitted(
             request.request_id,
-            None if lookup is None else functools.partial(self._answer_for_stores, state, lookup),
+            None if lookup is None else functools.partial(self._offers.answer_for_stores, state, lookup),
         )
         offered, state.offered = state.offered, None
         self._prefetches.leave(request.request_id, used=external_tokens > 0)
@@ -580,43 +485,6 @@ class SchedulerHalf:
 
     def _is_too_short(self, request: Request) -> bool:
         return request.num_tokens <= (self._match_tokens or self._align_tokens)
-
-    def _in_time(self, state: RequestState, now: float) -> bool:
-        return state.waiting_since is None or now - state.waiting_since < self._config.lookup_timeout_s
-
-    @staticmethod
-    def _wait(state: RequestState, now: float) -> tuple[int | None, bool]:
-        if state.waiting_since is None:
-            state.waiting_since = now
-        return ASK_AGAIN
-
-    def _look_up(self, state: RequestState) -> RequestLookup | None:
-        """Start the lookup of a request; None without a pool."""
-        tag = state.adapter.tag if state.adapter is not None else b""  # another thread may set it to None
-        if self._namespace.current is None or tag is None:
-            return None
-        if state.lookup is not None:
-            state.lookup.cancel()
-        state.lookup, state.wait_counted = None, False
-        state.tails, state.admitted = None, {}
-        state.lookup = self._lookups.start(self._namespace.current, state.request, tag)
-        state.refused |= state.lookup is None
-        return state.lookup
-
-    def _present(self, state: RequestState, lookup: RequestLookup) -> Sequence[bytes] | None:
-        """The answer of an ended lookup; None: it failed, and the request is offered nothing again."""
-        if lookup.present is None:
-            state.refused, state.reason = True, "too_slow" if lookup.late else "unavailable"
-            self._lookups.failed(lookup.failure)
-        else:
-            self._lookups.answered()
-        return lookup.present
-
-    def _answer_for_stores(
-        self, state: RequestState, lookup: RequestLookup
-    ) -> Sequence[Sequence[int]] | None:
-        """A lookup's answer for the store planner, empty if it failed; None: pending."""
-        return (self._present(state, lookup) or ()) if lookup.ended(time.monotonic()) else None
 
     # The engine.
 

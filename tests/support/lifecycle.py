@@ -154,6 +154,7 @@ class World:
             self._patch.setattr(f"{module}.secrets", names)
         for module in (
             "kvpool.vllm.scheduler",
+            "kvpool.vllm.offers",
             "kvpool.vllm.loads",
             "kvpool.vllm.lookups",
             "kvpool.vllm.gate",

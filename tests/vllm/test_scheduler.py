@@ -534,7 +534,7 @@ def test_a_fault_in_an_offer_costs_that_request_the_pool(
     scheduler, bad = half(store), request("bad")
     put(store, bad.block_hashes)
     with monkeypatch.context() as broken:
-        broken.setattr("kvpool.vllm.scheduler.longest_hit", planted)
+        broken.setattr("kvpool.vllm.offers.longest_hit", planted)
         assert answer(scheduler, bad) == 0
     assert faults(scheduler, "offer") == 1
     assert scheduler.matched_tokens(bad, 0) == (0, False)
