@@ -99,7 +99,7 @@ PYTHON_SCRIPTS := scripts/dist scripts/cli-reference scripts/install-vllm script
 CPP := $(shell find kvpool/_native tests/native benchmarks/native -name '*.cpp' -o -name '*.h')
 CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
 
-.PHONY: help demo demo-real image-wheel test test-pages pictures test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers gpu-proof gpu-kit docs plots cli-reference sanitize sanitize-asan sanitize-tsan fuzz fuzz-build other-vllm front-peers soak dist test-dist release rehearse-release image-requirements compose-images test-compose compose-down compose-env kubernetes-secrets proto clean lost-wheels
+.PHONY: help demo demo-real image-wheel test test-pages pictures test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers gpu-proof gpu-kit docs plots cli-reference sanitize sanitize-asan sanitize-tsan fuzz fuzz-build test-needs other-vllm front-peers soak dist test-dist release rehearse-release image-requirements compose-images test-compose compose-down compose-env kubernetes-secrets proto clean lost-wheels
 
 help:
 	@echo "make demo              one vLLM engine computes, a second one loads its blocks"
@@ -139,7 +139,8 @@ test: test-parts
 
 # Five files at a time on two cores: most tests wait for servers, deadlines and processes. 5: none of these was asked
 # for. Only root can make networks, so only root is asked for what the tests with one need.
-test-parts: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(PROTO_TOOLS)/.stamp $(ENVOY)/.stamp $(KUBERNETES)/.stamp $(GO)/.stamp $(RELEASE_TOOLS)/.stamp
+TEST_NEEDS := $(SERVERS)/.stamp $(PROTO_TOOLS)/.stamp $(ENVOY)/.stamp $(KUBERNETES)/.stamp $(GO)/.stamp $(RELEASE_TOOLS)/.stamp
+test-parts: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(TEST_NEEDS)
 	@[[ $$(id -u) != 0 ]] || scripts/system-packages network
 	$(RUN_PYTEST) $(BY_FILE) 5 --no-loadscope-reorder -m "not e2e and not soak and not compose and not dist and not sglang and not pages" \
 	  --durations=15 $(or $(PYTEST),$(PARTS)) || [[ $$? == 5 ]]
@@ -192,6 +193,7 @@ bench-route: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(ENVOY)/.stamp $(FRONT_PEE
 	$(BIN)/python -m benchmarks route --peers
 
 # What other targets fetch by themselves, for who waits for something else meanwhile.
+test-needs: $(TEST_NEEDS)
 other-vllm: $(OTHER_VLLM_STAMPS)
 front-peers: $(FRONT_PEERS)
 

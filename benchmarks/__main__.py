@@ -186,6 +186,7 @@ def fleet(
 
 @app.command("route")
 def route(
+    workers: Annotated[int, typer.Option(min=2, max=64, help="Behind each front.")] = 8,
     replicas: Annotated[
         list[int] | None,
         typer.Option(
@@ -217,7 +218,7 @@ def route(
     from benchmarks.route import run_route
 
     run_route(
-        replicas=replicas or [1, 2, 4, 8], conversations=conversations, rounds=rounds, seconds=seconds,
+        workers=workers, replicas=replicas or [1, 2, 4, 8], conversations=conversations, rounds=rounds, seconds=seconds,
         only=only or [], peers=Path(peers_folder) if peers else None, as_json=as_json,
     )  # fmt: skip
 

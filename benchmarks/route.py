@@ -22,7 +22,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks.route_fronts import DIRECT, fronts
-from benchmarks.route_runs import TOKEN_S, WORKERS, Speed, Talk, run_speed, run_talk
+from benchmarks.route_runs import TOKEN_S, Speed, Talk, run_speed, run_talk
 from benchmarks.route_traffic import SAID_WORDS, Traffic, Turn
 from kvpool.errors import ConfigError
 
@@ -70,6 +70,7 @@ class Row:
 
 def run_route(
     *,
+    workers: int,
     replicas: Sequence[int],
     conversations: int,
     rounds: int,
@@ -110,8 +111,8 @@ def run_route(
                 turns = _rush(traffic, nbytes, seconds)
                 for front in (DIRECT, *chosen):
                     work = partial(
-                        run_speed, traffic, turns, front, callers=CALLERS[nbytes], warm=2 * CONVERSATIONS[nbytes],
-                        alone=300, most_s=seconds, every_s=EVERY_S.get(nbytes, 0.0),
+                        run_speed, traffic, turns, front, workers=workers, callers=CALLERS[nbytes],
+                        warm=2 * CONVERSATIONS[nbytes], alone=300, most_s=seconds, every_s=EVERY_S.get(nbytes, 0.0),
                     )  # fmt: skip
                     speeds.setdefault((front.name, nbytes), []).append(
                         step(f"{front.name}: {nbytes // 1000} KB", work)
@@ -120,19 +121,20 @@ def run_route(
             talked = traffic.conversations(
                 conversations, systems=SYSTEMS, system_words=SYSTEM_WORDS, turns=TURNS, words=TURN_WORDS
             )
+            talks_on = partial(run_talk, traffic, talked, workers=workers, seed=number)
             for front in chosen:
                 for count in replicas:
-                    talk = partial(run_talk, traffic, talked, front, count, restarts=False, seed=number)
+                    talk = partial(talks_on, front, count, restarts=False)
                     talks.setdefault((front.name, count), []).append(
                         step(f"{front.name}: conversations, {count} replicas", talk)
                     )
-                talk = partial(run_talk, traffic, talked, front, 1, restarts=True, seed=number)
+                talk = partial(talks_on, front, 1, restarts=True)
                 restarts.setdefault(front.name, []).append(step(f"{front.name}: a worker restarted", talk))
     rows = [_row(front.name, replicas, talks, restarts[front.name], speeds) for front in chosen]
     direct = {nbytes: _median(speeds[DIRECT.name, nbytes], "requests_s") for nbytes in SIZES}
     if as_json:
         shown = {
-            "workers": WORKERS, "conversations": conversations, "turns": TURNS, "rounds": rounds, "token_s": TOKEN_S,
+            "workers": workers, "conversations": conversations, "turns": TURNS, "rounds": rounds, "token_s": TOKEN_S,
             "load_average": load, "direct_requests_s": direct,
         }  # fmt: skip
         print(json.dumps(shown | {"rows": [asdict(row) for row in rows]}))
@@ -140,7 +142,7 @@ def run_route(
         out = Console()
         if not out.is_terminal:  # a file has no width, and columns would be cut
             out = Console(width=120)
-        for table in (_speed_table(rows, direct), _talk_table(rows, replicas, conversations)):
+        for table in (_speed_table(rows, direct), _talk_table(rows, workers, replicas, conversations)):
             out.print(table)
 
 
@@ -212,12 +214,12 @@ def _speed_table(rows: Sequence[Row], direct: dict[int, float]) -> Table:
     return table
 
 
-def _talk_table(rows: Sequence[Row], replicas: Sequence[int], conversations: int) -> Table:
+def _talk_table(rows: Sequence[Row], workers: int, replicas: Sequence[int], conversations: int) -> Table:
     table = Table(
-        title=f"{conversations} conversations on {WORKERS} workers. Again: of what a follow-up's last turn left "
+        title=f"{conversations} conversations on {workers} workers. Again: of what a follow-up's last turn left "
         "behind, what the chosen worker had, by replicas of the front. First: p50 until the first token, ms, one "
         "replica. Restarted: as again, 1, while one worker loses its cache in the middle. Returned: of its "
-        f"conversations, those sent there again (by chance {1 / WORKERS:.2f}).",
+        f"conversations, those sent there again (by chance {1 / workers:.2f}).",
         box=SIMPLE, padding=(0, 1, 0, 0),
     )  # fmt: skip
     for column in (

@@ -25,7 +25,6 @@ from benchmarks.route_fleet import RouteFleet, cpu_s
 from benchmarks.route_fronts import Front, Running
 from benchmarks.route_traffic import BLOCK_TOKENS, Traffic, Turn
 
-WORKERS = 8
 TOKEN_S = 1e-4  # per prompt token: 10,000 a second
 TALKERS = 48  # concurrent callers of the conversations
 SETTLE_S = 1.0  # for KV events to arrive, and for a front's discovery
@@ -94,6 +93,7 @@ def run_talk(
     front: Front,
     replicas: int,
     *,
+    workers: int,
     restarts: bool,
     seed: int,
 ) -> Talk:
@@ -108,10 +108,8 @@ def run_talk(
         middle = (len(conversations[0]) + 1) // 2
         halves = [range(middle), range(middle, len(conversations[0]))]
     worker_of: dict[int, str] = {}
-    with stage(traffic, front, replicas, blocks=int(SPARE * blocks / WORKERS), token_s=TOKEN_S) as (
-        fleet,
-        running,
-    ):
+    own = int(SPARE * blocks / workers)
+    with stage(traffic, front, replicas, workers=workers, blocks=own, token_s=TOKEN_S) as (fleet, running):
 
         def talk(turns: range) -> dict[int, str]:
             """Run these turns; returns the worker of each conversation's first."""
@@ -161,6 +159,7 @@ def run_speed(
     turns: Sequence[Turn],
     front: Front,
     *,
+    workers: int,
     callers: int,
     warm: int,
     alone: int,
@@ -171,7 +170,7 @@ def run_speed(
     seconds at most, the rest by all; each phase is cut after ``most_s`` seconds.
     """
     due = iter(turns)
-    with stage(traffic, front, 1, blocks=1 << 30, token_s=0.0) as (fleet, running):
+    with stage(traffic, front, 1, workers=workers, blocks=1 << 30, token_s=0.0) as (fleet, running):
         sent = 0
 
         def ask_some(callers: int, count: int, seconds: float, every_s: float = 0.0) -> tuple[_Tally, float]:
@@ -214,7 +213,7 @@ def run_speed(
 
 @contextmanager
 def stage(
-    traffic: Traffic, front: Front, replicas: int, *, blocks: int, token_s: float, workers: int = WORKERS
+    traffic: Traffic, front: Front, replicas: int, *, workers: int, blocks: int, token_s: float
 ) -> Iterator[tuple[RouteFleet, Running]]:
     """Fresh workers with caches of ``blocks``, and replicas of a front before them."""
     with tempfile.TemporaryDirectory(prefix="kvpool-bench-") as name:
