@@ -27,9 +27,11 @@ ASK_AGAIN: Offer = (None, False)
 
 
 class Offers:
-    """``match_tokens``: of hits that end inside of a block; 0: none does. ``prefetches``: None without a near pool.
+    """Decides what the engine is offered of requests' prefixes.
 
-    ``stores``: the engine stores, so a prompt may stop where blocks of another one went on.
+    ``match_tokens``: of hits that end inside of a block; 0: none does. ``prefetches``: None without a near pool.
+    ``gate``: None: every load is offered. ``timeout_s``: how long a request waits for the pool, in all. ``stores``: the
+    engine stores, so a step of a prompt may end where another prompt left it.
     """
 
     def __init__(
@@ -88,20 +90,10 @@ class Offers:
             return self._wait(state, now)
         present, hit = self.present(state, lookup), local_tokens
         if present is not None:
-            hit = longest_hit(
-                self._groups,
-                present,
-                local_tokens=local_tokens,
-                max_tokens=max_tokens,
-                align_tokens=self._align_tokens,
-            )
-            stop = junction(self._groups, present, max_tokens, self._align_tokens)
-            if stop > hit and self._stores:
-                internals.stop_at(request, stop)
-            tail = self._tail(state, max(hit, stop), now)
-            if tail is None and self._in_time(state, now):
+            found = self._hit(state, present, local_tokens, max_tokens, now)
+            if found is None:
                 return self._wait(state, now)
-            hit = max(hit, tail or 0)
+            hit = found
         if request.num_preemptions and local_tokens and hit - local_tokens < MIN_STEP_TOKENS:
             hit = local_tokens  # memory is short, and a load holds blocks without progress
         if hit > local_tokens and self._loads.bring(request, local_tokens, hit):
@@ -141,6 +133,25 @@ class Offers:
     def answer_for_stores(self, state: RequestState, lookup: RequestLookup) -> Sequence[Sequence[int]] | None:
         """A lookup's answer for the store planner, empty if it failed; None: pending."""
         return (self.present(state, lookup) or ()) if lookup.ended(time.monotonic()) else None
+
+    def _hit(
+        self, state: RequestState, present: Sequence[bytes], local_tokens: int, max_tokens: int, now: float
+    ) -> int | None:
+        """The end of the longest usable prefix; None: how much of its next block is there is not known yet."""
+        hit = longest_hit(
+            self._groups,
+            present,
+            local_tokens=local_tokens,
+            max_tokens=max_tokens,
+            align_tokens=self._align_tokens,
+        )
+        stop = junction(self._groups, present, max_tokens, self._align_tokens)
+        if stop > hit and self._stores:
+            internals.stop_at(state.request, stop)
+        tail = self._tail(state, max(hit, stop), now)
+        if tail is None and self._in_time(state, now):
+            return None
+        return max(hit, tail or 0)
 
     def _tail(self, state: RequestState, whole_tokens: int, now: float) -> int | None:
         """How many tokens the pool has with the beginning of the block behind ``whole_tokens``; None: not known yet."""

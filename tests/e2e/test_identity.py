@@ -81,7 +81,7 @@ def test_a_model_by_its_hub_id_shares_by_commit(hub: Hub, models: tuple[Path, Pa
 
 
 def test_weights_are_known_wherever_they_lie(models: tuple[Path, Path], tmp_path: Path) -> None:
-    """Under two paths and at two lengths, overwritten at one path, and random ones of the same configuration."""
+    """Under two paths and at two lengths, and overwritten at one path."""
     pool = f"file://{tmp_path}/pool"
     here, there = tmp_path / "here" / "m", tmp_path / "there" / "n"
     for folder in (here, there):
@@ -93,14 +93,21 @@ def test_weights_are_known_wherever_they_lie(models: tuple[Path, Path], tmp_path
     overwritten = _answer("overwritten", tmp_path, _small(there, pool))
     assert overwritten["pool_tokens"] == 0
     assert first["tokens"] == second["tokens"] != overwritten["tokens"]
+    assert len(namespaces(tmp_path / "pool")) == 2
 
-    dummy = {**_small(here, pool), "load_format": "dummy"}
+
+@pytest.mark.rare
+def test_random_weights_are_named_and_share_nothing_with_those_of_files(
+    models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    pool = f"file://{tmp_path}/pool"
+    _answer("files", tmp_path, _small(models[0], pool))
+    dummy = {**_small(models[0], pool), "load_format": "dummy"}
     with pytest.raises(EngineFailed, match=r"--load-format dummy fills .*; set model_id to a name"):
         started("refused", tmp_path, dummy).kill()
     dummy["kv_transfer_config"]["kv_connector_extra_config"]["model_id"] = "random"
-    random = _answer("dummy", tmp_path, dummy)
-    assert random["pool_tokens"] == 0
-    assert len(namespaces(tmp_path / "pool")) == 3
+    assert _answer("dummy", tmp_path, dummy)["pool_tokens"] == 0
+    assert len(namespaces(tmp_path / "pool")) == 2
 
 
 @pytest.mark.rare
