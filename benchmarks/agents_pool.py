@@ -21,6 +21,7 @@ from kvpool.store.batch import LookupGroup
 TENANT = "default"
 PAYLOAD = bytes(8)  # of a block
 CONNECT_TIMEOUT_S = 30.0
+ANSWER_S = 60.0  # simulated time stands still meanwhile
 
 
 class Held:
@@ -78,7 +79,7 @@ class RealPool:
     def leading(self, blocks: Sequence[int]) -> int:
         group = LookupGroup(self._packed(blocks), 8, 0, 1, self._block_tokens)
         try:
-            [found] = self.store.submit_lookup(self.namespace, [group]).records()
+            [found] = self.store.submit_lookup(self.namespace, [group], timeout_s=ANSWER_S).records()
         except StoreUnavailable:
             if not self._is_dead:
                 raise
@@ -87,7 +88,7 @@ class RealPool:
 
     def count_absent(self, blocks: Sequence[int]) -> int:
         try:
-            return self.store.touch_many(self._keys(blocks)).count(False)
+            return self.store.touch_many(self._keys(blocks), timeout_s=ANSWER_S).count(False)
         except StoreUnavailable:
             if not self._is_dead:
                 raise
@@ -97,7 +98,8 @@ class RealPool:
         """The blocks that it evicted; None: it is dead. Errors: ``KVPoolError`` when its server has no room."""
         keys = self._keys(blocks)
         try:
-            stored = self.store.submit_put_absent(keys, [PAYLOAD] * len(keys)).wait()
+            batch = self.store.submit_put_absent(keys, [PAYLOAD] * len(keys), timeout_s=ANSWER_S)
+            stored = batch.wait()
         except StoreUnavailable:
             if not self._is_dead:
                 raise
@@ -106,7 +108,7 @@ class RealPool:
             raise KVPoolError("the pool of the benchmark has no room: give its server more memory")
         evicted = [] if self._held is None else self._held.add(blocks)
         if evicted:
-            self.store.delete_many(self._keys(evicted))
+            self.store.delete_many(self._keys(evicted), timeout_s=ANSWER_S)
         return evicted
 
     def die(self) -> None:

@@ -262,14 +262,27 @@ def test_a_prefetch_copies_near_what_only_far_has(both: Store, far: Store) -> No
     assert both.counters()["prefetched"] == 5
 
 
-def test_two_prefetches_of_a_value_read_it_once(both: Store, far: Store) -> None:
-    far.put_many(names_of(20), VALUES)
-    batches = [prefetched(both, 20) for _ in range(4)]
+@ON_VALKEY_OF_ITS_OWN
+def test_prefetches_of_one_value_read_it_once(before_server: Store, own_server: Server) -> None:
+    """All four have heard that near lacks it before far answers."""
+    with open_store(own_server.url) as far:
+        far.put_many(names_of(20), VALUES)
+        before_server.put_many([key(20)], VALUES[:1])
+        assert all_went_far(before_server)
+    own_server.stop()
+    try:
+        batches = [prefetched(before_server, 20, timeout_s=60) for _ in range(4)]
+        near = open_store_near(before_server)
+        assert eventually(lambda: near.counters()["contains_misses"] == 80)
+        # Answers of near are taken in their order.
+        assert got(before_server, range(20, 21), timeout_s=60) == VALUES[:1]
+    finally:
+        own_server.go_on()
     for batch in batches:
         batch.results()
-    assert sum(batch.prefetched()[0] for batch in batches) >= 20
-    assert isinstance(both, NearFarStore)
-    assert both._far.counters()["get_hits"] == 20
+    assert [batch.prefetched() for batch in batches] == [[20]] * 4
+    assert isinstance(before_server, NearFarStore)
+    assert before_server._far.counters()["get_hits"] == 20
 
 
 def test_a_prefetch_of_more_than_the_memory_of_copies_goes_on_as_it_ends(both: Store, far: Store) -> None:
