@@ -137,9 +137,10 @@ demo-real: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
 test: test-parts
 	$(MAKE) -j 2 -O test-sglang test-smoke
 
+TEST_NEEDS := $(SERVERS)/.stamp $(PROTO_TOOLS)/.stamp $(ENVOY)/.stamp $(KUBERNETES)/.stamp $(GO)/.stamp $(RELEASE_TOOLS)/.stamp
+
 # Five files at a time on two cores: most tests wait for servers, deadlines and processes. 5: none of these was asked
 # for. Only root can make networks, so only root is asked for what the tests with one need.
-TEST_NEEDS := $(SERVERS)/.stamp $(PROTO_TOOLS)/.stamp $(ENVOY)/.stamp $(KUBERNETES)/.stamp $(GO)/.stamp $(RELEASE_TOOLS)/.stamp
 test-parts: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(TEST_NEEDS)
 	@[[ $$(id -u) != 0 ]] || scripts/system-packages network
 	$(RUN_PYTEST) $(BY_FILE) 5 --no-loadscope-reorder -m "not e2e and not soak and not compose and not dist and not sglang and not pages" \
