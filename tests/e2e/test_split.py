@@ -64,7 +64,7 @@ class Split:
         groups = [[url.removeprefix("http://")] for url in self.urls]
         config_of_front = split_front(*groups, f"127.0.0.1:{picker}", listen, admin)
         front = parts.enter_context(envoy.started(folder, config_of_front, listen=listen, admin=admin))
-        known = parts.enter_context(IndexClient(index.address))
+        known = parts.enter_context(IndexClient(index.address, 60))
         assert eventually(lambda: len(known.workers()) == 2)
         for cluster in ("workers", "prefill", "picker"):
             assert eventually(lambda cluster=cluster: front.healthy(cluster) == 1), cluster  # type: ignore[misc]

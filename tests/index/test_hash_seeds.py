@@ -31,7 +31,7 @@ def fleet() -> Fleet:
 @pytest.mark.usefixtures("grpc_started")
 def test_a_worker_with_another_seed_says_what_to_change(fleet: Fleet) -> None:
     """It had no row for tokens, and nothing said so."""
-    with serving(fleet) as served, IndexClient(served.target) as client:
+    with serving(fleet) as served, IndexClient(served.target, 60) as client:
         assert [row.worker for row in client.lookup("m", token_ids=[1] * 32)] == ["good"]
         problems = {one.worker.name: one.publishers[0].problem for one in client.workers()}
         assert problems == {"good": "", "other": OTHER}

@@ -61,6 +61,8 @@ def sglang() -> Iterator[None]:
         importlib.import_module("sglang.srt.managers.cache_controller")
         importlib.import_module("sglang.srt.observability.metrics_collector")
         importlib.import_module("kvpool.sglang")
+        # It wants 10 GiB to stay free beside pools of a few MiB: a laptop has less.
+        importlib.import_module("sglang.srt.mem_cache.pool_host.base").HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
         distributed = importlib.import_module("torch").distributed
         distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield

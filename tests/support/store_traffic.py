@@ -12,7 +12,7 @@ import redis
 from kvpool import _native, open_store
 from kvpool.errors import StoreUnavailable
 from kvpool.store.store import Store
-from tests.support.conformance import key, keys, payload
+from tests.support.conformance import key, keys, opened, payload
 from tests.support.deadlines import Stopwatch, eventually
 from tests.support.records import pack_header
 
@@ -111,7 +111,7 @@ class Exchange:
         for number, value in enumerate(OLD):
             self._direct.hset(key(number), mapping=on_the_server(number, value))
         store = self._try(lambda: open_store(self._url))
-        with store if store is not None else open_store(self._url) as store:
+        with store if store is not None else opened(self._url) as store:
             self._ask(store, self._direct)
             assert eventually(lambda: serves(store, ANOTHER)), "it does not recover"
             assert store.counters()["damaged"] == 0

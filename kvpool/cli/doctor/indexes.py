@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from kvpool.cli.doctor import rules
 from kvpool.cli.doctor.rules import Finding, judge
-from kvpool.cli.doctor.serving import TIMEOUT_S
 from kvpool.cli.doctor.workers import Workers
 from kvpool.cli.exits import in_options
 from kvpool.cli.options import IndexConnection
@@ -23,6 +22,7 @@ from kvpool.text import counted
 
 COMPARISONS = 10  # of two indexes, until every rank agrees
 BETWEEN_S = 0.2
+CALL_S = 5.0  # a busy index is late, not away
 
 
 class IndexLook(NamedTuple):
@@ -35,7 +35,7 @@ class IndexLook(NamedTuple):
 
 def look_at(index: IndexConnection) -> IndexLook:
     """Blocking."""
-    with index.open() as client:
+    with index.open(CALL_S) as client:
         try:
             return IndexLook(index, client.workers(), [])
         except (AccessDenied, IndexUnavailable) as error:
@@ -73,7 +73,7 @@ def index_findings(look: IndexLook, workers: Workers, tenant: str) -> Iterator[F
             yield from _ranks(status, workers)
         elif status.worker.id not in workers.announced:  # a finding of the pool, else
             yield from judge("index", rules.INDEX_MUTE, status.worker)
-    with index.open() as client:
+    with index.open(CALL_S) as client:
         for of_tenant, model in sorted({(one.worker.tenant, one.worker.model) for one in statuses}):
             try:
                 client.lookup(model, token_ids=[0], tenant=of_tenant)
@@ -86,7 +86,7 @@ def index_findings(look: IndexLook, workers: Workers, tenant: str) -> Iterator[F
 
 def _serves(index: IndexConnection) -> bool:
     try:
-        return index.is_serving()
+        return index.is_serving(timeout_s=CALL_S)
     except IndexUnavailable:
         return False
 
@@ -110,7 +110,7 @@ def replica_findings(one: IndexConnection, other: IndexConnection, workers: Work
     """
     differing: dict[_Rank, tuple[int, int]] = {}
     compared: set[_Rank] = set()
-    with one.open() as client, other.open() as its_client:
+    with one.open(CALL_S) as client, other.open(CALL_S) as its_client:
         for turn in range(COMPARISONS):
             if turn:
                 time.sleep(BETWEEN_S)
@@ -152,7 +152,7 @@ def replica_findings(one: IndexConnection, other: IndexConnection, workers: Work
 def picker_findings(picker: IndexConnection) -> Iterator[Finding]:
     state = SimpleNamespace(target=picker.target, away="", serves=False)
     try:
-        state.serves = picker.is_serving(picker=True, timeout_s=TIMEOUT_S)
+        state.serves = picker.is_serving(picker=True, timeout_s=CALL_S)
     except KVPoolError as error:
         state.away = in_options(without_advice(error)).replace("no index answers", "no picker answers")
     yield from judge("picker", rules.PICKER, state, first=True)

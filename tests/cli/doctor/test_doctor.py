@@ -435,7 +435,7 @@ def test_workers_in_the_pool_are_judged(tmp_path: Path) -> None:
 def test_a_worker_without_events_is_named(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/pool"
     with announced(url, worker("mute", Publisher(0, ""))), IndexProcess(tmp_path, url) as index:
-        with IndexClient(index.address) as client:
+        with IndexClient(index.address, 60) as client:
             assert eventually(lambda: bool(client.workers()))
         code, findings = examined("--pool", url, "--index", index.address)
         alone = sentences(examined("--index", index.address)[1], "warn")
@@ -452,7 +452,7 @@ def test_an_index_and_its_workers_are_judged(tmp_path: Path) -> None:
         misbehaving() as good,
         misbehaving() as late,
         IndexProcess(tmp_path, url) as index,
-        IndexClient(index.address) as client,
+        IndexClient(index.address, 60) as client,
         announced(url, worker("good", good.publisher)),
     ):
 

@@ -135,7 +135,7 @@ def test_register_list_remove(served: Served) -> None:
         assert [one.dp_rank for one in status.publishers] == [0, 1]
     assert [len(found) for found in by_either(served.target, "workers", model="m")] == [2, 2]
     assert by_either(served.target, "remove", "b", tenant="t") == [True, False]
-    with IndexClient(served.target) as client:
+    with IndexClient(served.target, PATIENT_S) as client:
         assert client.register(a_worker("c", incarnation="1")) is False
         assert client.register(a_worker("c", incarnation="2")) is True
         assert client.workers()[1].lease_left_ms == 0

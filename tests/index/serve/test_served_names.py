@@ -128,7 +128,7 @@ def test_route_and_lookup_know_the_same_names() -> None:
             worker.cards = [card(f"of-{worker.name}"), card("both"), adapter(f"sql-{worker.name}", "/p", "m")]
         fleet = followed(workers[:1], model="of-a")
         followed(workers[1:], fleet, model="of-b")
-        with serving(fleet) as index, reading(fleet), IndexClient(index.target) as client:
+        with serving(fleet) as index, reading(fleet), IndexClient(index.target, 60) as client:
             assert eventually(
                 lambda: fleet.names.knows("default", "sql-a") and fleet.names.knows("default", "sql-b")
             )
