@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Sequence
+from email.message import Message
 from typing import Annotated, Any, NamedTuple
 from urllib.parse import unquote
 
@@ -84,9 +84,6 @@ _Token = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 _PROMPT = msgspec.json.Decoder(str | list[_Token])  # ten times as fast as a check of each token in Python
 _PROMPTS = msgspec.json.Decoder(list[str | list[_Token]])
 _FORM = b"--"  # begins a form, and no JSON
-_IS_MODEL = re.compile(
-    rb'\r\ncontent-disposition:[^\r\n]*;[ \t]*name="?model"?[ \t]*(?:[;\r]|$)', re.IGNORECASE
-)
 
 
 class _Named(msgspec.Struct):
@@ -150,6 +147,7 @@ def read_request(
         raise ConfigError(f"a body of {len(body)} bytes is not read, {MAX_READ_NBYTES} at most")
     try:
         bounded_json.check(body)
+        body.decode()  # a decoder checks only what it reads, but an engine reads all
         nbytes, messages = len(body), None
         if path == BATCH:
             path, body = CHAT, _first_of_batch(body)
@@ -259,15 +257,31 @@ def named_model(path: str, body: bytes) -> str:
 
 
 def _model_of_form(body: bytes) -> str:
-    """The field ``model`` of ``multipart/form-data``, as of an audio file; its first line is the delimiter."""
+    """The last field ``model`` of ``multipart/form-data``, as of an audio file; its first line is the delimiter."""
     at = body.find(b"\r\n", 0, MAX_DELIMITER_NBYTES)
     delimiter = b"\r\n" + body[: max(0, at)]
+    model = b""
     for _ in range(MAX_PARTS):
         head_end = body.find(b"\r\n\r\n", at, at + MAX_HEAD_NBYTES)
         end = body.find(delimiter, at)
         if at < 0 or head_end < 0 or end < 0:
             return ""
-        if _IS_MODEL.search(body, at, head_end):
-            return body[head_end + 4 : min(end, head_end + 4 + MAX_NAME_NBYTES)].decode(errors="replace")
+        if _field_of(body[at:head_end]) == "model":
+            model = body[head_end + 4 : min(end, head_end + 4 + MAX_NAME_NBYTES)]
         at = end + len(delimiter)
+        if body.startswith(b"--", at):
+            return model.decode(errors="replace")
     return ""
+
+
+def _field_of(head: bytes) -> str:
+    """Which field a part of a form is, as engines read it (python-multipart); empty: none, or a file."""
+    disposition = Message()
+    for line in head.split(b"\r\n"):
+        name, _, value = line.partition(b":")
+        if name.lower() == b"content-disposition":
+            disposition = Message()
+            disposition["content-type"] = value.decode("latin-1")
+    named = dict(disposition.get_params(()))
+    field = "" if "filename" in named else named.get("name", "")
+    return field if isinstance(field, str) else ""  # else written as RFC 2231 has it, which forms do not know

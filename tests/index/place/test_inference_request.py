@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvpool.errors import ConfigError
@@ -63,10 +63,18 @@ END = b"--x--\r\n"
         (SPEECH, part(FIELD + b"\r\ncontent-type: text/plain") + OTHER + END, "n"),
         (SPEECH, part(b"content-type: text/plain\r\ncontent-disposition: form-data; name=model; x=y") + END, "n"),
         (SPEECH, OTHER + END, ""),
+        (SPEECH, part(FIELD, b"m") + part(FIELD) + END, "n"),
+        (SPEECH, part(FIELD) + part(b'content-disposition: form-data; name="f"; filename="x; name=model"') + END, "n"),
+        (SPEECH, part(b'content-disposition: form-data; name="f"; filename="x; name=model; y"', b"m") + END, ""),
+        (SPEECH, part(b'content-disposition: form-data; name="a\\"; name=model; y"', b"m") + END, ""),
+        (SPEECH, part(FIELD + b'; filename="model"', b"m") + END, ""),
+        (SPEECH, part(b"x: y\r\ncontent-disposition: form-data; x=y; name=model\r\nx: y") + END, "n"),
+        (SPEECH, part(FIELD) + part(FIELD), ""),
         (SPEECH, part(b'content-disposition: form-data; name="models"') + END, ""),
         (SPEECH, part(FIELD), ""),
         (SPEECH, part(FIELD, b"") + END, ""),
         (SPEECH, part(FIELD, b"n" * 5000) + END, "n" * 4096),
+        (SPEECH, OTHER * (MAX_PARTS - 1) + part(FIELD) + END, "n"),
         (SPEECH, OTHER * MAX_PARTS + part(FIELD) + END, ""),
         (SPEECH, b"--" + b"x" * 100 + b"\r\n", ""),
         (SPEECH, b"--\r\n\r\n\r\n--", ""),
@@ -113,6 +121,78 @@ def test_a_body_is_read_in_each_encoding_that_an_engine_reads(body: bytes) -> No
 @pytest.mark.parametrize("body", [b"\0", b"\xff\xfe{", b"\0{\xd8\0\0}", b"\xff\xfe\0\0{", b"{}", b""])
 def test_a_body_that_no_engine_reads_is_read_as_it_is(body: bytes) -> None:
     assert engine_json(body) == body
+
+
+PARTS = (
+    "name", "filename", "=", '"', "model", "; ", ";", "\\", " ", 'name="model"', 'filename="x; name=model; y"', "x",
+    "NAME", "\t", "\xe9",
+)  # fmt: skip
+
+
+@pytest.mark.vllm
+@given(st.lists(st.sampled_from(PARTS), max_size=10).map("".join))
+def test_the_field_of_a_part_is_the_one_that_engines_read(written: str) -> None:
+    from python_multipart.multipart import parse_options_header
+
+    head = f"form-data; {written}"
+    _, read = parse_options_header(head.strip(" \t").encode("latin-1"))
+    is_model = read.get(b"name") == b"model" and b"filename" not in read
+    body = part(b"Content-Disposition: " + head.encode("latin-1")) + END
+    assert (named_model(SPEECH, body) == "n") == is_model
+
+
+UNREADABLE = {
+    "a name": b'"a\xff": 1', "text": b'"a": "\xff"', "a name of a map": b'"a": {"\xff": 1}',
+    "half a pair": b'"a": "\xed\xa0\x80"', "a cut character": b'"a": "\xe4\xb8"',
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", UNREADABLE.values(), ids=UNREADABLE.keys())
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, BATCH, "/v1/responses", "/v1/embeddings"])
+def test_a_body_that_is_no_text_is_not_read(path: str, field: bytes) -> None:
+    messages = (
+        b'[[{"role": "user", "content": "x"}]]' if path == BATCH else b'[{"role": "user", "content": "x"}]'
+    )
+    with pytest.raises(ConfigError, match="the body cannot be read"):
+        read_request(path, b'{"model": "m", "prompt": "x", "messages": ' + messages + b", " + field + b"}")
+
+
+BYTES = st.recursive(
+    st.sampled_from(
+        [b"1", b"null", b'"m"', b'"\xff"', b'"\\ud800"', b'"\\ud83d\\ude42"', b"[", b"1e999", b"-", b'"\xc3\xa9"']
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3).map(lambda some: b"[" + b",".join(some) + b"]"),
+        st.lists(st.tuples(st.sampled_from([b'"role"', b'"content"', b'"\xfe"', b'"a"', b""]), inner), max_size=3).map(
+            lambda some: b"{" + b",".join(name + b":" + value for name, value in some) + b"}"
+        ),
+    ),
+    max_leaves=6,
+)  # fmt: skip
+NAMES = (
+    b"model", b"prompt", b"messages", b"tools", b"chat_template_kwargs", b"cache_salt", b"session_id", b"vllm_xargs",
+    b"kv_transfer_params", b"prompt_cache_key", b"unknown", b"\xff", b"\\ud800",
+)  # fmt: skip
+
+
+@given(
+    path=st.sampled_from([COMPLETIONS, CHAT, BATCH, "/v1/responses", "/v1/embeddings", SPEECH]),
+    fields=st.lists(st.tuples(st.sampled_from(NAMES), BYTES), max_size=6),
+    mess=st.sampled_from([*[b""] * 9, b"\xff", b"--x\r\n", b"\xef\xbb\xbf"]),
+    cut=st.sampled_from([*[0] * 9, 1, 2, 3]),
+)
+@example(CHAT, [(b"\xff", b"1")], b"", 0)
+def test_whatever_a_body_holds_it_is_read_whole_or_not_at_all(
+    path: str, fields: list[tuple[bytes, bytes]], mess: bytes, cut: int
+) -> None:
+    fields = [(b"model", b'"m"'), (b"messages", b"[]"), *fields]
+    body = mess + b"{" + b",".join(b'"' + name + b'":' + value for name, value in fields) + b"}"
+    body = engine_json(body[: len(body) - cut])
+    named_model(path, body)
+    with contextlib.suppress(ConfigError):
+        request = read_request(path, body)
+        assert request.tokens_estimate > 0
+        assert len(prompt_key(request.path, request.body)) == 16
 
 
 BOTH = [{"role": "user", "content": "one"}], [{"role": "user", "content": "two"}]

@@ -132,6 +132,14 @@ def test_what_is_an_odd_request_is_served(front: Front) -> None:
     assert json.loads(post(front.url, large).body)["sha256"] == hashlib.sha256(large).hexdigest()
 
 
+@pytest.mark.parametrize("field", [b'"a\xff": 1', b'"a": "\xff"'], ids=["name", "text"])
+def test_a_chat_that_is_no_text_is_its_workers_to_judge(front: Front, field: bytes) -> None:
+    chat = b'{"model": "m", "messages": [{"role": "user", "content": "x"}], ' + field + b"}"
+    reply = post(front.url, chat, path="/v1/chat/completions")
+    assert (reply.status, reply.headers["x-kvpool-reason"]) == (200, "unreadable")
+    assert json.loads(reply.body)["sha256"] == hashlib.sha256(chat).hexdigest()
+
+
 def test_an_upgrade_is_answered_and_not_made(front: Front) -> None:
     for protocol in ("websocket", "h2c"):
         upgrade = (
