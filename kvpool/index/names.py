@@ -31,10 +31,13 @@ logger = logging.getLogger("kvpool.index")
 
 
 class Name(NamedTuple):
-    """``adapter``: its path, as the worker loaded it, which enters the hash; empty: the model itself."""
+    """``adapter``: its path, as the worker loaded it, which enters the hash; empty: the model itself.
+    ``max_model_len``: tokens of a prompt and its answer, as the worker lists it; 0: unknown.
+    """
 
     text: str
     adapter: str = ""
+    max_model_len: int = 0
 
     @property
     def lora(self) -> tuple[str, str] | None:
@@ -232,16 +235,36 @@ class Names:
         """Whether requests of a tenant may name one or another."""
         return len(self.models(tenant)) > 1 or bool(self._servers.get(tenant))
 
-    def others(self, tenant: str, most: int) -> list[tuple[Name, str]]:
-        """Names of present workers that are not their model's, each with its model, by name: the ``most`` that were
-        known first.
+    def listed(self, tenant: str, most: int) -> list[tuple[Name, str]]:
+        """The names of present workers, each with its model, as one of the workers lists it: all models, and behind
+        them the ``most`` other names that were known first.
         """
-        named = islice(self._servers.get(tenant, {}).copy().items(), most)  # only a copy is one step
-        return sorted(
-            (Name(text, one.lora[1] if one.lora else ""), one.partition.key.model)
-            for text, several in named
-            for one in [one for one in several if one.workers][:1]
-        )
+        models = {
+            name: rank.worker
+            for (owner, name), partitions in list(self._models.items())
+            if owner == tenant
+            for partition in partitions
+            for rank in partition.members.ranks
+            if rank.worker.address
+        }
+        others = islice(self._servers.get(tenant, {}).copy().items(), most)  # only a copy is one step
+        return [
+            *((self._read(worker.id, Name(name)), name) for name, worker in sorted(models.items())),
+            *sorted(
+                (
+                    self._read(f"{tenant}/{worker}", Name(text, one.lora[1] if one.lora else "")),
+                    one.partition.key.model,
+                )
+                for text, several in others
+                if text not in models
+                for one in [one for one in several if one.workers][:1]
+                for worker in list(one.workers)[:1]
+            ),
+        ]
+
+    def _read(self, worker_id: str, name: Name) -> Name:
+        known = self._workers.get(worker_id)
+        return name if known is None else known.read.get(name.text, name)
 
     def _others(self, tenant: str, name: str) -> list[_Servers]:
         return [one for one in self._servers.get(tenant, {}).get(name, ()) if one.workers]

@@ -43,6 +43,13 @@ def serving(fleet: Fleet, name: str, tenant: str = "default") -> list[str]:
     return [rank.worker.name for one in fleet.names.serving(tenant, name) for rank in one.members.ranks]
 
 
+def others(fleet: Fleet, most: int) -> list[tuple[Name, str]]:
+    """The names beside the only model."""
+    (name, model), *behind = fleet.names.listed("default", most)
+    assert (name.text, model) == ("m", "m")
+    return behind
+
+
 def test_announced_and_listed_names_are_those_of_their_workers(fleet: Fleet) -> None:
     assert rows(fleet, "m") == [("a", 1), ("b", 2)]
     assert rows(fleet, "m1") == rows(fleet, "m2") == [("a", 1)]
@@ -127,11 +134,12 @@ def test_names_are_listed_up_to_a_number_and_while_a_worker_serves_them(fleet: F
     """A tenant may have 100,000, which would all be sorted for each caller: 1.1 s of the event loop."""
     lists(fleet, "b", "m1", Name("sql", "/p"), "m3")
     known = [(Name("m1"), "m"), (Name("m2"), "m"), (Name("m3"), "m"), (Name("sql", "/p"), "m")]
-    assert fleet.names.others("default", 9) == known
-    assert fleet.names.others("default", 3) == [known[0], known[1], known[3]], "the first that were known"
-    assert fleet.names.others("other", 9) == []
+    assert others(fleet, 9) == known
+    assert others(fleet, 3) == [known[0], known[1], known[3]], "the first that were known"
+    assert fleet.names.listed("other", 9) == []
+    assert fleet.names.listed("default", 1) == [(Name("m"), "m"), known[0]]
     fleet.names.deny("default/b", "sql")
-    assert fleet.names.others("default", 9) == known[:3]
+    assert others(fleet, 9) == known[:3]
 
 
 def test_an_answer_that_is_not_as_it_was_read_raises_a_doubt(fleet: Fleet) -> None:
@@ -150,7 +158,7 @@ def test_an_answer_that_is_not_as_it_was_read_raises_a_doubt(fleet: Fleet) -> No
 @pytest.mark.parametrize("name", ["", "a\nb", "x" * 1025, "é" * 600, "\ud800", "\x1b[31m"])
 def test_names_that_no_worker_may_announce_are_left_out(fleet: Fleet, name: str) -> None:
     lists(fleet, "a", name, "fit", Name("sql", name or "\n"))
-    assert fleet.names.others("default", 4096) == [(Name(one), "m") for one in ("fit", "m1", "m2")]
+    assert others(fleet, 4096) == [(Name(one), "m") for one in ("fit", "m1", "m2")]
     announced = a_worker("c", port=7000, names=(name,))
     with pytest.raises(ConfigError, match="worker c: names"):
         fleet.add(announced, "flag")
@@ -162,21 +170,19 @@ def test_a_worker_that_lists_more_than_its_part_is_read_in_part(
     caplog.set_level(logging.WARNING, "kvpool.index")
     used_nbytes = fleet.limits.used_nbytes
     lists(fleet, "a", *(f"n{number}" for number in range(3 * names.MAX_READ)))
-    assert len(fleet.names.others("default", 4096)) == names.MAX_READ + 2
+    assert len(others(fleet, 4096)) == names.MAX_READ + 2
     endless = (Name(f"\n{number}") for number in itertools.count())
     fleet.read_names(fleet.start("default/a"), endless)
-    assert len(fleet.names.others("default", 4096)) == 2, (
-        "those that do not fit count, too: looking takes time"
-    )
+    assert len(others(fleet, 4096)) == 2, "those that do not fit count, too: looking takes time"
     for number in range(20):
         lists(fleet, "a", *(f"{number}-{one}" for one in range(100)))
-    assert len(fleet.names.others("default", 4096)) == 102
+    assert len(others(fleet, 4096)) == 102
     assert fleet.limits.used_nbytes - used_nbytes < 200 * names.NAME_NBYTES
     lists(fleet, "a", "kept", Name("sql", "/p"))
     monkeypatch.setattr(fleet.limits, "limit_nbytes", fleet.limits.used_nbytes)
     for _ in range(2):
         lists(fleet, "a", "kept", *(f"x{number}" for number in range(500)))
-        assert [name.text for name, _ in fleet.names.others("default", 4096)] == ["kept", "m1", "m2"]
+        assert [name.text for name, _ in others(fleet, 4096)] == ["kept", "m1", "m2"]
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("worker default/a: no memory is left for its 503 names")
     assert "--max-memory" in line
@@ -206,7 +212,7 @@ def test_readers_meet_writers() -> None:
             for name in ("n", "sql", "m"):
                 with contextlib.suppress(UnknownModel):  # it went between both questions
                     assert set(serving(fleet, name)) <= {f"w{place}" for place in range(4)}
-            fleet.names.others("default", 4096)
+            others(fleet, 4096)
     finally:
         sys.setswitchinterval(interval)
         ends.set()

@@ -7,6 +7,7 @@ vLLM lists its served names, and each LoRA adapter with its path as ``root`` and
 from __future__ import annotations
 
 import re
+from typing import Annotated
 
 import msgspec
 
@@ -25,6 +26,7 @@ class _Card(msgspec.Struct):
     id: str
     root: str | None = None
     parent: str | None = None
+    max_model_len: Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)] | None = None
 
 
 class _Cards(msgspec.Struct):
@@ -41,7 +43,9 @@ def read_names(page: bytes) -> list[Name]:
         cards = _CARDS.decode(page).data
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ConfigError) as error:
         raise BadPage(f"its list of models cannot be read: {error!s:.200}") from error
-    return [Name(card.id, (card.root or "") if card.parent else "") for card in cards]
+    return [
+        Name(card.id, (card.root or "") if card.parent else "", card.max_model_len or 0) for card in cards
+    ]
 
 
 def denies_model(body: bytes) -> bool:

@@ -7,17 +7,18 @@ of a response has come. Responses pass as they come. HTTP/1.1 on either side. On
 from __future__ import annotations
 
 import asyncio
+import math
 import ssl
-from collections.abc import Callable, Collection
-from functools import partial
-from typing import Any, NamedTuple
+import time
+from collections.abc import Collection
+from typing import Any
 
 import aiohttp
 import msgspec
 from aiohttp import web
 
-from kvpool.errors import ConfigError, KVPoolError
-from kvpool.index import bounded_json, limits
+from kvpool.errors import KVPoolError
+from kvpool.index import limits
 from kvpool.index.client.tls import ServerTls
 from kvpool.index.limits import Kind, Limits
 from kvpool.index.names import Name
@@ -28,27 +29,15 @@ from kvpool.index.request_stats import ProxyStats
 from kvpool.index.serve import pages
 from kvpool.index.serve.health import Health
 from kvpool.index.serve.listener import SERVER, HttpListener
-from kvpool.index.serve.proxy_forwarding import RESPONSE_S, Forwarding, Reply
+from kvpool.index.serve.proxy_forwarding import RESPONSE_S, Forwarding
 from kvpool.tracing import Span, Tracing
 
 HEALTH, MODELS = "/health", "/v1/models"
 CONNECTIONS = Kind("connections", "keep fewer open", 8192, 4096, 8192)  # a load balancer is one host
 CONNECT_S = 1.0  # for a worker to accept a connection, before the next one is tried
 WORKER_KEEP_ALIVE_S = 4.0  # less than the 5 s after which vLLM closes an idle connection
-LIST_S = 2.0  # for all workers
-MAX_ASKED = 64  # models
+LIST_S = 1.0  # lifetime of a list of models
 MAX_LISTED = 4096  # names beside them
-MAX_LIST_NBYTES = 256 << 10  # of a worker: one of 500 adapters
-AT_ONCE = 16
-KEEP_S = 1.0  # lifetime of an answer, for equal requests
-MAX_KEPT = 16  # answers
-# Headers that do not determine the list of a worker; any other could be a key.
-_NOT_OF_KEY = frozenset(
-    (
-        "accept", "accept-encoding", "accept-language", "cache-control", "connection", "content-type", "host", "pragma",
-        "traceparent", "tracestate", "user-agent", "x-forwarded-for", "x-forwarded-proto", "x-request-id",
-    )
-)  # fmt: skip
 
 
 class Proxy:
@@ -79,7 +68,7 @@ class Proxy:
         self._names = {name.lower() for name in names}
         self._tracing = tracing or Tracing()
         self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=response_s)
-        self._model_lists = ModelLists()
+        self._listed, self._listed_s = b"", -math.inf  # of models, and when it was made
         self._under_way = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -121,7 +110,6 @@ class Proxy:
 
     async def stop(self) -> None:
         await self._listener.stop()
-        await self._model_lists.close()
         if self._session is not None:
             await self._session.close()
 
@@ -146,11 +134,7 @@ class Proxy:
             with self._limits.calls(limits.REQUESTS, f"{request.remote}:0", None):
                 forwarding = self._forwarding(request)
                 lists_models = request.path == MODELS and request.method == "GET"
-                response: web.StreamResponse
-                if lists_models and (listing := self._listing()) is not None:
-                    response = await self._model_lists.get(listing, request, self._forwarding)
-                else:
-                    response = await forwarding.run()
+                response = (self._list_models() if lists_models else None) or await forwarding.run()
             outcome = "broken" if forwarding.is_broken else f"{response.status // 100}xx"
             return response
         except Refusal as refusal:
@@ -181,13 +165,17 @@ class Proxy:
         if pages.is_of_another_site(headers) and pages.is_simple(headers):
             raise Refusal(403, "pages of other sites send JSON or a key to a router")
 
-    def _listing(self) -> _Listing | None:
-        """None: one model and no other name, so that any worker lists all."""
-        models = self._placer.models(self._tenant)
-        others = self._placer.names.others(self._tenant, MAX_LISTED)
-        if not models or (len(models) == 1 and not others):
+    def _list_models(self) -> web.Response | None:
+        """The names that workers serve; nobody is asked for them. None: at most one, which a worker lists itself."""
+        now_s = time.monotonic()
+        if now_s - self._listed_s > LIST_S:
+            names = self._placer.names.listed(self._tenant, MAX_LISTED)
+            cards = [_card(name, model) for name, model in names]
+            whole = msgspec.json.encode({"object": "list", "data": cards})
+            self._listed, self._listed_s = whole if len(cards) > 1 else b"", now_s
+        if not self._listed:
             return None
-        return _Listing(tuple(models), tuple(others))
+        return web.Response(body=self._listed, headers=SERVER, content_type="application/json")
 
     def _forwarding(self, request: web.BaseRequest) -> Forwarding:
         assert self._session is not None
@@ -198,122 +186,9 @@ def _refused(refusal: Refusal) -> web.Response:
     return web.Response(body=refusal.body, status=refusal.status, headers={**refusal.headers, **SERVER})
 
 
-class _List(msgspec.Struct):
-    data: list[dict[str, Any]]
-
-
-_LIST = msgspec.json.Decoder(_List)
-
-
-class _Listing(NamedTuple):
-    """``others``: names beside the models, each with its model."""
-
-    models: tuple[str, ...]
-    others: tuple[tuple[Name, str], ...]
-
-
-_Key = tuple[str, _Listing, tuple[tuple[str, str], ...]]
-
-
-class ModelLists:
-    """The reply to ``GET /v1/models`` before workers that serve several names, remembered for ``KEEP_S``.
-
-    Only workers know lengths and callers' keys: one worker of each model gets the request, and their lists are
-    merged with the names of other workers. ``_known``: by request, replies and those under way.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[_Key, asyncio.Task[Reply]] = {}
-
-    async def get(
-        self,
-        listing: _Listing,
-        request: web.BaseRequest,
-        forwarding: Callable[[web.BaseRequest], Forwarding],
-    ) -> web.Response:
-        """Errors: ``Refusal``; no worker has answered."""
-        sent = ((name.lower(), value) for name, value in request.headers.items())
-        asked = sorted(one for one in sent if one[0] not in _NOT_OF_KEY)
-        key = (request.query_string, listing, tuple(asked))
-        task = self._known.get(key)
-        if task is None:
-            task = asyncio.create_task(_model_list(listing, lambda: forwarding(request)))
-            self._known[key] = task
-            task.add_done_callback(partial(self._keep, key))
-        reply = await asyncio.shield(task)
-        return web.Response(
-            body=reply.body, status=reply.status, headers={"content-type": reply.kind, **SERVER}
-        )
-
-    async def close(self) -> None:
-        tasks = [task for task in self._known.values() if not task.done()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _keep(self, key: _Key, task: asyncio.Task[Reply]) -> None:
-        if task.cancelled() or task.exception() is not None or len(self._known) > MAX_KEPT:
-            del self._known[key]
-        else:
-            asyncio.get_running_loop().call_later(KEEP_S, self._known.pop, key)
-
-
-async def _model_list(listing: _Listing, forward: Callable[[], Forwarding]) -> Reply:
-    """The lists of the workers of all models, each name once, in the form of OpenAI's API.
-
-    A model without an answer in time is listed by its name. A model whose worker refuses, as for want of a
-    key, is left out; if all refuse, that is the answer. Errors: ``Refusal``; none has answered.
-    """
-    models, turn = listing.models, asyncio.Semaphore(AT_ONCE)
-
-    async def ask(model: str) -> Reply | Refusal:
-        async with turn:
-            try:
-                return await forward().fetch(msgspec.json.encode({"model": model}), MAX_LIST_NBYTES)
-            except Refusal as refusal:
-                return refusal
-
-    asked = {model: asyncio.ensure_future(ask(model)) for model in models[:MAX_ASKED]}
-    try:
-        await asyncio.wait(asked.values(), timeout=LIST_S)
-    finally:
-        for task in asked.values():
-            task.cancel()
-        await asyncio.gather(*asked.values(), return_exceptions=True)
-    late = Refusal(503, f"no worker has listed its models within {LIST_S:g} s")
-    replies = {model: late if task.cancelled() else task.result() for model, task in asked.items()}
-    whole = [one for one in replies.values() if isinstance(one, Reply)]
-    if not whole:
-        raise next(one for one in replies.values() if isinstance(one, Refusal))
-    if all(map(_refuses, whole)):
-        return whole[0]
-    listed: dict[str, dict[str, Any]] = {}
-    for model in models:
-        for one in _listed(model, replies.get(model)):
-            listed.setdefault(one["id"], one)
-    for name, model in listing.others:
-        if not _refuses(replies.get(model)):
-            of = {"root": name.adapter, "parent": model} if name.adapter else {}
-            listed.setdefault(name.text, _card(name.text) | of)
-    body = msgspec.json.encode({"object": "list", "data": list(listed.values())})
-    return Reply(200, "application/json", body)
-
-
-def _refuses(answer: Reply | Refusal | None) -> bool:
-    return isinstance(answer, Reply) and 400 <= answer.status < 500
-
-
-def _card(name: str) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": 0, "owned_by": "kvpool"}
-
-
-def _listed(model: str, answer: Reply | Refusal | None) -> list[dict[str, Any]]:
-    if _refuses(answer):
-        return []
-    if isinstance(answer, Reply) and answer.status == 200:
-        try:
-            bounded_json.check(answer.body)
-            return [one for one in _LIST.decode(answer.body).data if isinstance(one.get("id"), str)]
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ConfigError):
-            pass
-    return [_card(model)]
+def _card(name: Name, model: str) -> dict[str, Any]:
+    """As OpenAI's clients and vLLM's know it."""
+    card: dict[str, Any] = {"id": name.text, "object": "model", "created": 0, "owned_by": "kvpool"}
+    if name.max_model_len:
+        card["max_model_len"] = name.max_model_len
+    return card | ({"root": name.adapter, "parent": model} if name.adapter else {})

@@ -9,7 +9,6 @@ import asyncio
 import logging
 import posixpath
 import time
-from typing import NamedTuple
 
 import aiohttp
 from aiohttp import web
@@ -51,14 +50,8 @@ _LOST = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)
 logger = logging.getLogger("kvpool.index")
 
 
-class Reply(NamedTuple):
-    status: int
-    kind: str
-    body: bytes
-
-
 class Forwarding:
-    """``run`` or ``fetch`` it once. ``is_broken``: the worker broke off, and the client's connection ended."""
+    """``run`` it once. ``is_broken``: the worker broke off, and the client's connection ended."""
 
     def __init__(
         self,
@@ -88,7 +81,7 @@ class Forwarding:
             raise Refusal(404, "paths under /inference/ are for engines")
         try:
             await self._read()
-            placement = await self._place(self._prompt)
+            placement = await self._place()
             reply, placement, target = await self._send(placement)
             try:
                 return await self._relay(reply, placement, target)
@@ -98,24 +91,6 @@ class Forwarding:
             self._release()
             self._forget_body()
 
-    async def fetch(self, like: bytes, most_nbytes: int) -> Reply:
-        """The answer to a request without a body, placed by the body ``like``; empty above ``most_nbytes``.
-        Errors: ``Refusal``.
-        """
-        try:
-            reply, _, target = await self._send(await self._place(like), _NOT_FORWARDED | {"accept-encoding"})
-            try:
-                body = await reply.read() if _is_short(reply) else b""  # it may be read already
-                while len(body) <= most_nbytes and (more := await reply.content.readany()):
-                    body += more
-            except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-                raise Refusal(502, _incomplete(target, error)) from error
-            finally:
-                reply.release()
-        finally:
-            self._release()
-        return Reply(reply.status, reply.content_type, body if len(body) <= most_nbytes else b"")
-
     # ---- the request
 
     @property
@@ -123,11 +98,11 @@ class Forwarding:
         """The body that places it: engines take prompts by POST, and answer OPTIONS without a key."""
         return self._body if self._request.method == "POST" else b""
 
-    async def _place(self, body: bytes) -> Placement:
+    async def _place(self) -> Placement:
         """A placement with targets. Errors: ``Refusal``."""
         path = self._request.rel_url.raw_path
         placement = self._placement = await self._placer.place(
-            path, self._request.headers, body, self._tenant
+            path, self._request.headers, self._prompt, self._tenant
         )
         if not placement.targets:
             if placement.reason == "failed":
@@ -168,12 +143,10 @@ class Forwarding:
 
     # ---- to a worker
 
-    async def _send(
-        self, placement: Placement, not_forwarded: frozenset[str] = _NOT_FORWARDED
-    ) -> tuple[aiohttp.ClientResponse, Placement, Target]:
+    async def _send(self, placement: Placement) -> tuple[aiohttp.ClientResponse, Placement, Target]:
         """The first response, its placement and its worker. Errors: ``Refusal``."""
         left, tried = list(placement.targets), set()
-        headers, path = self._forwarded(not_forwarded), engine_path(self._request.rel_url.raw_path)
+        headers, path = self._forwarded(), engine_path(self._request.rel_url.raw_path)
         may_repeat = may_place = True
         while True:
             target = left.pop(0)
@@ -217,7 +190,7 @@ class Forwarding:
                 if lacks_model and self._denied(placement, target) and not left and may_place:
                     may_place = False  # once more: others may serve the name that all of these have listed
                     self._release()
-                    placement = await self._place(self._prompt)
+                    placement = await self._place()
                     left = [one for one in placement.targets if one.worker not in tried]
                 if not (elsewhere or reply.status in (429, 503)) or not left:
                     return reply, placement, target
@@ -242,9 +215,9 @@ class Forwarding:
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
             raise Refusal(502, _incomplete(target, error)) from error
 
-    def _forwarded(self, not_forwarded: frozenset[str]) -> CIMultiDict[str]:
+    def _forwarded(self) -> CIMultiDict[str]:
         """The request's headers with its origin, as proxies write it: only the last address is certain."""
-        headers = _without(self._request.headers, not_forwarded)
+        headers = _without(self._request.headers, _NOT_FORWARDED)
         came_by = [*headers.popall(FORWARDED_FOR, ()), self._request.remote or "unknown"]
         headers[FORWARDED_FOR] = ", ".join(came_by)
         headers[FORWARDED_PROTO] = self._request.scheme

@@ -43,7 +43,7 @@ def test_what_vllm_lists() -> None:
         of(id="sql", root="/p", parent="m"),
     ]
     packed = ModelList(data=cards).model_dump_json().encode()
-    assert read_names(packed) == [Name("m"), Name("gpt-4"), Name("sql", "/p")]
+    assert read_names(packed) == [Name("m", "", 9), Name("gpt-4"), Name("sql", "/p")]
 
 
 def test_an_adapters_path_is_the_root_of_a_card_with_a_parent() -> None:
@@ -164,13 +164,13 @@ async def test_a_list_that_is_no_good_changes_nothing_and_is_said_once(
         assert all(
             line.startswith("worker default/a: only its announced names") and says in line for line in lines
         )
-        assert fleet.names.others("default", 9) == []
+        assert fleet.names.listed("default", 9)[1:] == []
         show(server, saying(GOOD))
-        await until(lambda: fleet.names.others("default", 9) == [(Name("sql", "/p"), "m")])
+        await until(lambda: fleet.names.listed("default", 9)[1:] == [(Name("sql", "/p"), "m")])
         show(server, say)
         asked = lists_asked(server)
         await until(lambda: lists_asked(server) >= asked + 3)
-        assert fleet.names.others("default", 9) == [(Name("sql", "/p"), "m")]
+        assert fleet.names.listed("default", 9)[1:] == [(Name("sql", "/p"), "m")]
 
 
 @pytest.mark.anyio
@@ -186,13 +186,13 @@ async def test_names_are_read_without_a_page_of_metrics_and_in_time(monkeypatch:
         fleet = Fleet()
         fleet.add(a_worker("a", address=server.address), "flag")
         async with reading(fleet):
-            await until(lambda: bool(fleet.names.others("default", 9)))
+            await until(lambda: bool(fleet.names.listed("default", 9)[1:]))
 
 
 @pytest.mark.anyio
 async def test_a_list_is_not_read_with_each_page_of_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     async with beside(saying(GOOD), monkeypatch) as (fleet, server):
-        await until(lambda: bool(fleet.names.others("default", 9)))
+        await until(lambda: bool(fleet.names.listed("default", 9)[1:]))
         monkeypatch.setattr(scraper_module, "NAMES_S", 600.0)
         asked, pages = lists_asked(server), len(server.asked)
         await until(lambda: len(server.asked) >= pages + 20)
