@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -74,10 +73,15 @@ def test_the_names_of_all_workers_are_listed_and_no_worker_is_asked() -> None:
 
 def test_callers_that_hang_up_cost_workers_nothing() -> None:
     with three() as (there, workers):
-        for _ in range(50):
-            with socket.create_connection(("127.0.0.1", there.port), timeout=60) as client:
-                client.sendall(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n")
-        assert eventually(lambda: sum(there.outcomes().values()) == 50 and there.ends())
+
+        def seen() -> int:
+            return sum(there.outcomes().values()) + there.index.proxy_stats.totals().under_way
+
+        for number in range(20):
+            with there.connect() as client:
+                client.sendall(f"GET /v1/models HTTP/1.1\r\nhost: x\r\nx-n: {number}\r\n\r\n".encode())
+                assert eventually(lambda number=number: seen() > number)
+        assert eventually(lambda: sum(there.outcomes().values()) == 20 and there.ends())
         assert [worker.bodies for worker in workers] == [[], [], []]
 
 
