@@ -10,9 +10,8 @@ Threads: the worker's model thread only.
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from kvpool import metrics
 from kvpool.errors import ConfigError
 from kvpool.metrics import Counters
 from kvpool.store import Store
+from kvpool.transfer.allowance import Allowance
 from kvpool.transfer.copier import BlockCopier
 from kvpool.transfer.device import DONE, CopyStream, Device, Event, device_of
 from kvpool.transfer.job import Job, Moved, Part, Stage
@@ -145,16 +145,15 @@ class KVCacheMover(BlockMover[Block]):
         max_store_nbytes_per_s: int,
         counters: Counters,
         device: Device | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``device``: of the copiers' layers; None: their tensors' device."""
+        """``device``: of the copiers' layers; None: their tensors' device. ``clock``: of the cap."""
         memory = KVCacheMemory(copiers, staging_nbytes, device or device_of(copiers[0].device))
         super().__init__(store, memory, counters)
         self._groups = len(copiers)
         self._payload_nbytes = [copier.payload_nbytes for copier in copiers]
         self._reserve = max(1, int(self.staging.slots * LOAD_RESERVE))
-        self._store_rate = max_store_nbytes_per_s
-        self._store_allowance = float(max_store_nbytes_per_s)
-        self._store_allowance_at = time.monotonic()
+        self._allowance = Allowance(max_store_nbytes_per_s, clock)
 
     @property
     def staging(self) -> Staging:
@@ -202,6 +201,12 @@ class KVCacheMover(BlockMover[Block]):
         if part.over():
             self._go_on_storing(part)
 
+    def _stored(self, job: Job[Block], now: float) -> Moved:
+        # Else ranks whose allowances are out of step take one record in turns, and never agree that it is there.
+        known = [place for place, there in enumerate(job.known) if there]
+        self._allowance.give_back(self._nbytes(job, known, 1))
+        return super()._stored(job, now)
+
     def _drop(self, tags: list[int], cause: str) -> None:
         self._counters.add(metrics.STORE_SKIPPED_BLOCKS, len(tags), cause)
         self._finished.staged.extend(tags)
@@ -209,31 +214,22 @@ class KVCacheMover(BlockMover[Block]):
 
     def _refused(self, blocks: Sequence[Block]) -> list[str]:
         """By block, why it is not staged now; "": it is. Behind a refused one, no further one of its group is."""
-        room, allowance = max(0, self.staging.free - self._reserve), self._allowance_nbytes()
+        room = max(0, self.staging.free - self._reserve)
         causes: list[str] = []
         of_group: dict[int, str] = {}
+        self._allowance.refill()
         for first, behind in _joined(blocks):
             group, count = blocks[first].group, behind - first
             nbytes = sum(self._payload_nbytes[block.group] for block in blocks[first:behind])
             if not of_group.get(group):
+                fits = count <= room
                 of_group[group] = (
-                    "staging_full" if count > room else "bandwidth_cap" if nbytes > allowance else ""
+                    "staging_full" if not fits else "" if self._allowance.take(nbytes) else "bandwidth_cap"
                 )
             if not of_group[group]:
-                room, allowance = room - count, allowance - nbytes
+                room -= count
             causes += [of_group[group]] * count
-        if self._store_rate:
-            self._store_allowance = allowance
         return causes
-
-    def _allowance_nbytes(self) -> float:
-        """What the cap on store bandwidth allows now (a token bucket of 1 s)."""
-        if not self._store_rate:
-            return math.inf
-        now = time.monotonic()
-        refill = (now - self._store_allowance_at) * self._store_rate
-        self._store_allowance_at = now
-        return min(self._store_rate, self._store_allowance + refill)
 
 
 def _joined(blocks: Sequence[Block]) -> Iterator[tuple[int, int]]:

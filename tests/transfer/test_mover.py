@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ def engine_on(
     caches: list[list[torch.Tensor]],
     slots: int = 16,
     cap: int = 0,
+    clock: Callable[[], float] = time.monotonic,
 ) -> KVCacheMover:
     copiers = [BlockCopier(group) for group in caches]
     slot_nbytes = max(copier.payload_nbytes for copier in copiers)
@@ -56,6 +57,7 @@ def engine_on(
         staging_nbytes=slots * slot_nbytes,
         max_store_nbytes_per_s=cap,
         counters=Counters(),
+        clock=clock,
     )
 
 
@@ -139,12 +141,69 @@ def test_the_cap_on_store_bandwidth_holds(store: Store) -> None:
     assert sum(ok for _, ok in run(engine).stored) == 3
 
 
+@pytest.mark.parametrize("seconds_a_record", [0.9, 1.0, 1.1, 7.0])
+def test_records_that_the_cap_takes_seconds_for_are_stored_at_its_rate(
+    store: Store, seconds_a_record: float
+) -> None:
+    caches, now = layers(1), [0.0]
+    payload = BlockCopier(caches[0]).payload_nbytes
+    cap = int(payload / seconds_a_record)
+    engine = engine_on(store, caches, slots=64, cap=cap, clock=lambda: now[0])
+    stored, ends_s = 0, 20 * seconds_a_record
+    while now[0] < ends_s:
+        engine.stage(blocks([stored], groups=1), tags=[stored])
+        stored += sum(ok for _, ok in run(engine).stored)
+        now[0] += 0.25
+    assert stored == pytest.approx(20, abs=2), "one more at the start, and one more that went into debt"
+
+
+def test_large_records_pass_the_cap_beside_small_ones_that_empty_it(store: Store) -> None:
+    caches, now = layers(2), [0.0]
+    first, second = (BlockCopier(group).payload_nbytes for group in caches)
+    small, large = (0, 1) if first < second else (1, 0)
+    engine = engine_on(store, caches, slots=64, cap=max(first, second) // 2, clock=lambda: now[0])
+    stored = [0, 0]
+    for step in range(600):
+        some = [Block(key(step, small), small, (1,)), Block(key(stored[large], large), large, (2,))]
+        engine.stage(some, tags=[small, large])
+        for tag, ok in run(engine).stored:
+            stored[tag] += ok
+        now[0] += 0.1
+    assert stored[large] >= 5
+    assert stored[small] >= 5
+
+
+def test_ranks_whose_caps_are_out_of_step_store_a_record_in_the_end(tmp_path: Path) -> None:
+    caches, now = layers(1), [0.0]
+    cap = BlockCopier(caches[0]).payload_nbytes // 10  # a record in 10 s
+    with (
+        open_store(f"file://{tmp_path}/a") as ours,
+        open_store(f"file://{tmp_path}/b") as theirs,
+    ):
+        ranks = [engine_on(store, caches, cap=cap, clock=lambda: now[0]) for store in (ours, theirs)]
+        ranks[0].stage(blocks([0], groups=1), tags=[0])  # 5 s before the other's
+        run(ranks[0])
+        now[0] += 5
+        ranks[1].stage(blocks([1], groups=1), tags=[1])
+        run(ranks[1])
+        attempts = []
+        while now[0] < 120 and not any(map(all, attempts)):
+            now[0] += 5  # the pause of a queue whose records are dropped
+            for rank in ranks:
+                rank.stage(blocks([2], groups=1), tags=[2])
+            attempts.append([ok for rank in ranks for _, ok in run(rank).stored])
+        assert all(attempts[-1]), f"one of them drops it each time: {attempts}"
+
+
 @pytest.mark.parametrize("cause", ["bandwidth_cap", "staging_full"])
 def test_what_is_joined_is_staged_together_or_not_at_all(store: Store, cause: str) -> None:
-    """There is room for two records and one part. Else each step would send all first parts, and no record whole."""
+    """Staging has room for two records and one part; the cap for one and one part, whose record goes into debt whole.
+
+    Else each step would send all first parts, and no record whole.
+    """
     caches = layers(2)
     first, second = (BlockCopier(group).payload_nbytes for group in caches)
-    room = {"cap": 3 * first + 2 * second} if cause == "bandwidth_cap" else {"slots": 6}  # one is for loads
+    room = {"cap": 2 * first + second} if cause == "bandwidth_cap" else {"slots": 6}  # one is for loads
     engine = engine_on(store, caches, **{"slots": 64, **room})
     parts = [Block(key(n, g), g, (1 + n,), joined=g > 0) for n in range(4) for g in range(2)]
     engine.stage(parts, tags=list(range(8)))
