@@ -87,6 +87,7 @@ STORE_SKIPPED_BLOCKS = Metric(
         "queue_full",
         "evicted",
         "quota",
+        "wrong_hash",
     ),
 )
 QUOTA_FAILURES = Metric(

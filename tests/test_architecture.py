@@ -35,6 +35,7 @@ FLOORS = (
     {"__init__"},  # the public names
     {"vllm", "sglang"},
     {"vllm.internals"},
+    {"vllm.proofs"},
     {"vllm.support", "vllm.events", "vllm.weights", "vllm.announcement", "vllm.loads", "vllm.store_queue"},
     {"vllm.parts"},
     {"vllm.identity", "vllm.lookups", "vllm.near", "vllm.write_back"},

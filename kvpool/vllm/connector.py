@@ -94,6 +94,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                     ranks=pipeline_parallel * stage_ranks,
                     pipeline_parallel=pipeline_parallel,
                     align_tokens=align_tokens,
+                    hash_algorithm=str(vllm_config.cache_config.prefix_caching_hash_algo),
                     hash_block_tokens=hash_block_tokens,
                     match_tokens=internals.match_tokens(kv_cache_config),
                     step_tokens=step_tokens,

@@ -1,6 +1,8 @@
 """The only module that reads vLLM beyond its connector interface; the rest of the package calls it.
 
 Versions are distinguished by feature, never by version number.
+
+Over 400 lines because it is the only one.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
+import cbor2
 import numpy
 import torch
 from torch import nn
@@ -294,6 +297,37 @@ def record_hashes(request: Request, hash_block_tokens: int, group: Group) -> Seq
     step = group.record_tokens // hash_block_tokens
     hashes: Sequence[bytes] = request.block_hashes
     return hashes if step == 1 else hashes[step - 1 :: step]
+
+
+def first_parent_hash() -> bytes:
+    """The hash before a prompt's first block, of this process."""
+    return bytes(kv_cache_utils.NONE_HASH)
+
+
+def extra_keys(request: Request, blocks: range, block_tokens: int) -> dict[int, bytes]:
+    """What the hashes of a request's blocks cover beside tokens, as CBOR, by place in ``blocks``; empty ones left out.
+
+    Of embeddings vLLM keeps a digest for each block of the prompt, and covers it and the zeros in the tokens' places.
+    """
+    last = request.mm_features[-1].mm_position if request.mm_features else None
+    changing = blocks.stop if request.prompt_embeds is not None else 1  # from here on all have the same
+    if last is not None:
+        changing = max(changing, -(-(last.offset + last.length) // block_tokens))
+    found: dict[int, bytes] = {}
+    for place, block in enumerate(blocks):
+        start = block * block_tokens
+        keys, _ = kv_cache_utils.generate_block_hash_extra_keys(request, start, start + block_tokens, 0)
+        spelled = None if keys is None else cbor2.dumps(keys, canonical=True)
+        if block >= changing:
+            return found if spelled is None else found | dict.fromkeys(range(place, len(blocks)), spelled)
+        if spelled is not None:
+            found[place] = spelled
+    return found
+
+
+def is_resumable(request: Request) -> bool:
+    """Whether it is a streaming session, whose last token is replaced by what is said next."""
+    return bool(getattr(request, "resumable", False))
 
 
 def cache_key(block_hash: bytes, group: int) -> bytes:

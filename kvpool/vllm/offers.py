@@ -19,6 +19,7 @@ from kvpool.vllm.lookups import Lookups, RequestLookup
 from kvpool.vllm.metrics import Outcomes
 from kvpool.vllm.plan import Group, junction, longest_hit
 from kvpool.vllm.prefetch import Prefetches
+from kvpool.vllm.proofs import HashProofs
 from kvpool.vllm.requests import RequestState
 
 Offer = tuple[int | None, bool]  # tokens that the pool adds, None: ask again later; the load is asynchronous
@@ -44,6 +45,7 @@ class Offers:
         prefetches: Prefetches | None,
         gate: CostGate | None,
         outcomes: Outcomes,
+        proofs: HashProofs,
         align_tokens: int,
         hash_block_tokens: int,
         match_tokens: int,
@@ -54,6 +56,7 @@ class Offers:
         self._first = next(group for group in groups if not group.scratch)
         self._namespace, self._lookups, self._loads = namespace, lookups, loads
         self._prefetches, self._gate, self._outcomes = prefetches, gate, outcomes
+        self._proofs = proofs
         self._align_tokens, self._hash_block_tokens = align_tokens, hash_block_tokens
         self._match_tokens, self._timeout_s, self._stores = match_tokens, timeout_s, stores
 
@@ -66,6 +69,9 @@ class Offers:
             state.lookup.cancel()
         state.lookup, state.wait_counted = None, False
         state.tails, state.admitted = None, {}
+        if internals.is_resumable(state.request) and not self._proofs.is_true(state.request):
+            state.refused, state.reason = True, "fault"  # its hashes would find the KV of other tokens
+            return None
         state.lookup = self._lookups.start(self._namespace.current, state.request, tag)
         state.refused |= state.lookup is None
         return state.lookup

@@ -54,6 +54,7 @@ from kvpool.vllm.plan import (
     has_tails,
 )
 from kvpool.vllm.prefetch import Prefetches
+from kvpool.vllm.proofs import HashProofs
 from kvpool.vllm.requests import WITHOUT_POOL, ParamsReader, RequestState
 from kvpool.vllm.retention import Prefix, Retention
 from kvpool.vllm.seen import SeenRecords
@@ -80,6 +81,7 @@ class SchedulerHalf:
         ranks: int,
         pipeline_parallel: int = 1,
         align_tokens: int,
+        hash_algorithm: str,
         hash_block_tokens: int,
         match_tokens: int,
         step_tokens: int,
@@ -152,10 +154,12 @@ class SchedulerHalf:
             over_quota=self._quota.is_over,
             counters=self.counters,
         )
+        self._proofs = HashProofs(hash_algorithm, hash_block_tokens, self._is_cached)
         self._store_planner = StorePlanner(
             config,
             self._groups,
             queue=queue,
+            proofs=self._proofs,
             align_tokens=self._align_tokens,
             step_tokens=step_tokens,
             hash_block_tokens=hash_block_tokens,
@@ -172,6 +176,7 @@ class SchedulerHalf:
             prefetches=self._prefetches if self._has_near else None,
             gate=self._gate,
             outcomes=self._outcomes,
+            proofs=self._proofs,
             align_tokens=self._align_tokens,
             hash_block_tokens=hash_block_tokens,
             match_tokens=self._match_tokens,
@@ -299,10 +304,18 @@ class SchedulerHalf:
 
     @guarded(None)
     def _plan_stores(self, output: SchedulerOutput, step: PoolMetadata) -> None:
-        scheduled = []
-        for request_id, computed_tokens in internals.scheduled_tokens(output):
-            if (state := self._requests.get(request_id)) is not None and state.params.store:
-                scheduled.append((state, computed_tokens))
+        states = [
+            (state, computed_tokens)
+            for request_id, computed_tokens in internals.scheduled_tokens(output)
+            if (state := self._requests.get(request_id)) is not None
+        ]
+        for state, computed_tokens in states:
+            self._prove(state.request, computed_tokens)
+        for state, computed_tokens in states:
+            self._look_behind(
+                state.request, computed_tokens - output.num_scheduled_tokens[state.request.request_id]
+            )
+        scheduled = [(state, computed_tokens) for state, computed_tokens in states if state.params.store]
         self._store_planner.begin(step)
         for state, computed_tokens in sorted(scheduled, key=lambda each: each[0].params.priority):
             self._plan_request(state.request, state, computed_tokens, output, step)
@@ -310,6 +323,14 @@ class SchedulerHalf:
             if (owner := self._requests.get(request_id)) is not None and owner.params.store:
                 self._plan_states(owner.request, owner, offered, output, step)
         self._store_planner.end(step, output)
+
+    @guarded(None, request="store")
+    def _prove(self, request: Request, computed_tokens: int) -> None:
+        self._proofs.prove(request, computed_tokens)
+
+    @guarded(None, request="store")
+    def _look_behind(self, request: Request, before: int) -> None:
+        self._proofs.look_behind(request, self._store_planner.held_tokens(request, before))
 
     @guarded(None, request="store")
     def _plan_request(
@@ -475,6 +496,12 @@ class SchedulerHalf:
         if not self._loads or self._broken or self._namespace.awaits_reset or not state.params.load:
             return False
         return state.identified or not state.checked
+
+    def _is_cached(self, block_hash: bytes) -> bool:
+        """Whether the engine's own cache has a block under a hash, or does not show what it has."""
+        cached = None if self._block_pool is None else internals.cached_blocks(self._block_pool)
+        keys = (internals.cache_key(block_hash, group) for group in range(len(self._groups)))
+        return cached is None or any(key in cached for key in keys)
 
     def _only_stores(self, state: RequestState) -> bool:
         return self._stores and not self._loads and not self._broken and state.params.store

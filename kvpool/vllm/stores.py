@@ -1,8 +1,10 @@
 """``StorePlanner``: chooses records for the pool, and when to offer them to the queue (``store_queue``).
 
 Candidates are records that a request computed, or held although its lookup missed them. The request and the
-settings (prompts only, number of requests) must allow it. A record is offered at once; with ``write_back``,
-when its blocks are next to be evicted.
+settings (prompts only, number of requests) must allow it, and its hash must be that of its tokens (``proofs``).
+A record is offered at once; with ``write_back``, when its blocks are next to be evicted.
+
+Over 400 lines because every reason to store a record, or not, stands together.
 
 Threads: the engine's scheduler thread only.
 """
@@ -21,6 +23,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
+from kvpool import metrics
 from kvpool.config import PoolConfig
 from kvpool.metrics import Counters
 from kvpool.vllm import internals
@@ -36,6 +39,7 @@ from kvpool.vllm.plan import (
     reached,
     records_to_store,
 )
+from kvpool.vllm.proofs import HashProofs
 from kvpool.vllm.request_counter import RequestCounter
 from kvpool.vllm.store_queue import StoreQueue, Wanted
 from kvpool.vllm.write_back import WriteBack
@@ -87,6 +91,7 @@ class StorePlanner:
         groups: Sequence[Group],
         *,
         queue: StoreQueue,
+        proofs: HashProofs,
         align_tokens: int,
         step_tokens: int,
         hash_block_tokens: int,
@@ -97,7 +102,7 @@ class StorePlanner:
         self._config, self._groups = config, list(groups)
         self._hash_block_tokens, self._events_wanted, self._counters = hash_block_tokens, events, counters
         write_through = config.store_policy == "write_through"
-        self._queue, self._held = queue, queue.held
+        self._queue, self._held, self._proofs = queue, queue.held, proofs
         self._tails = tails and write_through
         self._reached = [reached(group, align_tokens) for group in self._groups]
         self._refilled_tokens = max((group.window or 0 for group in groups if group.scratch), default=0)
@@ -117,9 +122,11 @@ class StorePlanner:
         progress = self._progress.setdefault(request_id, _Progress())
         progress.planned = None
         progress.answer = answer or progress.answer
+        self._proofs.placed(request_id)
 
     def finished(self, request_id: str) -> None:
         self._progress.pop(request_id, None)
+        self._proofs.finished(request_id)
 
     def begin(self, step: PoolMetadata) -> None:
         self._queue.send_waiting(step)
@@ -164,6 +171,10 @@ class StorePlanner:
         self._write_back.clear()
         self._queue.leave()
 
+    def held_tokens(self, request: Request, before: int) -> int:
+        """Of how many tokens a request has blocks that it did not compute, at ``before`` tokens in its first step."""
+        return internals.tokens_held(request, before, self._refilled_tokens)
+
     def plan(
         self,
         step: PoolMetadata,
@@ -173,20 +184,20 @@ class StorePlanner:
         computed_tokens: int,
         pool_hash: PoolHash | None = bytes,
     ) -> None:
-        """Add the stores of a request with ``computed_tokens`` after the step. ``pool_hash``: None: unknown."""
+        """Add the stores of a proven request with ``computed_tokens`` after the step. ``pool_hash``: None: unknown."""
         progress = self._progress.setdefault(request.request_id, _Progress())
         before = computed_tokens - output.num_scheduled_tokens[request.request_id]
         if not self._config.store_decode:
             computed_tokens = min(computed_tokens, request.num_prompt_tokens)
         begins = progress.planned is None
         if progress.planned is None:
-            held = internals.tokens_held(request, before, self._refilled_tokens)
+            held = self.held_tokens(request, before)
             progress.held = [held // group.record_tokens for group in self._groups]
             progress.planned = self._first_to_plan(request, progress, pool_hash)
         if pool_hash is None:
             progress.present, progress.answer = (), None
             return
-        source = _Source(request, priority, pool_hash)
+        source, proven_tokens = _Source(request, priority, pool_hash), self._proofs.proven_tokens(request)
         tables: tuple[list[int], ...] | None = None
         for index, group in enumerate(self._groups):
             known_tokens = computed_tokens - group.reads_ahead
@@ -197,6 +208,9 @@ class StorePlanner:
             progress.planned[index] = new.stop
             if group.state:  # the engine offers what it computed (``plan_states``)
                 new = range(new.start, max(new.start, min(new.stop, progress.held[index])))
+            stop = max(new.start, min(new.stop, proven_tokens // group.record_tokens))
+            self._count_false(new.stop - stop)
+            new = range(new.start, stop)
             tables = internals.block_tables(output, request.request_id) if tables is None else tables
             if tables is None:
                 break
@@ -207,7 +221,11 @@ class StorePlanner:
             progress.present = ()
             if progress.answer is not None and any(progress.held):
                 tables = tables or internals.block_tables(output, request.request_id)
-                self._await_answer(source, progress.answer, progress.held, tables)
+                proven = [
+                    min(records, proven_tokens // group.record_tokens)
+                    for records, group in zip(progress.held, self._groups, strict=True)
+                ]
+                self._await_answer(source, progress.answer, proven, tables)
             progress.answer = None
 
     def plan_states(
@@ -225,11 +243,15 @@ class StorePlanner:
         """
         if pool_hash is None:
             return
-        source = _Source(request, priority, pool_hash)
+        source, proven_tokens = _Source(request, priority, pool_hash), self._proofs.proven_tokens(request)
         tails: dict[int, list[tuple[int, int]]] = {}
         for index, block_id, tokens in offered:
             group = self._groups[index]
             record = tokens // group.record_tokens - 1
+            hashed = tokens // self._hash_block_tokens
+            if hashed * self._hash_block_tokens > proven_tokens:
+                self._count_false(int(hashed <= len(request.block_hashes)))  # else it is not known yet
+                continue
             if tokens % group.record_tokens:
                 tails.setdefault(tokens, []).append((index, block_id))
                 continue
@@ -238,7 +260,7 @@ class StorePlanner:
             if tokens > request.num_prompt_tokens and not self._config.store_decode:
                 continue
             hashes = internals.record_hashes(request, self._hash_block_tokens, group)
-            if record >= len(hashes) or self._queue.is_under_way((pool_hash(hashes[record]), index)):
+            if self._queue.is_under_way((pool_hash(hashes[record]), index)):
                 continue
             if self._had_by_enough(hashes[record], index):
                 self._store(step, source, index, hashes, record, [0] * record + [block_id])
@@ -253,6 +275,10 @@ class StorePlanner:
             ]
             for index, block_id in blocks:
                 self._store_tail(step, source, index, tokens, block_id)
+
+    def _count_false(self, records: int) -> None:
+        if records:
+            self._counters.add(metrics.STORE_SKIPPED_BLOCKS, records, "wrong_hash")
 
     def _store_tail(
         self, step: PoolMetadata, source: _Source, index: int, tokens: int, block_id: int
@@ -357,6 +383,9 @@ class StorePlanner:
         for i in range(first, min(stop, len(present))):
             ids = blocks_held(group, table, i)
             if present[i] or ids is None or self._queue.is_under_way((pool_hash(hashes[i]), index)):
+                continue
+            if self._proofs.is_false(hashes[i]):  # since then
+                self._count_false(1)
                 continue
             if self._requests is not None and (
                 self._requests.count(hashes[i], index) < self._config.min_requests_to_store

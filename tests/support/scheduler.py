@@ -78,6 +78,7 @@ def half(
         ranks=ranks,
         pipeline_parallel=pipeline_parallel,
         align_tokens=BLOCK_TOKENS,
+        hash_algorithm="sha256_cbor",
         hash_block_tokens=hash_block_tokens,
         match_tokens=match_tokens,
         step_tokens=STEP_TOKENS,

@@ -198,15 +198,7 @@ class Engine:
 
 def prompts(count: int, tokens: int = 64) -> list[Request]:
     """Requests that have no block in common."""
-    made = []
-    for i in range(count):
-        asked = request(f"r{i}", tokens=tokens, transfer_params=None)
-        asked.cache_salt = str(i)
-        asked._all_token_ids[:] = [1000 * (i + 1) + token for token in range(tokens)]
-        asked._block_hashes = []
-        asked.update_block_hashes()
-        made.append(asked)
-    return made
+    return [request(f"r{i}", tokens, first=1000 * (i + 1)) for i in range(count)]
 
 
 AHEAD = 2 * STEP_TOKENS // BLOCK_TOKENS
