@@ -22,6 +22,7 @@ from kvpool.index import limits
 from kvpool.index.client.tls import ServerTls
 from kvpool.index.limits import Kind, Limits
 from kvpool.index.names import Name
+from kvpool.index.place import header_bytes
 from kvpool.index.place.placement import Refusal
 from kvpool.index.place.placer import Placer
 from kvpool.index.place.worker_connection import WorkerConnector
@@ -84,6 +85,7 @@ class Proxy:
 
     async def start(self, listen: str) -> int:
         """Listen on ``HOST:PORT``; port 0: any free one. Returns the port. Errors: ``ConfigError``."""
+        header_bytes.keep()
         # limits: of requests under way; auto_decompress: bytes pass as they are; cookies are the clients' own
         self._session = aiohttp.ClientSession(
             connector=WorkerConnector(keepalive_s=WORKER_KEEP_ALIVE_S, tls=self._worker_tls),

@@ -17,6 +17,7 @@ from yarl import URL
 
 from kvpool.index.limits import INFERENCE, Limits
 from kvpool.index.place.endpoints import parse_url
+from kvpool.index.place.header_bytes import has_control
 from kvpool.index.place.inference_request import engine_path
 from kvpool.index.place.model_list import denies_model
 from kvpool.index.place.placement import MAX_BODY_NBYTES, OURS, RANK, Placement, Refusal, Target, hold
@@ -177,13 +178,14 @@ class Forwarding:
                 raise Refusal(504, f"worker {target.worker} has not answered in time") from error
             except (aiohttp.ClientError, ValueError) as error:
                 self._placer.record(placement, target)
-                raise Refusal(
-                    502, f"the answer of worker {target.worker} is no HTTP: {why_not(error)}"
-                ) from error
+                raise _no_http(target, why_not(error)) from error
             else:
                 if not 200 <= reply.status <= 599:  # such as 101, for a request that asks for no upgrade
                     reply.close()
                     raise Refusal(502, f"worker {target.worker} answers with HTTP status {reply.status}")
+                if has_control(reply.reason or "", reply.headers):
+                    reply.close()
+                    raise _no_http(target, "its head holds control characters")
                 # Another worker may keep the response that it names, or serve its model.
                 lacks_model = reply.status == 404 and await self._lacks_model(reply, target)
                 elsewhere = lacks_model or (reply.status == 404 and is_of_responses(path))
@@ -347,6 +349,12 @@ def _without_worker(named: str, target: Target) -> str:
     except ValueError:
         return named
     return "/" + str(url.relative()).lstrip("/")  # two slashes would begin another authority
+
+
+def _no_http(target: Target, why: str) -> Refusal:
+    text = f"the answer of worker {target.worker} is no HTTP: {why}"
+    logger.info("%s", text)
+    return Refusal(502, text)
 
 
 def _incomplete(target: Target, error: BaseException) -> str:

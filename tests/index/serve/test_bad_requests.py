@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import re
 import socket
 import threading
@@ -16,6 +17,7 @@ import pytest
 
 from kvpool.errors import ConfigError
 from kvpool.index.fleet import Fleet
+from kvpool.index.place import load
 from tests.support import envoy
 from tests.support.deadlines import eventually, raises
 from tests.support.fleets import serving
@@ -287,10 +289,19 @@ def test_a_workers_name_forges_no_header(front: Front) -> None:
         (b"200 OK\r\ncontent-length: 2\r\ncontent-length: 3", "is no HTTP: Duplicate Content-Length"),
         (b"200 OK\r\n" + b"x-a: b\r\n" * 500 + b"content-length: 2", "is no HTTP: Too many headers"),
         (b"200 OK\r\nx-a: " + b"a" * 100_000, "is no HTTP: Got more than "),
+        (b"200 O\x01K\r\ncontent-length: 2", "is no HTTP: its head holds control characters"),
+        (b"200 O\x00K\r\ncontent-length: 2", "is no HTTP: its head holds control characters"),
+        (b"200 OK\r\nx-a: a\x1bb\r\ncontent-length: 2", "is no HTTP: its head holds control characters"),
+        (
+            b"200 OK\r\nx-a: a\x7fb\r\nx-b: \xe9\r\ncontent-length: 2",
+            "is no HTTP: its head holds control characters",
+        ),
     ],
-    ids=["101", "999", "99", "lengths", "headers", "header"],
+    ids=["101", "999", "99", "lengths", "headers", "header", "reason", "NUL", "ESC", "DEL"],
 )
-def test_a_workers_answer_that_is_none(head: bytes, message: str) -> None:
+def test_a_workers_answer_that_is_none(head: bytes, message: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
     def talk(client: socket.socket) -> None:
         if request_of(client):
             client.sendall(b"HTTP/1.1 " + head + b"\r\n\r\n{}")
@@ -305,3 +316,36 @@ def test_a_workers_answer_that_is_none(head: bytes, message: str) -> None:
         assert "http://" not in said, "where workers are is not for callers to know"
         assert eventually(there.ends)
         assert there.outcomes() == {"refused": 1}
+        lines = [one.getMessage() for one in caplog.records if "is no HTTP" in one.getMessage()]
+        assert len(lines) == ("is no HTTP" in message)
+        assert not any(one.exc_info for one in caplog.records)
+
+
+ODD = b"caf\xe9 \xff\x80 \xc3\xa9 \xed\xa0\x80"  # Latin-1, no text, UTF-8, half of a pair
+
+
+def test_bytes_of_headers_pass_both_ways() -> None:
+    seen: list[bytes] = []
+
+    def talk(client: socket.socket) -> None:
+        while request := request_of(client):
+            seen.append(request)
+            client.sendall(b"HTTP/1.1 200 OK \xe9\r\nx-b: " + ODD + b"\r\ncontent-length: 2\r\n\r\n{}")
+
+    with beside(BadWorker("bad", talk), "a") as there:
+        asked = sent("POST /v1/completions HTTP/1.1", LENGTH, "x-a: ODD", body=BODY).replace(b"ODD", ODD)
+        answer = there.raw(asked)
+        assert answer.startswith(b"HTTP/1.1 200 OK \xe9\r\n")
+        assert b"\r\nx-b: " + ODD + b"\r\n" in answer
+        assert b"\r\nx-a: " + ODD + b"\r\n" in seen[0]
+        assert there.outcomes() == {"2xx": 1}
+
+
+@pytest.mark.parametrize("header", ["x-a: b\x01c", "x-a: \x7f", "x-a: \x1b[31m", "x-a: \xe9\x01"])
+def test_a_header_that_cannot_be_sent_is_its_callers_fault(front: Front, header: str) -> None:
+    for _ in range(2 * load.FAILURES):
+        status, body = answered(front, sent("POST /v1/completions HTTP/1.1", LENGTH, header, body=BODY))
+        assert status == (0 if isinstance(front, EnvoyCluster) else 400)
+        assert not status or in_form(body, 400)
+    assert taken(front) == 0
+    assert len(front.index._options["router"]._ejections._failing) == 0
