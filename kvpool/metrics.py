@@ -92,7 +92,7 @@ STORE_SKIPPED_BLOCKS = Metric(
 )
 QUOTA_FAILURES = Metric(
     "kvpool_quota_failures_total",
-    "Times that the tenant's quota, or what it holds, could not be read; there is no limit then, by cause.",
+    "Times that the tenant's quota, or what it holds, could not be read, by cause; the last one holds for 10 minutes.",
     "cause",
     values=("store_unavailable", "unreadable"),
 )

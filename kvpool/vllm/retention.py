@@ -80,6 +80,7 @@ class Retention(TurnThread):
         self._kept: dict[bytes, _Kept] = {}  # by the prefix's last hash
         self._next_touch_s = clock() + TOUCH_EVERY_S
         self._room_nbytes = 0.0
+        self._sizes: dict[str, int] = {}  # of the pool's servers, as last known
         self._is_away = False  # the pool, as logged
         self._is_blind = False  # it was logged that the pool's size is unknown
 
@@ -192,8 +193,13 @@ class Retention(TurnThread):
         keepers, tenants = len(self._store.announcements(keepers_prefix(self._tenant))), 1
         with contextlib.suppress(KVPoolError):  # a user that may not read it
             tenants = max(1, len(self._store.announcing_tenants()))
-        usage = self._store.usage()
-        nbytes = sum(one.capacity_nbytes or one.used_nbytes or 0 for one in usage if one.up)
+        self._sizes = {
+            one.server: (one.capacity_nbytes or one.used_nbytes or 0)
+            if one.up
+            else self._sizes.get(one.server, 0)
+            for one in self._store.usage()
+        }
+        nbytes = sum(self._sizes.values())
         room_nbytes = nbytes / tenants
         with contextlib.suppress(KVPoolError):  # a user that may not read it
             standing = read_standings(self._store, [self._tenant])[self._tenant]

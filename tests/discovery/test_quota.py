@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import redis
 
 from kvpool import metrics, open_store
 from kvpool.discovery.quota import Standing, read_standings, tenants_with_quotas, write_held, write_quota
-from kvpool.discovery.quota_watch import QuotaWatch
+from kvpool.discovery.quota_watch import UNKNOWN_S, QuotaWatch
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.key.key import quota_keys
 from kvpool.metrics import Counters
@@ -77,18 +78,23 @@ GARBAGE = [
 
 @pytest.mark.parametrize("key", [QUOTA, HELD])
 @pytest.mark.parametrize("bad", GARBAGE)
-def test_a_document_that_makes_no_sense_is_no_limit_and_is_counted(key: str, bad: bytes) -> None:
+def test_a_document_that_makes_no_sense_changes_nothing_for_a_time_and_is_counted(
+    key: str, bad: bytes
+) -> None:
     with MemoryStore() as store:
         write_quota(store, "t", 10)
         write_held(store, "t", 10, 60)
-        counters = Counters()
-        watch = QuotaWatch(store, "t", counters, LOGGER)
+        counters, now = Counters(), [0.0]
+        watch = QuotaWatch(store, "t", counters, LOGGER, lambda: now[0])
         watch.turn()
         assert watch.is_over()
         store.announce(key, bad, lease_s=60)
         watch.turn()
-        assert not watch.is_over()
+        assert watch.is_over()
         assert counters.take() == {f"{metrics.QUOTA_FAILURES.name}/unreadable": 1}
+        now[0] += UNKNOWN_S
+        watch.turn()
+        assert not watch.is_over()
         assert standing(store).is_unreadable
 
 
@@ -111,14 +117,102 @@ def test_stores_end_at_the_quota_and_go_on_well_below_it(caplog: pytest.LogCaptu
         assert (
             caplog.messages[1] == "kvpool: tenant t is not over its quota any more: this worker stores again"
         )
-        store.withdraw(HELD)  # no index counts any more
-        watch.turn()
-        assert not watch.is_over()
-        write_held(store, "t", 2000, 60)
-        watch.turn()
         write_quota(store, "t", 5000)
         watch.turn()
         assert not watch.is_over(), "raised"
+
+
+class Blind(MemoryStore):
+    """Its documents cannot be read while ``error`` is set."""
+
+    error: Exception | None = None
+
+    def announced_under(self, keys: Sequence[str]) -> dict[str, bytes]:
+        if self.error is not None:
+            raise self.error
+        return super().announced_under(keys)
+
+
+LOST, GARBLED = "lost", "garbled"
+
+
+@pytest.mark.parametrize("held_nbytes", [970, 1000, 949, 0])
+@pytest.mark.parametrize("fault", [StoreUnavailable("gone"), RuntimeError("a bug"), LOST, GARBLED])
+def test_what_is_unknown_for_a_while_changes_nothing_and_says_nothing(
+    fault: Exception | str, held_nbytes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, LOGGER.name)
+    with Blind() as store:
+        now = [0.0]
+        watch = QuotaWatch(store, "t", Counters(), LOGGER, lambda: now[0])
+        write_quota(store, "t", 1000)
+        write_held(store, "t", 1000, 60)
+        watch.turn()
+        said = len(caplog.records)
+        if fault == LOST:
+            store.withdraw(QUOTA)
+            store.withdraw(HELD)
+        elif fault == GARBLED:
+            store.announce(HELD, b"garbage", lease_s=60)
+        else:
+            store.error = fault  # type: ignore[assignment]
+        for _ in range(5):
+            now[0] += UNKNOWN_S / 6
+            watch.turn()
+            assert watch.is_over()
+        assert not [text for text in caplog.messages[said:] if "quota any more" in text or "no limit" in text]
+        store.error = None
+        write_quota(store, "t", 1000)
+        write_held(store, "t", held_nbytes, 60)
+        watch.turn()
+        assert watch.is_over() == (held_nbytes >= 950), "the mark below which stores go on holds as before"
+
+
+def test_what_stays_unknown_is_no_limit_in_the_end_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    with Blind() as store:
+        now = [0.0]
+        watch = QuotaWatch(store, "t", Counters(), LOGGER, lambda: now[0])
+        write_quota(store, "t", 1000)
+        write_held(store, "t", 1000, 60)
+        watch.turn()
+        store.error = StoreUnavailable("no right to read it")
+        now[0] += UNKNOWN_S - 1
+        watch.turn()
+        assert watch.is_over()
+        for _ in range(3):
+            now[0] += 1
+            watch.turn()
+        assert not watch.is_over()
+        assert "could not be read for 10 minutes" in caplog.messages[-1]
+        assert len(caplog.messages) == 2, "once"
+        store.error = None
+        write_held(store, "t", 970, 60)
+        watch.turn()
+        assert watch.is_over(), "it never fell below the mark"
+
+
+def test_what_no_index_counts_any_more_is_no_limit_and_is_not_called_less(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, LOGGER.name)
+    with MemoryStore() as store:
+        watch = QuotaWatch(store, "t", Counters(), LOGGER)
+        write_quota(store, "t", 1000)
+        write_held(store, "t", 1000, 60)
+        watch.turn()
+        store.withdraw(HELD)
+        watch.turn()
+        assert not watch.is_over()
+        assert "no index counts any more what tenant t holds" in caplog.messages[-1]
+        write_held(store, "t", 970, 60)
+        watch.turn()
+        assert watch.is_over()
+        write_held(store, "t", 949, 60)
+        watch.turn()
+        assert not watch.is_over()
+        write_quota(store, "t", None)
+        watch.turn()
+        assert not watch.is_over()
 
 
 def test_a_watch_reads_by_itself_until_it_is_closed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,8 +227,9 @@ def test_a_watch_reads_by_itself_until_it_is_closed(server: Server, monkeypatch:
             write_held(store, "t", 11, 60)
             assert eventually(watch.is_over)
             server.kill()
-            assert eventually(lambda: not watch.is_over()), "a pool that is away is no limit"
-            assert counters.take()[f"{metrics.QUOTA_FAILURES.name}/store_unavailable"] >= 1
+            failures = f"{metrics.QUOTA_FAILURES.name}/store_unavailable"
+            assert eventually(lambda: counters.take().get(failures, 0) >= 1)
+            assert watch.is_over(), "what is unknown is as it was"
         finally:
             watch.close()
 

@@ -300,6 +300,24 @@ def test_a_confined_user_keeps_by_what_it_may_see(pool: Pool, monkeypatch: pytes
     assert "+info" in line
 
 
+def test_a_server_that_is_away_for_a_moment_lets_go_of_nothing(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half_nbytes = 50 * (RECORD_NBYTES + HEADER_NBYTES)
+    servers = [Usage("a", capacity_nbytes=half_nbytes), Usage("b", capacity_nbytes=half_nbytes)]
+    monkeypatch.setattr(pool.store, "usage", lambda: servers)
+    engine = pool.engine()
+    engine.keep(pool.fill(40), 1e6)
+    pool.wait(engine)
+    assert engine.keeps
+    servers[1] = Usage("b", up=False)
+    pool.wait(engine)
+    assert engine.keeps, "its size is unknown, and not nothing"
+    servers.pop()
+    pool.wait(engine)
+    assert not engine.keeps, "it belongs to the pool no more"
+
+
 # ---------------------------------------------------------------------- of requests
 
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from kvpool.discovery.quota import Standing
+from kvpool.discovery.quota import Standing, tenants_with_quotas
 from kvpool.discovery.traffic import Seen
 from kvpool.discovery.worker_watch import WorkerWatch
 from kvpool.errors import AnnouncementsRefused, KVPoolError, StoreUnavailable
@@ -196,8 +196,12 @@ class PoolFollower:
             tenants=self._tenants,
             life=self._life,
         )
-        watch = self._watch
-        self._quotas = QuotaKeeper(store, lambda: watch.tenants)
+        self._quotas = QuotaKeeper(store, self._with_quotas)
+
+    def _with_quotas(self) -> Sequence[str]:
+        """Whose quotas are followed: also of tenants without a worker. Errors: ``KVPoolError``. The keeper's thread."""
+        assert self._store is not None
+        return self._tenants if self._tenants is not None else tenants_with_quotas(self._store)
 
     def _asked(self, worker_id: str, dp_rank: int) -> None:
         if (rank := self._fleet.rank(worker_id, dp_rank)) is not None:

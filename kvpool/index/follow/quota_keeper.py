@@ -28,7 +28,10 @@ logger = logging.getLogger("kvpool.index")
 
 
 class QuotaKeeper(TurnThread):
-    """``tenants``: whose quotas are read; those that had one stay. Close it before the store."""
+    """``tenants``: whose quotas are read, may raise ``KVPoolError``; those that had one stay.
+
+    Close it before the store.
+    """
 
     def __init__(self, store: Store, tenants: Callable[[], Iterable[str]]) -> None:
         super().__init__("kvpool-quotas")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvpool import Namespace, open_store
-from kvpool.discovery.quota import Standing, read_standings, write_held, write_quota
+from kvpool.discovery.quota import Standing, read_standings, write_quota
 from kvpool.errors import RepliesTooLarge, StoreUnavailable
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow import quota_keeper
@@ -253,18 +253,19 @@ def test_an_index_reports_tenants_with_a_quota(tmp_path: Path, monkeypatch: pyte
     }
 
 
-def test_a_tenant_with_a_quota_is_found_by_its_announcements(
+def test_what_a_tenant_with_a_quota_and_without_a_worker_holds_is_counted(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quota_keeper, "PAUSE_S", 0.05)
     with open_store(server.url) as store:
-        store.announce("kvpool:t:worker:0:a", b"x", lease_s=60)
         write_quota(store, "t", 5000)
-        write_held(store, "t", 1 << 40, 60)
+        nbytes = fill(store, "t", 3, 1000)
         follower = PoolFollower(server.url, Fleet())
         follower.start()
         try:
-            assert eventually(lambda: standings(store)["t"].held_nbytes == 0)
+            assert eventually(lambda: standings(store)["t"].held_nbytes == nbytes)
+            write_quota(store, "u", 7000)
+            assert eventually(lambda: standings(store)["u"].held_nbytes == 0)
         finally:
             follower.close()
 
