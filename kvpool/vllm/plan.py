@@ -309,11 +309,11 @@ def is_resumed_at(group: Group, tokens: int, prompt_tokens: int, stop_tokens: in
     """Whether requests are likely to resume at ``tokens``, where a request has a state, which is large.
 
     They do at the end of its prompt, or one token before it, behind its answer, and where prompts part
-    (``stop_tokens``); not at the other ends of steps, which depend on what else was computed. With drafts that read
-    ahead a hit ends a block earlier.
+    (``stop_tokens``); not at the other ends of steps, which depend on what else was computed. A hit leaves a token to
+    compute: of whole blocks all but the last. With drafts that read ahead it ends a block earlier.
     """
     behind = group.block_tokens * (2 if group.reads_ahead else 1)
-    return tokens > prompt_tokens - behind or tokens == stop_tokens
+    return tokens >= prompt_tokens - behind or tokens == stop_tokens
 
 
 def _usable_tokens(group: Group, there: bytes, local_tokens: int, hit_tokens: int) -> int:
