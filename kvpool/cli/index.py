@@ -35,7 +35,8 @@ from kvpool.index.place.placer import Placer
 from kvpool.index.place.renderer import Renderer
 from kvpool.index.place.router import Router
 from kvpool.index.place.scraper import Scraper
-from kvpool.index.place.tokenizer import Tokenizer, Tokenizers
+from kvpool.index.place.tokenizer import Tokenizer
+from kvpool.index.place.tokenizers import Tokenizers
 from kvpool.index.request_stats import ProxyStats, RequestStats
 from kvpool.index.resolver import Resolver
 from kvpool.index.serve.auth import TokenAuth
@@ -179,7 +180,7 @@ async def _serve(
         if file is not None or settings.bootstrap is not None:
             flags = {worker.id for worker in workers}
             await asyncio.to_thread(lambda: _warm_up(fleet, file, settings.bootstrap, flags, life))
-        tokenizers = Tokenizers(by_model)
+        tokenizers = Tokenizers(by_model, fleet.limits)
         parts.callback(tokenizers.close)
         stats = RequestStats()
         tracing = Tracing()

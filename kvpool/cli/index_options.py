@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import fields
@@ -60,6 +61,8 @@ def _worker(text: str, seed_id: str) -> Worker:
 
 def load_tokenizers(given: Sequence[str]) -> dict[str, Tokenizer]:
     """By model. Blocking, for seconds. Errors: ``ConfigError`` that begins with the option."""
+    # Each text in its own thread: in the library's pool, of one thread a core, short ones would wait for long ones.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     sources: dict[str, str] = {}
     for text in given:
         # The last "=": a model's name may hold one, a folder should not.

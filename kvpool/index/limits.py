@@ -62,6 +62,7 @@ READ_COPIES = 7
 INDEX = ""
 INFERENCE = "inference requests"
 HEADS = "heads of HTTP requests"
+TEXTS = "texts that are made into tokens"
 
 
 class Limits:

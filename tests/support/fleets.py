@@ -18,7 +18,7 @@ from kvpool.index.place.endpoints import Endpoints
 from kvpool.index.place.placer import Placer
 from kvpool.index.place.renderer import Renderer
 from kvpool.index.place.router import Router
-from kvpool.index.place.tokenizer import Tokenizers
+from kvpool.index.place.tokenizers import Tokenizers
 from kvpool.index.request_stats import ProxyStats, RequestStats
 from kvpool.index.resolver import Resolver
 from kvpool.index.serve.ext_proc import ExtProcServer

@@ -16,7 +16,7 @@ from kvpool.index.place.ranking import Ranking
 from kvpool.index.place.renderer import Renderer
 from kvpool.index.place.router import Costs, Router
 from kvpool.index.place.token_checks import TokenChecks
-from kvpool.index.place.tokenizer import Tokenizers
+from kvpool.index.place.tokenizers import Tokenizers
 from kvpool.index.resolver import Resolver
 from kvpool.key.hashing import BlockHasher
 from tests.support.fleets import a_worker, say
@@ -33,7 +33,7 @@ class ByteTokenizer:
         self.goes_on.set()
         self.threads: set[str] = set()
 
-    def of_text(self, text: str) -> array[int]:
+    def of_text(self, text: str, work: object = None) -> array[int]:
         self.threads.add(threading.current_thread().name)
         assert self.goes_on.wait(60)
         return array("I", list(text.encode()))

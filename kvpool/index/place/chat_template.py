@@ -6,21 +6,12 @@ vLLM 0.32 decides the form of content by the template's loops, and passes only o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from jinja2 import meta, nodes
-from jinja2.runtime import LoopContext
-from jinja2.utils import Namespace
 
-from kvpool.index.place.tool_arguments import Arguments, dumping
-
-# What Jinja's sandbox lets any template read; its checks take 4 us each, of which a chat has a thousand.
-_OF_MAPS = frozenset(dir(dict))
-_OF_TEXTS = frozenset(name for name in dir(str) if name[0] != "_" and not name.startswith("format"))
-_OF_JINJA = frozenset((LoopContext, Namespace))  # what is in a name without a leading "_"
-_PLAIN = frozenset((bool, dict, float, int, list, str, type(None)))  # as a value: no function
+from kvpool.index.place import template_environment
 
 
 class ChatTemplate(NamedTuple):
@@ -37,34 +28,15 @@ class ChatTemplate(NamedTuple):
         """Errors: any of Jinja's, for a template that it cannot read."""
         from transformers.utils import chat_template_utils
 
-        compiled: Any = chat_template_utils._compile_jinja_template(source)
-        environment = compiled.environment
-        environment.getattr = _attributes(environment)
-        environment.filters["tojson"] = dumping(environment.filters["tojson"])
-        root = environment.parse(source)
+        compiled: Any = chat_template_utils._compile_jinja_template(source)  # which the library renders
+        template_environment.bound(compiled, source)
+        root = compiled.environment.parse(source)
         return cls(
             source,
             _takes_parts(root),
             frozenset(meta.find_undeclared_variables(root)),
             any(quoted in source for quoted in ('"developer"', "'developer'")),
         )
-
-
-def _attributes(environment: Any) -> Callable[[Any, str], Any]:
-    """``environment.getattr``, of which frequent kinds of values need no checks: what ``message.role`` is."""
-    checked = type(environment).getattr.__get__(environment)
-
-    def attribute(value: Any, name: str) -> Any:
-        kind = type(value)
-        if (kind is dict or kind is Arguments) and name not in _OF_MAPS:
-            return value[name] if name in value else environment.undefined(obj=value, name=name)
-        if kind is str and name in _OF_TEXTS:
-            return getattr(value, name)
-        if kind in _OF_JINJA and name[:1] != "_" and type(found := getattr(value, name, ...)) in _PLAIN:
-            return found
-        return checked(value, name)
-
-    return attribute
 
 
 class _Unclear(Exception):

@@ -48,8 +48,9 @@ from kvpool.index.place.renderer import RENDER_S, NoTokens, Renderer, Start
 from kvpool.index.place.router import Router
 from kvpool.index.place.sessions import Session
 from kvpool.index.place.stored_responses import StoredResponses
+from kvpool.index.place.text_work import INLINE, SHORT, LongText, TooMuchText
 from kvpool.index.place.token_checks import TokenChecks
-from kvpool.index.place.tokenizer import Tokenizers
+from kvpool.index.place.tokenizers import Tokenizers
 from kvpool.index.prompt import NO_BLOCKS, Prompt
 from kvpool.index.request_stats import Outcome, Promptless, RequestStats, outcome_of
 from kvpool.index.table import NotAtOnce
@@ -71,7 +72,7 @@ logger = logging.getLogger("kvpool.index")
 
 class _Ranked(NamedTuple):
     """A request with its ranking; None: by load, ``promptless``. ``needs_render``: tokens come from a worker's
-    /render; ``has_own``: else from a tokenizer that differs.
+    /render; ``has_own``: else from a tokenizer that differs. ``is_long``: they come from ``Tokenizers.placed``.
     """
 
     request: InferenceRequest
@@ -80,6 +81,7 @@ class _Ranked(NamedTuple):
     detail: str = ""
     needs_render: bool = False
     has_own: bool = False
+    is_long: bool = False
 
 
 class Placer:
@@ -119,10 +121,13 @@ class Placer:
         self._checks = checks or TokenChecks(tokenizers, self._stats)
         self._threads = ThreadPoolExecutor(THREADS, "kvpool-place")
         self._under_way = 0
+        self._making: set[asyncio.Task[Prompt]] = set()  # of a long text, one at most
 
     def close(self) -> None:
         """Blocks until running reads of bodies end."""
         self._checks.close()
+        for making in self._making:
+            making.cancel()
         self._threads.shutdown(cancel_futures=True)
 
     async def place(
@@ -282,9 +287,14 @@ class Placer:
                     model = self._tokenizers.model_of(prompt, self.names)
                     has_own = model in self._tokenizers and not trusts
                     makes = self._checks.trusts(tenant, model) or trusts
-                    prompt = self._tokenizers.tokens(prompt, model) if makes else None
-            except ConfigError as error:  # images, or a chat that the template refuses
-                return _Ranked(request, None, "refused", str(error), needs_render=True)
+                    bounds = INLINE if at_once else SHORT
+                    prompt = self._tokenizers.tokens(prompt, model, bounds) if makes else None
+            except LongText as error:
+                if at_once:
+                    raise NotAtOnce from error
+                return _Ranked(request, is_long=True)
+            except KVPoolError as error:
+                return _without(request, error)
             if prompt is None:
                 return _Ranked(request, None, "no-prompt", needs_render=True, has_own=has_own)
             return self._ranked(request, prompt, at_once)
@@ -300,7 +310,8 @@ class Placer:
                 return read(True)
         if self._under_way >= MAX_UNDER_WAY:
             return _Ranked(unread(), None, "busy", f"{MAX_UNDER_WAY} other bodies are being read")
-        return await self._in_thread(read, tenant, ends_s) or self._late(unread())
+        ranked = await self._in_thread(read, tenant, ends_s) or self._late(unread())
+        return await self._of_long(ranked.request, ends_s) if ranked.is_long else ranked
 
     async def _rendered(
         self, request: InferenceRequest, headers: Mapping[str, str], ends_s: float
@@ -308,6 +319,30 @@ class Placer:
         """By the tokens that a worker renders. Errors: ``NoTokens``."""
         prompt = await self._prompt(headers, max(0.0, ends_s - time.monotonic()), request)
         prompt = prompt if request.workers is None else replace(prompt, workers=request.workers)
+        return await self._of_tokens(request, prompt, ends_s)
+
+    async def _of_long(self, request: InferenceRequest, ends_s: float) -> _Ranked:
+        """By its tokens, if they come in time; they are made, and remembered, anyway."""
+        assert request.prompt is not None
+        model = self._tokenizers.model_of(request.prompt, self.names)
+        making = asyncio.create_task(self._tokenizers.placed(request.prompt, model))
+        self._making.add(making)
+        making.add_done_callback(self._made)
+        await asyncio.wait({making}, timeout=max(0.0, ends_s - time.monotonic()))
+        if not making.done():
+            return self._late(request)
+        try:
+            prompt = making.result()
+        except KVPoolError as error:
+            return _without(request, error)
+        return await self._of_tokens(request, prompt, ends_s)
+
+    def _made(self, making: asyncio.Task[Prompt]) -> None:
+        self._making.discard(making)
+        if not making.cancelled():
+            making.exception()  # the request may not wait for it any more
+
+    async def _of_tokens(self, request: InferenceRequest, prompt: Prompt, ends_s: float) -> _Ranked:
         if prompt.nbytes <= INLINE_TOKENS_NBYTES:
             with suppress(NotAtOnce):
                 return self._ranked(request, prompt, True)
@@ -441,3 +476,14 @@ class Placer:
             tenant, reason, targets, prompt_blocks, ranked.detail, reservation, time.monotonic(), held_blocks,
             ranked.promptless, ranked.request.model, session,
         )  # fmt: skip
+
+
+def _without(request: InferenceRequest, error: KVPoolError) -> _Ranked:
+    """``error``: of the making of its tokens."""
+    if isinstance(error, LongText):
+        return _Ranked(request, None, "late", str(error))
+    if isinstance(error, TooMuchText):  # nor is a worker asked for what is too much here
+        return _Ranked(request, None, "too-large", str(error))
+    if isinstance(error, ConfigError):  # images, or a chat that the template refuses
+        return _Ranked(request, None, "refused", str(error), needs_render=True)
+    return _Ranked(request, None, "busy", str(error))  # there is no room

@@ -18,7 +18,7 @@ from typing import Any
 
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.index.place.inference_request import InferenceRequest
-from kvpool.index.place.tokenizer import Tokenizers
+from kvpool.index.place.tokenizers import Tokenizers
 from kvpool.index.prompt import Prompt
 from kvpool.index.request_stats import RequestStats
 

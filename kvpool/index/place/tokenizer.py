@@ -7,23 +7,20 @@ the tokens of such a chat are asked of a worker.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from array import array
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, KVPoolError
+from kvpool.index.place.text_work import MAX_RENDERED_CHARS, TextWork, TooMuchText, working
 from kvpool.index.place.token_cache import TokenCache
 from kvpool.index.place.tool_arguments import ToolArguments
-from kvpool.index.prompt import Chat, Prompt, reasoning_of, text_parts
+from kvpool.index.prompt import Chat, reasoning_of, text_parts
 from kvpool.text import missing_extra
 
 if TYPE_CHECKING:
-    from kvpool.index.names import Names
     from kvpool.index.place.chat_template import ChatTemplate
 
 _ROLES = ("assistant", "developer", "system", "tool", "user")
@@ -50,11 +47,12 @@ _OF_PARTS = frozenset(
 # Chats of these are rendered by code in vLLM, not by a template.
 _RENDERED_BY_CODE = ("DeepseekV32", "DeepseekV4", "GptOss", "Inkling", "KimiK3", "MoonshotKimia")
 _TOOL_ARGUMENTS = ToolArguments()  # of all models
-THREADS = 2  # long texts must not hold up other work in threads
 
 
 class Tokenizer:
-    """Made by ``load``. Any thread; a call takes time with its text's length."""
+    """Made by ``load``. Any thread; a call takes time with its text's length, and leaves the interpreter's lock to
+    others. ``work``: what it may take; None: unbounded.
+    """
 
     def __init__(self, model: str, tokenizer: Any, why_not: str = "") -> None:
         """``why_not``: chats are made; empty: they are."""
@@ -83,19 +81,23 @@ class Tokenizer:
             raise ConfigError(f"the tokenizer in {source} is not a fast one: send token ids for {model}")
         return cls(model, tokenizer, why_not)
 
-    def of_text(self, text: str) -> array[int]:
-        """As for the ``prompt`` of ``/v1/completions``: with the tokenizer's special tokens."""
-        tokens = self._encode(text)
+    def of_text(self, text: str, work: TextWork | None = None) -> array[int]:
+        """As for the ``prompt`` of ``/v1/completions``: with the tokenizer's special tokens. Errors: of ``work``."""
+        tokens = self._encode(text, work or TextWork())
         return self._before + tokens + self._behind
 
-    def of_chat(self, chat: Chat) -> array[int]:
-        """As for the ``messages`` of ``/v1/chat/completions``. Errors: ``ConfigError``, also the template's own."""
+    def of_chat(self, chat: Chat, work: TextWork | None = None) -> array[int]:
+        """As for the ``messages`` of ``/v1/chat/completions``. Errors: ``ConfigError``, also the template's own; of
+        ``TextWork``.
+        """
+        work = work or TextWork()
         if self._why_not:
             raise ConfigError(f"chats of {self._model} are rendered by its workers: {self._why_not}")
         if reserved := sorted(_RESERVED & chat.template_options.keys()):
             raise ConfigError(f"the template options of a chat cannot hold {', '.join(reserved)}")
         tools = None if chat.tools is None else [_tool(tool) for tool in _list("tools", chat.tools)]
         template = self._template(tools)
+        work.step(_parts(chat.messages))
         conversation = [_message(message, template.takes_parts) for message in chat.messages]
         if not template.knows_developers:
             conversation = _without_developer(conversation)
@@ -105,21 +107,26 @@ class Tokenizer:
             for name, value in chat.template_options.items()
             if name in read and value not in _UNSET
         }
-        text = self._render(template, conversation, tools, chat.add_generation_prompt, options)
-        return self._encode(text)
+        with working(work):
+            text = self._render(template, conversation, tools, chat.add_generation_prompt, options)
+        if len(text) > MAX_RENDERED_CHARS:
+            raise TooMuchText(f"the chat template makes {len(text)} characters of this chat")
+        return self._encode(text, work)
 
     def _plain(self, text: str, *, special: bool = False) -> list[int]:
         tokens: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
         return tokens
 
     def _plain_fast(self, text: str) -> list[int]:
-        # The core of _plain, with its settings: a call saves 20 us, and a hop to a pool of threads.
-        tokens: list[int] = self._tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+        # The core of _plain, with its settings. Of one text ``encode`` makes the same, but with the interpreter's lock
+        # held: for seconds of 4 MiB.
+        (made,) = self._tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        tokens: list[int] = made.ids
         return tokens
 
-    def _encode(self, text: str) -> array[int]:
+    def _encode(self, text: str, work: TextWork) -> array[int]:
         try:
-            return self._cache.tokens(text)
+            return self._cache.tokens(text, work)
         except (TypeError, UnicodeEncodeError) as error:  # half of a surrogate pair, not valid text in Rust
             raise ConfigError("the prompt is not Unicode text") from error
 
@@ -152,6 +159,8 @@ class Tokenizer:
                 conversation, tools=tools, chat_template=template.source, tokenize=False,
                 add_generation_prompt=add_generation_prompt, **options,
             )  # fmt: skip
+        except KVPoolError:  # of its work
+            raise
         except Exception as error:  # a template's error concerns its input
             raise ConfigError(
                 f"the chat template of {self._model} refuses this chat: {_first_line(error)}"
@@ -159,34 +168,16 @@ class Tokenizer:
         return text
 
 
-class Tokenizers:
-    def __init__(self, by_model: Mapping[str, Tokenizer] | None = None) -> None:
-        self._by_model = by_model or {}
-        self._threads = ThreadPoolExecutor(THREADS, "kvpool-text")
-
-    def __contains__(self, model: str) -> bool:
-        return model in self._by_model
-
-    def model_of(self, prompt: Prompt, names: Names) -> str:
-        """The model whose tokens the prompt has; they are made here if it is one of these. Any thread."""
-        return prompt.model if prompt.model in self else names.model(prompt.tenant, prompt.model)
-
-    def tokens(self, prompt: Prompt, model: str) -> Prompt:
-        """The prompt in tokens of ``model``. Any thread; time grows with the text. Errors: ``ConfigError``."""
-        tokenizer = self._by_model[model]
-        if isinstance(prompt.chat, Chat):
-            token_ids = tokenizer.of_chat(prompt.chat)
-        else:
-            token_ids = tokenizer.of_text(prompt.text or "")
-        return replace(prompt, token_ids=token_ids, text=None, chat=None)
-
-    async def in_tokens(self, prompt: Prompt, model: str) -> Prompt:
-        """``tokens``, in a thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self.tokens, prompt, model)
-
-    def close(self) -> None:
-        """Blocks as long as the longest text takes."""
-        self._threads.shutdown(cancel_futures=True)
+def _parts(messages: Sequence[Any]) -> int:
+    """Of all messages, which are read one by one."""
+    lists = (
+        value
+        for message in messages
+        if isinstance(message, Mapping)
+        for name in ("content", "tool_calls")
+        if isinstance(value := message.get(name), list)
+    )
+    return len(messages) + sum(map(len, lists))
 
 
 def _ends(whole: list[int], body: list[int]) -> tuple[array[int], array[int]]:

@@ -20,7 +20,7 @@ from kvpool.index.fleet import Fleet
 from kvpool.index.limits import CallMemory, Work
 from kvpool.index.partition import merged
 from kvpool.index.place.router import Router
-from kvpool.index.place.tokenizer import Tokenizers
+from kvpool.index.place.tokenizers import Tokenizers
 from kvpool.index.prompt import Prompt
 from kvpool.index.protocol.messages import MAX_REQUESTS, decode_prompt, decode_route_options, encode_lookup
 from kvpool.index.protocol.packed import (

@@ -25,7 +25,7 @@ from kvpool.index.client.tls import ServerTls
 from kvpool.index.fleet import Fleet
 from kvpool.index.follow.pool_follower import PoolFollower
 from kvpool.index.place.router import Router
-from kvpool.index.place.tokenizer import Tokenizers
+from kvpool.index.place.tokenizers import Tokenizers
 from kvpool.index.protocol.messages import (
     MAX_REQUEST_NBYTES,
     REPLIES,

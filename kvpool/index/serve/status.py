@@ -33,7 +33,7 @@ from kvpool.index.follow.hit_curves import ALL
 from kvpool.index.follow.pool_follower import PoolFollower, total
 from kvpool.index.place.ranking import Pick
 from kvpool.index.place.router import Router
-from kvpool.index.place.tokenizer import Tokenizers
+from kvpool.index.place.tokenizers import Tokenizers
 from kvpool.index.prompt import Prompt
 from kvpool.index.protocol.messages import MAX_U32
 from kvpool.index.request_stats import PlacedRequests, RequestStats, Reuse

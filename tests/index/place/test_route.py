@@ -14,7 +14,8 @@ import pytest
 from kvpool import BlockHasher, Chat, ConfigError, IndexClient, Load, UnknownModel
 from kvpool.index.fleet import Fleet
 from kvpool.index.place.router import Router
-from kvpool.index.place.tokenizer import Tokenizer, Tokenizers
+from kvpool.index.place.tokenizer import Tokenizer
+from kvpool.index.place.tokenizers import Tokenizers
 from kvpool.index.protocol.messages import MAX_TEXT_NBYTES, decode_route
 from kvpool.v1 import index_pb2 as pb
 from tests.support.calls import refused

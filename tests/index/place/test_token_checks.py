@@ -14,7 +14,7 @@ from kvpool.index.place import token_checks
 from kvpool.index.place.placement import Placement
 from kvpool.index.place.placer import Placer
 from kvpool.index.place.token_checks import CHECK_S, MAX_CHECKED_NBYTES, TokenChecks
-from kvpool.index.place.tokenizer import Tokenizers
+from kvpool.index.place.tokenizers import Tokenizers
 from kvpool.index.request_stats import RequestStats
 from tests.support.deadlines import until
 from tests.support.fleets import a_worker

@@ -28,7 +28,8 @@ from kvpool.index.fleet import Fleet
 from kvpool.index.follow.hit_curves import ALL
 from kvpool.index.place.load import Load
 from kvpool.index.place.router import Router
-from kvpool.index.place.tokenizer import Tokenizer, Tokenizers
+from kvpool.index.place.tokenizer import Tokenizer
+from kvpool.index.place.tokenizers import Tokenizers
 from kvpool.index.request_stats import Matched, RequestStats
 from kvpool.index.serve import status
 from kvpool.index.serve.auth import TokenAuth

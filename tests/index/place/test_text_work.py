@@ -1,0 +1,137 @@
+"""What is made of a text is counted before it is made: characters, steps of a template, memory."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from typing import Any
+
+import pytest
+
+from kvpool.errors import KVPoolError
+from kvpool.index.limits import Limits
+from kvpool.index.place import text_work
+from kvpool.index.place.chat_template import ChatTemplate
+from kvpool.index.place.text_work import SHORT, WHOLE, Bounds, LongText, TextWork, TooMuchText, working
+
+MIB = 1 << 20
+
+
+def test_of_short_texts_only_so_many_characters_are_made_into_tokens() -> None:
+    work = TextWork(Bounds(100, 9, 60))
+    for _ in range(2):
+        with work.encoding(40):
+            pass
+    with pytest.raises(LongText), work.encoding(21):
+        pass
+    with pytest.raises(LongText), TextWork(Bounds(100, 9, 60)).encoding(61):
+        pass
+
+
+def test_a_long_piece_takes_memory_while_it_is_made() -> None:
+    limits = Limits(64 * MIB)
+    with closing(TextWork(limits=limits)) as work:
+        with work.encoding(text_work.UNIT_CHARS + 1):
+            assert limits.used_nbytes > text_work.ENCODED_NBYTES * text_work.UNIT_CHARS
+        assert limits.used_nbytes == 0
+        with (
+            pytest.raises(
+                KVPoolError, match=r"there is no room to make tokens of this text, .*: send it again"
+            ),
+            work.encoding(4 * MIB),
+        ):
+            raise AssertionError("it began")
+    assert limits.used_nbytes == 0
+
+
+def test_the_longest_text_has_room_without_a_limit() -> None:
+    with closing(TextWork(limits=Limits())) as work:
+        work.make(4 * MIB + 64 * 1024)
+        with work.encoding(4 * MIB):
+            pass
+
+
+@contextmanager
+def rendering(source: str, work: TextWork) -> Iterator[Any]:
+    from transformers.utils import chat_template_utils
+
+    ChatTemplate.of(source)  # which the library compiles once
+    with closing(work), working(work):
+        yield chat_template_utils._compile_jinja_template(source).render
+
+
+LARGE = "e" * (MIB // 2)
+MULTIPLIES = {
+    "output": "{% for m in messages %}{{ m.content }}{{ eos }}{% endfor %}",
+    "joined": "{% set n = namespace(t='') %}{% for m in messages %}{% set n.t = n.t ~ eos %}{% endfor %}{{ n.t }}",
+    "added": "{% set n = namespace(t='') %}{% for m in messages %}{% set n.t = n.t + eos %}{% endfor %}{{ n.t }}",
+    "lists": "{% set n = namespace(t=[]) %}{% for m in messages %}{% set n.t = n.t + [1] * 99999 %}{% endfor %}",
+    "kept": "{% macro all() %}{% for m in messages %}{{ m.content ~ eos }}{% endfor %}{% endmacro %}{{ all() }}",
+    "macro": "{% macro all() %}{% for m in messages %}{{ eos }}{% endfor %}{% endmacro %}{{ all() | length }}",
+    "set": "{% set all %}{% for m in messages %}{{ eos }}{% endfor %}{% endset %}{{ all | length }}",
+    "times": "{{ (eos * messages | length) | length }}",
+    "times, turned": "{{ (messages | length * eos) | length }}",
+    "replaced": "{{ (eos | replace('e', eos)) | length }}",
+    "replaced by method": "{{ eos.replace('e', eos) | length }}",
+    "joined by filter": "{{ (messages | join(eos)) | length }}",
+    "joined attributes": "{{ (messages | join(eos, attribute='content')) | length }}",
+    "joined by method": "{{ eos.join(['a'] * messages | length) | length }}",
+    "power": "{{ 10 ** eos | length }}",
+    "padded": "{{ 'a'.center(2 * eos | length) | length }}",
+    "formatted": "{{ '%*d' % (eos | length, 1) }}",
+    "JSON": "{{ deep | tojson(indent=4) | length }}",
+}
+
+
+@pytest.mark.parametrize("name", MULTIPLIES)
+def test_a_template_that_repeats_a_callers_value_ends_before_it_is_large(name: str) -> None:
+    messages = [{"role": "user", "content": "x"}] * 800
+    deep: Any = list(range(50_000))
+    for _ in range(150):
+        deep = [deep]
+    limits = Limits(64 * MIB)
+    with rendering(MULTIPLIES[name], TextWork(limits=limits)) as render:
+        tracemalloc.start()
+        try:
+            with pytest.raises(KVPoolError, match=r"chat template|no room"):
+                render(messages=messages, eos=LARGE, deep=deep)
+            assert tracemalloc.get_traced_memory()[1] < 32 * MIB
+        finally:
+            tracemalloc.stop()
+    assert limits.used_nbytes == 0
+
+
+@pytest.mark.parametrize("name", sorted(MULTIPLIES.keys() - {"lists", "padded", "formatted"}))
+def test_what_is_counted_is_made_as_before(name: str) -> None:
+    from transformers.utils import chat_template_utils
+
+    values = {
+        "messages": [{"role": "user", "content": "xé"}] * 3,
+        "eos": "ee",
+        "deep": [1, {"a": [2, []]}, "b"],
+    }
+    plain: Any = chat_template_utils._cached_compile_jinja_template(MULTIPLIES[name])
+    with rendering(MULTIPLIES[name], TextWork()) as render:
+        assert render(**values) == plain.render(**values)
+
+
+@pytest.mark.parametrize("read", ["m.role", "m['role']"])
+def test_a_template_takes_so_many_steps(read: str) -> None:
+    source = (
+        "{% for m in messages %}{% for o in messages %}{% if "
+        + read
+        + " %}{% endif %}{% endfor %}{% endfor %}"
+    )
+    messages = [{"role": "user"}] * 3000
+    with rendering(source, TextWork(SHORT)) as render, pytest.raises(LongText):
+        render(messages=messages)
+    with rendering(source, TextWork(WHOLE)) as render, pytest.raises(TooMuchText, match="steps"):
+        render(messages=messages)
+
+
+def test_a_thread_counts_its_own_work() -> None:
+    assert text_work.active.work is None
+    with working(TextWork()):
+        assert text_work.active.work is not None
+    assert text_work.active.work is None
