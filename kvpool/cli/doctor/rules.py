@@ -277,9 +277,8 @@ WANTED = {
     "maxmemory": "1gb", "maxmemory-policy": "allkeys-lru", "save": '""', "appendonly": "no",
     "client-output-buffer-limit": "normal 256mb 64mb 10", "maxmemory-clients": "20%", "lazyfree-lazy-user-flush": "yes",
     "proto-max-bulk-len": "512mb", "client-query-buffer-limit": "1gb",
-    "hash-max-listpack-value": "64", "io-threads": "1", "timeout": "0", "tcp-keepalive": "60",
+    "hash-max-listpack-value": "64", "timeout": "0", "tcp-keepalive": "60",
 }  # fmt: skip
-NOT_LIVE = {"io-threads"}  # CONFIG SET may not change these
 # A connection that puts a value holds up to twice its size on the server while the value arrives: 8 MiB for 4 MiB.
 _LEAST_CLIENTS_NBYTES = 32 * MIB
 # A reply above the hard limit ends its connection, however fast the reader is.
@@ -310,7 +309,8 @@ def _clients_mib(of: Any) -> float:
     return int(of.value[:-1]) * most_nbytes // 100 / MIB if most_nbytes else _LEAST_CLIENTS_NBYTES / MIB
 
 
-# By setting: ``of.value`` as in CONFIG GET (sizes in bytes, lists in one string), ``of.info`` as in INFO.
+# By setting: ``of.value`` as in CONFIG GET (sizes in bytes, lists in one string), ``of.info`` as in INFO, ``of.cores``
+# of the server's host, where it is this one, else 0: no server tells them.
 SETTINGS: dict[str, tuple[Rule, ...]] = {
     "maxmemory": (
         Rule("fail", lambda of: of.value == "0", "maxmemory is 0: it grows until the host runs out of memory"),
@@ -363,8 +363,9 @@ SETTINGS: dict[str, tuple[Rule, ...]] = {
              "blocks up to this size take 1.25 times their memory"),
     ),
     "io-threads": (
-        Rule("warn", lambda of: int(of.value) > 1, "io-threads is {of.value}: threads were not seen to move large "
-             "blocks faster, and slow everything down where they have no cores of their own"),
+        Rule("warn", lambda of: 0 < of.cores < int(of.value), "io-threads is {of.value}, and this host has {of.cores} "
+             "cores: threads without a core of their own slow everything down", "write io-threads {of.cores}, or fewer "
+             "beside other programs, into its configuration, and start it anew"),  # CONFIG SET may not change it
     ),
     "timeout": (
         Rule("warn", lambda of: of.value != "0", "timeout is {of.value}: connections that are idle so many seconds "

@@ -6,6 +6,8 @@ Managed servers forbid CONFIG GET; then INFO replaces it.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -68,7 +70,7 @@ def _server_findings(url: StoreURL, about: str, *, in_cluster: bool) -> list[Fin
 
     try:
         with connect(url, timeout_s=TIMEOUT_S, role="doctor") as server:
-            found = list(_settings_findings(server, about, in_cluster=in_cluster))
+            found = list(_settings_findings(server, about, in_cluster=in_cluster, cores=_cores(url)))
         for refused in refused_commands(url):
             found += judge(about, rules.RIGHT, refused, first=True)
         return [*found, *judge(about, rules.NOTICES, refusal(url))]
@@ -80,7 +82,7 @@ def _server_findings(url: StoreURL, about: str, *, in_cluster: bool) -> list[Fin
         return [Finding("warn", about, f"its settings cannot be read: {error}", change)]
 
 
-def _settings_findings(server: redis.Redis, about: str, *, in_cluster: bool) -> Iterator[Finding]:
+def _settings_findings(server: redis.Redis, about: str, *, in_cluster: bool, cores: int) -> Iterator[Finding]:
     info = _info(server)
     if info is None:
         yield rules.NO_INFO._replace(about=about)
@@ -96,21 +98,29 @@ def _settings_findings(server: redis.Redis, about: str, *, in_cluster: bool) -> 
     )
     yield from judge(about, rules.SERVER, subject)
     for name, value in settings.items():
-        setting = SimpleNamespace(value=value, info=info)
+        setting = SimpleNamespace(value=value, info=info, cores=cores)
         with contextlib.suppress(KeyError, ValueError):  # spelled in another way
             for finding in judge(about, rules.SETTINGS[name], setting, first=True):
-                yield finding._replace(change=_change(name, live=asked is not None))
+                change = finding.change or _change(name, live=asked is not None)
+                yield finding._replace(change=change)
 
 
 def _change(name: str, *, live: bool) -> str:
     wanted = rules.WANTED[name]
-    if name in rules.NOT_LIVE:
-        return f"write {name} {wanted} into its configuration, and start it anew"
     size = ", or what its host or container can spare" if name == "maxmemory" else ""
     if not live:
         return f"where the server is configured, set {name} {wanted}{size}"
     value = f'"{wanted}"' if " " in wanted else wanted
     return f"CONFIG SET {name} {value}{size}"
+
+
+def _cores(url: StoreURL) -> int:
+    """Of the server's host, where the URL says that it is this one; else 0: no server tells them."""
+    with contextlib.suppress(ValueError):  # a name
+        if not url.path and not ipaddress.ip_address(url.host).is_loopback:
+            return 0
+        return os.cpu_count() or 0
+    return (os.cpu_count() or 0) if url.host == "localhost" else 0
 
 
 def _info(server: redis.Redis) -> Info | None:
@@ -129,7 +139,7 @@ def _settings(server: redis.Redis) -> dict[str, str] | None:
     try:
         # One at a time: servers before Redis 7 take one name.
         found: dict[str, str] = {}
-        for name in rules.WANTED:
+        for name in rules.SETTINGS:
             found.update({_text(key): _text(value) for key, value in server.config_get(name).items()})
         return found
     except redis.exceptions.ResponseError:  # not allowed, or renamed away
