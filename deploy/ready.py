@@ -14,9 +14,9 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
-from pathlib import Path
 
 import kvpool
+from kvpool.files import read_file
 
 TIMEOUT_S = 10.0
 FOLLOWED_S = 30.0
@@ -31,7 +31,7 @@ def main() -> None:
     asked.add_argument("workers", nargs="+")
     given = asked.parse_args()
     try:
-        token = Path(given.token_file).read_text().strip() if given.token_file else None
+        token = read_file(given.token_file, 4096).decode().strip() if given.token_file else None
         _ask_pool(os.environ["KVPOOL_POOL"])
         models = [_ask_worker(worker) for worker in given.workers]
         for index in given.index:

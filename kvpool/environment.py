@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from kvpool.errors import ConfigError
+from kvpool.files import read_file
 
 ENVIRONMENT_PREFIX = "KVPOOL_"
 CONFIG_VARIABLE = "KVPOOL_CONFIG"
@@ -32,12 +32,9 @@ def read_toml(path: str, named_by: str) -> dict[str, Any]:
     """Parse the TOML file at ``path``, as named by an option or a variable. Errors: ``ConfigError``."""
     tomllib = _toml_reader(path)
     try:
-        with Path(path).open("rb") as file:
-            raw = file.read(MAX_CONFIG_FILE_NBYTES + 1)
+        raw = read_file(path, MAX_CONFIG_FILE_NBYTES)
     except OSError as error:
         raise ConfigError(f"{named_by}={path}: {error.strerror}") from error
-    if len(raw) > MAX_CONFIG_FILE_NBYTES:
-        raise ConfigError(f"{path}: larger than {MAX_CONFIG_FILE_NBYTES} bytes: this is not such a file")
     try:
         settings: dict[str, Any] = tomllib.loads(raw.decode())
     except (ValueError, RecursionError) as error:  # TOMLDecodeError, UnicodeDecodeError

@@ -7,13 +7,13 @@ import re
 import struct
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from kvpool.cli.options import IndexConnection
 from kvpool.cli.settings import LookupOptions
 from kvpool.cli.tables import Column, add_row, console, fitted, show
 from kvpool.errors import ConfigError
+from kvpool.files import read_file
 from kvpool.index import Chat, Lookup, Pick, Prompt, Ranking, Row
 from kvpool.index.prompt import PromptFields
 
@@ -121,8 +121,7 @@ def _text(source: str, option: str) -> str:
         if source == "-":
             raw = sys.stdin.buffer.read(MAX_FILE_NBYTES + 1)
         else:
-            with Path(source).open("rb") as file:
-                raw = file.read(MAX_FILE_NBYTES + 1)
+            raw = read_file(source, MAX_FILE_NBYTES)
     except OSError as error:
         raise ConfigError(f"{option} {source}: {error.strerror}") from error
     if len(raw) > MAX_FILE_NBYTES:

@@ -9,13 +9,13 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_type_hints
 
 import typer
 
 from kvpool.environment import index_token
 from kvpool.errors import ConfigError
+from kvpool.files import read_file
 from kvpool.text import parse_address, parse_nbytes
 
 if TYPE_CHECKING:
@@ -133,11 +133,10 @@ class IndexConnection(NamedTuple):
 
 def _token(path: str) -> str:
     try:
-        with Path(path).open("rb") as file:
-            raw = file.read(MAX_TOKEN_FILE_NBYTES + 1)
+        raw = read_file(path, MAX_TOKEN_FILE_NBYTES)
     except OSError as error:
         raise ConfigError(f"--token-file {path}: {error.strerror}") from error
     token = raw.decode("ascii", "replace").strip()
-    if not token or len(raw) > MAX_TOKEN_FILE_NBYTES:
+    if not token:
         raise ConfigError(f"--token-file {path}: holds no token: one line that kvpool token has made")
     return token

@@ -197,7 +197,8 @@ def _advised() -> Iterator[None]:
     try:
         yield
     except StoreUnavailable as error:
-        if "NOPERM" not in str(error) and type(error.__cause__).__name__ != "NoPermissionError":
+        # The native client tells the server's words behind its address.
+        if ": NOPERM " not in str(error) and type(error.__cause__).__name__ != "NoPermissionError":
             raise
         raise StoreUnavailable(
             f"{error}; docs/how-to/valkey.md says what a user must be allowed for a purge"

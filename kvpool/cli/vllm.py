@@ -10,14 +10,14 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import metadata, util
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 
 from kvpool.cli.options import option
-from kvpool.environment import CONFIG_VARIABLE, HASH_SEED_VARIABLE
+from kvpool.environment import CONFIG_VARIABLE, HASH_SEED_VARIABLE, MAX_CONFIG_FILE_NBYTES
 from kvpool.errors import ConfigError
+from kvpool.files import read_file
 from kvpool.text import redact
 
 DEFAULT_POOL = "file:///dev/shm/kvpool?capacity=10GiB"
@@ -272,8 +272,10 @@ def _of_file(path: str) -> Iterator[str]:
     import yaml  # type: ignore[import-untyped]  # vLLM brings it
 
     try:
-        options = yaml.safe_load(Path(path).read_text())
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        options = yaml.safe_load(read_file(path, MAX_CONFIG_FILE_NBYTES).decode())
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from error
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"--config {path}: {str(error).splitlines()[0]}") from error
     for name, value in options.items() if isinstance(options, dict) else ():
         if isinstance(value, bool):

@@ -1,7 +1,8 @@
 """``Trace``: recorded requests, which name the blocks of their prompts by number.
 
 Two forms of lines, plain or gzip: a session of an agent as an object with ``turns``, and a request as a list. Both name
-blocks by runs of numbers, ``[first, count]`` (docs/how-to/size.md).
+blocks by runs of numbers, ``[first, count]`` (docs/how-to/valkey.md, "Size a pool"). A few digits name many blocks, so
+only one prompt's blocks are in memory at a time.
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ import numpy as np
 import numpy.typing as npt
 
 from kvpool.errors import ConfigError
+from kvpool.files import open_file
 from kvpool.text import format_nbytes
 
 MAX_TRACE_NBYTES = 1 << 30  # of text
-MAX_BLOCKS = 1 << 24  # of one prompt
+MAX_LINE_NBYTES = 16 << 20
+MAX_BLOCKS = 1 << 20  # of one prompt: 16 million tokens at 16
+MAX_PARTS = 1 << 22  # prompts and runs of a trace, about 200 bytes each
 
+Run = tuple[int, int]  # the first block, and how many
 Hashes = npt.NDArray[np.uint64]
 
 
@@ -39,7 +44,7 @@ class Runs(NamedTuple):
     answer_tokens: int
     took_s: float
     kept: int
-    runs: list[tuple[int, int]]
+    runs: list[Run]
 
     @property
     def blocks(self) -> int:
@@ -71,16 +76,24 @@ def read_trace(path: Path, block_tokens: int | None = None) -> Trace:
     """``block_tokens``: None: as the prompts' tokens and blocks tell. Errors: ``ConfigError`` names file and line."""
     sessions: list[Session] = []
     requests = Session(waits=False)
+    parts = 0
     for number, line in enumerate(_lines(path), 1):
         try:
             one = json.loads(line)
             if isinstance(one, dict):
                 sessions.append(_session(one))
+                new = sessions[-1].prompts
             else:
                 at_ms, tokens, answer, runs = one
-                requests.prompts.append(_prompt(at_ms / 1000, tokens, answer, 0.0, 0, runs))
+                new = [_prompt(at_ms / 1000, tokens, answer, 0.0, 0, runs)]
+                requests.prompts += new
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ConfigError(f"{path}, line {number}, is no session and no request: {error}") from error
+        parts += sum(1 + len(prompt.runs) for prompt in new)
+        if parts > MAX_PARTS:
+            raise ConfigError(
+                f"{path} has more than {MAX_PARTS:,} prompts and runs of blocks: give a part of it"
+            )
     if requests.prompts:
         sessions.append(requests)
     blocks = sum(prompt.blocks for session in sessions for prompt in session.prompts)
@@ -92,25 +105,42 @@ def read_trace(path: Path, block_tokens: int | None = None) -> Trace:
 
 def prompts(trace: Trace, apart_s: float) -> Iterator[list[int]]:
     """The hashes of the blocks of each prompt, in order of time; sessions begin ``apart_s`` after each other."""
-    timed = [_timed(trace, number, number * apart_s) for number in range(len(trace.sessions))]
-    for _, _, hashes in heapq.merge(*timed, key=lambda each: each[:2]):
-        yield hashes.tolist()
+    timed = [_timed(session, number, number * apart_s) for number, session in enumerate(trace.sessions)]
+    for _, number, runs in heapq.merge(*timed, key=lambda each: each[:2]):
+        yield _hashes_of(trace, number, runs).tolist()
 
 
-def _timed(trace: Trace, number: int, start_s: float) -> Iterator[tuple[float, int, Hashes]]:
-    for prompt, hashes in zip(trace.sessions[number].prompts, session_hashes(trace, number), strict=True):
-        yield start_s + prompt.at_s, number, hashes
+def _timed(session: Session, number: int, start_s: float) -> Iterator[tuple[float, int, list[Run]]]:
+    for prompt, runs in zip(session.prompts, _whole(session), strict=True):
+        yield start_s + prompt.at_s, number, runs
 
 
 def session_hashes(trace: Trace, number: int) -> Iterator[Hashes]:
     """The hashes of the blocks of each prompt of a session."""
+    for runs in _whole(trace.sessions[number]):
+        yield _hashes_of(trace, number, runs)
+
+
+def _whole(session: Session) -> Iterator[list[Run]]:
+    """All runs of each prompt, those of its kept blocks first."""
+    runs: list[Run] = []
+    for prompt in session.prompts:
+        kept, before = prompt.kept, runs
+        runs = []
+        for first, count in before:
+            if kept <= 0:
+                break
+            runs.append((first, min(count, kept)))
+            kept -= count
+        runs += prompt.runs
+        yield runs
+
+
+def _hashes_of(trace: Trace, number: int, runs: Iterable[Run]) -> Hashes:
     session = trace.sessions[number]
     common = session.common_tokens // trace.block_tokens
-    before = np.empty(0, np.uint64)
-    for prompt in session.prompts:
-        runs = [_hashes(number, session.beginning, common, first, count) for first, count in prompt.runs]
-        before = np.concatenate([before[: prompt.kept], *runs])
-        yield before
+    of_runs = [_hashes(number, session.beginning, common, first, count) for first, count in runs]
+    return np.concatenate([np.empty(0, np.uint64), *of_runs])
 
 
 def _hashes(number: int, beginning: tuple[int, int], common: int, first: int, count: int) -> Hashes:
@@ -159,17 +189,21 @@ def _count(number: Any) -> int:
 
 def _lines(path: Path) -> Iterator[bytes]:
     try:
-        with path.open("rb") as raw:
+        with open_file(path) as raw:
             packed = raw.read(2) == b"\x1f\x8b"
             raw.seek(0)
             with gzip.GzipFile(fileobj=raw) if packed else raw as file:
                 room = MAX_TRACE_NBYTES
-                while line := file.readline(room + 1):
+                while line := file.readline(MAX_LINE_NBYTES + 1):
                     room -= len(line)
+                    if len(line) > MAX_LINE_NBYTES:
+                        most = format_nbytes(MAX_LINE_NBYTES)
+                        raise ConfigError(f"{path} has a line of more than {most}: it is no trace")
                     if room < 0:
                         most = format_nbytes(MAX_TRACE_NBYTES)
                         raise ConfigError(f"{path} has more than {most} of text: give a part of it")
                     if line.strip():
                         yield line
     except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{path} cannot be read: {why}") from error

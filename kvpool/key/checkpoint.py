@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvpool.errors import ConfigError
+from kvpool.files import open_file, read_file
 from kvpool.threads import start_thread
 
 TIMEOUT_S = 60.0
@@ -282,7 +283,7 @@ def _spots(file: _File, count: int) -> list[tuple[int, int]]:
 
 def _safetensors(file: _File) -> tuple[int, list[tuple[int, int]]]:
     """(start of the data, start of each tensor) of a safetensors file."""
-    with file.path.open("rb") as opened:
+    with open_file(file.path) as opened:
         length = int.from_bytes(opened.read(8), "little")
         if not 0 < length <= min(MAX_HEADER_NBYTES, file.nbytes - 8):
             raise ConfigError(f"{file.path} is not a whole safetensors file; fetch the checkpoint again")
@@ -326,11 +327,10 @@ def _configuration(path: Path) -> list[object]:
 
 
 def _text(path: Path) -> bytes:
-    with path.open("rb") as opened:
-        text = opened.read(MAX_TEXT_NBYTES + 1)
-    if len(text) > MAX_TEXT_NBYTES:
-        raise ConfigError(f"{path} is larger than {MAX_TEXT_NBYTES >> 20} MiB, which no configuration is")
-    return text
+    try:
+        return read_file(path, MAX_TEXT_NBYTES)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
 
 
 def _without_origin(value: Any) -> Any:

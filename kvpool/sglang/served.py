@@ -23,7 +23,14 @@ from sglang.srt.runtime_context import get_context
 
 from kvpool.config import HiCacheConfig
 from kvpool.errors import ConfigError, EngineRefused
-from kvpool.key.checkpoint import LOADED_SUFFIXES, WEIGHTS_SUFFIXES, checkpoint_digest, served_digest
+from kvpool.files import read_file
+from kvpool.key.checkpoint import (
+    LOADED_SUFFIXES,
+    MAX_TEXT_NBYTES,
+    WEIGHTS_SUFFIXES,
+    checkpoint_digest,
+    served_digest,
+)
 from kvpool.key.key import MAX_FACT_CHARS, Fact
 
 # Of the namespace ``model``: location and fetching of files. Everything else is a fact, including additions
@@ -112,7 +119,7 @@ def _fact(path: str, value: Any) -> Fact:
         return value
     if path.rpartition(".")[2] in _FILES:
         try:
-            return hashlib.sha256(Path(value).read_bytes()).hexdigest()[:32]
+            return hashlib.sha256(read_file(value, MAX_TEXT_NBYTES)).hexdigest()[:32]
         except OSError as error:
             raise ConfigError(f"{path} is {value}, which cannot be read: {error.strerror}") from error
     if isinstance(value, str):

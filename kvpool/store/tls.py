@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 from kvpool import _native
 from kvpool.errors import ConfigError
+from kvpool.files import read_file
 from kvpool.store.advice import advised
+
+MAX_PEM_NBYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class Tls:
 
     def context(self) -> ssl.SSLContext:
         """For a client in Python; reads the files again. Errors: ``OSError``, ``ConfigError``."""
+        for path in filter(None, self.files()):
+            read_file(path, MAX_PEM_NBYTES)  # OpenSSL would wait for a pipe
         context = new_context(ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.hostname_checks_common_name = False

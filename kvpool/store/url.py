@@ -6,10 +6,10 @@ import posixpath
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from urllib.parse import unquote
 
 from kvpool.errors import ConfigError
+from kvpool.files import read_file
 from kvpool.store.tls import Tls
 from kvpool.text import format_nbytes, parse_nbytes, redact, unknown
 
@@ -113,8 +113,7 @@ class StoreURL:
         if not self.password_file:
             return self.password
         try:
-            with Path(self.password_file).open("rb") as file:
-                text = file.read(MAX_PASSWORD_NBYTES + 1)
+            text = read_file(self.password_file, MAX_PASSWORD_NBYTES + 1)
         except OSError as error:
             raise ConfigError(
                 f"{self.password_file}: the password cannot be read: {error.strerror}"

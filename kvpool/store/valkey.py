@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -32,8 +33,8 @@ from kvpool.store.server.topology import Primaries, TopologyWatch
 from kvpool.store.store import DEFAULT_TIMEOUT_S, Store, StoredBlock, Usage
 from kvpool.store.url import StoreURL
 
-# Error prefixes of a permanent refusal.
-_SETTINGS = ("AUTH: ERR", "WRONGPASS", "NOAUTH", "NOPERM", "SELECT: ERR")
+# Of a dial: a command and the first word of its error, where nothing but another setting ends it.
+_SETTINGS = re.compile(r": (?:[A-Z]+: (?:WRONGPASS|NOAUTH|NOPERM)|(?:AUTH|SELECT): ERR) ")
 
 
 class ValkeyStore(Store):
@@ -159,7 +160,7 @@ def _open_one(url: StoreURL, name: str) -> _native.IoExecutor:
     except _native.TlsError as error:
         raise ConfigError(advised(f"{name}: {error}")) from error
     except _native.RespError as error:
-        if any(sign in str(error) for sign in _SETTINGS):
+        if _SETTINGS.search(str(error)):
             raise ConfigError(
                 f"{name}: the server refuses: {error}; correct user, password or database"
             ) from error

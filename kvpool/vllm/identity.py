@@ -31,6 +31,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 from kvpool import metrics
 from kvpool.config import hash_seed
 from kvpool.errors import ConfigError, EngineRefused
+from kvpool.files import read_file
+from kvpool.key.checkpoint import MAX_TEXT_NBYTES
 from kvpool.key.hashing import seed_id
 from kvpool.key.key import EPOCH_FACT, Fact, GroupLayout, Layout, Namespace, differing_facts
 from kvpool.metrics import Counters
@@ -275,7 +277,9 @@ def _processor(model: ModelConfig) -> list[str]:
         files += sorted(folder.glob("*.py"))
     try:
         return [
-            f"{one.name} {hashlib.sha256(one.read_bytes()).hexdigest()}" for one in files if one.is_file()
+            f"{one.name} {hashlib.sha256(read_file(one, MAX_TEXT_NBYTES)).hexdigest()}"
+            for one in files
+            if one.is_file()
         ]
     except OSError as error:
         raise ConfigError(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvpool.discovery import trace
+from kvpool.discovery.trace import prompts, read_trace
 from kvpool.index import HitCurve
 from kvpool.index.follow.hit_curves import ALL
 from tests.support.command_line import kvpool, refused
@@ -159,3 +162,27 @@ def test_an_index_tells_the_curve_of_all_and_of_a_tenant() -> None:
 def test_an_index_without_a_pool_says_so() -> None:
     with serving() as index:
         assert "knows no request yet: it needs --pool" in refused("size", "--index", index.target)
+
+
+def test_a_short_trace_of_long_prompts_takes_no_more_memory_than_one_of_them(tmp_path: Path) -> None:
+    """A few digits name a million blocks; a thousand sessions wait for their turn."""
+    session = {"tools": 0, "system": 0, "turns": [[0, 1 << 20, 1, 1, 0, 0, [[1, 1 << 20]]]] * 2}
+    path = written(tmp_path / "trace", [session] * 1000)
+    before = int(Path("/proc/self/statm").read_text().split()[1])
+    asked = prompts(read_trace(path, 1), apart_s=60)
+    assert [len(next(asked)) for _ in range(3)] == [1 << 20] * 3
+    grown = (int(Path("/proc/self/statm").read_text().split()[1]) - before) * os.sysconf("SC_PAGE_SIZE")
+    assert grown < 512 << 20, "a thousand would be 8 GiB"
+
+
+@pytest.mark.parametrize(("lines", "why"), [
+    ([[0, 1, 1, [[0, (1 << 20) + 1]]]], "1,048,576 are read"),
+    ([[0, 1, 1, [[0, 0]] * 2000]] * 3, "more than 5,000 prompts and runs"),
+    (["x" * (1 << 21)], "a line of more than 1MiB"),
+])  # fmt: skip
+def test_a_trace_has_bounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: list[Any], why: str
+) -> None:
+    monkeypatch.setattr(trace, "MAX_PARTS", 5000)
+    monkeypatch.setattr(trace, "MAX_LINE_NBYTES", 1 << 20)
+    assert why in refused("size", "--trace", str(written(tmp_path / "trace", lines)))

@@ -3,6 +3,7 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <filesystem>
@@ -42,6 +43,12 @@ class Descriptor {
  private:
   int fd_ = -1;
 };
+
+// False for what waits or never ends: pipes, terminals, devices.
+inline bool is_regular(int fd) {
+  struct stat info{};
+  return fstat(fd, &info) == 0 && S_ISREG(info.st_mode);
+}
 
 inline std::string words_of(int error_number) { return std::generic_category().message(error_number); }
 

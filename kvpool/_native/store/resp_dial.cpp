@@ -21,6 +21,8 @@ constexpr std::size_t kMaxPasswordNbytes = 4096;
 // The line in a password's file. Throws Unreachable.
 std::string read_password(const std::string& path) {
   const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+  if (file && !is_regular(file.get()))
+    throw Unreachable(EINVAL, path + ": the password cannot be read: it is not a file");
   std::string password(kMaxPasswordNbytes + 1, '\0');
   const ssize_t n = file ? read(file.get(), password.data(), password.size()) : -1;
   if (n < 0) throw Unreachable(errno, path + ": the password cannot be read: " + words_of(errno));
@@ -32,10 +34,13 @@ std::string read_password(const std::string& path) {
 
 // Whether an error refuses the user, not the connection: nothing later changes it.
 bool refuses_user(std::string_view text) {
-  return text.starts_with("WRONGPASS") || text.starts_with("NOAUTH") || text.starts_with("NOPERM");
+  const std::string_view word = first_word(text);
+  return word == "WRONGPASS" || word == "NOAUTH" || word == "NOPERM";
 }
 
 }  // namespace
+
+std::string_view first_word(std::string_view words) { return words.substr(0, words.find(' ')); }
 
 std::string shown(std::string_view words, const std::string& password) {
   std::string line(words);
@@ -195,7 +200,7 @@ Dial::State Dial::greet() {
       const std::string& command = asked_[answered_];
       if (token->kind == RespKind::kError) {
         // A refused PING is still an answer; names are for operators, and old servers lack some.
-        const bool alive = command == "CLIENT" || (command == "PING" && token->text.starts_with("NOPERM"));
+        const bool alive = command == "CLIENT" || (command == "PING" && first_word(token->text) == "NOPERM");
         said_ = shown(token->text, password_);
         if (!alive && refusal_.empty()) refusal_ = command + ": " + said_;
         if (!alive && refuses_user(token->text)) return fail(0, refusal_);

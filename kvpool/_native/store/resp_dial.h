@@ -35,6 +35,9 @@ struct RespSettings {
 // A server's text for display: one short printable line, without the password.
 std::string shown(std::string_view words, const std::string& password);
 
+// The one that says what kind of error it is: the rest is prose.
+std::string_view first_word(std::string_view words);
+
 // The server refused; what() has its words.
 struct RespError : std::runtime_error {
   using std::runtime_error::runtime_error;

@@ -23,8 +23,6 @@ constexpr std::size_t kPutRepliesNbytes = 35;  // "+OK", "+QUEUED" twice, "*2" a
 
 constexpr const char* kTooEarly = "it replied before it was asked";
 
-std::string_view first_word(std::string_view words) { return words.substr(0, words.find(' ')); }
-
 // An aborted transaction says behind these words why its EXEC was refused.
 std::string_view reason_of(std::string_view error) {
   constexpr std::string_view kBecause = "because of: ";
@@ -302,7 +300,7 @@ void RespConnection::on_put_error(Request& request, std::string_view error) {
   const std::string_view word = first_word(text);
   if (note_refusal(request, word, text) || request.outcome != Status::kOk) return;
   // The whole put can be in the sockets when the server gives up on its begin.
-  if (text.find("Protocol error") != std::string_view::npos) said_ = shown(text);
+  if (text.starts_with("ERR Protocol error")) said_ = shown(text);
   request.outcome = word == "OOM" ? Status::kNoRoom : Status::kFault;
   if (request.outcome == Status::kFault) request.words = settings_.endpoint.name() + ": " + shown(text);
 }
@@ -353,7 +351,7 @@ bool RespConnection::note_redirect(Request& request, std::string_view text) cons
   if (!host.empty() && !is_host(host)) return false;
   if (request.hops >= kMaxHops) return false;
   // Both halves of a put agree; if they differ, the permanent redirect counts.
-  const bool asking = text.starts_with("ASK");
+  const bool asking = first_word(text) == "ASK";
   if (request.moved_port != 0 && asking) return true;
   request.moved_host = host.empty() ? settings_.endpoint.host : std::string(host);
   request.moved_port = port;

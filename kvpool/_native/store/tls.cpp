@@ -25,6 +25,8 @@ constexpr std::size_t kReadAheadNbytes = 256 << 10;
 void check_readable(const char* what, const std::string& path) {
   const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   if (!file) throw TlsError(path + ": " + what + " cannot be read: " + words_of(errno));
+  // OpenSSL would wait for a pipe.
+  if (!is_regular(file.get())) throw TlsError(path + ": " + what + " cannot be read: it is not a file");
 }
 
 [[noreturn]] void refuse(const char* what, const std::string& path) {

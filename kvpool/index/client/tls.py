@@ -14,9 +14,8 @@ from pathlib import Path
 import grpc
 
 from kvpool.errors import ConfigError
-from kvpool.store.tls import new_context
-
-MAX_PEM_NBYTES = 1 << 20
+from kvpool.files import read_file
+from kvpool.store.tls import MAX_PEM_NBYTES, new_context
 
 logger = logging.getLogger("kvpool.index")
 
@@ -126,13 +125,9 @@ def _judge_chain(context: ssl.SSLContext, what: str, cert: str, key: str) -> Non
 
 def _pem(option: str, path: str) -> bytes:
     try:
-        with Path(path).open("rb") as file:
-            raw = file.read(MAX_PEM_NBYTES + 1)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{option} {path}: {getattr(error, 'strerror', None) or error}") from error
-    if len(raw) > MAX_PEM_NBYTES:
-        raise ConfigError(f"{option} {path}: larger than {MAX_PEM_NBYTES} bytes: this is no PEM file")
-    return raw
+        return read_file(path, MAX_PEM_NBYTES)
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: {error.strerror}") from error
 
 
 def file_state(path: str) -> object:

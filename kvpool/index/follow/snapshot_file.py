@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from kvpool.errors import ConfigError, KVPoolError, SnapshotRefused
+from kvpool.files import open_file
 from kvpool.index.snapshot import MAX_NBYTES, Snapshot, unpack
 from kvpool.threads import start_thread
 
@@ -90,7 +91,9 @@ def check_place(path: Path) -> None:
     folder = path.parent
     if path.is_symlink():
         raise ConfigError(f"--snapshot {path}: this is a symbolic link: name the file itself")
-    if path.is_dir() or not folder.is_dir():
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"--snapshot {path}: this is not a file: name one, or one that is still to be made")
+    if not folder.is_dir():
         raise ConfigError(f"--snapshot {path}: name a file in a folder that is there")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"--snapshot {path}: the folder {folder} cannot be written")
@@ -152,12 +155,12 @@ def read(path: Path, *, max_age_s: float = MAX_AGE_S, max_nbytes: int = MAX_NBYT
     or of another version. The file may stay: the next snapshot replaces it.
     """
     try:
-        with open(path, "rb", opener=_open) as file:
-            if os.fstat(file.fileno()).st_size > max_nbytes:
+        with open_file(path, follow=False) as file:
+            if (nbytes := os.fstat(file.fileno()).st_size) > max_nbytes:
                 raise SnapshotRefused(
                     f"{path} has more than {max_nbytes} bytes: raise --max-memory to read it"
                 )
-            packed = file.read()
+            packed = file.read(nbytes)
     except FileNotFoundError:
         return None
     except OSError as error:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpool.errors import ConfigError, KVPoolError
+from kvpool.files import open_file, read_file
 from kvpool.index.place.text_work import MAX_RENDERED_CHARS, TextWork, TooMuchText, working
 from kvpool.index.place.token_cache import TokenCache
 from kvpool.index.place.tool_arguments import ToolArguments
@@ -47,6 +48,8 @@ _OF_PARTS = frozenset(
 # Chats of these are rendered by code in vLLM, not by a template.
 _RENDERED_BY_CODE = ("DeepseekV32", "DeepseekV4", "GptOss", "Inkling", "KimiK3", "MoonshotKimia")
 _TOOL_ARGUMENTS = ToolArguments()  # of all models
+_READ = (".jinja", ".json", ".model", ".txt")  # of a model's folder
+MAX_FILE_NBYTES = 16 << 20  # of a configuration
 
 
 class Tokenizer:
@@ -73,6 +76,7 @@ class Tokenizer:
         except ModuleNotFoundError as error:
             raise missing_extra(error) from error
         try:
+            _check_files(Path(source))
             tokenizer: Any = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
             why_not = _why_no_chats(source, tokenizer)
         except Exception as error:  # of many kinds: files, the hub, unknown classes
@@ -329,8 +333,15 @@ def _file_of(source: str, name: str) -> dict[str, Any]:
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )  # fmt: skip
-    found = {} if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
+    found = {} if path is None else json.loads(read_file(path, MAX_FILE_NBYTES))
     return found if isinstance(found, dict) else {}
+
+
+def _check_files(folder: Path) -> None:
+    """transformers opens each that it knows, and would wait for a pipe. Errors: ``OSError``."""
+    for one in folder.iterdir() if folder.is_dir() else ():
+        if one.suffix in _READ and not one.is_dir():
+            open_file(one).close()
 
 
 def _why(source: str, error: Exception) -> str:
@@ -340,6 +351,8 @@ def _why(source: str, error: Exception) -> str:
         return "it holds no tokenizer.json: name the folder of the model"
     if folder.is_absolute() and not folder.exists():
         return "the folder does not exist"
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
     return _first_line(error)
 
 

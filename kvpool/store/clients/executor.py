@@ -26,12 +26,12 @@ from kvpool.store.clients.link import (
     LinkFault,
     LinkSilent,
     found,
-    is_command_refused,
     put_commands,
     put_outcome,
     read_record,
 )
 from kvpool.store.clients.lookup_keys import LookupKeys
+from kvpool.store.server.replies import first_word, is_command_refused
 from kvpool.store.url import StoreURL
 from kvpool.threads import start_thread
 
@@ -262,7 +262,7 @@ class LinkThread:
         damaged: list[bytes] = []
         for place, (key, view) in enumerate(zip(keys, views, strict=True)):
             reply, replies[place] = replies[place], None  # only one value at a time is held twice
-            if isinstance(reply, ErrorReply) and not reply.startswith("WRONGTYPE"):
+            if isinstance(reply, ErrorReply) and first_word(reply) != "WRONGTYPE":
                 outcomes.append(reply)
                 continue
             damage = read_record(key.decode("ascii"), reply, view)

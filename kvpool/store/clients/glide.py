@@ -10,25 +10,29 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpool.errors import ConfigError
+from kvpool.files import read_file
 from kvpool.store.clients.link import Command, ErrorReply, LinkEnded, LinkFault, LinkRefused, LinkSilent
 from kvpool.store.clients.redis import RedisLink
 from kvpool.store.server.connection import introduction
-from kvpool.store.tls import Tls
+from kvpool.store.server.replies import first_word
+from kvpool.store.tls import MAX_PEM_NBYTES, Tls
 from kvpool.store.url import StoreURL
 from kvpool.text import with_extra
 
 if TYPE_CHECKING:
     import glide_sync
 
-# GLIDE replaces the first word of error replies it classifies.
+# GLIDE replaces the first word of error replies that it classifies, and puts a colon behind others.
 _KIND = re.compile(
-    r"(?:An error was signalled by the server: - )?(BusyLoadingError|PermissionDenied|ReadOnly): "
+    r"(?:Received error for address `[^`]*`: )?(?:An error was signalled by the server: - )?([A-Za-z]+): "
 )
-_WORDS = {"BusyLoadingError": "LOADING ", "PermissionDenied": "NOPERM ", "ReadOnly": "READONLY "}
+_WORDS = {
+    "BusyLoadingError": "LOADING", "ExecAbortError": "EXECABORT", "PermissionDenied": "NOPERM",
+    "ReadOnly": "READONLY", "ResponseError": "ERR",
+}  # fmt: skip
 
 # Pauses between GLIDE's own dials: up to 10 ms * 2^6.
 _RETRIES, _FACTOR_MS, _BASE = 6, 10, 2
@@ -120,7 +124,7 @@ def _client(url: StoreURL, timeout_s: float) -> glide_sync.GlideClient:
         client._create_core_client()  # type: ignore[no-untyped-call]
     except glide_sync.GlideError as error:
         words = _words(error)
-        if "NOPERM" in words:
+        if first_word(words) == "NOPERM":
             raise LinkRefused(f"{words} (GLIDE needs +info)") from error
         raise LinkFault(words) from error
     return client
@@ -130,7 +134,7 @@ def _tls(tls: Tls) -> glide_sync.TlsAdvancedConfiguration:
     import glide_sync
 
     def contents(path: str) -> bytes | None:
-        return Path(path).read_bytes() if path else None
+        return read_file(path, MAX_PEM_NBYTES) if path else None
 
     try:
         return glide_sync.TlsAdvancedConfiguration(
@@ -144,4 +148,7 @@ def _tls(tls: Tls) -> glide_sync.TlsAdvancedConfiguration:
 
 def _words(error: Exception) -> str:
     """The server's words with their first word, or GLIDE's."""
-    return _KIND.sub(lambda match: _WORDS[match[1]], str(error).strip())
+    text = str(error).strip()
+    kind = _KIND.match(text)
+    word = _WORDS.get(kind[1], kind[1] if kind[1].isupper() else "") if kind is not None else ""
+    return f"{word} {text[kind.end() :]}" if kind is not None and word else text

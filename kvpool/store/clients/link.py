@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from kvpool import _native
+from kvpool.store.server.replies import first_word, reason_of
 
 # The payload's last bytes lie beside the header, which keeps both fields inside the allocator's size classes.
 TAIL_NBYTES = 128
@@ -80,17 +81,11 @@ def put_outcome(replies: Sequence[Any]) -> int | ErrorReply:
     done = replies[-1] if isinstance(replies[-1], list) else []
     for reply in (*replies, *done):
         if isinstance(reply, ErrorReply):
-            words = _reason(reply)
-            return _native.NO_ROOM if words.startswith("OOM") else words
+            words = ErrorReply(reason_of(reply))
+            return _native.NO_ROOM if first_word(words) == "OOM" else words
     if len(done) != 2 or done[0] not in (0, 1, 2) or done[1] not in (0, 1):
         raise LinkFault(_UNEXPECTED)
     return _native.OK if done[1] else _native.NO_ROOM
-
-
-def _reason(words: ErrorReply) -> ErrorReply:
-    """An aborted transaction says at its end why EXEC was refused."""
-    before, because, reason = words.partition("because of: ")
-    return ErrorReply(reason) if because and before.startswith("EXECABORT ") else words
 
 
 def found(reply: Any) -> int | ErrorReply:
@@ -123,8 +118,3 @@ def read_record(key: str, reply: Any, view: memoryview) -> str | None:
         return cause if cause not in (None, "checksum") else "length"
     view[:split], view[split:] = body, tail
     return _native.verify_record(key, header, view) or ""
-
-
-def is_command_refused(words: str) -> bool:
-    """Whether an error concerns the command rather than the key: no right, or unknown."""
-    return words.startswith(("NOPERM", "ERR")) and "command" in words

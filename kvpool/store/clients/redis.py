@@ -14,20 +14,11 @@ from redis.connection import PythonRespSerializer
 
 from kvpool.store.clients.link import Command, ErrorReply, LinkEnded, LinkFault, LinkRefused, LinkSilent
 from kvpool.store.server.connection import HUNG_UP, Bounded, deadline
+from kvpool.store.server.replies import words_of
 from kvpool.store.url import StoreURL
 
 MAX_STEP_S = 60.0  # each call has a shorter deadline of its own
 PACKER_CUTOFF_NBYTES = 6000  # shorter parts are joined before sending, as in redis-py
-
-# redis-py strips the first word of errors that have a class; version 7 and later keep it.
-_WORDS: dict[type[redis.RedisError], str] = {
-    redis.exceptions.OutOfMemoryError: "OOM",
-    redis.exceptions.NoPermissionError: "NOPERM",
-    redis.exceptions.ReadOnlyError: "READONLY",
-    redis.exceptions.BusyLoadingError: "LOADING",
-    redis.exceptions.AuthenticationError: "WRONGPASS",
-    redis.exceptions.ExecAbortError: "EXECABORT",
-}
 
 
 class RedisLink:
@@ -79,7 +70,7 @@ class RedisLink:
             raise (LinkSilent if is_silent else LinkFault)(_words(error)) from _alone(error)
         except (redis.ConnectionError, OSError) as error:
             words = _words(error)
-            raise LinkEnded(words, HUNG_UP in words) from _alone(error)
+            raise LinkEnded(words, words.endswith(HUNG_UP)) from _alone(error)
         except redis.RedisError as error:
             raise LinkFault(_words(error)) from _alone(error)
 
@@ -117,9 +108,8 @@ def _alone(error: Exception) -> Exception:
 
 
 def _words(error: redis.RedisError | OSError) -> str:
-    """The server's words with their first word, or the system's."""
-    word = getattr(error, "status_code", None) or _WORDS.get(type(error), "")  # type: ignore[arg-type]
-    return f"{word} {error}".strip() or type(error).__name__
+    """The server's words, or the system's."""
+    return words_of(error).strip() or type(error).__name__
 
 
 def _encoded(value: object) -> bytes | memoryview:

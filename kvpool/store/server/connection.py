@@ -32,7 +32,7 @@ from kvpool.errors import (
     StoreUnavailable,
 )
 from kvpool.store.server.deadline_socket import DeadlineSocket, Room, dialled, under_tls
-from kvpool.store.server.replies import Replies
+from kvpool.store.server.replies import Replies, first_word, words_of
 from kvpool.store.url import StoreURL
 
 # Deadline of all calls of this thread (monotonic).
@@ -136,7 +136,7 @@ class Bounded(Connection):
         try:
             reply = super().read_response(*arguments, **settings)
         except redis.ResponseError as error:
-            is_last = self._dialled_s < float("inf") or "Protocol error" in str(error)
+            is_last = self._dialled_s < float("inf") or words_of(error).startswith("ERR Protocol error")
             self._said = str(error) if is_last else ""
             raise
         except redis.ConnectionError as error:
@@ -311,5 +311,5 @@ class KeptServer:
 
 def _is_about_keys(error: Exception) -> bool:
     return isinstance(error, redis.exceptions.NoPermissionError) or (
-        isinstance(error, redis.exceptions.ResponseError) and "WRONGTYPE " in str(error)
+        isinstance(error, redis.exceptions.ResponseError) and first_word(words_of(error)) == "WRONGTYPE"
     )

@@ -18,9 +18,34 @@ from kvpool import _native
 RECEIVE_NBYTES = 1 << 16
 
 
+def words_of(error: Exception) -> str:
+    """A server's error as it was sent; of any other error its text.
+
+    Its first word says what it is. The rest is prose: other errors, versions and servers have the same words.
+    """
+    return getattr(error, "said", "") or str(error)
+
+
+def first_word(words: str) -> str:
+    return words.partition(" ")[0]
+
+
+def reason_of(words: str) -> str:
+    """An aborted transaction says at its end why EXEC was refused; other words are their own reason."""
+    _, because, reason = words.partition("because of: ")
+    return reason if because and first_word(words) == "EXECABORT" else words
+
+
+def is_command_refused(words: str) -> bool:
+    """Whether an error concerns the command rather than the key: no right, or unknown."""
+    return first_word(words) in ("NOPERM", "ERR") and "command" in words
+
+
 def _error(words: bytes) -> Exception:
-    error: Exception = BaseParser.parse_error(words.decode("utf-8", "replace"))  # type: ignore[no-untyped-call]
-    return error
+    said = words.decode("utf-8", "replace")
+    error: Any = BaseParser.parse_error(said)  # type: ignore[no-untyped-call]
+    error.said = said  # redis-py cuts off the first word of those that it knows
+    return error  # type: ignore[no-any-return]
 
 
 class Replies(BaseParser):

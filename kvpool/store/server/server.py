@@ -12,6 +12,7 @@ import redis
 from kvpool.errors import RepliesTooLarge, StoreUnavailable
 from kvpool.key.key import KEY_PREFIX, is_key
 from kvpool.store.server.connection import connect
+from kvpool.store.server.replies import is_command_refused, reason_of, words_of
 from kvpool.store.store import LOOK_KEYS, SCAN_KEYS, StoredBlock, Usage
 from kvpool.store.url import SERVER_SCHEMES, StoreURL
 
@@ -190,6 +191,6 @@ def _asked(connection: Any, commands: Sequence[tuple[str, ...]]) -> list[Missing
             connection.read_response()
         except redis.ResponseError as error:
             # Refusals of the key do not matter: no tenant owns it.
-            if "command" in str(error):
-                refused.append(MissingRight(command[0], str(error)))
+            if is_command_refused(reason := reason_of(words_of(error))):
+                refused.append(MissingRight(command[0], reason))
     return refused

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvpool import _native
 from kvpool.errors import ConfigError, KVPoolError, StoreUnavailable
 from kvpool.store.server.connection import connect, deadline
+from kvpool.store.server.replies import words_of
 from kvpool.store.url import StoreURL
 from kvpool.threads import start_thread
 
@@ -124,7 +125,7 @@ class Primaries:
             except redis.exceptions.NoPermissionError as error:
                 raise ConfigError(f"{self._name}: {error}; allow +cluster|slots to this user") from error
             except redis.exceptions.ResponseError as error:
-                if "cluster support disabled" not in str(error):
+                if not words_of(error).startswith("ERR This instance has cluster support disabled"):
                     raise
                 raise ConfigError(
                     f"{self._name}: {host}:{port} is no node of a cluster; write valkey://"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import stat
 import subprocess
@@ -140,7 +141,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         read(path)
     path.unlink()
     path.mkdir()
-    with pytest.raises(SnapshotRefused, match="cannot be read: Is a directory"):
+    with pytest.raises(SnapshotRefused, match="cannot be read: it is a directory"):
         read(path)
     old = tmp_path / "old"
     write(old, pack(Snapshot(time.time() - 500, "", a_fleet().snapshot())))
@@ -224,7 +225,16 @@ def is_locked(path: Path) -> bool:
 def test_places_where_nothing_can_be_written(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "no" / "folder", tmp_path / "s" / "x"):
         (tmp_path / "s").touch()
-        with pytest.raises(ConfigError, match="name a file in a folder that is there"):
+        with pytest.raises(ConfigError, match=r"name a file in a folder that is there|this is not a file"):
             SnapshotFile(path, packer(a_fleet()))
     with pytest.raises(ConfigError, match=r"every 0\.1 to 86400 seconds"):
         SnapshotFile(tmp_path / "t", packer(a_fleet()), every_s=0)
+
+
+def test_a_pipe_or_a_device_in_its_place_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(SnapshotRefused, match=r"cannot be read: it is a .*, not a file"):
+            read(path, max_nbytes=1 << 20)
+        with pytest.raises(ConfigError, match="this is not a file"), lock(path):
+            pass

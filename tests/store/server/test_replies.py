@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from kvpool import _native
-from kvpool.store.server.replies import Replies
+from kvpool.store.server.replies import Replies, is_command_refused, words_of
 
 SAID: list[tuple[bytes, Any]] = [
     (b"+PONG\r\n", b"PONG"),
@@ -61,6 +61,26 @@ def test_errors_are_those_of_redis_py() -> None:
         assert (type(inner), str(inner), one) == (redis.exceptions.OutOfMemoryError, "full", 1)
         with pytest.raises(redis.ConnectionError, match="max number of clients"):
             replies.read_response()
+
+
+@pytest.mark.parametrize(
+    ("said", "is_refused"),
+    [
+        ("NOPERM User worker has no permissions to run the 'hset' command", True),
+        ("ERR unknown command 'touch', with args beginning with: 'a'", True),
+        ("NOPERM No permissions to access a key", False),
+        ("OOM command not allowed when used memory > 'maxmemory'.", False),
+        ("MISCONF Errors writing to the AOF file, so commands are refused", False),
+        ("ERRATIC command NOPERM", False),
+    ],
+)
+def test_the_first_word_of_an_error_decides_what_it_is(said: str, is_refused: bool) -> None:
+    server, replies = connected()
+    with server, replies._socket:
+        server.sendall(f"-{said}\r\n".encode())
+        error = replies.read_response()
+    assert words_of(error) == said
+    assert is_command_refused(words_of(error)) is is_refused
 
 
 @pytest.mark.parametrize(

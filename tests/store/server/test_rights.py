@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 
 from kvpool import open_store
-from kvpool.errors import StoreUnavailable
+from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.store import StoreURL, open_for_inspection
 from kvpool.store.server.server import COSTS, refused_commands
 from tests.support.conformance import key, keys, payload
 from tests.support.credentials import url_of
 from tests.support.deadlines import eventually
-from tests.support.servers import Server, with_client
+from tests.support.servers import CLIENTS, Server, running, with_client
 from tests.support.store_traffic import serves
 
 
@@ -94,6 +95,26 @@ def test_a_missing_right_is_told_when_a_store_is_opened(
         assert not [record for record in caplog.records if record.name == "kvpool.store"]
 
 
+def test_a_full_server_refuses_no_user(server: Server, client: str, caplog: pytest.LogCaptureFixture) -> None:
+    """What it says of its memory has the word "command" in it, as what it says of rights has."""
+    server.client.config_set("maxmemory-policy", "noeviction")
+    server.client.config_set("maxmemory", "1")
+    url = url_of(server)
+    assert refused_commands(StoreURL.parse(url)) == []
+    with caplog.at_level(logging.WARNING, "kvpool.store"), open_store(with_client(url, client)) as store:
+        assert store.put_many([key(1)], [b"value"]) == [False], "no room, and no fault"
+        assert store.touch_many([key(1)]) == [False]
+    assert not [record for record in caplog.records if record.name == "kvpool.store"]
+
+
+def test_a_full_server_that_refuses_a_command_too_is_told_of_that_one(server: Server) -> None:
+    server.client.config_set("maxmemory-policy", "noeviction")
+    server.client.config_set("maxmemory", "1")
+    (refused,) = refused_commands(StoreURL.parse(url_of(server, without=("hset",))))
+    assert refused.command == "HSET"
+    assert refused.words.startswith("NOPERM ")
+
+
 def test_a_refused_put_harms_no_load(server: Server, client: str) -> None:
     """An error reply is an answer: the connections stay, and so does all else on them."""
     value = payload(1, 100_000)
@@ -119,3 +140,22 @@ def test_who_may_not_touch_looks_up_all_the_same(server: Server, client: str) ->
         assert store.get_many_into([key(1)], [bytearray(5)]) == [True]
         assert store.counters()["faults"] == 0
         assert store.counters().get("disconnections", 0) == 0
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_server_that_does_not_know_touch_is_looked_up_all_the_same(tmp_path: Path, client: str) -> None:
+    """As some managed ones: unknown is refused, too."""
+    with (
+        running("valkey-server", tmp_path, "--rename-command", "TOUCH", "") as server,
+        open_store(with_client(server.url, client)) as store,
+    ):
+        assert store.put_many([key(1)], [b"value"]) == [True]
+        assert store.touch_many(keys(3)) == [False, True, False]
+
+
+def test_glide_without_the_right_to_info_says_which_right_it_needs(tmp_path: Path) -> None:
+    with running("valkey-server", tmp_path) as server:
+        url = url_of(server)
+        server.client.execute_command("ACL SETUSER worker -info")
+        with pytest.raises(ConfigError, match=r"GLIDE needs \+info"):
+            open_store(with_client(url, "glide"))
