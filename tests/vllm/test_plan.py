@@ -219,6 +219,8 @@ def test_states_are_kept_where_requests_resume() -> None:
     ends = [tokens for tokens in range(32, 257, 32) if is_resumed_at(STATE, tokens, 180, 64)]
     assert ends == [64, 160, 192, 224, 256], "where prompts part, at the prompt's end and behind it"
     assert is_resumed_at(STATE, 160, 160, 0), "a longer prompt may follow"
-    assert [tokens for tokens in (64, 96, 128) if is_resumed_at(STATE, tokens, 160, 0)] == [128], "the same one"
+    assert [tokens for tokens in (64, 96, 128) if is_resumed_at(STATE, tokens, 160, 0)] == [128], (
+        "the same one"
+    )
     ahead = replace(STATE, reads_ahead=True)
     assert [tokens for tokens in (64, 96, 128) if is_resumed_at(ahead, tokens, 160, 0)] == [96, 128]
