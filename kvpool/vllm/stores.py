@@ -11,6 +11,7 @@ Threads: the engine's scheduler thread only.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -187,8 +188,7 @@ class StorePlanner:
         """Add the stores of a proven request with ``computed_tokens`` after the step. ``pool_hash``: None: unknown."""
         progress = self._progress.setdefault(request.request_id, _Progress())
         before = computed_tokens - output.num_scheduled_tokens[request.request_id]
-        if not self._config.store_decode:
-            computed_tokens = min(computed_tokens, request.num_prompt_tokens)
+        most = math.inf if self._config.store_decode else request.num_prompt_tokens
         begins = progress.planned is None
         if progress.planned is None:
             held = self.held_tokens(request, before)
@@ -200,7 +200,7 @@ class StorePlanner:
         source, proven_tokens = _Source(request, priority, pool_hash), self._proofs.proven_tokens(request)
         tables: tuple[list[int], ...] | None = None
         for index, group in enumerate(self._groups):
-            known_tokens = computed_tokens - group.reads_ahead
+            known_tokens = int(min(computed_tokens - group.reads_ahead, most))
             if group.scratch or known_tokens // group.record_tokens <= progress.planned[index]:
                 continue
             hashes = internals.record_hashes(request, self._hash_block_tokens, group)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from kvpool.vllm.plan import longest_hit, reached
+from kvpool.vllm.support import groups_of
 from tests.support.lifecycle import (
     BLOCK_TOKENS,
     REFILLED_WINDOW,
@@ -17,6 +21,9 @@ from tests.support.lifecycle import (
     Shape,
     World,
 )
+from tests.support.scheduler import request
+from tests.support.specs import CHUNKED, FULL, LATENT, SMALL_WINDOW, cache_of
+from tests.support.specs import WINDOW as WINDOWED
 
 pytestmark = [
     pytest.mark.vllm,
@@ -84,3 +91,45 @@ def test_another_engine_has_as_much_of_a_prompt_as_vllms_own_cache(
         found[tokens] = asked(second, f"{tokens} second", prompt)
         second.reset(running=False, connector=False)
     assert found == own
+
+
+# Of groups that scripted engines have not: chunks, and layers that draft with the next token.
+
+GROUPS = {
+    "attention": (FULL,),
+    "chunks": (FULL, CHUNKED),
+    "windows": (FULL, replace(WINDOWED, block_size=32, sliding_window=80)),
+    "latents and small windows": (LATENT, SMALL_WINDOW),
+}
+WHERE = sorted({end + beside for end in (32, 64, 80, 96, 128, 160, 192) for beside in (-1, 0, 1)})
+
+
+@pytest.mark.parametrize("tokens", WHERE)
+@pytest.mark.parametrize(
+    ("name", "reads_ahead"),
+    [(name, ahead) for name in GROUPS for ahead in (False, True) if not (ahead and name == "chunks")],
+)
+def test_the_longest_hit_of_what_is_stored_is_vllms_own(name: str, reads_ahead: bool, tokens: int) -> None:
+    """Of a prompt whose answer has two tokens: so the one behind the prompt was computed, too."""
+    cache = cache_of(*GROUPS[name])
+    cache.num_blocks = 400
+    for group in cache.kv_cache_groups:
+        group.is_eagle_group = reads_ahead
+    groups = groups_of(cache, reads_ahead=reads_ahead)
+    sizes = [group.block_tokens for group in groups]
+    align, hash_tokens = math.lcm(*sizes), math.gcd(*sizes)
+    manager = KVCacheManager(cache, 4096, align, hash_tokens, use_eagle=reads_ahead)
+    asked, again = (request(one, tokens, hash_tokens=hash_tokens) for one in ("a", "b"))
+    assert manager.allocate_slots(asked, tokens) is not None
+    manager.free(asked)
+    _, own, *_ = manager.get_computed_blocks(again)
+    present = []
+    for group in groups:
+        pattern, stored = reached(group, align), (tokens + 1 - group.reads_ahead) // group.record_tokens
+        all_records = range(tokens // group.record_tokens)
+        present.append(bytes(at < stored or not pattern[at % len(pattern)] for at in all_records))
+    most = (tokens - 1) // align * align
+    hit = longest_hit(groups, present, local_tokens=0, max_tokens=most, align_tokens=align)
+    # Of one group vLLM drops the last block that it may use, and not the one behind it.
+    more = align if reads_ahead and len(groups) == 1 and tokens % align == 0 and tokens > align else 0
+    assert hit == own + more

@@ -15,7 +15,7 @@ from kvpool import metrics
 from kvpool.discovery.quota import write_held, write_quota
 from kvpool.store import Store
 from kvpool.vllm.gate import MIN_SAMPLES, MIN_STEP_TOKENS
-from kvpool.vllm.plan import PoolMetadata, PoolWorkerMetadata
+from kvpool.vllm.plan import Group, PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.scheduler import SchedulerHalf
 from tests.support.scheduler import BLOCK_TOKENS, STEP_TOKENS, TABLE, answer, half, output, put, request
 
@@ -199,6 +199,20 @@ class Engine:
 def prompts(count: int, tokens: int = 64) -> list[Request]:
     """Requests that have no block in common."""
     return [request(f"r{i}", tokens, first=1000 * (i + 1)) for i in range(count)]
+
+
+def test_of_layers_that_draft_a_prompts_last_block_is_stored_when_the_token_behind_it_is_known(
+    store: Store,
+) -> None:
+    """Also where answers are not wanted: it is the prompt's."""
+    scheduler = half(store, groups=(Group(BLOCK_TOKENS, reads_ahead=True),), store_decode=False)
+    asked = request("a", tokens=64)
+    assert ids(whole(scheduler, asked, tokens=64)) == TABLE[0][:3]
+    asked.append_output_token_ids(list(range(500, 530)))
+    asked.num_computed_tokens = 64
+    assert ids(scheduler.plan(output(asked, 1, TABLE))) == TABLE[0][3:4]
+    asked.num_computed_tokens = 65
+    assert ids(scheduler.plan(output(asked, 20, TABLE))) == []
 
 
 AHEAD = 2 * STEP_TOKENS // BLOCK_TOKENS
