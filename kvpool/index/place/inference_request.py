@@ -18,6 +18,7 @@ from kvpool.discovery.worker import DEFAULT_TENANT
 from kvpool.errors import ConfigError
 from kvpool.index import bounded_json
 from kvpool.index.place.sessions import Session
+from kvpool.index.place.token_estimate import estimate
 from kvpool.index.prompt import TOKEN_NBYTES, Chat, Prompt
 from kvpool.index.request_stats import Promptless
 
@@ -110,13 +111,13 @@ def engine_json(body: bytes) -> bytes:
 
 
 class InferenceRequest(NamedTuple):
-    """``path``: by which its tokens are made. ``nbytes``: of its body. ``workers``: candidates by name; None: all.
-    ``model``: as the request names it; empty: none. ``prompt``: the first of several; None: only an engine knows
-    its tokens. ``body``: for ``path``, with the first of several chats. ``session``: None: it names none.
+    """``path``: by which its tokens are made. ``received``: its body as it came. ``workers``: candidates by name;
+    None: all. ``model``: as the request names it; empty: none. ``prompt``: the first of several; None: only an engine
+    knows its tokens. ``body``: for ``path``, with the first of several chats. ``session``: None: it names none.
     """
 
     path: str
-    nbytes: int
+    received: bytes
     tenant: str = DEFAULT_TENANT
     workers: Sequence[str] | None = None
     model: str = ""
@@ -127,9 +128,9 @@ class InferenceRequest(NamedTuple):
 
     @property
     def tokens_estimate(self) -> int:
-        """Of the prompt, at least 1: exact for token ids, else four bytes of the body a token."""
+        """Of the prompt, at least 1: exact for token ids, else by the bytes of the body."""
         nbytes = 0 if self.prompt is None else self.prompt.nbytes
-        return max(1, (nbytes or self.nbytes) // TOKEN_NBYTES)
+        return nbytes // TOKEN_NBYTES if nbytes else estimate(self.received)
 
 
 def read_request(
@@ -148,7 +149,7 @@ def read_request(
     try:
         bounded_json.check(body)
         body.decode()  # a decoder checks only what it reads, but an engine reads all
-        nbytes, messages = len(body), None
+        received, messages = body, None
         if path == BATCH:
             path, body = CHAT, _first_of_batch(body)
         if path == CHAT:
@@ -157,7 +158,7 @@ def read_request(
             fields = _FIELDS.decode(body)
         model = _text(fields, "model") or default()
         session = _session(fields, tenant, session_id)
-        request = InferenceRequest(path, nbytes, tenant, workers, model, body=body, session=session)
+        request = InferenceRequest(path, received, tenant, workers, model, body=body, session=session)
         if path not in RENDERED:
             return request
         request = request._replace(cache_salt=_text(fields, "cache_salt"))

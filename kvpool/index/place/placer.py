@@ -303,7 +303,7 @@ class Placer:
             has_several = self.names.are_several(tenant)  # only then its model matters
             model = named_model(path, body) if has_several else ""
             session = Session.of(tenant, session_id)
-            return InferenceRequest(path, len(body), tenant, workers, model, session=session)
+            return InferenceRequest(path, body, tenant, workers, model, session=session)
 
         if len(body) <= INLINE_NBYTES:
             with suppress(NotAtOnce):
