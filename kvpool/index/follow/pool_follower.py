@@ -167,6 +167,7 @@ class PoolFollower:
                     self._refused.add(tenant)
         except KVPoolError:  # the pool is away: the last values stay
             return
+        self._refused &= documents.keys()
         self.traffic = self._hit_curves.read(documents)
         blocks, block_nbytes = self._sizes()
         self.curves = self._hit_curves.shown(blocks, block_nbytes)

@@ -305,6 +305,8 @@ class InFlight:
             ends = range(8, min(len(hashes), len(others)) + 1, 8)
             count = bisect(ends, False, key=lambda end: hashes[end - 8 : end] != others[end - 8 : end])
             shared[at[0]] = max(shared.get(at[0], 0), count)
+        if not alike:
+            self._alike.pop(bytes(hashes[:8]), None)
         return shared
 
     def _drop(self, one: tuple[bytes, str] | None) -> None:

@@ -17,7 +17,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import aiohttp
 import msgspec
@@ -53,7 +53,7 @@ REFUSED_S = 300.0  # memory of a prompt that a worker does not render
 WARN_S = 60.0  # between warnings of slow renders
 WITHOUT_S = 30.0  # memory of a model's missing /render at a path
 AWAY_S = 5.0  # before an unreachable worker is tried again
-MAX_AWAY = 1024
+MAX_AWAY = 1024  # endpoints, and models without /render at a path
 MAX_TENANTS = 1024  # with a known time of a render
 _NO_RENDER = (403, 404, 405)  # 403: vLLM without --enable-scale-out
 _REFUSES = (400, 413, 422, 501)  # for a request's content; 501: such as a data URL without an image
@@ -65,6 +65,7 @@ _NOT_REACHED = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 logger = logging.getLogger("kvpool.index")
 
 
+_Key = TypeVar("_Key")
 Start = tuple[str, str]  # a worker's id and incarnation: another start may have another template
 # Returns a worker, at none of the given endpoints, with few of the renders that are counted by worker; and its start.
 Choose = Callable[[Collection[str], Counter[str]], Awaitable[tuple[Url, Start]]]
@@ -144,8 +145,9 @@ class Renderer:
         self._renders: Counter[str] = Counter()  # under way, by worker
         self._took_s: OrderedDict[str, float] = OrderedDict()  # a render of late, by tenant; the oldest first
         self._missed, self._warned_s = 0, -math.inf  # prompts since the last warning, and when that was
-        self._without: dict[tuple[str, str, str], float] = {}  # end of the memory, by tenant, model and path
-        self._away: dict[str, float] = {}  # end of the memory, by a worker's endpoint; the oldest first
+        # Ends of the memory, the oldest first: by tenant, model and path, and by a worker's endpoint.
+        self._without: dict[tuple[str, str, str], float] = {}
+        self._away: dict[str, float] = {}
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -307,7 +309,7 @@ class Renderer:
                         "start kvpool with --tokenizer, or the workers with --enable-scale-out",
                         url, request.model, reply.status,
                     )  # fmt: skip
-                self._without[key] = self._clock() + WITHOUT_S
+                _put(self._without, key, self._clock() + WITHOUT_S)
                 raise NoTokens("no-render", said)
             if reply.status >= 500 and reply.status not in _REFUSES:
                 raise _Unanswered("no-answer", said)
@@ -337,10 +339,15 @@ class Renderer:
 
     def _set_aside(self, endpoint: str) -> None:
         """No renders there for ``AWAY_S``."""
-        self._away.pop(endpoint, None)
-        self._away[endpoint] = self._clock() + AWAY_S
-        if len(self._away) > MAX_AWAY:
-            del self._away[next(iter(self._away))]
+        _put(self._away, endpoint, self._clock() + AWAY_S)
+
+
+def _put(ends_s: dict[_Key, float], key: _Key, end_s: float) -> None:
+    """As the latest of ``MAX_AWAY``."""
+    ends_s.pop(key, None)
+    ends_s[key] = end_s
+    if len(ends_s) > MAX_AWAY:
+        del ends_s[next(iter(ends_s))]
 
 
 def without_pixels(body: bytes) -> bytes:

@@ -106,3 +106,15 @@ def test_little_is_remembered_of_many_prompts(monkeypatch: pytest.MonkeyPatch) -
     assert kept._nbytes == sum(len(of) for of in kept._alike.values()) * (load.ENTRY_NBYTES + 80)
     assert kept._nbytes <= load.MAX_IN_FLIGHT_NBYTES
     assert max(len(of) for of in kept._alike.values()) == 5
+
+
+def test_nothing_is_left_of_prompts_that_are_asked_about_when_they_are_computed() -> None:
+    router, clock = fleet_of("a")
+    prompts = [packed64(range(100 * number + 1, 100 * number + 11)) for number in range(50)]
+    for prompt in prompts:
+        router.route("m", hashes64=prompt, reserve_s=1)
+    clock.now_s += 60
+    for prompt in prompts:
+        router.route("m", hashes64=prompt)
+    assert not router._in_flight._alike
+    assert router._in_flight._nbytes == 0

@@ -17,7 +17,7 @@ from kvpool.index import bounded_json
 from kvpool.index.limits import Limits
 from kvpool.index.place import renderer
 from kvpool.index.place.endpoints import Url, parse_url
-from kvpool.index.place.inference_request import read_request
+from kvpool.index.place.inference_request import CHAT, RENDERED, read_request
 from kvpool.index.place.renderer import NoTokens, Renderer
 from kvpool.index.prompt import Prompt
 from tests.support.deadlines import until
@@ -95,6 +95,18 @@ async def test_a_path_without_render_is_remembered_and_no_other_path(status: int
             with pytest.raises(NoTokens, match="the workers of m have no /v1/messages/render"):
                 await tokens_of(rendering, "three", a, path=MESSAGES)
             assert a.rendered == 2, "it is not asked for what it does not have"
+
+
+@pytest.mark.anyio
+async def test_few_paths_without_render_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renderer, "MAX_AWAY", 2)
+    with scripted("a") as (a,):
+        async with opened() as rendering:
+            a.render_status = 404
+            for path in (paths := sorted(RENDERED - {CHAT})):
+                with pytest.raises(NoTokens, match="HTTP status 404"):
+                    await tokens_of(rendering, "one", a, path=path)
+            assert [path for _, _, path in rendering._without] == paths[-2:]
 
 
 @pytest.mark.anyio
