@@ -20,6 +20,7 @@ from kvpool.errors import ConfigError
 from kvpool.index import bounded_json, limits
 from kvpool.index.client.tls import ServerTls
 from kvpool.index.limits import CallMemory, Work
+from kvpool.index.protocol import json_types
 from kvpool.index.protocol.messages import REPLIES
 from kvpool.index.serve import pages
 from kvpool.index.serve.auth import EVERYTHING, Permissions
@@ -199,6 +200,7 @@ def _pack(kind: Any, raw: bytes) -> bytes:
         fields = bounded_json.decode(raw, MAX_VALUES, MAX_OBJECTS)
         if not isinstance(fields, dict):
             raise ConfigError("write an object")
+        json_types.check(fields, kind.DESCRIPTOR)
         message = json_format.ParseDict(fields, kind(), max_recursion_depth=MAX_DEPTH)
         packed: bytes = message.SerializeToString()
         return packed
