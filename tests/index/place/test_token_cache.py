@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -232,3 +233,36 @@ def test_tokens_that_depend_on_what_stands_around_are_not_cut_at() -> None:
     made = by_pattern(QWEN)
     made.add_tokens([AddedToken("two words", normalized=False)])
     assert not Cached(made).cache.cuts
+
+
+def test_behind_a_part_that_cannot_be_cut_the_text_is_cut_again() -> None:
+    one = Cached(MADE["qwen"]())
+    one.cache._piece_chars, one.cache._special_chars = token_cache.PIECE_CHARS, token_cache.SPECIAL_CHARS
+    blob, words = "0123456789" * 5000, "the quick brown fox " * 2000
+    text = f"<|im_start|>see {blob} {words}<|im_end|>{words}"
+    assert list(one.cache.tokens(text)) == one.whole(text)
+    one.encoded.clear()
+    one.cache.tokens(text + "and more")
+    assert len("".join(one.encoded)) < 3 * token_cache.PIECE_CHARS, "the blob is remembered, too"
+    assert max(len(piece) for piece in one.cache._known if blob not in piece) < 3 * token_cache.PIECE_CHARS
+
+
+@given(
+    st.lists(st.text("<a|>_1", min_size=1, max_size=5), min_size=1, max_size=9),
+    st.text("<a|>_1", max_size=40),
+)
+def test_special_tokens_are_found_as_the_longest_at_a_place(contents: list[str], text: str) -> None:
+    longest_first = "|".join(re.escape(one) for one in sorted(contents, key=len, reverse=True))
+    pattern = token_cache._pattern(contents)
+    assert pattern is not None
+    assert [one.span() for one in pattern.finditer(text)] == [
+        one.span() for one in re.finditer(longest_first, text)
+    ]
+
+
+def test_special_tokens_that_begin_alike_are_compared_once() -> None:
+    contents = [f"<|place_holder_no_{number}|>" for number in range(800)]
+    pattern = token_cache._pattern(contents)
+    assert pattern is not None
+    assert pattern.pattern.count("place") == 1
+    assert all(pattern.fullmatch(one) for one in contents)
