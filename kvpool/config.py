@@ -32,7 +32,7 @@ from kvpool.environment import (
 )
 from kvpool.errors import ConfigError
 from kvpool.key.key import check_tenant, check_worker_name
-from kvpool.text import joined_urls, nearest, parse_nbytes, redact, unknown
+from kvpool.text import joined_urls, nearest, parse_nbytes, printable, redact, unknown
 
 __all__ = ["HiCacheConfig", "PoolConfig", "TierConfig", "hash_seed", "redact"]
 
@@ -348,5 +348,5 @@ def _one_line(errors: list[ErrorDetails], spelled: Mapping[str, str], settings: 
         )
     cause = error.get("ctx", {}).get("error")
     problem = str(cause) if cause is not None else error["msg"].removeprefix("Input ")
-    got = "" if name == "pool" or cause is not None else f", got {error['input']!r:.80}"
-    return f"{spelled[name]}: {problem}{got}"
+    got = "" if name == "pool" or cause is not None else f", got {printable(repr(error['input'])):.80}"
+    return f"{spelled[name]}: {printable(problem)}{got}"

@@ -13,7 +13,6 @@ from typing import BinaryIO
 
 UNSAID_NBYTES = 1 << 20
 _KINDS = {
-    stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device",
@@ -37,6 +36,8 @@ def open_file(path: str | Path, *, follow: bool = True) -> BinaryIO:
         raise OSError(errno.EINVAL, "it is a socket, not a file", str(path)) from error
     try:
         mode = stat.S_IFMT(os.fstat(descriptor).st_mode)
+        if mode == stat.S_IFDIR:
+            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         if mode != stat.S_IFREG:
             raise OSError(errno.EINVAL, f"it is {_KINDS.get(mode, 'something else')}, not a file", str(path))
         return open(descriptor, "rb")  # noqa: PTH123 - a descriptor

@@ -31,13 +31,18 @@ _EXTRAS = {
 }
 
 _SIZE = re.compile(r"([0-9]{1,19})([A-Za-z]*)")
-# The userinfo of a URL reaches to the last "@", because passwords may contain "/" or "@". The scheme may be
-# missing; paths have no userinfo.
-_USERINFO = re.compile(r"\A([A-Za-z][A-Za-z0-9+.-]*://|(?![/.]))(.*)@", re.DOTALL)
-_SECRET_PARAMETER = re.compile(
-    r"([?&;](?:[^=&;?]*(?:pass|secret|token|auth|cred)[^=&;?]*)=)[^&;#]*", re.IGNORECASE
+# Of a URL: what is told of it. Anything else may be a secret that was mistyped, or put in a wrong place.
+_SCHEME = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]*:)?//|")
+_PLACE = re.compile(r"(?:\[[0-9A-Fa-f:.]*\]|[A-Za-z0-9._*-]*)(?::[0-9]{0,5})?")
+_FILES = frozenset(("ca", "cert", "key", "password_file", "sentinel_password_file"))
+_TOLD = frozenset(
+    ("capacity", "client", "connections", "db", "far", "sentinel_user", "threads", "tls", "ttl")
 )
-_ANOTHER_URL = re.compile(r"(?<![A-Za-z0-9+.-])[A-Za-z][A-Za-z0-9+.-]*://")
+_PLAIN = re.compile(r"[A-Za-z0-9._-]{1,40}")
+_SEGMENTS = re.compile(r"[A-Za-z0-9._/*-]*")
+# Userinfo anywhere in a text, up to the last "@" of its word, unless it is redacted. A path lacks the second slash.
+_PASSWORD = re.compile(r"(:/{1,3})(?!/|[^\s/@]*\*\*\*@[^\s@]*(?:\s|$))[^\s]*@")
+_NEXT_URL = re.compile(r"(\s+)(?=[A-Za-z][A-Za-z0-9+.-]*://)")
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
 
 # They command a terminal, end its line or turn its text around: all controls but tab and line feed.
@@ -56,8 +61,11 @@ _COMMANDS = dict.fromkeys(
 
 
 def printable(text: str) -> str:
-    """``text`` with a replacement character for each that a terminal would obey."""
-    return text.translate(_COMMANDS)
+    """``text`` with a replacement character for each that a terminal would obey, and URLs' passwords as ``***``.
+
+    Whoever quotes a URL redacts it; this is for those who quote what was no place for one.
+    """
+    return _PASSWORD.sub(r"\1***@", text.translate(_COMMANDS))
 
 
 def make_printable(record: logging.LogRecord) -> bool:
@@ -143,7 +151,8 @@ def parse_address(text: str) -> tuple[str, int]:
     match = _ADDRESS.fullmatch(text) if isinstance(text, str) else None
     if match is None or int(match["port"]) > 65535:
         raise ConfigError(
-            f"{text!r:.80} is not an address: write HOST:PORT with a port from 0 to 65535, such as 127.0.0.1:50051"
+            f"{printable(repr(text)):.80} is not an address: write HOST:PORT with a port from 0 to 65535, "
+            "such as 127.0.0.1:50051"
         )
     return match["host"], int(match["port"])
 
@@ -161,12 +170,46 @@ def far_url(joined: str) -> str:
 
 
 def redact(url: str) -> str:
-    """``url`` for logs: passwords and secret-looking parameters become ``***``."""
-    if url.startswith("file:///"):
-        far = _ANOTHER_URL.search(url, len("file:///"))
-        return url if far is None else url[: far.start()] + redact(url[far.start() :])
-    match = _USERINFO.match(url)
-    if match is not None:
-        user, colon, _ = match[2].partition(":")
-        url = f"{match[1]}{user if colon else ''}{colon}***@{url[match.end() :]}"
-    return _SECRET_PARAMETER.sub(r"\1***", url)
+    """``url``, or several with spaces between, for logs and errors: what may be a secret becomes ``***``.
+
+    That is all but the scheme, a user beside a password, hosts with ports, a path, and known parameters whose values
+    look as they should.
+    """
+    return "".join(one if one.isspace() else _redacted(one) for one in _NEXT_URL.split(url))
+
+
+def redact_value(name: str, value: str) -> str:
+    """The value of a URL's parameter, or ``***``."""
+    is_told = _PLAIN.fullmatch(value) if name in _TOLD else name in _FILES and value.startswith("/")
+    return value if is_told else "***"
+
+
+def _redacted(url: str) -> str:
+    scheme = _SCHEME.match(url)
+    told = scheme[0] if scheme is not None else ""
+    rest = url[len(told) :]
+    if told or not rest.startswith(("/", ".")):
+        is_path = told.lower() == "file://" and rest.startswith("/")
+        # A password may contain "/" or "@": it reaches to the last one.
+        userinfo, at, rest = ("", "", rest) if is_path else rest.rpartition("@")
+        user, colon, _ = userinfo.partition(":")
+        told += f"{user if colon else ''}{colon}***@" if at else ""
+        hosts, rest = _cut(rest, "/?&;#")
+        told += ",".join(one if _PLACE.fullmatch(one) else "***" for one in hosts.split(","))
+    path, rest = _cut(rest, "?&;#")
+    has_files = not told or told.lower().startswith(("file:", "valkey+unix:"))
+    told += path if has_files or _SEGMENTS.fullmatch(path) else "/***"
+    while rest:
+        mark, (part, rest) = rest[0], _cut(rest[1:], "?&;#")
+        name, equals, value = part.partition("=")
+        if equals and value:
+            told += f"{mark}{name if _PLAIN.fullmatch(name) else '***'}={redact_value(name, value)}"
+        else:
+            told += mark + (part if not part or name in _TOLD | _FILES else "***")
+    return told
+
+
+def _cut(text: str, marks: str) -> tuple[str, str]:
+    """``text`` before the first of ``marks``, and the rest with it."""
+    at = min((place for mark in marks if (place := text.find(mark)) >= 0), default=len(text))
+    return text[:at], text[at:]

@@ -127,4 +127,4 @@ def in_options(text: str) -> str:
 
 
 def error_object(sentence: str, code: int, kind: str) -> dict[str, str | int]:
-    return {"type": kind, "message": in_options(sentence), "exit_code": code}
+    return {"type": kind, "message": printable(in_options(sentence)), "exit_code": code}

@@ -56,6 +56,7 @@ _HOST = re.compile(
     r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]{1,253}))(?::(?P<port>[0-9]{1,5}))?"
 )
 _SERVICE = re.compile(r"[A-Za-z0-9._-]{1,253}")
+_PLAIN = re.compile(r"[A-Za-z0-9.+_/-]{0,30}")
 _DURATION = re.compile(r"([0-9]{1,9})([smhd]?)")
 _UNIT_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -163,13 +164,14 @@ class StoreURL:
                 "memory:// is no pool; write file:///dev/shm/kvpool?capacity=SIZE, a size for which /dev/shm has room"
             )
         if scheme not in SCHEMES:
-            raise ConfigError(f"{redact(url)}: {unknown('store', scheme, SCHEMES)}")
+            raise ConfigError(f"{redact(url)}: {_unknown('store', scheme, SCHEMES)}")
         query = _query(url, match["query"] or "", _PARAMETERS[scheme])
         if scheme in SERVER_SCHEMES:
             server = _server(url, scheme, match["host"], match["path"], query)
             return replace(server, password_file=query.get("password_file", ""))
         if match["host"] or not match["path"]:
-            wanted = f"/{match['host']}{match['path']}" if match["host"] else "/absolute/path"
+            is_plain = match["host"] and "@" not in match["host"] + match["path"]
+            wanted = f"/{match['host']}{match['path']}" if is_plain else "/absolute/path"
             raise ConfigError(
                 f"{redact(url)}: a directory is written file:///absolute/path, with three slashes; "
                 f"perhaps file://{wanted}"
@@ -178,7 +180,7 @@ class StoreURL:
         _check_own_directory(url, path)
         capacity_nbytes = _capacity(url, query, DEFAULT_FILE_CAPACITY_NBYTES)
         if (far := query.get("far", "")) not in ("", *FAR):
-            raise ConfigError(f"{redact(url)}: {unknown('choice of far', far, FAR)}")
+            raise ConfigError(f"{redact(url)}: {_unknown('choice of far', far, FAR)}")
         return cls(scheme, path, capacity_nbytes, _threads(url, query, "threads"), far=far)
 
     @classmethod
@@ -234,8 +236,12 @@ def _query(url: str, text: str, known: tuple[str, ...]) -> dict[str, str]:
     query: dict[str, str] = {}
     for part in filter(None, text.split("&")):
         name, _, value = part.partition("=")
+        if not value and name not in known:  # perhaps a secret in a wrong place
+            raise ConfigError(
+                f"{redact(url)}: a parameter is written NAME=VALUE; known are {', '.join(sorted(known))}"
+            )
         if name not in known:
-            raise ConfigError(f"{redact(url)}: {unknown('parameter', unquote(name), known)}")
+            raise ConfigError(f"{redact(url)}: {_unknown('parameter', unquote(name), known)}")
         if name in query:
             raise ConfigError(f"{redact(url)}: {name} is given twice")
         query[name] = unquote(value)
@@ -245,6 +251,8 @@ def _query(url: str, text: str, known: tuple[str, ...]) -> dict[str, str]:
 def _capacity(url: str, query: Mapping[str, str], default_nbytes: int) -> int:
     if "capacity" not in query:
         return default_nbytes
+    if not _PLAIN.fullmatch(query["capacity"]):
+        raise ConfigError(f"{redact(url)}: capacity is a size, such as 10GiB or 500MB")
     try:
         capacity_nbytes = parse_nbytes(query["capacity"])
     except ConfigError as error:
@@ -263,8 +271,21 @@ def _whole(url: str, query: Mapping[str, str], name: str, default: int, least: i
         return default
     text = query[name]
     if not (text.isascii() and text.isdigit() and len(text) <= 9 and least <= int(text) <= most):
-        raise ConfigError(f"{redact(url)}: {name} is a whole number from {least} to {most}, not {text!r:.20}")
+        raise ConfigError(
+            f"{redact(url)}: {name} is a whole number from {least} to {most}, not {_plain(text)}"
+        )
     return int(text)
+
+
+def _plain(text: str) -> str:
+    """A wrong value as it is, unless it may hold a secret from elsewhere in the URL."""
+    return repr(text) if _PLAIN.fullmatch(text) else "what stands there"
+
+
+def _unknown(kind: str, name: str, known: Sequence[str]) -> str:
+    if _PLAIN.fullmatch(name):
+        return unknown(kind, name, known)
+    return f"unknown {kind}; known are {', '.join(sorted(known))}"
 
 
 def _decoded(url: str, what: str, text: str) -> str:
@@ -291,7 +312,7 @@ def _server(url: str, scheme: str, host: str, path: str, query: Mapping[str, str
     threads, ttl_s = _threads(url, query, "connections"), _ttl_s(url, query)
     client = query.get("client", CLIENTS[0])
     if client not in CLIENTS:
-        raise ConfigError(f"{redact(url)}: {unknown('client', client, CLIENTS)}")
+        raise ConfigError(f"{redact(url)}: {_unknown('client', client, CLIENTS)}")
     if scheme == "valkey+unix":
         if host or not path.strip("/"):
             raise ConfigError(
@@ -331,7 +352,7 @@ def _many_servers(url: str, hosts: str, path: str, query: Mapping[str, str], com
     common = replace(common, nodes=tuple(node for node in nodes if node), tls=_tls_of_many(url, query))
     if is_cluster:
         if path not in ("", "/"):
-            raise ConfigError(f"{redact(url)}: in a cluster kvpool uses database 0; leave {path} away")
+            raise ConfigError(f"{redact(url)}: in a cluster kvpool uses database 0; leave the path away")
         return common
     service, _, database = path[1:].partition("/")
     if not _SERVICE.fullmatch(service):
@@ -366,7 +387,7 @@ def _database(url: str, text: str) -> int:
 
 def _tls_of_many(url: str, query: Mapping[str, str]) -> Tls | None:
     if query.get("tls", "false") not in ("true", "false"):
-        raise ConfigError(f"{redact(url)}: tls is true or false, not {query['tls']!r:.20}")
+        raise ConfigError(f"{redact(url)}: tls is true or false, not {_plain(query['tls'])}")
     if query.get("tls") == "true":
         return _tls(url, query)
     if files := sorted({"ca", "cert", "key"} & set(query)):

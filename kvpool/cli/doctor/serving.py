@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import re
-import ssl
-import urllib.error
-import urllib.request
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
@@ -17,13 +13,12 @@ from urllib.parse import urlsplit
 from kvpool import metrics
 from kvpool.cli.doctor import rules
 from kvpool.cli.doctor.misses import miss_findings
+from kvpool.cli.doctor.page import read_page
 from kvpool.cli.doctor.rules import Finding, judge
 from kvpool.discovery.worker import Worker
 from kvpool.errors import ConfigError
-from kvpool.store.tls import Tls
+from kvpool.text import redact
 
-TIMEOUT_S = 3.0
-MAX_NBYTES = 16 << 20
 REASON = (
     "x-kvpool-reason"  # of a response that a picker saw; kvpool.index.place.placement, too, takes an extra
 )
@@ -50,7 +45,7 @@ def serving_findings(workers: Sequence[Worker], pages: Mapping[str, SimpleNamesp
 
 def served(worker: Worker, tls_ca: str | None) -> SimpleNamespace:
     """Its metrics, or why there are none. Blocking, for three seconds at most. Never raises."""
-    page = _get(f"{worker.address.rstrip('/')}/metrics", tls_ca)
+    page = read_page(f"{worker.address.rstrip('/')}/metrics", tls_ca)
     sums = samples(page.body)
 
     def figure(metric: metrics.Metric) -> str:
@@ -91,60 +86,25 @@ def front_findings(
     url: str, workers: Sequence[Worker], tls_ca: str | None, *, has_picker: bool = False
 ) -> Iterator[Finding]:
     """Read a front's models. ``has_picker``: one should have placed the request for them."""
-    page = _get(f"{url}/v1/models", tls_ca)
+    page = read_page(f"{url}/v1/models", tls_ca)
     models: set[str] | None = None
     with contextlib.suppress(ValueError, KeyError, TypeError):
         models = {str(one["id"]) for one in json.loads(page.body)["data"]}
     front = SimpleNamespace(
         url=url, away=page.away, status=page.status, models=models, names=", ".join(sorted(models or ())) or "none",
-        excerpt=" ".join(page.body[:200].decode("utf-8", "replace").split()) or "nothing",
+        excerpt=page.excerpt,
     )  # fmt: skip
     yield from judge("front", rules.FRONT, front, first=True)
     if page.status == 200 and models is not None:
         for model in sorted({worker.model for worker in workers if worker.address} - models):
             yield from judge("front", rules.FRONT_MODEL, SimpleNamespace(url=url, model=model))
-        if has_picker and not page.is_placed:
+        if has_picker and REASON not in page.headers:
             yield from judge("front", rules.FRONT_UNASKED, front)
 
 
 def check_url(url: str, option: str) -> str:
     """The URL without a slash at its end. Errors: ``ConfigError``."""
     parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"{option} {url}: write http://HOST:PORT or https://HOST:PORT")
+    if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc or parts.query:
+        raise ConfigError(f"{option} {redact(url)}: write http://HOST:PORT or https://HOST:PORT")
     return url.rstrip("/")
-
-
-def _get(url: str, tls_ca: str | None) -> SimpleNamespace:
-    """``status`` and ``body``, without the environment's proxy; ``away``: why there is no page. Never raises.
-
-    ``is_placed``: of a page with a status of 2xx: a picker saw the request.
-    """
-    handlers: list[urllib.request.BaseHandler] = [urllib.request.ProxyHandler({})]
-    away: object
-    try:
-        if url.startswith("https://"):
-            context = Tls(ca=tls_ca or "").context()
-            handlers.append(urllib.request.HTTPSHandler(context=context))
-        with urllib.request.build_opener(*handlers).open(url, timeout=TIMEOUT_S) as reply:
-            is_placed = REASON in reply.headers
-            return SimpleNamespace(
-                away="", status=reply.status, body=reply.read(MAX_NBYTES), is_placed=is_placed
-            )
-    except urllib.error.HTTPError as error:
-        with error:
-            return SimpleNamespace(away="", status=error.code, body=error.read(MAX_NBYTES))
-    except urllib.error.URLError as error:
-        away = error.reason
-    except (OSError, http.client.HTTPException, ValueError) as error:  # ConfigError, too
-        away = error
-    return SimpleNamespace(away=_words(away), status=0, body=b"")
-
-
-def _words(error: object) -> str:
-    if isinstance(error, TimeoutError):
-        return f"no answer within {TIMEOUT_S:g} s"
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its certificate is not accepted: {error.verify_message}"
-    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return " ".join(text.split())[:200] or type(error).__name__

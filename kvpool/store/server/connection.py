@@ -156,7 +156,7 @@ class Bounded(Connection):
 
     def _connect(self) -> socket.socket:
         end_s = self._end_s()
-        plain = dialled(self._url, end_s)
+        plain = dialled(self._url.path or (self._url.host, self._url.port), end_s)
         if self._url.tls is None:
             self.socket = DeadlineSocket(fileno=plain.detach())
         else:

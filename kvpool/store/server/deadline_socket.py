@@ -12,7 +12,6 @@ from typing import Any
 
 from kvpool.errors import RepliesTooLarge
 from kvpool.store.tls import Tls
-from kvpool.store.url import StoreURL
 
 
 class Room:
@@ -89,13 +88,16 @@ class _TlsDeadlineSocket(DeadlineSocket, ssl.SSLSocket):
             raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET)) from error
 
 
-def dialled(url: StoreURL, end_s: float) -> socket.socket:
-    """A socket connected by ``end_s``; an address that is silent takes its share of that time. Errors: ``OSError``."""
-    if url.path:
+def dialled(place: tuple[str, int] | str, end_s: float) -> socket.socket:
+    """A socket connected by ``end_s`` to host and port, or to the path of a Unix socket.
+
+    A silent address takes its share of that time. Errors: ``OSError``.
+    """
+    if isinstance(place, str):
         plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        return _connected(plain, url.path, end_s)
-    failure = OSError(f"{url.host} has no address")
-    found = socket.getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)
+        return _connected(plain, place, end_s)
+    failure = OSError(f"{place[0]} has no address")
+    found = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)
     share_s = (end_s - time.monotonic()) / max(len(found), 1)
     for family, kind, protocol, _, address in found:
         try:

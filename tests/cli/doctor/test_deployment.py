@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from demo.engine_process import free_ports
 from kvpool import Namespace, open_store
+from kvpool.cli.doctor.page import MAX_NBYTES, Page, read_page
 from kvpool.cli.doctor.serving import REASON, front_findings, samples
 from kvpool.cli.doctor.workers import Workers
 from kvpool.discovery.facts import announce_facts
@@ -102,6 +104,48 @@ def test_a_front_is_asked_for_its_models(tmp_path: Path) -> None:
     assert code == 1
     assert "does not answer: Connection refused -> start it" in sentences(findings, "fail")
     assert "write http://HOST:PORT" in refused("doctor", "--front", "10.0.0.1:8080")
+
+
+@pytest.mark.parametrize("said", [
+    b"H", b"HTTP/1.1 200 OK\r\nx: ", b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 200 OK\r\n\r\n",
+    b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n1;",
+])  # fmt: skip
+def test_a_page_that_drips_for_ever_ends_in_time(said: bytes) -> None:
+    def drips(connection: socket.socket) -> None:
+        connection.sendall(said)
+        while not pages.closing.wait(0.1):
+            connection.sendall(b"x")
+
+    with serving_page() as pages:
+        pages.say = drips
+        assert read_page(f"{pages.address}/metrics", None) == Page(away="no answer within 3 s")
+
+
+def test_a_page_without_end_is_read_to_a_bound() -> None:
+    def floods(connection: socket.socket) -> None:
+        connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+        while not pages.closing.is_set():
+            connection.sendall(bytes(1 << 20))
+
+    with serving_page() as pages:
+        pages.say = floods
+        assert len(read_page(pages.address, None).body) == MAX_NBYTES
+
+
+def test_a_front_that_sends_elsewhere_is_told_and_not_followed() -> None:
+    with serving_page() as elsewhere, serving_page() as pages:
+        shows(pages, b"", f"307 Temporary Redirect\r\nlocation: {elsewhere.address}/v1/models?token=hunter2")
+        (found,) = front_findings(pages.address, [], None)
+        assert elsewhere.asked == []
+    assert found.level == "fail"
+    assert f"is answered with 307: it sends on to {elsewhere.address}/v1/models?token=***" in found.says
+
+
+@pytest.mark.parametrize("url", ["http://u:hunter2@h:1", "http://h:1?key=hunter2", "ftp://u:hunter2@h"])
+def test_a_fronts_url_has_no_secret_and_none_is_told(url: str) -> None:
+    said = refused("doctor", "--front", url)
+    assert "write http://HOST:PORT" in said
+    assert "hunter2" not in said
 
 
 def test_a_front_that_asks_no_picker_is_found_out() -> None:

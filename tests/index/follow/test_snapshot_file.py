@@ -141,7 +141,7 @@ def test_files_that_are_refused(tmp_path: Path) -> None:
         read(path)
     path.unlink()
     path.mkdir()
-    with pytest.raises(SnapshotRefused, match="cannot be read: it is a directory"):
+    with pytest.raises(SnapshotRefused, match="cannot be read: Is a directory"):
         read(path)
     old = tmp_path / "old"
     write(old, pack(Snapshot(time.time() - 500, "", a_fleet().snapshot())))

@@ -192,7 +192,7 @@ def test_files_that_cannot_be_used_are_one_line(authority: Authority, server: Pa
         (lambda: ServerTls(str(hidden.cert), str(hidden.key)), "without a passphrase"),
         (lambda: ServerTls(noise, key), "not a certificate and its own private key"),
         (lambda: ServerTls(cert, key, noise), f"--tls-client-ca {noise}: holds no certificate in PEM"),
-        (lambda: ServerTls(str(folder / "huge"), key), "this is no PEM file"),
+        (lambda: ServerTls(str(folder / "huge"), key), "it is larger than 1048576 bytes"),
         (lambda: IndexClient("h:1", tls_ca=nowhere), f"tls_ca {nowhere}: No such file"),
         (lambda: IndexClient("h:1", tls_ca=noise), f"tls_ca {noise}: holds no certificate in PEM"),
         (lambda: IndexClient("h:1", tls_ca=ca, tls_cert=cert), "tls_cert and tls_key go together"),
