@@ -1,3 +1,8 @@
+"""Settings of workers, and what is refused.
+
+Over 400 lines because each setting has its refusal here.
+"""
+
 from __future__ import annotations
 
 import importlib

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from kvpool.cli.doctor import rules
-from kvpool.cli.doctor.page import TIMEOUT_S
 from kvpool.cli.doctor.rules import Finding, judge
 from kvpool.cli.doctor.workers import Workers
 from kvpool.cli.exits import in_options
