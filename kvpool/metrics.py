@@ -88,6 +88,7 @@ STORE_SKIPPED_BLOCKS = Metric(
         "evicted",
         "quota",
         "wrong_hash",
+        "adapter",
     ),
 )
 QUOTA_FAILURES = Metric(

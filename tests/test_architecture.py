@@ -37,7 +37,7 @@ FLOORS = (
     {"vllm.internals"},
     {"vllm.proofs"},
     {"vllm.support", "vllm.events", "vllm.weights", "vllm.announcement", "vllm.loads", "vllm.store_queue"},
-    {"vllm.parts"},
+    {"vllm.parts", "vllm.adapter_loads"},
     {"vllm.identity", "vllm.lookups", "vllm.near", "vllm.write_back"},
     {"vllm.stores", "vllm.requests"},
     {"vllm.metrics", "vllm.prefetch"},

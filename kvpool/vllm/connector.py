@@ -26,6 +26,7 @@ from kvpool.config import PoolConfig
 from kvpool.errors import ConfigError, EngineRefused, StoreUnavailable
 from kvpool.store import StoreURL, open_store
 from kvpool.vllm import internals, support
+from kvpool.vllm.adapter_loads import AdapterLoads
 from kvpool.vllm.announcement import describe
 from kvpool.vllm.guard import refuse
 from kvpool.vllm.identity import adapter_settings, engine_facts
@@ -113,6 +114,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                     step_tokens=step_tokens,
                     pipeline_parallel=pipeline_parallel,
                     model=model_name(vllm_config.model_config, config.model_id),
+                    adapters=None if vllm_config.lora_config is None else AdapterLoads(),
                 )
         except (ConfigError, StoreUnavailable) as error:
             if role is KVConnectorRole.SCHEDULER:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import cbor2
 import numpy
@@ -269,6 +270,45 @@ def stop_at(request: Request, tokens: int) -> None:
 def stop_of(request: Request) -> int:
     """Where prompts part, and the engine keeps states for the next one; 0: nowhere."""
     return int(getattr(request, "shared_prefix_boundary", 0))
+
+
+class AdapterWatcher(Protocol):
+    """Is told before and after each load of an adapter's files, on the worker's thread. Never raises."""
+
+    def begins(self, name: str, path: str) -> bytes | None: ...
+
+    def ended(self, number: int, name: str, path: str, before: bytes | None) -> None: ...
+
+
+_adapter_watchers: weakref.WeakSet[AdapterWatcher] = weakref.WeakSet()
+
+
+def watch_adapter_loads(watcher: AdapterWatcher) -> bool:
+    """Tell ``watcher``, while it lives, of what this process loads; False: this version does not show it.
+
+    All ways to an adapter end in this method: options, calls, resolvers, and the step that lacks it.
+    """
+    from vllm.lora.worker_manager import WorkerLoRAManager  # much, and few engines have adapters
+
+    managers: Any = WorkerLoRAManager
+    load: Any = getattr(managers, "_load_adapter", None)
+    if load is None:
+        return False
+    if not hasattr(load, "watched_by_kvpool"):
+
+        @functools.wraps(load)
+        def watched(manager: Any, lora_request: Any) -> Any:
+            name, path = str(lora_request.lora_name), str(lora_request.lora_path)
+            looks = [(one, one.begins(name, path)) for one in list(_adapter_watchers)]
+            loaded = load(manager, lora_request)
+            for one, before in looks:
+                one.ended(int(lora_request.lora_int_id), name, path, before)
+            return loaded
+
+        watched.watched_by_kvpool = True  # type: ignore[attr-defined]
+        managers._load_adapter = watched
+    _adapter_watchers.add(watcher)
+    return True
 
 
 def adapter_changed_in_place(request: Request) -> bool:

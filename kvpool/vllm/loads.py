@@ -19,7 +19,15 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
 from kvpool.vllm import internals
-from kvpool.vllm.plan import BlockRef, Group, Room, blocks_lacking, records_to_load, room_of_load
+from kvpool.vllm.plan import (
+    AdapterFiles,
+    BlockRef,
+    Group,
+    Room,
+    blocks_lacking,
+    records_to_load,
+    room_of_load,
+)
 
 Record = tuple[int, bytes]  # group, hash
 
@@ -91,8 +99,9 @@ class Loads:
         local_tokens: int,
         hit_tokens: int,
         pool_hash: Callable[[bytes], bytes],
+        adapter: AdapterFiles | None = None,
     ) -> list[BlockRef]:
-        """The records to load into the blocks of ``tables``."""
+        """The records to load into the blocks of ``tables``; ``adapter``: the request's."""
         name, blocks = request.request_id, []
         self.end(name)
         room = room_of_load(self._groups, hit_tokens, request.num_tokens, self._step_tokens)
@@ -101,7 +110,7 @@ class Loads:
             for block_hash, i in self.needed(request, group, local_tokens, hit_tokens):
                 ids = blocks_lacking(group, tables[index], i, local_tokens)
                 if any(ids):
-                    blocks.append(BlockRef(pool_hash(block_hash), index, ids))
+                    blocks.append(BlockRef(pool_hash(block_hash), index, ids, adapter))
                     if self._by.setdefault((index, block_hash), name) == name:
                         load.records.append((index, block_hash))
         return blocks

@@ -78,12 +78,27 @@ class Group:
         return range(ranks // self.copies * self.parts)
 
 
+class AdapterFiles(NamedTuple):
+    """The files that an adapter's blocks are of. ``number``: vLLM's; ``state``: as ``weights.files_state`` has it."""
+
+    number: int
+    name: str
+    path: str
+    state: bytes
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What the hashes of its blocks cover."""
+        return self.name, self.path
+
+
 class BlockRef(NamedTuple):
     """A record without a rank. ``block_ids``: its blocks in the engine's memory; 0: not to be loaded."""
 
     block_hash: bytes
     group: int
     block_ids: tuple[int, ...]
+    adapter: AdapterFiles | None = None  # whose KV it is
 
 
 class LoadPlan(NamedTuple):
@@ -124,6 +139,9 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
     dropped: dict[int, int] = field(default_factory=dict)  # tag: ranks that gave it up
     missing: set[tuple[bytes, int]] = field(default_factory=set)  # (hash, group) that a load did not find
     reloaded: int = 0  # the first step with changed weights; 0: unchanged
+    other_files: set[tuple[str, str]] = field(
+        default_factory=set
+    )  # adapters that were loaded of others, by key
     asked: bool = False  # an index requests the engine's whole cache
     timed: int = 0  # the number of a timed step
     load_s: dict[str, float] = field(default_factory=dict)  # by request: least duration of its load
@@ -143,6 +161,7 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
             _summed(self.dropped, other.dropped),
             self.missing | other.missing,
             max(self.reloaded, other.reloaded),
+            self.other_files | other.other_files,
             self.asked or other.asked,
             max(self.timed, other.timed),
             {

@@ -21,6 +21,7 @@ from kvpool.text import unknown
 from kvpool.vllm.gate import Source
 from kvpool.vllm.hints import MAX_KEEP_S, NO_HINTS, Hints
 from kvpool.vllm.lookups import RequestLookup
+from kvpool.vllm.plan import AdapterFiles
 from kvpool.vllm.weights import AdapterCheck, pool_hash
 
 logger = init_logger("vllm.kvpool")
@@ -64,6 +65,11 @@ class RequestState:
     def identified(self) -> bool:
         """Whether its blocks' hashes in the pool are known."""
         return self.adapter is None or self.adapter.tag is not None
+
+    @property
+    def adapter_files(self) -> AdapterFiles | None:
+        """That its blocks are of; None: it has no adapter, or their hashes in the pool are unknown."""
+        return None if self.adapter is None else self.adapter.files
 
     @property
     def pool_hash(self) -> Callable[[bytes], bytes] | None:

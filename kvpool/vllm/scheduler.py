@@ -66,7 +66,9 @@ logger = init_logger("vllm.kvpool")
 
 MIN_LOAD_S = 0.05  # least stall timeout of a load, even after a slow lookup
 # Of ``metrics.MISS_REASONS``, by the cause of a failed load; others are faults.
-LOAD_REASONS = {"missing": "evicted", "too_slow": "too_slow", "store_unavailable": "unavailable"}
+LOAD_REASONS = {
+    "missing": "evicted", "too_slow": "too_slow", "store_unavailable": "unavailable", "adapter": "adapter",
+}  # fmt: skip
 
 
 class SchedulerHalf:
@@ -287,7 +289,7 @@ class SchedulerHalf:
         local_tokens, hit = offered
         if (in_pool := state.pool_hash) is None:
             return []
-        return self._loads_under_way.begin(request, tables, local_tokens, hit, in_pool)
+        return self._loads_under_way.begin(request, tables, local_tokens, hit, in_pool, state.adapter_files)
 
     def plan(self, output: SchedulerOutput) -> PoolMetadata:
         computes = output.total_num_scheduled_tokens > 0
@@ -341,7 +343,9 @@ class SchedulerHalf:
         output: SchedulerOutput,
         step: PoolMetadata,
     ) -> None:
-        self._store_planner.plan(step, output, request, state.params.priority, computed, state.pool_hash)
+        self._store_planner.plan(
+            step, output, request, state.params.priority, computed, state.pool_hash, state.adapter_files
+        )
 
     @guarded(None, request="store")
     def _plan_states(
@@ -353,7 +357,7 @@ class SchedulerHalf:
         step: PoolMetadata,
     ) -> None:
         self._store_planner.plan_states(
-            step, output, request, state.params.priority, offered, state.pool_hash
+            step, output, request, state.params.priority, offered, state.pool_hash, state.adapter_files
         )
 
     @guarded(None)
@@ -403,6 +407,8 @@ class SchedulerHalf:
                     self._loads_under_way.fail(request_id)
         if report is None:
             return
+        for adapter in report.other_files:
+            self._leave_adapter(adapter)
         if report.part_nbytes:
             self._sized(report.part_nbytes)
             self._lookups.learn(report.parts)
@@ -419,6 +425,14 @@ class SchedulerHalf:
         self._seen.stored(self._store_planner.update(report), time.monotonic())
         if self._events_wanted:
             self._events += [removed_event(*block) for block in sorted(report.missing)]
+
+    def _leave_adapter(self, adapter: tuple[str, str]) -> None:
+        """A worker computes with other weights than the digest of the adapter's files says."""
+        self._adapters.other_files(*adapter)
+        self._store_planner.refuse(adapter)
+        for state in self._requests.values():
+            if (check := state.adapter) is not None and (check.name, check.path) == adapter:
+                check.tag, check.cause, check.done = None, "changed", True
 
     def _sized(self, part_nbytes: Mapping[tuple[int, int], int]) -> None:
         self._part_nbytes |= part_nbytes

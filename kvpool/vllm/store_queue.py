@@ -83,6 +83,7 @@ class StoreQueue:
         self._given_up: OrderedDict[tuple[bytes, int], None] = OrderedDict()  # oldest first
         self._pending: dict[int, _Sent] = {}  # by tag
         self._under_way: dict[tuple[bytes, int], int] = {}  # tags of it
+        self._refused: set[tuple[str, str]] = set()  # adapters, by key
         self._room = MAX_RECORDS  # records that the workers can take at a time
         self._pause_s, self._paused_until = PAUSE_S, 0.0
         self._next_tag = 0
@@ -103,12 +104,22 @@ class StoreQueue:
     def found(self, key: tuple[bytes, int]) -> None:
         self._given_up.pop(key, None)
 
+    def refuse(self, adapter: tuple[str, str]) -> None:
+        """Give up what is to be sent of an adapter, by ``AdapterFiles.key``."""
+        self._refused.add(adapter)
+
+    def _why_refused(self, wanted: Wanted) -> str:
+        """A cause of ``metrics.STORE_SKIPPED_BLOCKS``; empty: it may be sent."""
+        if wanted.block.adapter is not None and wanted.block.adapter.key in self._refused:
+            return "adapter"
+        if self._over_quota():
+            return "quota"
+        return "behind_gap" if wanted.parent in self._given_up else ""
+
     def offer(self, step: PoolMetadata, wanted: Wanted) -> None:
         """Send a record with this step, or keep it for a later one."""
-        if self._over_quota():
-            self._give_up(wanted, "quota")
-        elif wanted.parent in self._given_up:
-            self._give_up(wanted, "behind_gap")
+        if why := self._why_refused(wanted):
+            self._give_up(wanted, why)
         elif wanted.parent in self._waiting or len(self._pending) >= self._room:
             self._wait(wanted)
         else:
@@ -122,10 +133,8 @@ class StoreQueue:
             if len(self._pending) >= self._room:
                 return
             key, wanted = self._waiting.popitem(last=False)
-            if self._over_quota():
-                self._give_up(wanted, "quota")
-            elif wanted.parent in self._given_up:
-                self._give_up(wanted, "behind_gap")
+            if why := self._why_refused(wanted):
+                self._give_up(wanted, why)
             elif wanted.parent in self._waiting:
                 self._waiting[key] = wanted  # after it
             elif internals.block_contents(self.held.pool, wanted.block.block_ids) == wanted.contents:

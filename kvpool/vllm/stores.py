@@ -30,6 +30,7 @@ from kvpool.metrics import Counters
 from kvpool.vllm import internals
 from kvpool.vllm.events import stored_event
 from kvpool.vllm.plan import (
+    AdapterFiles,
     BlockRef,
     Group,
     PoolMetadata,
@@ -70,6 +71,7 @@ class _Source(NamedTuple):
     request: Request
     priority: int
     pool_hash: PoolHash
+    adapter: AdapterFiles | None
 
 
 class _LateAnswer(NamedTuple):
@@ -159,6 +161,10 @@ class StorePlanner:
         """Whether the engine regains a block that only kvpool holds, once copied."""
         return self._held.frees_soon()
 
+    def refuse(self, adapter: tuple[str, str]) -> None:
+        """Store nothing more of an adapter, by ``AdapterFiles.key``."""
+        self._queue.refuse(adapter)
+
     def forget(self) -> None:
         """Drop every answer about the pool, and waiting records; in-flight ones continue."""
         for progress in self._progress.values():
@@ -184,8 +190,12 @@ class StorePlanner:
         priority: int,
         computed_tokens: int,
         pool_hash: PoolHash | None = bytes,
+        adapter: AdapterFiles | None = None,
     ) -> None:
-        """Add the stores of a proven request with ``computed_tokens`` after the step. ``pool_hash``: None: unknown."""
+        """Add the stores of a proven request with ``computed_tokens`` after the step.
+
+        ``pool_hash``: None: unknown. ``adapter``: the request's.
+        """
         progress = self._progress.setdefault(request.request_id, _Progress())
         before = computed_tokens - output.num_scheduled_tokens[request.request_id]
         most = math.inf if self._config.store_decode else request.num_prompt_tokens
@@ -197,7 +207,10 @@ class StorePlanner:
         if pool_hash is None:
             progress.present, progress.answer = (), None
             return
-        source, proven_tokens = _Source(request, priority, pool_hash), self._proofs.proven_tokens(request)
+        source, proven_tokens = (
+            _Source(request, priority, pool_hash, adapter),
+            self._proofs.proven_tokens(request),
+        )
         tables: tuple[list[int], ...] | None = None
         for index, group in enumerate(self._groups):
             known_tokens = int(min(computed_tokens - group.reads_ahead, most))
@@ -236,6 +249,7 @@ class StorePlanner:
         priority: int,
         offered: Iterable[tuple[int, int, int]],
         pool_hash: PoolHash | None = bytes,
+        adapter: AdapterFiles | None = None,
     ) -> None:
         """Add the stores of states that the engine offers a request: (group, block id, tokens before it).
 
@@ -243,7 +257,10 @@ class StorePlanner:
         """
         if pool_hash is None:
             return
-        source, proven_tokens = _Source(request, priority, pool_hash), self._proofs.proven_tokens(request)
+        source, proven_tokens = (
+            _Source(request, priority, pool_hash, adapter),
+            self._proofs.proven_tokens(request),
+        )
         tails: dict[int, list[tuple[int, int]]] = {}
         for index, block_id, tokens in offered:
             group = self._groups[index]
@@ -292,7 +309,9 @@ class StorePlanner:
         if self._queue.in_order[index] and (before := tokens // self._groups[index].record_tokens):
             hashes = internals.record_hashes(source.request, self._hash_block_tokens, self._groups[index])
             parent = (source.pool_hash(hashes[before - 1]), index)
-        self._queue.offer(step, Wanted(BlockRef(*key, (block_id,)), parent, (None,), source.priority, None))
+        self._queue.offer(
+            step, Wanted(BlockRef(*key, (block_id,), source.adapter), parent, (None,), source.priority, None)
+        )
 
     def _had_by_enough(self, block_hash: bytes, index: int) -> bool:
         enough = self._config.min_requests_to_store
@@ -373,7 +392,7 @@ class StorePlanner:
     def _store_missing(
         self, step: PoolMetadata, late: _LateAnswer, index: int, present: Sequence[int]
     ) -> None:
-        group, (request, _, pool_hash), table = self._groups[index], late.source, late.tables[index]
+        group, (request, _, pool_hash, _), table = self._groups[index], late.source, late.tables[index]
         stop = len(table) // group.blocks_per_record
         if not self._config.store_decode:
             stop = min(stop, request.num_prompt_tokens // group.record_tokens)
@@ -416,7 +435,7 @@ class StorePlanner:
             return
         needs_parent = record and self._queue.in_order[index]
         wanted = Wanted(
-            BlockRef(*key, ids),
+            BlockRef(*key, ids, source.adapter),
             (source.pool_hash(hashes[record - 1]), index) if needs_parent else None,
             internals.block_contents(self._held.pool, ids),
             source.priority,

@@ -5,11 +5,11 @@ needs ``model_id``.
 
 vLLM's block hashes contain only an adapter's name and path. So the pool's hashes also include the digest of
 the adapter's files (``pool_hash``). A thread checks the files per request, by sizes and times if these are
-unchanged. An adapter whose files ever differ from the first seen runs without the pool until a restart: the
-engine may hold blocks of either under one hash. Changes between load and first request go unnoticed.
+unchanged. An adapter whose files ever differ from the first seen, or from those that a worker loaded
+(``adapter_loads``), runs without the pool until a restart: the engine may hold blocks of either under one hash.
 
-Threads: of weights, any. The scheduler's thread calls ``check`` and ``close``, and reads checks and
-``_known``; a reader thread, alive while checks wait, writes ``_known``, and a check's fields before its
+Threads: of weights, any. The scheduler's thread calls the rest, reads checks and ``_known``, and sets ``changed``;
+a reader thread, alive while checks wait, writes ``_known``, and a check's fields before its
 ``done``. ``_lock`` guards ``_waiting`` and ``_reading``.
 """
 
@@ -36,11 +36,12 @@ from vllm.logger import init_logger
 
 from kvpool.config import PoolConfig
 from kvpool.errors import ConfigError, EngineRefused, NoThread
-from kvpool.key.checkpoint import LOADED_SUFFIXES, CheckpointDigest, checkpoint_digest
+from kvpool.key.checkpoint import LOADED_SUFFIXES, WEIGHTS_SUFFIXES, CheckpointDigest, checkpoint_digest
 from kvpool.key.key import Fact
 from kvpool.text import counted
 from kvpool.threads import start_thread
 from kvpool.vllm import internals, support
+from kvpool.vllm.plan import AdapterFiles
 
 logger = init_logger("vllm.kvpool")
 
@@ -206,7 +207,8 @@ DIGEST_TIMEOUT_S = 10.0
 RETRY_S = 30.0  # pause before unreadable files are tried again
 MAX_WAITING = 1024  # checks; beyond it requests skip the pool
 MAX_ADAPTERS = 4096
-MAX_FILES = 1024  # of one adapter's folder
+MAX_ENTRIES = 4096  # of one adapter's folder
+_OF_ADAPTERS = (*WEIGHTS_SUFFIXES, ".json")
 _HASH64_NBYTES = 8  # the end of a hash, by which an index knows a block
 
 
@@ -214,17 +216,19 @@ _HASH64_NBYTES = 8  # the end of a hash, by which an index knows a block
 class AdapterCheck:
     """A check of a request's adapter. ``tag``: the last known until ``done``; None: no pool (``cause``)."""
 
+    number: int
     name: str
     path: str
     form: str  # how to read its tensors
     tag: bytes | None = None
+    files: AdapterFiles | None = None  # that the tag is of; with ``done``
     done: bool = False
     cause: str = "late"
 
 
 @dataclass
 class _Files:
-    seen: object = None  # sizes and times of the files
+    seen: bytes = b""  # the state of the files
     digest: str = ""
     changed: bool = False
     failed_at: float | None = None
@@ -248,6 +252,7 @@ class Adapters:
     def check(self, lora_request: Any) -> AdapterCheck:
         """Start to identify an adapter. Does not block."""
         check = AdapterCheck(
+            int(lora_request.lora_int_id),
             str(lora_request.lora_name),
             str(lora_request.lora_path),
             str(getattr(lora_request, "is_3d_lora_weight", False)),
@@ -272,6 +277,22 @@ class Adapters:
             logger.warning("kvpool: adapters go without the pool: %s", error)
             while (check := self._next()) is not None:
                 check.tag, check.cause, check.done = None, "unreadable", True
+
+    def other_files(self, name: str, path: str) -> None:
+        """A worker has loaded an adapter of other files than its digest is of."""
+        known = self._known.get((name, path))
+        if known is not None and not known.changed:
+            self._change(known, name, path)
+
+    @staticmethod
+    def _change(known: _Files, name: str, path: str) -> None:
+        known.changed = True
+        logger.warning(
+            "kvpool: adapter %s goes without the pool until this engine restarts, for the files in %s are not those "
+            "that it was loaded of, or were just written: give an adapter whose weights have changed another path",
+            name,
+            path,
+        )
 
     def close(self) -> None:
         """Drop waiting checks; the thread ends after its present read."""
@@ -304,11 +325,11 @@ class Adapters:
             return None, "unreadable"
         path = Path(check.path).expanduser()
         try:
-            seen = _seen(path)
+            seen, _ = files_state(path)
             digest = known.digest
             if seen != known.seen:
                 digest = checkpoint_digest(path, timeout_s=self._timeout_s).hex
-                if _seen(path) != seen:
+                if files_state(path)[0] != seen:
                     raise ConfigError(f"{path} was written while it was read")
         except (ConfigError, NoThread, OSError) as error:
             if known.failed_at is None:
@@ -320,15 +341,10 @@ class Adapters:
             known.failed_at = self._clock()
             return None, "unreadable"
         if known.digest and digest != known.digest:
-            known.changed = True
-            logger.warning(
-                "kvpool: adapter %s goes without the pool until this engine restarts, for the files in %s were changed "
-                "under it: give an adapter whose weights have changed another path",
-                check.name,
-                check.path,
-            )
+            self._change(known, check.name, check.path)
             return None, "changed"
         known.seen, known.digest, known.failed_at = seen, digest, None
+        check.files = AdapterFiles(check.number, check.name, check.path, seen)
         return self._tag(digest, check), ""
 
     def _tag(self, digest: str, check: AdapterCheck) -> bytes:
@@ -354,15 +370,23 @@ def _mask(tag: bytes, width: int) -> int:
     return int.from_bytes(spread[: width - _HASH64_NBYTES] + bytes(_HASH64_NBYTES), "big")
 
 
-def _seen(path: Path) -> object:
-    """Sizes and times of the files; they change with a write."""
-    if not path.is_dir():
-        return _of_file(path)
-    with os.scandir(path) as entries:
-        files = [Path(entry.path) for _, entry in zip(range(MAX_FILES), entries, strict=False)]
-    return sorted((file.name, *_of_file(file)) for file in files)
+def files_state(path: Path) -> tuple[bytes, int]:
+    """A digest of the names, sizes and times of an adapter's files, and when the last changed, in ns of its clock.
 
-
-def _of_file(path: Path) -> tuple[int, int, int, int]:
-    found = path.stat()
-    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    A write, or another file in its place, changes it, unless it comes within a tick of that clock. Other files in the
+    folder do not count. Errors: ``ConfigError``, ``OSError``.
+    """
+    files = [path]
+    if path.is_dir():
+        with os.scandir(path) as entries:
+            names = [entry.name for _, entry in zip(range(MAX_ENTRIES + 1), entries, strict=False)]
+        if len(names) > MAX_ENTRIES:
+            raise ConfigError(
+                f"{path} has more than {MAX_ENTRIES} files; give the adapter a folder of its own"
+            )
+        files = [path / name for name in sorted(names) if name.endswith(_OF_ADAPTERS)]
+    found = [(file.name, file.stat()) for file in files]
+    said = [[name, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns] for name, one in found]
+    return hashlib.sha256(json.dumps(said).encode()).digest(), max(
+        (one.st_ctime_ns for _, one in found), default=0
+    )

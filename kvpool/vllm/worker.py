@@ -8,6 +8,8 @@ When the weights may have changed (``PoolMetadata.epoch``) this rank continues i
 step on. Earlier stores go to the old one; loads in flight fail. A rank that detects new weights itself moves
 nothing until the epoch arrives.
 
+Over 400 lines because all that reaches this rank's memory stands together.
+
 Threads: the worker's model thread only.
 """
 
@@ -27,12 +29,13 @@ from kvpool.metrics import Counters, Samples
 from kvpool.store import Store, open_store
 from kvpool.transfer import Block, BlockCopier, Finished, KVCacheMover, Moved
 from kvpool.transfer.memory import default_nbytes, slot_size
+from kvpool.vllm.adapter_loads import AdapterLoads
 from kvpool.vllm.announcement import Announcement, EngineAnnouncer
 from kvpool.vllm.guard import RequestFaults, guarded
 from kvpool.vllm.identity import facts_of_epoch
 from kvpool.vllm.part_tags import PartTags
 from kvpool.vllm.parts import cut
-from kvpool.vllm.plan import BlockRef, Group, LoadPlan, PoolMetadata, PoolWorkerMetadata
+from kvpool.vllm.plan import AdapterFiles, BlockRef, Group, LoadPlan, PoolMetadata, PoolWorkerMetadata
 
 logger = init_logger("vllm.kvpool")
 
@@ -53,7 +56,7 @@ class WorkerHalf:
     """One rank's side of the pool. ``facts`` and ``layers`` come with ``register``.
 
     With several pipeline stages, ``facts`` are of its own stage; those of all come with a step.
-    ``step_tokens``: most tokens of a step.
+    ``step_tokens``: most tokens of a step. ``adapters``: None: blocks of adapters are not moved.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class WorkerHalf:
         step_tokens: int,
         pipeline_parallel: int = 1,
         model: str = "",
+        adapters: AdapterLoads | None = None,
     ) -> None:
         self._config, self._groups = config, list(groups)
         # Of the groups in the pool, the places of their first parts among the mover's copiers.
@@ -88,6 +92,7 @@ class WorkerHalf:
         self._storing = PartTags(1)
         self._polled_at = 0.0
         self._faulty = False  # an exception of a transfer was logged
+        self._adapters = adapters
         self.counters = Counters()
         self._request_faults = RequestFaults(self.counters)
 
@@ -223,6 +228,10 @@ class WorkerHalf:
             self._failed.add(plan.request_id)
             if self._mover is None or self._namespace is None or not plan.blocks:
                 continue
+            if foreign := self._foreign(plan.blocks, computed=False):
+                self._report.load_causes[plan.request_id] = "adapter"
+                self._report.other_files |= {one.key for one in foreign}
+                continue
             if not (blocks := self._blocks_to_load(plan.blocks)):
                 continue
             records = [
@@ -236,6 +245,14 @@ class WorkerHalf:
         for request_id in step.cancelled:
             if self._mover is not None:
                 self._mover.cancel(request_id)
+
+    def _foreign(self, blocks: Iterable[BlockRef], *, computed: bool) -> set[AdapterFiles]:
+        """Adapters of blocks that are of other files here; ``computed``: the blocks are."""
+        wanted = {block.adapter for block in blocks if block.adapter is not None}
+        if self._adapters is None:
+            return wanted
+        is_same = self._adapters.has if computed else self._adapters.may_have
+        return {one for one in wanted if not is_same(one)}
 
     @guarded(None)
     def _load(self, plan: LoadPlan, blocks: Sequence[Block]) -> None:
@@ -256,9 +273,14 @@ class WorkerHalf:
             self._count(self._report.staged, tags)
             self._count(self._report.dropped, tags)
             return
+        foreign = self._foreign(stores, computed=True)
+        self._report.other_files |= {one.key for one in foreign}
         own: dict[int, BlockRef] = {}
         for block, tag in zip(stores, tags, strict=True):
-            if self._groups[block.group].stored_by(self._rank):
+            if block.adapter in foreign:
+                self._count(self._report.staged, [tag])
+                self._count(self._report.dropped, [tag])
+            elif self._groups[block.group].stored_by(self._rank):
                 own[tag] = block
             else:
                 self._count(self._report.staged, [tag])

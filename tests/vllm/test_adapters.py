@@ -43,8 +43,9 @@ def write(folder: Path, weights: float) -> Path:
 class Lora:
     """What is looked at of vLLM's ``LoRARequest``."""
 
-    def __init__(self, path: Path | str, name: str = "adapter", form: bool = False) -> None:
+    def __init__(self, path: Path | str, name: str = "adapter", form: bool = False, number: int = 1) -> None:
         self.lora_name, self.lora_path, self.is_3d_lora_weight = name, str(path), form
+        self.lora_int_id = number
 
 
 @pytest.fixture
@@ -152,7 +153,7 @@ def test_a_disk_that_hangs_costs_its_requests_the_pool_and_nobody_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hangs = threading.Event()
-    monkeypatch.setattr(adapters, "_seen", lambda path: hangs.wait(60))
+    monkeypatch.setattr(adapters, "files_state", lambda path: hangs.wait(60))
     monkeypatch.setattr(adapters, "MAX_WAITING", 4)
     one = Adapters()
     try:
@@ -198,8 +199,8 @@ def test_blocks_that_are_computed_before_the_adapter_is_known_are_stored_when_it
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = threading.Event()
-    seen = adapters._seen
-    monkeypatch.setattr(adapters, "_seen", lambda path: (known.wait(60), seen(path))[1])
+    state = adapters.files_state
+    monkeypatch.setattr(adapters, "files_state", lambda path: (known.wait(60), state(path))[1])
     scheduler = half(store)
     asked = request_with("asked", lora=("adapter", str(write(tmp_path / "a", 1))))
     scheduler.seen(asked)
