@@ -35,7 +35,7 @@ FLOORS = (
     {"__init__"},  # the public names
     {"vllm", "sglang"},
     {"vllm.internals"},
-    {"vllm.proofs"},
+    {"vllm.proofs", "vllm.adapters"},
     {"vllm.support", "vllm.events", "vllm.weights", "vllm.announcement", "vllm.loads", "vllm.store_queue"},
     {"vllm.parts", "vllm.adapter_loads"},
     {"vllm.identity", "vllm.lookups", "vllm.near", "vllm.write_back"},

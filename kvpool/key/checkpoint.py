@@ -115,6 +115,26 @@ def served_digest(
     return checkpoint_digest(path, suffixes=suffixes).hex if found else ""
 
 
+def refuse_later_changes(path: Path, since_ns: int, *, suffixes: Sequence[str] = WEIGHTS_SUFFIXES) -> None:
+    """Refuse a checkpoint that was changed after ``since_ns``, by the clock of its files: a process that has loaded it
+    since may have read what was there before. Errors: ``ConfigError``.
+    """
+    try:
+        files = [file.path for file in _weights_files(path, suffixes)]
+        if path.is_dir():
+            files += [path / name for name in _CONFIGS if (path / name).exists()]
+        later = [file for file in files if file.stat().st_ctime_ns > since_ns]
+    except OSError as error:
+        raise ConfigError(
+            f"the weights in {path} went away ({error}): start again when they are there"
+        ) from error
+    if later:
+        raise ConfigError(
+            f"{later[0]} was changed while this engine loaded its weights, which may be those before: start it again, "
+            "and give other weights another path"
+        )
+
+
 class _OutOfTime(Exception):
     """The deadline has passed."""
 

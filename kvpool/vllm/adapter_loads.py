@@ -1,6 +1,6 @@
 """``AdapterLoads``: of which files a worker's vLLM has loaded its adapters.
 
-Digests of files are taken when an adapter is first asked for (``weights``), and files may have been replaced since
+Digests of files are taken when an adapter is first asked for (``adapters``), and files may have been replaced since
 vLLM loaded them: by a trainer's next checkpoint, or before vLLM loads an adapter again that it dropped. So the worker
 looks at the files when vLLM loads them, before and after, and moves no block of an adapter that was loaded of files in
 another state than those of the digest.
@@ -18,8 +18,8 @@ from typing import Any
 from vllm.logger import init_logger
 
 from kvpool.vllm import internals
+from kvpool.vllm.adapters import MAX_ADAPTERS, files_state
 from kvpool.vllm.plan import AdapterFiles
-from kvpool.vllm.weights import MAX_ADAPTERS, files_state
 
 logger = init_logger("vllm.kvpool")
 

@@ -139,7 +139,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         cache = self._kv_cache_config
         try:
             layers = internals.layers_of(cache, kv_caches)
-            weights, shared = weights_of(self._vllm_config, self._config), self._shared(layers)
+            weights = weights_of(self._vllm_config, self._config, internals.began_ns())
+            shared = self._shared(layers)
             facts = engine_facts(
                 self._vllm_config, cache, weights.facts, layers, self._config.blocks_per_record, shared
             )

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import multiprocessing
+import os
 import sys
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
@@ -57,6 +61,18 @@ def rank_endpoint(endpoint: str | None, dp_rank: int) -> str | None:
     """The endpoint of data-parallel rank ``dp_rank``; None without an endpoint. Errors: ``ValueError``."""
     found: str | None = ZmqEventPublisher.offset_endpoint_port(endpoint, dp_rank)
     return found
+
+
+def began_ns() -> int:
+    """When this process began, if it is one of an engine's own: it has loaded nothing before. Else "never"."""
+    if multiprocessing.parent_process() is None:
+        return 1 << 63
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):  # a sandbox without it
+        return 1 << 63
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time_ns() - int(age_s * 1e9)
 
 
 def engine_under_construction() -> tuple[VllmConfig, KVCacheConfig]:

@@ -25,9 +25,9 @@ from kvpool.store import Batch, LookupBatch, LookupGroup, Store
 from kvpool.store.batch import END_OF_ALL
 from kvpool.transfer.mover import STORE_TIMEOUT_S
 from kvpool.vllm import internals
+from kvpool.vllm.adapters import pool_hashes
 from kvpool.vllm.plan import Group, reached
 from kvpool.vllm.seen import Record, SeenRecords
-from kvpool.vllm.weights import pool_hashes
 
 logger = init_logger("vllm.kvpool")
 

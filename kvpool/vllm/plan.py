@@ -79,7 +79,7 @@ class Group:
 
 
 class AdapterFiles(NamedTuple):
-    """The files that an adapter's blocks are of. ``number``: vLLM's; ``state``: as ``weights.files_state`` has it."""
+    """The files that an adapter's blocks are of. ``number``: vLLM's; ``state``: as ``adapters.files_state`` has it."""
 
     number: int
     name: str

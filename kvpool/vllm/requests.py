@@ -18,11 +18,11 @@ from vllm.logger import init_logger
 from vllm.v1.request import Request
 
 from kvpool.text import unknown
+from kvpool.vllm.adapters import AdapterCheck, pool_hash
 from kvpool.vllm.gate import Source
 from kvpool.vllm.hints import MAX_KEEP_S, NO_HINTS, Hints
 from kvpool.vllm.lookups import RequestLookup
 from kvpool.vllm.plan import AdapterFiles
-from kvpool.vllm.weights import AdapterCheck, pool_hash
 
 logger = init_logger("vllm.kvpool")
 

@@ -35,6 +35,7 @@ from kvpool.metrics import Counters, Samples
 from kvpool.store import Store, StoreURL
 from kvpool.tracing import Tracing
 from kvpool.vllm import internals
+from kvpool.vllm.adapters import Adapters
 from kvpool.vllm.events import TELLS_NEAR, CacheResync, removed_event
 from kvpool.vllm.gate import MIN_STEP_TOKENS, CostGate
 from kvpool.vllm.guard import RequestFaults, guarded
@@ -60,7 +61,6 @@ from kvpool.vllm.retention import Prefix, Retention
 from kvpool.vllm.seen import SeenRecords
 from kvpool.vllm.store_queue import StoreQueue
 from kvpool.vllm.stores import StorePlanner
-from kvpool.vllm.weights import Adapters
 
 logger = init_logger("vllm.kvpool")
 

@@ -51,7 +51,7 @@ STEPS_AHEAD = 2  # full steps whose evictions write-back anticipates
 KEEP_STEPPING_S = 5.0  # longest stepping of an idle engine, so that stores end and are announced
 
 PoolHash = Callable[[bytes], bytes]
-"""Maps a block's hash to the hash in its key; they differ for adapters (``weights``)."""
+"""Maps a block's hash to the hash in its key; they differ for adapters (``adapters``)."""
 Answer = Callable[[], Sequence[Sequence[int]] | None]
 """The pool's answer to a lookup, by group and record; empty: it failed; None: pending."""
 

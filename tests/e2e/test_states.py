@@ -78,6 +78,21 @@ def test_another_engine_goes_on_behind_states_of_the_pool(kind: str, tmp_path: P
     assert found[2]["tokens"] == cold[2]["tokens"]
 
 
+def test_a_prompt_of_whole_blocks_is_found_again_as_in_vllms_own_cache(tmp_path: Path) -> None:
+    options = options_of("lfm2", tmp_path)
+    with passing("probe", tmp_path, options) as engine:
+        engine.generate(WHOLE, GENERATED_TOKENS)
+    block = block_tokens(tmp_path / "pool", WHOLE)
+    prompts = [prompt(40 + beside, 3 * block + beside) for beside in (-1, 0, 1)]
+    with started("first", tmp_path, options) as engine:
+        for tokens in prompts:
+            engine.generate(tokens, 1)
+        own = [engine.generate(tokens, 1)["cached_tokens"] for tokens in prompts]
+    assert own == [2 * block, 2 * block, 3 * block]
+    with passing("second", tmp_path, options) as engine:
+        assert [engine.generate(tokens, 1)["pool_tokens"] for tokens in prompts] == own
+
+
 def test_a_hit_ends_inside_of_a_block(tmp_path: Path) -> None:
     options, pool = options_of("lfm2", tmp_path, prefix_match_unit=32), tmp_path / "pool"
     whole, corrupted, lost = (prompt(number, 2500) for number in (1, 2, 3))

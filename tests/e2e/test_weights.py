@@ -134,3 +134,25 @@ def test_an_adapter_that_was_rewritten_under_its_path_is_another_one(tmp_path: P
         its_own = ask(c, PROMPT, adapter=adapter)
         assert (its_own["pool_tokens"], its_own["tokens"]) == (BLOCKS * 128, other["tokens"])
     assert other["tokens"] != first["tokens"]
+
+
+def test_an_adapter_that_is_rewritten_before_its_first_request_goes_without_the_pool(tmp_path: Path) -> None:
+    """A trainer writes the next checkpoint to its path, and vLLM has loaded the one before."""
+    model = write_model(tmp_path / "model", kind="llama", width=256, layers=2)
+    path, pool = tmp_path / "adapter", f"file://{tmp_path}/pool"
+    adapter = ("adapter", 1, str(path))
+    options = engine_options(model, pool, **ADAPTED)
+    write_adapter(path, model, 1)
+    with started("a", tmp_path, options) as a:
+        # By itself: kvpool looks at no files for a request that wants no pool.
+        wants_none = {"kvpool": {"load": False, "store": False}}
+        loads = {"tokens": prompt(8, 20), "max_tokens": 2, "adapter": adapter}
+        a.ask({"do": "generate", **loads, "transfer_params": wants_none})
+        write_adapter(path, model, 2)
+        stale = ask(a, PROMPT, adapter=adapter)
+        ask(a, OTHER_PROMPT)
+    with passing("b", tmp_path, options) as b:
+        fresh = ask(b, PROMPT, adapter=adapter)
+        assert fresh["pool_tokens"] == 0
+        assert fresh["tokens"] != stale["tokens"]
+        assert ask(b, OTHER_PROMPT)["pool_tokens"] == BLOCKS * 128, "the base model shares as before"

@@ -26,9 +26,9 @@ from kvpool.config import PoolConfig
 from kvpool.store import Store
 from kvpool.vllm import adapter_loads, internals
 from kvpool.vllm.adapter_loads import AdapterLoads
+from kvpool.vllm.adapters import Adapters
 from kvpool.vllm.plan import AdapterFiles, BlockRef, Group, LoadPlan, PoolMetadata
 from kvpool.vllm.scheduler import SchedulerHalf
-from kvpool.vllm.weights import Adapters
 from kvpool.vllm.worker import WorkerHalf
 from tests.support.deadlines import eventually
 from tests.support.scheduler import (
@@ -285,7 +285,7 @@ def test_a_version_that_does_not_show_its_loads_shares_no_adapters(
 
 
 def test_a_folder_of_too_many_files_has_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpool.vllm.weights.MAX_ENTRIES", 2)
+    monkeypatch.setattr("kvpool.vllm.adapters.MAX_ENTRIES", 2)
     path = write(tmp_path / "a", b"one")
     loads = AdapterLoads()
     assert loads.begins("adapter", str(path)) is not None

@@ -15,8 +15,8 @@ from safetensors.numpy import save_file
 from kvpool.errors import NoThread
 from kvpool.key.checkpoint import CheckpointDigest
 from kvpool.store import Store
-from kvpool.vllm import weights as adapters
-from kvpool.vllm.weights import AdapterCheck, Adapters, pool_hash
+from kvpool.vllm import adapters
+from kvpool.vllm.adapters import AdapterCheck, Adapters, pool_hash
 from tests.support.deadlines import eventually
 from tests.support.scheduler import (
     NAMESPACE,
@@ -241,7 +241,7 @@ def test_files_that_no_thread_can_read_are_looked_at_again_after_a_while(
         asked.append(path)
         raise NoThread("no thread could be started")
 
-    monkeypatch.setattr("kvpool.vllm.weights.checkpoint_digest", refuse)
+    monkeypatch.setattr("kvpool.vllm.adapters.checkpoint_digest", refuse)
     reading, lora = engine(), Lora(write(tmp_path / "a", 1))
     for _ in range(3):
         check = checked(reading, lora)

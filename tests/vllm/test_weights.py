@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+import multiprocessing
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,9 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 from kvpool.config import PoolConfig
 from kvpool.errors import ConfigError, EngineRefused
 from kvpool.key.key import Fact
+from kvpool.vllm import internals
 from kvpool.vllm.weights import model_name, weights_of
+from tests.support.deadlines import eventually
 
 pytestmark = [pytest.mark.vllm, pytest.mark.allow_leaks("vLLM keeps helpers of its own for a process")]
 
@@ -70,6 +74,52 @@ def test_weights_are_the_same_wherever_they_lie_and_others_when_overwritten(
     assert _facts(config) == facts
     _changed(tmp_path / "elsewhere" / "model.safetensors")
     assert _facts(config) != facts
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_weights_that_changed_since_the_engine_began_to_load_them_are_not_identified(
+    config: Any, name: str
+) -> None:
+    settings = PoolConfig.load({"pool": "file:///unused"}, {})
+    here = Path(config.model_config.model)
+    began_ns = max(file.stat().st_ctime_ns for file in here.iterdir())
+    facts = weights_of(config, settings, began_ns).facts
+
+    def is_later() -> bool:
+        (here / name).write_bytes((here / name).read_bytes())
+        return (here / name).stat().st_ctime_ns > began_ns
+
+    assert eventually(is_later), "a clock ticks"
+    assert weights_of(config, settings).facts == facts
+    with pytest.raises(ConfigError, match=f"{name} was changed while this engine loaded"):
+        weights_of(config, settings, began_ns)
+
+
+def test_what_an_engine_fetched_from_a_hub_as_it_began_is_identified(
+    config: Any, cached: Callable[[str], Path]
+) -> None:
+    cached("a" * 40)
+    assert (
+        weights_of(config, PoolConfig.load({"pool": "file:///unused"}, {}), 0).facts["revision"] == "a" * 40
+    )
+
+
+def _tell_when_it_began(told: Any) -> None:
+    told.put((internals.began_ns(), time.time_ns()))
+
+
+def test_an_engines_process_knows_when_it_began() -> None:
+    assert internals.began_ns() > time.time_ns() + 10**18, (
+        "the caller's own process may have loaded anything before"
+    )
+    context = multiprocessing.get_context("spawn")
+    told, before_ns = context.Queue(), time.time_ns()
+    process = context.Process(target=_tell_when_it_began, args=(told,))
+    process.start()
+    began_ns, now_ns = told.get(timeout=120)
+    process.join()
+    tick_ns = 20_000_000
+    assert before_ns - tick_ns <= began_ns <= now_ns + tick_ns
 
 
 def test_of_a_branch_of_the_hub_the_commit_counts(config: Any, cached: Callable[[str], Path]) -> None:

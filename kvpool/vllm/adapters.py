@@ -1,0 +1,224 @@
+"""The LoRA adapters of an engine's requests: digests of their files.
+
+vLLM's block hashes contain only an adapter's name and path. So the pool's hashes also include the digest of
+the adapter's files (``pool_hash``). A thread checks the files per request, by sizes and times if these are
+unchanged. An adapter whose files ever differ from the first seen, or from those that a worker loaded
+(``adapter_loads``), runs without the pool until a restart: the engine may hold blocks of either under one hash.
+
+Threads: The scheduler's calls all of ``Adapters``, reads checks and ``_known``, and sets ``changed``; a reader thread,
+alive while checks wait, writes ``_known``, and a check's fields before its ``done``. ``_lock`` guards ``_waiting`` and
+``_reading``.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+from vllm.logger import init_logger
+
+from kvpool.errors import ConfigError, NoThread
+from kvpool.key.checkpoint import WEIGHTS_SUFFIXES, checkpoint_digest
+from kvpool.threads import start_thread
+from kvpool.vllm.plan import AdapterFiles
+
+logger = init_logger("vllm.kvpool")
+
+TAG_NBYTES = 16
+DIGEST_TIMEOUT_S = 10.0
+RETRY_S = 30.0  # pause before unreadable files are tried again
+MAX_WAITING = 1024  # checks; beyond it requests skip the pool
+MAX_ADAPTERS = 4096
+MAX_ENTRIES = 4096  # of one adapter's folder
+_OF_ADAPTERS = (*WEIGHTS_SUFFIXES, ".json")
+_HASH64_NBYTES = 8  # the end of a hash, by which an index knows a block
+
+
+@dataclass
+class AdapterCheck:
+    """A check of a request's adapter. ``tag``: the last known until ``done``; None: no pool (``cause``)."""
+
+    number: int
+    name: str
+    path: str
+    form: str  # how to read its tensors
+    tag: bytes | None = None
+    files: AdapterFiles | None = None  # that the tag is of; with ``done``
+    done: bool = False
+    cause: str = "late"
+
+
+@dataclass
+class _Files:
+    seen: bytes = b""  # the state of the files
+    digest: str = ""
+    changed: bool = False
+    failed_at: float | None = None
+
+
+class Adapters:
+    """Checks the adapters of an engine. ``settings``: further inputs to an adapter's weights."""
+
+    def __init__(
+        self,
+        settings: str = "",
+        clock: Callable[[], float] = time.monotonic,
+        timeout_s: float = DIGEST_TIMEOUT_S,
+    ) -> None:
+        self._settings, self._clock, self._timeout_s = settings, clock, timeout_s
+        self._known: dict[tuple[str, str], _Files] = {}
+        self._lock = threading.Lock()
+        self._waiting: deque[AdapterCheck] = deque()
+        self._reading = False
+
+    def check(self, lora_request: Any) -> AdapterCheck:
+        """Start to identify an adapter. Does not block."""
+        check = AdapterCheck(
+            int(lora_request.lora_int_id),
+            str(lora_request.lora_name),
+            str(lora_request.lora_path),
+            str(getattr(lora_request, "is_3d_lora_weight", False)),
+        )
+        known = self._known.get((check.name, check.path))
+        if known is not None and known.digest and not known.changed:
+            check.tag = self._tag(known.digest, check)
+        with self._lock:
+            if len(self._waiting) >= MAX_WAITING:
+                check.tag, check.done = None, True
+                return check
+            self._waiting.append(check)
+            start, self._reading = not self._reading, True
+        if start:
+            self._start()
+        return check
+
+    def _start(self) -> None:
+        try:
+            start_thread(threading.Thread(target=self._read, name="kvpool-adapters", daemon=True))
+        except NoThread as error:  # never reaches the engine
+            logger.warning("kvpool: adapters go without the pool: %s", error)
+            while (check := self._next()) is not None:
+                check.tag, check.cause, check.done = None, "unreadable", True
+
+    def other_files(self, name: str, path: str) -> None:
+        """A worker has loaded an adapter of other files than its digest is of."""
+        known = self._known.get((name, path))
+        if known is not None and not known.changed:
+            self._change(known, name, path)
+
+    @staticmethod
+    def _change(known: _Files, name: str, path: str) -> None:
+        known.changed = True
+        logger.warning(
+            "kvpool: adapter %s goes without the pool until this engine restarts, for the files in %s are not those "
+            "that it was loaded of, or were just written: give an adapter whose weights have changed another path",
+            name,
+            path,
+        )
+
+    def close(self) -> None:
+        """Drop waiting checks; the thread ends after its present read."""
+        with self._lock:
+            self._waiting.clear()
+
+    def _next(self) -> AdapterCheck | None:
+        with self._lock:
+            self._reading = bool(self._waiting)
+            return self._waiting.popleft() if self._waiting else None
+
+    def _read(self) -> None:
+        while (check := self._next()) is not None:
+            try:
+                check.tag, check.cause = self._looked(check)
+            except Exception as error:  # never reaches the engine
+                logger.warning("kvpool: adapter %s: %s: %s", check.name, type(error).__name__, error)
+                check.tag, check.cause = None, "unreadable"
+            check.done = True
+
+    def _looked(self, check: AdapterCheck) -> tuple[bytes | None, str]:
+        """(tag, why it is None)."""
+        key = (check.name, check.path)
+        if key not in self._known and len(self._known) >= MAX_ADAPTERS:
+            return None, "too_many"
+        known = self._known.setdefault(key, _Files())
+        if known.changed:
+            return None, "changed"
+        if known.failed_at is not None and self._clock() < known.failed_at + RETRY_S:
+            return None, "unreadable"
+        path = Path(check.path).expanduser()
+        try:
+            seen, _ = files_state(path)
+            digest = known.digest
+            if seen != known.seen:
+                digest = checkpoint_digest(path, timeout_s=self._timeout_s).hex
+                if files_state(path)[0] != seen:
+                    raise ConfigError(f"{path} was written while it was read")
+        except (ConfigError, NoThread, OSError) as error:
+            if known.failed_at is None:
+                logger.warning(
+                    "kvpool: adapter %s goes without the pool, for its files cannot be looked at: %s",
+                    check.name,
+                    error,
+                )
+            known.failed_at = self._clock()
+            return None, "unreadable"
+        if known.digest and digest != known.digest:
+            self._change(known, check.name, check.path)
+            return None, "changed"
+        known.seen, known.digest, known.failed_at = seen, digest, None
+        check.files = AdapterFiles(check.number, check.name, check.path, seen)
+        return self._tag(digest, check), ""
+
+    def _tag(self, digest: str, check: AdapterCheck) -> bytes:
+        return hashlib.sha256(json.dumps([digest, self._settings, check.form]).encode()).digest()[:TAG_NBYTES]
+
+
+def pool_hash(block_hash: bytes, tag: bytes) -> bytes:
+    """The hash in the key of an adapter's block; an index knows its last 8 bytes, which stay the engine's."""
+    width = len(block_hash)
+    return (int.from_bytes(block_hash, "big") ^ _mask(tag, width)).to_bytes(width, "big")
+
+
+def pool_hashes(block_hashes: bytes, hash_nbytes: int, tag: bytes) -> bytes:
+    """``pool_hash`` of each of the packed ``block_hashes``; a millisecond per 60,000."""
+    mask = numpy.frombuffer(_mask(tag, hash_nbytes).to_bytes(hash_nbytes, "big"), numpy.uint8)
+    return (numpy.frombuffer(block_hashes, numpy.uint8).reshape(-1, hash_nbytes) ^ mask).tobytes()
+
+
+@functools.lru_cache(maxsize=MAX_ADAPTERS)
+def _mask(tag: bytes, width: int) -> int:
+    """The mask for the replaced bytes, as random as the hash itself."""
+    spread = hashlib.sha256(tag).digest() * 2
+    return int.from_bytes(spread[: width - _HASH64_NBYTES] + bytes(_HASH64_NBYTES), "big")
+
+
+def files_state(path: Path) -> tuple[bytes, int]:
+    """A digest of the names, sizes and times of an adapter's files, and when the last changed, in ns of its clock.
+
+    A write, or another file in its place, changes it, unless it comes within a tick of that clock. Other files in the
+    folder do not count. Errors: ``ConfigError``, ``OSError``.
+    """
+    files = [path]
+    if path.is_dir():
+        with os.scandir(path) as entries:
+            names = [entry.name for _, entry in zip(range(MAX_ENTRIES + 1), entries, strict=False)]
+        if len(names) > MAX_ENTRIES:
+            raise ConfigError(
+                f"{path} has more than {MAX_ENTRIES} files; give the adapter a folder of its own"
+            )
+        files = [path / name for name in sorted(names) if name.endswith(_OF_ADAPTERS)]
+    found = [(file.name, file.stat()) for file in files]
+    said = [[name, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns] for name, one in found]
+    return hashlib.sha256(json.dumps(said).encode()).digest(), max(
+        (one.st_ctime_ns for _, one in found), default=0
+    )
