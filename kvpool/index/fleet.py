@@ -6,8 +6,7 @@ Threads: any; no I/O but log lines. ``_lock`` guards ``_workers`` and the member
 ``_present``, ``_ranks`` and ``_models`` are read without it, as whole values. ``Rank.lock`` guards the rank's
 holder in the table and its fields; it is taken after ``_lock``, never before. Applying a batch holds a rank's
 lock, up to 0.3 s for 34 MiB, and a leaving rank makes ``_lock`` wait for that. An event loop calls only
-``ask`` with ``at_once``, ``followed``, ``incomplete``, ``lasts``, ``rank``, ``ranks_of``, ``start`` and ``names``,
-which take neither.
+``ask`` with ``at_once``, ``followed``, ``incomplete``, ``lapse`` to ``ranks_of`` and ``names``, which take neither.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from kvpool.index.partition import Answer, Pool, merged
 from kvpool.index.prompt import Prompt, PromptFields, as_prompt
 from kvpool.index.rank import Rank, pool_holder
 from kvpool.index.snapshot import PartitionState, Snapshot, pack
+from kvpool.index.start import Start
 from kvpool.index.table import DEFAULT_MAX_BLOCKS, TIERS, PrefixIndex
 from kvpool.index.workers import (
     MAX_LEASE_S,
@@ -322,21 +322,30 @@ class Fleet:
         """Of a worker's present start; None: unknown."""
         return self._ranks.get((worker_id, dp_rank))
 
-    def start(self, worker_id: str) -> tuple[str, str]:
-        """The worker and its incarnation, empty if unknown."""
+    def start(self, worker_id: str) -> Start:
+        """The worker's present one; of an unknown worker: without a life."""
         entry = self._present.get(worker_id)
-        return worker_id, "" if entry is None else entry.worker.incarnation
+        return Start(worker_id) if entry is None else entry.start
 
-    def lasts(self, start: tuple[str, str]) -> bool:
-        """Whether a worker is present in this ``start``."""
-        entry = self._present.get(start[0])
-        return entry is not None and entry.worker.incarnation == start[1]
+    def lasts(self, start: Start) -> bool:
+        """Whether a worker is present in this ``start``, and was reached ever since."""
+        return bool(start.life) and self.start(start.worker_id) == start
 
-    def read_names(self, start: tuple[str, str], names: Iterable[Name]) -> None:
+    def lapse(self, worker_id: str) -> None:
+        """A worker could not be reached."""
+        if (entry := self._present.get(worker_id)) is not None:
+            entry.lapses += 1
+
+    def peers(self, worker_id: str) -> set[str]:
+        """The ids of the present workers of this one's table, itself among them; empty: unknown."""
+        entry = self._present.get(worker_id)
+        return set() if entry is None else {rank.worker.id for rank in entry.partition.members.ranks}
+
+    def read_names(self, start: Start, names: Iterable[Name]) -> None:
         """What a worker in this ``start`` serves, as it lists it now."""
         with self._lock:
             if self.lasts(start):
-                self._workers.names.read(start[0], names)
+                self._workers.names.read(start.worker_id, names)
 
     def ranks_of(self, worker_id: str) -> list[tuple[str, int]]:
         """(worker, data-parallel rank) of a present worker; empty: unknown."""

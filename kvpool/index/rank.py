@@ -49,7 +49,7 @@ class Rank(_native.RankState):
     __slots__ = (
         "asked", "awaiting_first_batch", "batch_digest", "batches", "clock", "emptied_at", "gaps", "gone", "holder",
         "incomplete_reason", "incomplete_since_s", "index", "joining", "lock", "malformed", "marked", "near",
-        "no_hasher", "pool", "problem", "publisher", "replays", "resets", "unmatchable", "worker",
+        "no_hasher", "pool", "problem", "publisher", "replays", "resets", "starts", "unmatchable", "worker",
     )  # fmt: skip
 
     def __init__(
@@ -71,7 +71,7 @@ class Rank(_native.RankState):
         self.no_hasher = no_hasher
         self.lock = threading.Lock()
         self.batch_digest = 0  # of the batch of that number; 0: none
-        self.batches = self.gaps = self.replays = self.resets = self.malformed = 0
+        self.batches = self.gaps = self.replays = self.resets = self.starts = self.malformed = 0
         self.joining = True  # until the rank is first known to have every batch
         self.heard_at_ms = int(clock() * 1000)
         self.has_feed = bool(publisher.events)
@@ -198,6 +198,7 @@ class Rank(_native.RankState):
             self._forget()
             self.resets += 1
             if anew:
+                self.starts += 1
                 self.awaiting_first_batch = True
                 self.unmatchable = ""
                 self._complete()

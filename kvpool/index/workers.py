@@ -27,6 +27,7 @@ from kvpool.index.names import Names
 from kvpool.index.partition import MAX_NAMESPACES, Key, Members, Partition
 from kvpool.index.rank import Rank, pool_holder, unhashed
 from kvpool.index.snapshot import PartitionState, RankState, Snapshot, WorkerState
+from kvpool.index.start import Start
 from kvpool.index.table import PrefixIndex
 
 Source = Literal["pool", "flag", "call"]
@@ -60,6 +61,12 @@ class Present:
     expires_at_s: float | None
     partition: Partition
     ranks: tuple[Rank, ...]
+    lapses: int = 0
+
+    @property
+    def start(self) -> Start:
+        first = self.ranks[0]
+        return Start(self.worker.id, f"{first.holder} {first.starts} {self.worker.address}", self.lapses)
 
     def is_among(self, ids: Collection[str] | None, tenant: str | None, model: str | None) -> bool:
         worker = self.worker

@@ -32,6 +32,13 @@ OPERATIONS = {
     **dict.fromkeys((CHAT, "/v1/responses", "/v1/messages"), "chat"),
 }
 BATCH = "/v1/chat/completions/batch"  # of chats, whose options are those of a chat
+# Whose answers an engine computes: only these prove that one works, or does not.
+COMPUTED = RENDERED | {
+    BATCH, "/classify", "/generative_scoring", "/invocations", "/pooling", "/rerank", "/score",
+    "/v1/audio/transcriptions", "/v1/audio/translations", "/v1/embeddings", "/v1/rerank", "/v1/score", "/v2/embed",
+    "/v2/rerank",
+}  # fmt: skip
+MARKED_NBYTES = 64 << 10  # of either end of a body
 MODELS = "/v1/models/"  # with the name behind it
 
 MAX_READ_NBYTES = 4 << 20  # of a body: larger ones hold images or sound, and take long to decode
@@ -229,6 +236,18 @@ def _session(fields: dict[str, msgspec.Raw], tenant: str, of_header: str | None)
 def _text(fields: dict[str, msgspec.Raw], name: str) -> str | None:
     raw = fields.get(name)
     return None if raw is None else msgspec.json.decode(raw, type=str | None)
+
+
+def mark_of(tenant: str, path: str, body: bytes, session: Session | None) -> bytes:
+    """Equal for requests of a session, and for one that is sent again; empty: no engine computes its answer."""
+    if path not in COMPUTED or not body:
+        return b""
+    if session is not None and session.stays:
+        return tenant.encode() + session.digest
+    digest = hashlib.blake2b(b"%d" % len(body), digest_size=16)
+    digest.update(body[:MARKED_NBYTES])
+    digest.update(body[max(MARKED_NBYTES, len(body) - MARKED_NBYTES) :])
+    return tenant.encode() + digest.digest()
 
 
 def prompt_key(path: str, body: bytes) -> bytes:

@@ -1,5 +1,5 @@
-"""``Load``: how busy a worker's rank is; ``LoadBoard``: the last of each. Beside it ``Reservations``, prompts
-``InFlight`` and ``Ejections``.
+"""``Load``: how busy a worker's rank is; ``LoadBoard``: the last of each. Beside it ``Reservations`` and
+prompts ``InFlight``.
 
 Any thread; nothing blocks. ``_lock`` guards ``_ranks`` and changes of its members; a ranking reads them without.
 """
@@ -13,9 +13,9 @@ import threading
 import time
 from bisect import bisect
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvpool import _native
@@ -32,15 +32,10 @@ KEEP_FAILED_S = 30.0  # of a failed page; pages are read again within 12 s
 MAX_KEPT = 65536  # ranks
 MAX_RESERVATIONS = 65536
 
-FAILURES = 3  # in a row eject a worker
-EJECT_S, MAX_EJECT_S = 5.0, 60.0  # each failed trial doubles it
-TRIAL_S = 5.0  # for a trial to end, before the next one
-EJECTED = 1 << 40  # cost: above all prompts and queues
-MAX_FAILING = 4096  # workers
+EJECTED = 1 << 40  # cost of a worker that fails: above all prompts and queues
 MAX_ALIKE = 64  # prompts in flight with the same first block
 MAX_IN_FLIGHT_NBYTES = 16 << 20
 ENTRY_NBYTES = 512  # of a prompt, beside its hashes
-_EJECTIONS = ""  # in the place of a tenant's name
 
 _MOST = (1 << 32) - 1
 _MOST_TOKENS = (1 << 53) - 1
@@ -311,90 +306,3 @@ class InFlight:
 
     def _drop(self, one: tuple[bytes, str] | None) -> None:
         self._nbytes -= 0 if one is None else len(one[0]) + ENTRY_NBYTES
-
-
-@dataclass
-class _Failing:
-    """``until_s``: of its ejection, or trial. ``names``: of its reservations. ``is_ill``: says its health check."""
-
-    failures: int = 0
-    seconds: float = field(default_factory=lambda: EJECT_S)
-    until_s: float = 0.0
-    names: Sequence[str] = ()
-    is_on_trial: bool = False
-    is_ill: bool = False
-
-
-class Ejections:
-    """Workers that fail, each ejected by a reservation of ``EJECTED`` on its ranks.
-
-    ``FAILURES`` in a row eject a worker. After its time one request is its trial: a success ends the ejection, a
-    failure doubles its time. A failed health check ejects at once, until the next good one or for
-    ``KEEP_FAILED_S``. One thread at a time.
-    """
-
-    def __init__(
-        self,
-        clock: Callable[[], float],
-        reservations: Reservations,
-        ranks: Callable[[str], Iterable[RankKey]],
-    ) -> None:
-        self._clock, self._reservations, self._ranks = clock, reservations, ranks
-        self._failing: OrderedDict[str, _Failing] = OrderedDict()  # by worker's id
-
-    def record(self, worker_id: str, *, failed: bool) -> None:
-        """A request's outcome. Those of requests before the ejection change nothing."""
-        one = self._failing.get(worker_id) or _Failing()
-        if one.is_ill or (self._clock() < one.until_s and not one.is_on_trial):
-            return
-        if not failed:
-            self._end(worker_id)
-            return
-        one.failures += 1
-        self._remember(worker_id, one)
-        if one.failures >= FAILURES:
-            logger.warning(
-                "worker %s fails: it gets no requests for %g s, then one as a trial", worker_id, one.seconds
-            )
-            self._eject(worker_id, one, one.seconds)
-            one.seconds = min(2 * one.seconds, MAX_EJECT_S)
-
-    def check(self, worker_id: str, *, failed: bool) -> None:
-        """The outcome of a health check."""
-        one = self._failing.get(worker_id) or _Failing()
-        if failed:
-            if not one.is_ill:
-                logger.warning("worker %s fails its health check: it gets no requests", worker_id)
-            one.failures, one.is_ill = FAILURES, True
-            self._remember(worker_id, one)
-            self._eject(worker_id, one, KEEP_FAILED_S)
-        elif one.is_ill:
-            logger.info("worker %s passes its health check again", worker_id)
-            self._end(worker_id)
-
-    def pick(self, worker_id: str) -> None:
-        """The worker was picked: as a trial, if its time is over."""
-        one = self._failing.get(worker_id)
-        if one is not None and one.failures >= FAILURES and self._clock() >= one.until_s:
-            self._eject(worker_id, one, TRIAL_S)
-            one.is_on_trial, one.is_ill = True, False
-
-    def _remember(self, worker_id: str, one: _Failing) -> None:
-        self._failing[worker_id] = one
-        if len(self._failing) > MAX_FAILING:
-            self._end(next(iter(self._failing)))
-
-    def _eject(self, worker_id: str, one: _Failing, seconds: float) -> None:
-        self._release(one)
-        one.until_s, one.is_on_trial = self._clock() + seconds, False
-        one.names = [
-            self._reservations.add(_EJECTIONS, *rank, EJECTED, seconds) for rank in self._ranks(worker_id)
-        ]
-
-    def _end(self, worker_id: str) -> None:
-        if (one := self._failing.pop(worker_id, None)) is not None:
-            self._release(one)
-
-    def _release(self, one: _Failing) -> None:
-        for name in one.names:
-            self._reservations.release(_EJECTIONS, name)

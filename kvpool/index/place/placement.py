@@ -14,6 +14,7 @@ from kvpool.index.place.load import EJECTED
 from kvpool.index.place.ranking import Pick
 from kvpool.index.place.sessions import Session
 from kvpool.index.request_stats import Outcome, Promptless
+from kvpool.index.start import Start
 
 # Headers of requests and responses.
 DESTINATION = "x-gateway-destination-endpoint"
@@ -85,7 +86,7 @@ def fit(picks: Sequence[Pick], max_waiting: int | None) -> Sequence[Pick]:
 
 class Target(NamedTuple):
     """A worker for a request. ``endpoint``: ``IP:PORT``; ``address``: its URL. ``dp_rank``: None: its only
-    rank. ``matched_blocks``: of the prompt, need no compute.
+    rank. ``matched_blocks``: of the prompt, need no compute. ``start``: the worker's.
     """
 
     endpoint: str
@@ -93,6 +94,7 @@ class Target(NamedTuple):
     worker: str
     dp_rank: int | None
     matched_blocks: int
+    start: Start
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ class Placement:
     unknown. ``detail``: more on the reason; may be empty. ``reservation``: of the best, for
     ``Placer.release``; empty: none. ``held_blocks``: of the prompt, the most of any rank or the pool.
     ``promptless``: why it was placed without its prompt; None: with it. ``model``: as the request names it;
-    empty: none. ``session``: None: the request names none.
+    empty: none. ``session``: None: the request names none. ``mark``: as in ``Ejections``.
     """
 
     tenant: str
@@ -115,3 +117,4 @@ class Placement:
     promptless: Promptless | None = None
     model: str = ""
     session: Session | None = None
+    mark: bytes = b""

@@ -28,6 +28,7 @@ from kvpool.index.place.inference_request import (
     InferenceRequest,
     engine_json,
     engine_path,
+    mark_of,
     named_model,
     read_request,
     why_unread,
@@ -44,7 +45,7 @@ from kvpool.index.place.placement import (
     fit,
 )
 from kvpool.index.place.ranking import NativeRanking
-from kvpool.index.place.renderer import RENDER_S, NoTokens, Renderer, Start
+from kvpool.index.place.renderer import RENDER_S, NoTokens, Renderer
 from kvpool.index.place.router import Router
 from kvpool.index.place.sessions import Session
 from kvpool.index.place.stored_responses import StoredResponses
@@ -53,6 +54,7 @@ from kvpool.index.place.token_checks import TokenChecks
 from kvpool.index.place.tokenizers import Tokenizers
 from kvpool.index.prompt import NO_BLOCKS, Prompt
 from kvpool.index.request_stats import Outcome, Promptless, RequestStats, outcome_of
+from kvpool.index.start import Start
 from kvpool.index.table import NotAtOnce
 from kvpool.tracing import Tracing
 
@@ -65,7 +67,9 @@ INLINE_NBYTES = 8 << 10  # of a body, above which a thread does the work; its te
 INLINE_TOKENS_NBYTES = 64 << 10
 THREADS = 2
 MAX_UNDER_WAY = 64  # bodies in threads
-FAILED = frozenset((429, 500, 502, 503, 504))  # statuses that another worker might not have given
+FAILED = frozenset(
+    (500, 502, 504)
+)  # statuses of an engine's fault; 429 and 503: it is full, or does not serve now
 
 logger = logging.getLogger("kvpool.index")
 
@@ -185,13 +189,19 @@ class Placer:
         return headers
 
     def record(self, placement: Placement, target: Target, status: int | None = None) -> None:
-        """A target's answer to the request; None: none. Failures in a row eject its worker."""
-        worker_id, failed = f"{placement.tenant}/{target.worker}", status is None or status in FAILED
-        self._router.record(worker_id, failed=failed)
-        if not failed:
+        """A target's answer to the request; None: none, or an unknown one. Failures eject its worker."""
+        if status is None:
+            self._router.record(target.start, placement.mark, "unreached")
+        elif status in FAILED:
+            self.judge(placement, target, served=False)
+        elif status == 404 or status < 300:
+            self.names.note(target.start.worker_id, placement.model, served=status != 404)
+        if status is not None and status < 300:
             self._settle(placement, target)
-        if status is not None and (status == 404 or status < 300):
-            self.names.note(worker_id, placement.model, served=status != 404)
+
+    def judge(self, placement: Placement, target: Target, *, served: bool) -> None:
+        """A target has served the request to its end, or its engine has failed it."""
+        self._router.record(target.start, placement.mark, "served" if served else "failed")
 
     def doubt(self, placement: Placement, target: Target) -> None:
         """A target did not serve the request, for a failure or a 404: that says nothing of its health."""
@@ -255,7 +265,8 @@ class Placer:
             self._checks.offer(ranked.request, model, partial(self._prompt, headers, RENDER_S))
         if ranked.ranking is None:
             ranked = ranked._replace(ranking=self._by_load(ranked.request))
-        return await self._placement(ranked, tenant, ends_s)
+        mark = mark_of(tenant, path, body, ranked.request.session)
+        return await self._placement(ranked, tenant, mark, ends_s)
 
     async def _read(
         self,
@@ -437,12 +448,14 @@ class Placer:
 
     # ---- ranking -> placement
 
-    async def _placement(self, ranked: _Ranked, tenant: str, ends_s: float) -> Placement:
+    async def _placement(self, ranked: _Ranked, tenant: str, mark: bytes, ends_s: float) -> Placement:
         ranking, reason = ranked.ranking, outcome_of(ranked.promptless)
         assert ranking is not None
         picks, reservation = (unpacked := ranking.unpack()).picks, unpacked.reservation
         try:
             fitting = fit(picks, self._max_waiting)
+            if mark and (failed_at := self._router.failed_at(mark)):  # another worker is its second opinion
+                fitting = sorted(fitting, key=lambda pick: f"{tenant}/{pick.worker}" == failed_at)
             placed = await self._endpoints.of_picks(fitting, tenant, ends_s, self._max_endpoints)
         except BaseException:
             self._release(tenant, reservation)
@@ -467,6 +480,7 @@ class Placer:
                 row.worker,
                 row.dp_rank if row.dp_rank or ranks[row.worker] > 1 else None,
                 row.loadable_blocks,
+                self._fleet.start(f"{tenant}/{row.worker}"),
             )
             for endpoint, row in ((endpoint, pick.row) for endpoint, pick in placed.items())
         )
@@ -474,7 +488,7 @@ class Placer:
         held_blocks = max(matched, *ranking.matched()[2:])
         return Placement(
             tenant, reason, targets, prompt_blocks, ranked.detail, reservation, time.monotonic(), held_blocks,
-            ranked.promptless, ranked.request.model, session,
+            ranked.promptless, ranked.request.model, session, mark,
         )  # fmt: skip
 
 

@@ -32,6 +32,7 @@ from kvpool.index.place.model_list import denies_model
 from kvpool.index.place.worker_connection import WorkerConnector, why_not
 from kvpool.index.prompt import MAX_PROMPT_TOKENS, Prompt
 from kvpool.index.request_stats import Promptless
+from kvpool.index.start import Start
 from kvpool.text import counted
 
 if TYPE_CHECKING:
@@ -66,7 +67,6 @@ logger = logging.getLogger("kvpool.index")
 
 
 _Key = TypeVar("_Key")
-Start = tuple[str, str]  # a worker's id and incarnation: another start may have another template
 # Returns a worker, at none of the given endpoints, with few of the renders that are counted by worker; and its start.
 Choose = Callable[[Collection[str], Counter[str]], Awaitable[tuple[Url, Start]]]
 Lasts = Callable[[Start], bool]
@@ -85,7 +85,9 @@ class _Unanswered(NoTokens):
 
 
 class _Made(NamedTuple):
-    """By one start of a worker: a prompt, or why there is none, until ``until_s``."""
+    """By one start of a worker, for another may have another template: a prompt, or why there is none, until
+    ``until_s``.
+    """
 
     answer: Prompt | NoTokens
     start: Start
@@ -249,7 +251,7 @@ class Renderer:
         try:
             while True:
                 worker, start = await choose(without, self._renders)
-                self._renders[start[0]] += 1
+                self._renders[start.worker_id] += 1
                 try:
                     began_s = self._clock()
                     made = _Made(await self._ask(request, body, headers, worker), start)
@@ -273,7 +275,7 @@ class Renderer:
                         raise
                     return _Made(error, start, self._clock() + REFUSED_S)
                 finally:
-                    self._renders[start[0]] -= 1
+                    self._renders[start.worker_id] -= 1
                     self._renders += Counter()  # without the zeros
         except (aiohttp.ClientError, TimeoutError, asyncio.TimeoutError) as error:
             raise NoTokens("no-answer", f"no worker answers with its tokens: {why_not(error)}") from error

@@ -35,10 +35,10 @@ from kvpool import _native
 from kvpool.errors import ConfigError
 from kvpool.index.fleet import Fleet
 from kvpool.index.partition import Answer
+from kvpool.index.place.ejections import Ejections, Judged
 from kvpool.index.place.load import (
     KEEP_FAILED_S,
     KEEP_S,
-    Ejections,
     InFlight,
     Load,
     LoadBoard,
@@ -49,6 +49,7 @@ from kvpool.index.place.ranking import NativeRanking, Ranking
 from kvpool.index.place.sessions import Session, Sessions
 from kvpool.index.prompt import Prompt, PromptFields, as_prompt
 from kvpool.index.request_stats import Placed
+from kvpool.index.start import Start
 from kvpool.key.hashing import len_tokens
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ class Router:
         self._lock = threading.Lock()
         self._reservations = Reservations(clock, self.loads, tenant_share)
         self._in_flight = InFlight(self.loads, self._reservations)
-        self._ejections = Ejections(clock, self._reservations, fleet.ranks_of)
+        self._ejections = Ejections(clock, self._reservations, fleet.ranks_of, fleet.start, fleet.peers)
         self._sessions = Sessions(clock, self.loads, tenant_share)
         self._picks = 0  # choices so far
 
@@ -193,6 +194,7 @@ class Router:
                     self.loads.report(key[0], reported[key])
         with self._lock:
             self._reservations.expire()
+            self._ejections.renew()
             with self._in_flight.credited(answers) as credit:
                 native = _native.Ranking(
                     [(answer.rows, self.loads.of(answer.members.keys)) for answer in answers],
@@ -216,15 +218,20 @@ class Router:
         with self._lock:
             return self._reservations.release(tenant, reservation)
 
-    def record(self, worker_id: str, *, failed: bool) -> None:
-        """The outcome of a request at a worker, which counts for its ejection."""
+    def record(self, start: Start, mark: bytes, judged: Judged) -> None:
+        """The outcome of a request at a worker, which counts for its ejection: see ``Ejections``."""
         with self._lock:
-            self._ejections.record(worker_id, failed=failed)
+            self._ejections.record(start, mark, judged)
 
-    def check(self, worker_id: str, *, failed: bool) -> None:
+    def failed_at(self, mark: bytes) -> str | None:
+        """See ``Ejections``."""
+        with self._lock:
+            return self._ejections.failed_at(mark)
+
+    def check(self, start: Start, *, failed: bool) -> None:
         """The outcome of a worker's health check."""
         with self._lock:
-            self._ejections.check(worker_id, failed=failed)
+            self._ejections.check(start, failed=failed)
 
     def settle(self, session: Session, placed: RankKey, rank: RankKey) -> None:
         """A session's request that was ``placed`` at one rank went to another."""

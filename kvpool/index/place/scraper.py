@@ -29,6 +29,7 @@ from kvpool.index.place.model_list import read_names
 from kvpool.index.place.renderer import KEEP_ALIVE_S
 from kvpool.index.place.worker_connection import WorkerConnector, why_not
 from kvpool.index.resolver import Resolver
+from kvpool.index.start import Start
 
 INTERVAL_S = 1.0
 # Between readings of names: with MAX_BACKOFF_S and DEADLINE_S below 25 s. A doubted worker is read sooner.
@@ -122,6 +123,8 @@ class Scraper:
                 if not isinstance(error, BadPage):
                     for rank in ranks:
                         self._loads.fail(worker_id, rank)
+                    if failures == 1:
+                        self._fleet.lapse(worker_id)
                 if failures == 1:
                     late = isinstance(error, TimeoutError | asyncio.TimeoutError)
                     why = f"no answer within {DEADLINE_S:g} s" if late else why_not(error)
@@ -131,11 +134,12 @@ class Scraper:
                     logger.info("worker %s: its metrics are read again", worker_id)
                 failures = 0
             if self._check is not None:
+                start = self._fleet.start(worker_id)
                 with suppress(Exception):  # of as many kinds
                     async with self._work.turn(tenant):
                         with anyio.fail_after(DEADLINE_S):
                             status, _ = await self._get(address, tenant, "/health")
-                    self._check(worker_id, failed=status >= 500)
+                    self._check(start, failed=status >= 500)
             names_s = await self._read_names(worker_id, address, names_s)
             await asyncio.sleep(part * min(self._interval_s * 2 ** min(failures, 16), MAX_BACKOFF_S))
             part = 1.0
@@ -159,7 +163,7 @@ class Scraper:
                 logger.info("worker %s: only its announced names are known: %s", worker_id, why_not(error))
         return now_s
 
-    def _learn(self, start: tuple[str, str], page: bytes) -> None:
+    def _learn(self, start: Start, page: bytes) -> None:
         self._fleet.read_names(start, read_names(page))
 
     async def _take(

@@ -7,14 +7,21 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 
+import msgspec
+
 RESPONSES = "/v1/responses"
 MAX_STORED = 65536  # responses of all tenants, then the oldest is forgotten
 SEARCHED_NBYTES = 64 << 10  # of an answer, or of one part of a stream
 _ID = rb"(resp_[\w-]{1,128})"  # vllm/entrypoints/openai/responses/protocol.py
 _ANSWERED = re.compile(rb'"id"\s*:\s*"' + _ID + rb'"')
-# Text within a string of JSON has a backslash before each quote.
-_PREVIOUS = re.compile(rb'"previous_response_id"\s*:\s*"' + _ID + rb'"')
 _AT_PATH = re.compile(RESPONSES.encode() + b"/" + _ID + rb"(?:/|$)")
+
+
+class _Named(msgspec.Struct):
+    previous_response_id: str | None = None
+
+
+_NAMED = msgspec.json.Decoder(_Named)
 
 
 def is_of_responses(path: str) -> bool:
@@ -42,5 +49,10 @@ class StoredResponses:
         """That keeps what the request names; None: it names none, or an unknown one."""
         if not is_of_responses(path):
             return None
-        found = _AT_PATH.match(path.encode(errors="replace")) or _PREVIOUS.search(body)
-        return None if found is None else self._workers.get((tenant, found[1]))
+        if found := _AT_PATH.match(path.encode(errors="replace")):
+            return self._workers.get((tenant, found[1]))
+        try:
+            named = _NAMED.decode(body).previous_response_id
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
+        return self._workers.get((tenant, named.encode())) if named else None

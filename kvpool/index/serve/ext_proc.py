@@ -254,23 +254,23 @@ class Exchange:
         if placement is None:
             return pb.ProcessingResponse(response_headers=pb.HeadersResponse())
         served, targets = _text(message.metadata_context, LB, SERVED), _fit(placement)
-        headers = {
-            header.key: header.raw_value.decode("latin-1") or header.value
-            for header in message.response_headers.headers.headers
-            if header.key in (":status", "content-type")
-        }
+        sent = message.response_headers.headers.headers
+        headers = {header.key: header.raw_value.decode("latin-1") or header.value for header in sent}
         elsewhere = bool(served) and served not in (target.endpoint for target in targets[:1])
         status = headers.get(":status", "")
         # Envoy retries after 404, too, and does not say whether the first worker failed.
-        lacks = status == "404" or placement.reason == "unknown-model"
-        may_lack = lacks or is_of_responses(engine_path(self._path))
-        gone_on = self._placer.doubt if may_lack else self._placer.record  # without a status
+        unknown = placement.reason == "unknown-model" or is_of_responses(engine_path(self._path))
+        gone_on = (
+            self._placer.doubt if unknown or status == "404" else self._placer.record
+        )  # without a status
         if elsewhere and not self._placer.holds(placement, served):
             targets = []  # a retry went to another InferencePool, whose picker knows why
         for target in targets:
             if not served or target.endpoint == served:
                 if status.isdecimal():
                     self._placer.record(placement, target, int(status))
+                if status.startswith("2"):  # its body does not come here
+                    self._placer.judge(placement, target, served=True)
                 break
             gone_on(placement, target)
         # The headers of a stream come before its prompt is computed.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import posixpath
+import re
 import time
 
 import aiohttp
@@ -47,6 +48,12 @@ _NOT_RETURNED = _OF_CONNECTION | {*OURS}
 # The worker has not begun to answer.
 _UNREACHABLE = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 _LOST = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)
+
+# How vLLM tells an error after a stream's status (vllm/entrypoints/generate/base/serving.py); its end is a good one.
+_FAULT = re.compile(
+    rb'(?:\A|\n)(?:data: \{"error"|event: error\n)[^\n]*'
+)  # text within JSON has no such lines
+_OF_ENGINE = re.compile(rb'"code": ?5\d\d|"type": ?"InternalServerError"')
 
 logger = logging.getLogger("kvpool.index")
 
@@ -162,7 +169,7 @@ class Forwarding:
                 retry, why = "unreachable", why_not(error)
             except _LOST as error:
                 if not (sending.is_reused and may_repeat):
-                    self._placer.record(placement, target)
+                    self._lost(placement, target, sending)
                 retry, why = "lost", why_not(error)
                 if sending.is_late:
                     raise Refusal(504, f"worker {target.worker} has not taken the request in time") from error
@@ -174,10 +181,10 @@ class Forwarding:
                         502, f"worker {target.worker} has ended the connection without an answer: {why}"
                     ) from error
             except aiohttp.ServerTimeoutError as error:
-                self._placer.record(placement, target)
+                self._placer.judge(placement, target, served=False)
                 raise Refusal(504, f"worker {target.worker} has not answered in time") from error
             except (aiohttp.ClientError, ValueError) as error:
-                self._placer.record(placement, target)
+                self._placer.judge(placement, target, served=False)
                 raise _no_http(target, why_not(error)) from error
             else:
                 if not 200 <= reply.status <= 599:  # such as 101, for a request that asks for no upgrade
@@ -203,6 +210,13 @@ class Forwarding:
             if not left:
                 raise Refusal(503, f"worker {target.worker} cannot be reached: {why}")
             self._stats.record_retry(retry)
+
+    def _lost(self, placement: Placement, target: Target, sending: Sending) -> None:
+        """The connection has ended. What an engine had as a whole may have ended it."""
+        if sending.is_whole:
+            self._placer.judge(placement, target, served=False)
+        else:
+            self._placer.record(placement, target)
 
     def _denied(self, placement: Placement, target: Target) -> bool:
         """Whether the worker listed the name that it now denies."""
@@ -274,18 +288,27 @@ class Forwarding:
             try:
                 body = await reply.read()
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+                self._placer.judge(placement, target, served=False)
                 raise Refusal(502, _incomplete(target, error)) from error
             self._begun()
             self._learn(target, body)
+            if status // 100 == 2 and body:
+                self._placer.judge(placement, target, served=True)
             headers.pop("content-length", None)
             return web.Response(body=body, status=reply.status, reason=reply.reason, headers=headers)
         response = web.StreamResponse(status=reply.status, reason=reply.reason, headers=headers)
         await response.prepare(self._request)
+        fault: re.Match[bytes] | None = None  # told in the stream
         while part := await self._read_part(reply, target):
             if not self._has_begun:
                 self._begun()
             self._learn(target, part)
+            fault = fault or _FAULT.search(part)
             await response.write(part)
+        if self.is_broken or (fault and _OF_ENGINE.search(fault[0])):
+            self._placer.judge(placement, target, served=False)
+        elif status // 100 == 2 and self._has_begun and not fault:
+            self._placer.judge(placement, target, served=True)
         return response
 
     def _learn(self, target: Target, part: bytes) -> None:

@@ -1,11 +1,22 @@
-"""Workers whose requests or health checks fail: when they get none, and when they get some again."""
+"""Workers whose engines fail: when they get no requests, and when some again; and what is a request's own fault."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
-from kvpool.index.place import load
-from kvpool.index.place.load import EJECT_S, FAILURES, KEEP_FAILED_S, MAX_EJECT_S, TRIAL_S
+from kvpool.index.place import ejections
+from kvpool.index.place.ejections import (
+    EJECT_S,
+    FAILURES,
+    FORGET_S,
+    MARK_S,
+    MAX_EJECT_S,
+    TRIAL_S,
+    Judged,
+)
+from kvpool.index.place.load import KEEP_FAILED_S
 from kvpool.index.place.router import Router
 from tests.support.fleets import Clock, a_fleet, a_worker, say
 from tests.support.placing import TEN, order
@@ -15,39 +26,53 @@ BAD = "default/bad"
 
 
 class Failing:
-    """A router before a worker that holds the prompt, and one that does not."""
+    """A router before a worker that holds the prompt, and others that do not."""
 
-    def __init__(self) -> None:
+    def __init__(self, *others: str) -> None:
         self.clock = Clock()
-        self.fleet = a_fleet("bad", "good", clock=self.clock)
+        self.fleet = a_fleet("bad", *(others or ("good",)), clock=self.clock)
         say(self.fleet, BAD, 0, 0, batch(stored(TEN)))
         self.router = Router(self.fleet, clock=self.clock)
+        self._marks = itertools.count()
 
     def first(self) -> str:
         return order(self.router.route("m", hashes64=packed64(TEN)))[0]
 
-    def fail(self, times: int = FAILURES) -> None:
+    def says(self, judged: Judged, mark: bytes = b"", worker: str = BAD) -> None:
+        """Of a request like no other, unless it has a mark."""
+        mark = mark or str(next(self._marks)).encode()
+        self.router.record(self.fleet.start(worker), mark, judged)
+
+    def fail(self, times: int = FAILURES, worker: str = BAD) -> None:
         for _ in range(times):
-            self.router.record(BAD, failed=True)
+            self.says("failed", worker=worker)
+
+    @property
+    def known(self) -> int:
+        return len(self.router._ejections._failing)
 
 
-def test_a_worker_that_fails_in_a_row_gets_no_requests() -> None:
+@pytest.mark.parametrize("judged", ["failed", "unreached"])
+def test_a_worker_that_fails_in_a_row_gets_no_requests(judged: Judged) -> None:
     there = Failing()
-    there.fail(FAILURES - 1)
-    there.router.record(BAD, failed=False)
-    there.fail(FAILURES - 1)
+    for _ in range(FAILURES - 1):
+        there.says(judged)
+    there.says("served")
+    for _ in range(FAILURES - 1):
+        there.says(judged)
     assert there.first() == "bad"
-    there.fail(1)
+    there.says(judged)
     assert {there.first() for _ in range(20)} == {"good"}
-    there.router.record(BAD, failed=False)
-    assert there.first() == "good", "that request was sent before"
+    there.says("served")
+    assert there.first() == "bad", "whenever it was sent, its engine has served it now"
+    assert there.known == 0
 
 
 def test_one_request_at_a_time_is_a_trial_and_a_failure_doubles_the_time() -> None:
     there = Failing()
     there.fail()
     seconds = EJECT_S
-    for _ in range(8):
+    for _ in range(9):
         there.clock.now_s += seconds - 0.01
         assert there.first() == "good"
         there.clock.now_s += 0.02
@@ -58,25 +83,201 @@ def test_one_request_at_a_time_is_a_trial_and_a_failure_doubles_the_time() -> No
     assert there.first() == "bad"
     there.clock.now_s += TRIAL_S
     assert [there.first(), there.first()] == ["bad", "good"], "nobody told how the trial went"
-    there.router.record(BAD, failed=False)
+    there.says("served")
     assert {there.first() for _ in range(9)} == {"bad"}
     assert len(there.router._reservations) == 0
 
 
+def test_failures_are_forgotten() -> None:
+    there = Failing()
+    there.fail(FAILURES - 1)
+    there.clock.now_s += FORGET_S + 1
+    there.fail(FAILURES - 1)
+    assert there.first() == "bad"
+    there.fail(1)
+    assert there.first() == "good"
+
+
+def test_a_request_that_fails_again_counts_once() -> None:
+    there = Failing()
+    for _ in range(9):
+        there.says("failed", b"poison")
+    there.fail(FAILURES - 2)
+    assert there.first() == "bad"
+    there.fail(1)
+    assert there.first() == "good"
+
+
+def test_a_request_that_fails_at_a_second_worker_is_its_own_fault() -> None:
+    there = Failing()
+    poison = [str(number).encode() for number in range(-9, 0)]
+    for mark in poison[:FAILURES]:
+        there.says("failed", mark)
+    assert there.first() == "good"
+    assert there.router.failed_at(poison[0]) == BAD
+    there.says("failed", poison[0], "default/good")
+    assert there.first() == "bad", "two are too few"
+    assert there.router.failed_at(poison[0]) is None
+    for mark in poison:
+        there.says("failed", mark, "default/good")
+        there.says("failed", mark)
+        there.says("failed", mark, "default/good")
+    assert there.first() == "bad"
+    assert order(there.router.route("m", hashes64=packed64([999])))[0] in ("good", "bad")
+    there.clock.now_s += MARK_S + 1
+    there.says("failed", poison[0])
+    assert there.router.failed_at(poison[0]) == BAD, "what was known of it is over"
+
+
+def test_one_that_is_served_elsewhere_has_failed_by_its_worker() -> None:
+    there = Failing()
+    for mark in (b"1", b"2", b"3")[:FAILURES]:
+        there.says("failed", mark)
+        there.says("served", mark, "default/good")
+        assert there.router.failed_at(mark) is None
+    assert there.first() == "good"
+
+
+def test_one_request_is_enough_if_another_worker_serves_it_each_time() -> None:
+    there = Failing()
+    for number in range(FAILURES):
+        assert there.first() == "bad", number
+        there.says("failed", b"same")
+        there.says("served", b"same", "default/good")
+    assert there.first() == "good"
+
+
+def test_a_trial_by_such_a_request_says_nothing() -> None:
+    there = Failing()
+    there.says("failed", b"poison")
+    there.says("failed", b"poison", "default/good")
+    there.fail()
+    there.clock.now_s += EJECT_S
+    assert there.first() == "bad"
+    there.says("failed", b"poison")
+    assert [there.first(), there.first()] == ["bad", "good"], "the next request is the trial"
+    there.fail(1)
+    there.clock.now_s += 2 * EJECT_S - 0.01
+    assert there.first() == "good"
+
+
+def test_requests_that_fail_eject_half_of_the_workers_at_most() -> None:
+    there = Failing("good", "third", "fourth")
+    for name in ("bad", "good", "third", "fourth"):
+        there.fail(9, f"default/{name}")
+    ejected = [name for name, one in there.router._ejections._failing.items() if one.names]
+    assert ejected == ["default/bad", "default/good"]
+    for name in ("third", "fourth"):
+        for _ in range(FAILURES):
+            there.says("unreached", worker=f"default/{name}")
+    assert len([one for one in there.router._ejections._failing.values() if one.names]) == 4, (
+        "these do not answer"
+    )
+
+
+def test_who_varies_what_fails_takes_workers_for_moments() -> None:
+    """Five failures a second, aimed at all workers, beside ten good requests: each of these proves its engine."""
+    names = ("bad", "good", "third", "fourth")
+    there = Failing(*names[1:])
+    for name in names[1:]:
+        say(there.fleet, f"default/{name}", 0, 0, batch(stored([99])))
+    away = 0
+    for tick in range(600):
+        there.clock.now_s += 0.1
+        if tick % 2:
+            there.fail(1, f"default/{names[tick // 2 % 4]}")
+        worker = order(there.router.route("m", hashes64=packed64([999])))[0]
+        there.says("served", worker=f"default/{worker}")
+        away += sum(bool(one.names) for one in there.router._ejections._failing.values())
+    assert away < 0.02 * 600 * len(names)
+
+
+def test_an_only_worker_stays() -> None:
+    clock = Clock()
+    fleet = a_fleet("bad", clock=clock)
+    router = Router(fleet, clock=clock)
+    for number in range(9):
+        router.record(fleet.start(BAD), bytes([number]), "failed")
+    assert len(router._reservations) == 0
+
+
+def test_what_no_engine_computes_says_nothing_of_it() -> None:
+    there = Failing()
+    there.fail(FAILURES - 1)
+    there.router.record(there.fleet.start(BAD), b"", "served")
+    there.fail(1)
+    assert there.first() == "good", "such an answer proves no engine"
+    there.says("served")
+    for _ in range(9):
+        there.router.record(there.fleet.start(BAD), b"", "failed")
+    assert there.first() == "bad"
+
+
 def test_a_failed_health_check_ejects_until_a_good_one() -> None:
     there = Failing()
-    there.router.check(BAD, failed=True)
-    there.router.record(BAD, failed=False)
+    start = there.fleet.start(BAD)
+    there.router.check(start, failed=True)
+    there.says("served")
     assert there.first() == "good"
     for _ in range(3):
         there.clock.now_s += KEEP_FAILED_S - 1
-        there.router.check(BAD, failed=True)
+        there.router.check(start, failed=True)
         assert there.first() == "good"
-    there.router.check(BAD, failed=False)
+    there.router.check(start, failed=False)
     assert there.first() == "bad"
     there.fail()
-    there.router.check(BAD, failed=False)
+    there.router.check(start, failed=False)
     assert there.first() == "good", "its requests fail, whatever its health check says"
+
+
+def test_without_another_health_check_a_trial_ends_the_ejection() -> None:
+    there = Failing()
+    there.router.check(there.fleet.start(BAD), failed=True)
+    there.clock.now_s += KEEP_FAILED_S
+    assert [there.first(), there.first()] == ["bad", "good"]
+    there.fail(1)
+    assert there.first() == "good"
+    there.clock.now_s += EJECT_S
+    assert there.first() == "bad"
+    there.says("served")
+    assert there.first() == "bad"
+
+
+def test_one_that_was_not_reached_is_tried_again_after_a_good_health_check() -> None:
+    there = Failing()
+    for _ in range(FAILURES):
+        there.says("unreached")
+    assert there.first() == "good"
+    there.router.check(there.fleet.start(BAD), failed=False)
+    assert there.first() == "bad"
+    there.says("unreached")
+    assert there.first() == "bad", "in a row since then"
+
+
+@pytest.mark.parametrize("how", ["incarnation", "address", "left", "publisher"])
+def test_a_worker_that_starts_again_begins_clean(how: str) -> None:
+    there = Failing()
+    former = there.fleet.start(BAD)
+    there.fail()
+    assert there.first() == "good"
+    if how == "publisher":
+        rank = there.fleet.rank(BAD, 0)
+        assert rank is not None
+        rank.reset("its publisher was started anew", anew=True)
+    else:
+        if how == "left":
+            there.fleet.remove(BAD)
+        fields = {"incarnation": "2"} if how == "incarnation" else {"address": "http://elsewhere:8000"}
+        there.fleet.add(a_worker("bad", **({} if how == "left" else fields)), "flag")
+    there.fleet.rank(BAD, 0).heard()  # type: ignore[union-attr]
+    say(there.fleet, BAD, 0, 0, batch(stored(TEN)))
+    assert there.first() == "bad"
+    for number in range(9):  # its connections end now
+        there.router.record(former, bytes([number]), "failed")
+        there.router.record(former, b"", "unreached")
+    there.router.check(former, failed=True)
+    assert there.first() == "bad"
+    assert (there.known, len(there.router._reservations)) == (0, 0)
 
 
 def test_all_ranks_of_a_worker_are_ejected() -> None:
@@ -84,20 +285,25 @@ def test_all_ranks_of_a_worker_are_ejected() -> None:
     fleet = a_fleet("good", clock=clock)
     fleet.add(a_worker("bad", port=7000, ranks=3), "flag")
     router = Router(fleet, clock=clock)
-    for _ in range(FAILURES):
-        router.record(BAD, failed=True)
+    for number in range(FAILURES):
+        router.record(fleet.start(BAD), bytes([number]), "failed")
     assert order(router.route("m", hashes64=packed64(TEN)))[0] == "good"
     assert len(router._reservations) == 3
 
 
-def test_of_workers_that_have_left_little_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "MAX_FAILING", 10)
-    there = Failing()
+def test_little_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ejections, "MAX_FAILING", 10)
+    monkeypatch.setattr(ejections, "MAX_MARKS", 20)
+    there = Failing(*(f"w{number}" for number in range(20)))
     there.fail()
     for number in range(9):
-        there.router.record(f"default/{number}", failed=True)
-    assert there.first() == "good"
-    there.router.record("default/one more", failed=True)
+        there.fail(1, f"default/w{number}")
+    assert there.first() != "bad"
+    there.fail(1, "default/w9")
     assert there.first() == "bad", "the first one is forgotten"
-    assert len(there.router._ejections._failing) == 10
-    assert len(there.router._reservations) == 0
+    for number in range(10, 20):
+        there.fail(FAILURES - 1, f"default/w{number}")
+    assert (there.known, len(there.router._ejections._marks)) == (10, 20)
+    there.fleet.remove("default/w19")
+    there.first()
+    assert there.known == 9

@@ -8,7 +8,7 @@ import pytest
 
 from kvpool import Load
 from kvpool.index.place import load
-from kvpool.index.place.load import FAILURES
+from kvpool.index.place.ejections import FAILURES
 from kvpool.index.place.router import Router
 from tests.support.fleets import Clock, a_fleet, say
 from tests.support.placing import order
@@ -89,8 +89,8 @@ def test_an_ejected_worker_stays_so_whatever_it_computes() -> None:
     router, _ = fleet_of("a", "b")
     prompt = packed64(range(5001, 5101))
     (first, _) = order(router.route("m", hashes64=prompt, reserve_s=60))
-    for _ in range(FAILURES):
-        router.record(f"default/{first}", failed=True)
+    for number in range(FAILURES):
+        router.record(router._fleet.start(f"default/{first}"), bytes([number]), "failed")
     (_, last) = router.route("m", hashes64=prompt).picks
     assert (last.worker, last.reserved_cost >= load.EJECTED) == (first, True)
 

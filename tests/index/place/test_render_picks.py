@@ -17,6 +17,7 @@ from kvpool.index.place.placement import Placement
 from kvpool.index.place.placer import Placer
 from kvpool.index.place.renderer import Renderer
 from kvpool.index.place.router import Router
+from kvpool.index.place.scraper import Scraper
 from tests.support.deadlines import until
 from tests.support.openai_worker import ScriptedWorker, scripted, that_accepts_nothing
 from tests.support.placing import placer_of
@@ -80,6 +81,45 @@ async def test_tokens_are_made_anew_when_the_worker_that_made_them_has_started_a
             there.fleet.add(a.worker(incarnation="a third"), "flag")
             await there.again()
             assert a.rendered == 3
+
+
+@pytest.mark.anyio
+async def test_tokens_are_made_anew_after_workers_named_by_flags_could_not_be_reached() -> None:
+    """They have no incarnation that would tell a new start, and publish no events."""
+    with scripted("a", "b") as workers:
+        async with placing(workers) as there:
+            scraper = Scraper(there.fleet, there.router.loads, interval_s=0.02)
+            scraper.start()
+            try:
+                await there.reason()
+                assert sum(rendered(workers)) == 1
+                await there.again()
+                assert sum(rendered(workers)) == 1
+                starts = [there.fleet.start(f"default/{worker.name}") for worker in workers]
+                for worker in workers:
+                    worker.stop()
+                await until(lambda: not any(map(there.fleet.lasts, starts)))
+                for worker in workers:
+                    worker.start()
+                await there.again()
+                assert sum(rendered(workers)) == 2
+            finally:
+                await scraper.close()
+
+
+@pytest.mark.anyio
+async def test_tokens_are_made_anew_when_a_publisher_has_started_again() -> None:
+    with scripted("a") as (a,):
+        async with placing([a]) as there:
+            await there.reason()
+            rank = there.fleet.rank("default/a", 0)
+            assert rank is not None
+            rank.reset("a gap")
+            await there.again()
+            assert a.rendered == 1
+            rank.reset("its publisher was started anew", anew=True)
+            await there.again()
+            assert a.rendered == 2
 
 
 @pytest.mark.anyio

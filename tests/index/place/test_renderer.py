@@ -20,6 +20,7 @@ from kvpool.index.place.endpoints import Url, parse_url
 from kvpool.index.place.inference_request import CHAT, RENDERED, read_request
 from kvpool.index.place.renderer import NoTokens, Renderer
 from kvpool.index.prompt import Prompt
+from kvpool.index.start import Start
 from tests.support.deadlines import until
 from tests.support.openai_worker import BadWorker, ScriptedWorker, card, scripted, that_accepts_nothing
 
@@ -44,10 +45,10 @@ async def tokens_of(
 ) -> list[int]:
     """The tokens of a text, of the first of these workers that is not named as one not to ask."""
 
-    async def ask(without: Any, renders: Any) -> tuple[Url, tuple[str, str]]:
+    async def ask(without: Any, renders: Any) -> tuple[Url, Start]:
         for worker in workers:
             if worker.at not in without:
-                return parse_url(f"http://{worker.at}"), (worker.name, "")
+                return parse_url(f"http://{worker.at}"), Start(worker.name)
         raise NoTokens("no-answer", "no other worker")
 
     body = json.dumps({"model": "m", "prompt": text}).encode()

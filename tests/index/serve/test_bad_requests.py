@@ -17,7 +17,7 @@ import pytest
 
 from kvpool.errors import ConfigError
 from kvpool.index.fleet import Fleet
-from kvpool.index.place import load
+from kvpool.index.place.ejections import FAILURES
 from tests.support import envoy
 from tests.support.deadlines import eventually, raises
 from tests.support.fleets import serving
@@ -343,7 +343,7 @@ def test_bytes_of_headers_pass_both_ways() -> None:
 
 @pytest.mark.parametrize("header", ["x-a: b\x01c", "x-a: \x7f", "x-a: \x1b[31m", "x-a: \xe9\x01"])
 def test_a_header_that_cannot_be_sent_is_its_callers_fault(front: Front, header: str) -> None:
-    for _ in range(2 * load.FAILURES):
+    for _ in range(2 * FAILURES):
         status, body = answered(front, sent("POST /v1/completions HTTP/1.1", LENGTH, header, body=BODY))
         assert status == (0 if isinstance(front, EnvoyCluster) else 400)
         assert not status or in_form(body, 400)

@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
+import json
+import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvpool.index.place import load
+from kvpool.index.place import ejections
+from kvpool.index.place.ejections import FAILURES
 from kvpool.index.place.router import Router
 from kvpool.index.place.scraper import Scraper
+from tests.support.deadlines import eventually
 from tests.support.ext_proc import Call, calling, picking, response
 from tests.support.fleets import say
-from tests.support.fronts import ASKED, Cluster, envoy_cluster, followed, proxy_cluster
-from tests.support.http_client import post
-from tests.support.openai_worker import scripted
+from tests.support.fronts import ASKED, Cluster, beside, envoy_cluster, followed, proxy_cluster
+from tests.support.http_client import TEXT, get, of_request, post, request_of
+from tests.support.openai_worker import BadWorker, ScriptedWorker, scripted
 from tests.support.placing import TEN, order
 from tests.support.wire import batch, packed64, stored
 
@@ -28,7 +35,12 @@ pytestmark = pytest.mark.usefixtures("grpc_started")
 @pytest.fixture(autouse=True)
 def _no_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow the machine is."""
-    monkeypatch.setattr(load, "EJECT_S", 600.0)
+    monkeypatch.setattr(ejections, "EJECT_S", 600.0)
+
+
+def asked(number: int, **fields: Any) -> dict[str, Any]:
+    """A request like no other, with the prompt that worker a holds."""
+    return {**ASKED, "max_tokens": number + 1, **fields}
 
 
 @contextmanager
@@ -44,19 +56,24 @@ def front(kind: str, folder: Path) -> Iterator[Cluster]:
 def test_a_worker_that_fails_fast_costs_few_requests(kind: str, tmp_path: Path) -> None:
     with front(kind, tmp_path) as there, ThreadPoolExecutor(16) as callers:
         there.workers["a"].status = 500
-        statuses = list(callers.map(lambda _: post(there.url, ASKED).status, range(160)))
+        statuses = list(callers.map(lambda number: post(there.url, asked(number)).status, range(160)))
         assert sorted(set(statuses)) == [200, 500]
         assert statuses.count(500) <= 40
 
 
 @pytest.mark.parametrize("kind", ["envoy", "router"])
 @pytest.mark.parametrize("status", [429, 503])
-def test_what_a_busy_worker_refuses_goes_to_an_idle_one(kind: str, status: int, tmp_path: Path) -> None:
+def test_a_worker_that_is_full_is_not_broken(kind: str, status: int, tmp_path: Path) -> None:
     with front(kind, tmp_path) as there:
-        there.workers["a"].status = status
-        before = len(there.workers["a"].bodies)
-        assert [post(there.url, ASKED).worker for _ in range(20)] == ["b"] * 20
-        assert len(there.workers["a"].bodies) - before <= load.FAILURES, "then nobody asks"
+        a = there.workers["a"]
+        a.status = status
+        assert [post(there.url, asked(number)).worker for number in range(20)] == ["b"] * 20
+        a.status = 200
+        router: Router = there.index._options["router"]
+        router.check(
+            there.index.fleet.start("default/a"), failed=False
+        )  # Envoy does not say that it was full
+        assert post(there.url, ASKED).worker == "a"
 
 
 @pytest.mark.parametrize("kind", ["envoy", "router"])
@@ -68,6 +85,144 @@ def test_if_all_workers_refuse_the_caller_learns_it(kind: str, tmp_path: Path) -
         for worker in there.workers.values():
             worker.status = 200
         assert post(there.url, ASKED).status == 200
+
+
+def ejected(there: Cluster) -> list[str]:
+    router: Router = there.index._options["router"]
+    return [name for name, one in router._ejections._failing.items() if one.names]
+
+
+def answering(post: bytes, get: bytes = b"200 OK") -> Callable[[socket.socket], None]:
+    """Heads of a worker's answers, with what comes behind them."""
+
+    def talk(client: socket.socket) -> None:
+        while request := request_of(client):
+            head, _, body = (post if request.startswith(b"POST") else get).partition(b"|")
+            length = b"" if b"\r\n" in head else b"\r\ncontent-length: %d" % len(body)
+            client.sendall(b"HTTP/1.1 " + head + length + b"\r\n\r\n" + body)
+            if length == b"" and not body.endswith(b"0\r\n\r\n"):
+                return
+
+    return talk
+
+
+def chunk(part: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(part), part)
+
+
+STREAM = b"200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked|"
+TOKEN, DONE = chunk(b'data: {"choices": []}\n\n'), chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
+FAULT = b'data: {"error": {"message": "x", "type": "InternalServerError", "param": null, "code": 500}}\n\n'
+BAD_REQUEST = FAULT.replace(b"InternalServerError", b"BadRequestError").replace(b"500", b"400")
+BROKEN = {
+    "500": b"500 Internal Server Error|{}", "502": b"502 Bad Gateway|{}", "no HTTP": b"2x0|{}",
+    "a short answer breaks off": b"200 OK\r\ncontent-length: 9|{", "a stream breaks off": STREAM + TOKEN,
+    "a stream tells a fault": STREAM + chunk(FAULT) + DONE,
+    "a stream tells a fault late": STREAM + TOKEN + chunk(FAULT) + DONE,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", BROKEN.values(), ids=BROKEN.keys())
+def test_only_a_generation_proves_an_engine(answer: bytes) -> None:
+    """Whatever else it answers well, a worker that serves no prompt is found out."""
+    with beside(BadWorker("bad", answering(answer, b"404 Not Found|{}")), "a") as there:
+        for number in range(FAILURES):
+            assert ejected(there) == [], number
+            with suppress(OSError, http.client.HTTPException):
+                post(there.url, asked(number, stream=True))
+            for _ in range(2):
+                get(f"{there.url}/nothing")
+        assert eventually(lambda: ejected(there) == ["default/bad"])
+        assert {post(there.url, asked(number)).worker for number in range(9, 19)} == {"a"}
+
+
+UNHURT = {
+    "404": b"404 Not Found|{}", "400": b"400 Bad Request|{}", "401": b"401 Unauthorized|{}",
+    "503": b"503 Service Unavailable|{}", "429": b"429 Too Many Requests|{}",
+    "a stream tells a caller's fault": STREAM + chunk(BAD_REQUEST) + DONE, "nothing": b"200 OK|",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("answer", UNHURT.values(), ids=UNHURT.keys())
+def test_what_says_nothing_of_an_engine(answer: bytes) -> None:
+    """Neither does it fail, nor does it end what other requests found."""
+    with beside(BadWorker("bad", answering(answer)), "a") as there:
+        fleet, router = there.index.fleet, there.index._options["router"]
+        for number in range(FAILURES + 1):
+            post(there.url, asked(number, stream=True))
+        assert ejected(there) == []
+        for number in range(FAILURES - 1):
+            router.record(fleet.start("default/bad"), bytes([number]), "failed")
+        post(there.url, asked(99, stream=True))
+        router.record(fleet.start("default/bad"), b"last", "failed")
+        assert ejected(there) == ["default/bad"]
+
+
+def test_a_caller_that_leaves_says_nothing_of_an_engine() -> None:
+    with proxy_cluster("a", "b") as there:
+        there.hold("a")
+        worker = there.workers["a"]
+        worker.hold_parts.clear()
+        for number in range(FAILURES + 1):
+            with there.connect() as client:
+                client.sendall(of_request(json.dumps(asked(number, stream=True)).encode()))
+                assert client.recv(20).startswith(b"HTTP/1.1 200")
+            assert eventually(lambda number=number: worker.given_up == number + 1)
+        assert eventually(there.ends)
+        assert there.router._ejections._failing == {}
+
+
+def refusing_poison(client: socket.socket) -> None:
+    while request := request_of(client):
+        status = b"500 Poison" if b"poison" in request else b"200 OK"
+        client.sendall(b"HTTP/1.1 " + status + b"\r\ncontent-length: 2\r\n\r\n{}")
+
+
+@pytest.mark.parametrize("how", ["sent again", "of a session"])
+def test_a_request_that_fails_everywhere_ejects_nobody(how: str) -> None:
+    workers = [BadWorker(name, refusing_poison) for name in "abcd"]
+    with ExitStack() as ends, proxy_cluster(workers=[]) as there:
+        for worker in workers:
+            ends.callback(worker.stop)
+        followed(workers, there.index.fleet)
+        there.hold("a")
+        assert post(there.url, ASKED).headers["x-kvpool-worker"] == "a"
+        for number in range(40):
+            poison = (
+                {"max_tokens": number + 1, "session_id": f"s{number // 10}"} if how == "of a session" else {}
+            )
+            reply = post(there.url, {**ASKED, "user": "poison", **poison})
+            assert reply.status == 500
+            assert ejected(there) == []
+        assert post(there.url, ASKED).headers["x-kvpool-worker"] == "a"
+
+
+def test_a_request_that_failed_goes_to_another_worker() -> None:
+    with beside(BadWorker("bad", answering(BROKEN["500"])), "a") as there:
+        assert [post(there.url, ASKED).status for _ in range(2)] == [500, 200]
+        session = {**ASKED, "session_id": "s", "max_tokens": 1}
+        assert [post(there.url, session).status for _ in range(4)] == [500, 200, 200, 200]
+
+
+def test_connections_that_end_with_a_worker_are_not_of_its_next_start() -> None:
+    def talk(client: socket.socket) -> None:
+        request_of(client)
+        came.release()
+        assert go_on.wait(60)
+
+    came, go_on = threading.Semaphore(0), threading.Event()
+    bad = BadWorker("bad", talk)
+    long = 20 * TEXT
+    with beside(bad, "a") as there, ThreadPoolExecutor(4) as callers:
+        there.hold("bad", long)
+        prompt = list(long.encode())
+        waiting = [callers.submit(post, there.url, asked(number, prompt=prompt)) for number in range(4)]
+        for _ in waiting:
+            assert came.acquire(timeout=60)
+        there.index.fleet.add(ScriptedWorker("bad", bad.port).worker(incarnation="2"), "flag")
+        go_on.set()
+        assert {one.result(60).status for one in waiting} == {502}
+        assert there.router._ejections._failing == {}
 
 
 def test_where_envoy_goes_on_for_a_failure_or_a_404_it_is_no_success_of_the_first() -> None:

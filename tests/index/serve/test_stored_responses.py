@@ -68,6 +68,20 @@ def test_responses_are_known_by_tenant_and_the_first_to_name_one_keeps_it() -> N
     assert stored.worker("t", RESPONSES, b'{"previous_response_id" : "resp_1"}') == "a"
     quoted = json.dumps({"input": json.dumps({"previous_response_id": "resp_1"})}).encode()
     assert stored.worker("t", RESPONSES, quoted) is None, "the text of a prompt"
+    stored.learn("t", "b", b'{"id": "resp_2"}')
+    for body in (
+        b'{"metadata": {"previous_response_id": "resp_1"}, "previous_response_id": "resp_2"}',
+        b'{"previous_response_id": "resp_1", "previous\\u005fresponse_id": "resp_2"}',
+    ):
+        assert stored.worker("t", RESPONSES, body) == "b", "the request's own field, the last of them"
+    for body in (
+        b'{"previous_response_id": 1}',
+        b'{"previous_response_id": "resp_2"',
+        b"\xff",
+        b"[" * 100_000,
+        b"",
+    ):
+        assert stored.worker("t", RESPONSES, body) is None
     assert stored.worker("t", "/v1/completions", b'{"previous_response_id": "resp_1"}') is None
 
 
