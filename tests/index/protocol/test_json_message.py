@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from google.protobuf import json_format
 from google.protobuf.descriptor import Descriptor
 
 from kvpool.errors import ConfigError
-from kvpool.index.protocol import json_types
+from kvpool.index.protocol import json_message
 from kvpool.index.serve.http import _pack
 from kvpool.v1 import index_pb2 as pb
 
@@ -28,7 +29,7 @@ def bodies(message: Descriptor, depth: int = 3) -> Iterator[tuple[str, Any]]:
             yield field.name, {field.name: value}
         if field.message_type is not None and depth:
             for name, inner in bodies(field.message_type, depth - 1):
-                yield name, {field.name: [inner] if json_types._repeats(field) else inner}
+                yield name, {field.name: [inner] if json_message._repeats(field) else inner}
 
 
 @pytest.mark.parametrize("kind", [pb.LookupRequest, pb.RouteRequest])
@@ -68,11 +69,35 @@ def test_the_refusal_says_what_the_field_is(body: dict[str, Any], says: str) -> 
         _pack(pb.LookupRequest, json.dumps(body).encode())
 
 
-def test_what_protobuf_reads_is_read() -> None:
-    body = {
-        "scope": {"model": "m", "cacheSalt": None, "multimodal": [{"identifier": "i", "offset": "3", "length": 4.0}]},
-        "tokenIds": "ZQAAAA==", "workers": [], "id": "7",
-    }  # fmt: skip
-    read = pb.LookupRequest.FromString(_pack(pb.LookupRequest, json.dumps(body).encode()))
-    assert (read.id, read.token_ids, read.scope.multimodal[0].offset) == (7, b"e\0\0\0", 3)
-    assert read.scope.multimodal[0].length == 4
+RIGHT: tuple[dict[str, Any], ...] = (
+    {}, {"scope": {}}, {"chat": {}}, {"text": ""}, {"text": "é\U0001f642"}, {"text": None, "tokenIds": "ZQAAAA=="},
+    {"scope": {"model": "m", "cacheSalt": None, "multimodal": [{"identifier": "i", "offset": "3", "length": 4.0}]}},
+    {"chat": {"messages": [{"role": "user", "content": ["a", "b"]}, {}], "addGenerationPrompt": False}},
+    {"id": "18446744073709551615", "workers": ["a"]}, {"id": 7, "blockHashes": "_-8"}, {"block_hashes": "/+8="},
+    {"requests": [{"id": 1, "text": "a"}, {"requests": [{"id": 2}]}]},
+)  # fmt: skip
+WRONG: tuple[dict[str, Any], ...] = (
+    {"id": 1 << 64}, {"id": "1" * 40}, {"id": -1}, {"id": 1.5}, {"id": "x"}, {"id": ""},
+    {"text": "a", "tokenIds": "ZQ"}, {"tokenIds": "Z"}, {"no_such": 1},
+    {"scope": {"multimodal": [{"offset": 1 << 32}]}}, {"requests": [None]},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("body", RIGHT)
+def test_what_protobuf_reads_is_read(body: dict[str, Any]) -> None:
+    expected = json_format.ParseDict(body, pb.LookupRequest())
+    assert pb.LookupRequest.FromString(_pack(pb.LookupRequest, json.dumps(body).encode())) == expected
+
+
+@pytest.mark.parametrize("body", WRONG)
+def test_what_protobuf_refuses_is_refused(body: dict[str, Any]) -> None:
+    with pytest.raises((json_format.ParseError, ValueError)):
+        json_format.ParseDict(body, pb.LookupRequest())
+    assert refusal(pb.LookupRequest, body)
+
+
+def test_a_body_is_nested_a_few_times() -> None:
+    body: dict[str, Any] = {}
+    for _ in range(json_message.MAX_DEPTH + 1):
+        body = {"requests": [body]}
+    assert "is nested too deeply" in refusal(pb.LookupRequest, body)
