@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -32,8 +33,24 @@ POOL_VARIABLE = "KVPOOL_POOL"
 _SHORT = {"-dp": RANKS}
 _FULL = (TRANSFER, EVENTS, HASH, CACHING, RANKS, *KV_CACHE, OFFLOADING, "--config", "--port")
 _TCP = re.compile(r"(tcp://.*):([0-9]{1,5})")
-_POOL = re.compile(r'(?<="pool": ")(?:[^"\\]|\\.)*')
-_SECRET = re.compile(r"--(?:.*-)?(?:key|token|password|secret)", re.IGNORECASE)
+# What is told of a command. vLLM takes secrets in many options, spellings and objects, and beginnings of each: a list
+# of those would lack one.
+_OPTION = re.compile(r"--[A-Za-z][A-Za-z0-9_-]*|-[A-Za-z]{1,4}")
+_PLAIN = re.compile(r"[A-Za-z0-9._/~+-]{1,200}")
+_VALUES = frozenset((
+    "-dp", "-pp", "-tp", "--block-size", "--data-parallel-size", "--dtype", "--gpu-memory-utilization",
+    "--kv-cache-dtype", "--kv-cache-memory-bytes", "--max-model-len", "--max-num-batched-tokens", "--max-num-seqs",
+    "--model", "--pipeline-parallel-size", "--port", HASH, "--quantization", "--seed", "--served-model-name",
+    "--tensor-parallel-size",
+))  # fmt: skip
+_FIELDS = frozenset((
+    "blocks_per_record", "cost_gate", "enable_kv_cache_events", "http_port", "keep_share", "kv_connector",
+    "kv_connector_module_path", "kv_load_failure_policy", "kv_role", "load",
+    "max_store_nbytes_per_s", "min_requests_to_store", "prefetch_share", "publisher", "share_across_tp",
+    "staging_nbytes", "start_without_pool", "store", "store_decode", "store_policy", "tenant", "threads", "topic",
+))  # fmt: skip
+_URLS = frozenset(("endpoint", "pool", "replay_endpoint"))
+_INSIDE = frozenset(("connectors", "kv_connector_extra_config"))
 
 
 class Build(NamedTuple):
@@ -50,18 +67,48 @@ class Start(NamedTuple):
     variables: dict[str, str]
 
     def shown(self) -> str:
-        """For a shell, with every secret as ``***``."""
-        words = [f"{name}={shlex.quote(redact(value))}" for name, value in self.variables.items()]
-        secret = False
-        for word in self.command:
-            name, separator, _ = word.partition("=")
-            if word.startswith("-"):
-                secret = _SECRET.fullmatch(name) is not None
-                word = f"{name}=***" if secret and separator else word
-            elif secret:
-                word = "***"
-            words.append(shlex.quote(_POOL.sub(lambda found: redact(found[0]), word)))
-        return " ".join(words)
+        """For a shell; what is not known to be harmless is ``***``."""
+        variables = [f"{name}={shlex.quote(redact(value))}" for name, value in self.variables.items()]
+        known = 4 if self.command[3:4] == ["serve"] else 3  # python -m MODULE
+        return " ".join(
+            [*variables, *map(shlex.quote, [*self.command[:known], *_told(self.command[known:])])]
+        )
+
+
+def _told(words: Sequence[str]) -> Iterator[str]:
+    option = "--model"  # of the word before, whose value this may be; an argument in front is the model
+    for word in words:
+        if not word.startswith("-"):
+            yield _told_value(option, word)
+            option = ""
+            continue
+        option, separator, value = word.partition("=")
+        head, dot, _ = option.partition(".")
+        name = f"{head}{dot and '.***'}" if _OPTION.fullmatch(head) else "***"
+        yield f"{name}={_told_value(option, value)}" if separator else name
+
+
+def _told_value(option: str, value: str) -> str:
+    if option in (TRANSFER, EVENTS):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.dumps(_told_fields(json.loads(value)))
+    if option.replace("_", "-") in _VALUES and _PLAIN.fullmatch(value):
+        return value
+    return "***"
+
+
+def _told_fields(fields: Any, name: str = "") -> Any:
+    if isinstance(fields, dict) and name in ("", *_INSIDE):
+        return {
+            one if _PLAIN.fullmatch(one) else "***": _told_fields(inside, one)
+            for one, inside in fields.items()
+        }
+    if isinstance(fields, list) and name in _INSIDE:
+        return [_told_fields(one) for one in fields]
+    if isinstance(fields, str) and name in _URLS:
+        return redact(fields)
+    is_told = isinstance(fields, bool | int | float) or (isinstance(fields, str) and _PLAIN.fullmatch(fields))
+    return fields if name in _FIELDS and is_told else "***"
 
 
 # fmt: off

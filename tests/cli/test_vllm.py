@@ -267,12 +267,26 @@ def test_options_in_vllms_own_file_win_too(tmp_path: Path) -> None:
             {"kv_connector": "KVPoolConnector"},
             {"kv_connector": "KVPoolConnector", "kv_connector_extra_config": {"pool": "valkey://u:k-secret@h"}}]}})],
         ["--kv-transfer-config.kv_connector_extra_config.pool=valkey://u:k-secret@h"],
+        ["--api_key", "k-secret"], ["--api_key=k-secret"], ["--api-ke", "k-secret"], ["--hf_token=k-secret"],
+        ["--hf-t", "k-secret", "l-secret"], ["--enforce-eager", "k-secret"], ["-q", "k-secret"], ["-O.x=secret"],
+        ["--otlp-traces-endpoint", "https://u:k-secret@collector/v1"], ["--otlp-traces-endpoint=https://h?key=k-secret"],
+        ["--hf-overrides", '{"token": "k-secret"}'], ["--hf-overrides.token", "k-secret"],
+        ["--kv-events-config", '{"endpoint": "tcp://u:k-secret@h:5557", "more": {"secret": "k-secret"}}'],
+        ["--kv-events-config", '{"topic": "a topic: k-secret", "hwm": ["k-secret"]}'],
+        [TRANSFER, json.dumps({"kv_connector_extra_config": {"tenant": "t"}, "engine_id": "k-secret"})],
+        ["--kv-transfer-config", '{"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": ['
+         '{"kv_connector": "KVPoolConnector"}, {"kv_connector": "LMCacheConnectorV1", "kv_connector_extra_config": '
+         '{"lmcache.remote_url": "redis://u:k-secret@h", "token": "k-secret", "pin": 5150}}]}}'],
+        ["--port", "8001", "k-secret=1"], ["--served-model-name", "a", "https://k-secret"],
     ],
 )  # fmt: skip
 def test_no_secret_is_shown(options: list[str]) -> None:
     shown = start(*options, "--max-num-batched-tokens", "64", KVPOOL_POOL="valkey://u:m-secret@h").shown()
     assert "secret" not in shown
+    assert "5150" not in shown
+    assert "serve ORG/MODEL" in shown
     assert "--max-num-batched-tokens 64" in shown
+    assert '"kv_role": "kv_both"' in shown
     assert "***" in shown
 
 
