@@ -158,11 +158,15 @@ class RefusedDirectory(Exception):
     """Why a directory is not taken for a pool, and what to do; without its name."""
 
 # These raise OSError with errno and file name when the directory cannot be made or used, and RefusedDirectory.
-# capacity_nbytes None: of a pool that is there; opening writes nothing, and nothing is evicted.
+# capacity_nbytes: of a pool without one; what stands in it holds for all its processes. 2^63 - 1: of none. None: of a
+# pool that is there; opening writes nothing, and nothing is evicted.
 # ``lock_patience_s``: for another process that holds a lock of the pool without a turn; then it counts as stopped.
 def open_file_executor(
     root: str, capacity_nbytes: int | None, threads: int, lock_patience_s: float = 0.5
 ) -> IoExecutor: ...
+
+# Of a pool that is there, for all its processes: kvpool/_native/store/pool_capacity.h. 1 to 2^63 - 2.
+def set_pool_capacity(root: str, nbytes: int) -> None: ...
 
 # Makes an empty or missing directory a pool; of one that is a pool already, what is missing in it.
 def make_file_pool(root: str) -> None: ...

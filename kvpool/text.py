@@ -116,6 +116,14 @@ def parse_nbytes(text: str) -> int:
     return nbytes
 
 
+def parse_sized(text: str) -> int:
+    """As ``parse_nbytes``; a small number without a unit is refused: who writes 50 means no 50 bytes."""
+    nbytes = parse_nbytes(text)
+    if 0 < nbytes < 1 << 20 and text.isdecimal():
+        raise ConfigError(f'"{text}" has no unit: write {text}GiB or {text}MiB, or {text}B for bytes')
+    return nbytes
+
+
 def format_nbytes(nbytes: int) -> str:
     """``nbytes`` in the largest exact binary unit; ``parse_nbytes`` inverts it."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
@@ -124,9 +132,10 @@ def format_nbytes(nbytes: int) -> str:
     return str(nbytes)
 
 
-def format_size(nbytes: int) -> str:
-    """``nbytes`` to read: in GiB or MiB, rounded."""
-    return f"{nbytes / 2**30:,.1f} GiB" if nbytes >= 1 << 30 else f"{nbytes / 2**20:,.1f} MiB"
+def format_size(nbytes: float) -> str:
+    """``nbytes`` to read, rounded: in GiB, MiB, KiB or bytes, the largest of which there is one."""
+    unit = next((unit for unit in ("GiB", "MiB", "KiB") if nbytes >= UNIT_NBYTES[unit]), "")
+    return f"{nbytes / UNIT_NBYTES[unit]:,.1f} {unit}" if unit else counted(int(nbytes), "byte")
 
 
 def missing_extra(error: ModuleNotFoundError, extras: Sequence[str] = ("index", "tokenize")) -> Exception:

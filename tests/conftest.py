@@ -91,7 +91,7 @@ def _import_vllm() -> None:
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """One sentence, and not each test of a pool in a directory by its own assertion."""
-    from kvpool.store.file import FileSystem
+    from kvpool.store.file_system import FileSystem
 
     system = FileSystem.of(tempfile.gettempdir())
     if system.room_nbytes(0) < _ROOM_NBYTES:

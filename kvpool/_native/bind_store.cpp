@@ -284,6 +284,16 @@ PyIoExecutor open_file_executor(const std::string& root, std::optional<std::uint
   }));
 }
 
+void set_pool_capacity(const std::string& root, std::uint64_t nbytes) {
+  refuse_zeros({root});
+  if (nbytes == 0 || nbytes >= kUnlimited) throw std::invalid_argument("a capacity is at least 1 byte");
+  with_os_errors([&] {
+    if (const int error = write_capacity(root, find_pool(root).file_mode, nbytes); error != 0)
+      fail("cannot write", root + "/capacity", error);
+    return 0;
+  });
+}
+
 void make_file_pool(const std::string& root) {
   with_os_errors([&] { return make_pool(root).inode; });
 }
@@ -441,6 +451,7 @@ void bind_store(nb::module_& m) {
   m.def("open_file_executor", &open_file_executor, "root"_a, "capacity_nbytes"_a.none(), "threads"_a,
         "lock_patience_s"_a = std::chrono::duration<double>(kLockPatience).count());
   m.def("make_file_pool", &make_file_pool, "root"_a);
+  m.def("set_pool_capacity", &set_pool_capacity, "root"_a, "nbytes"_a);
   m.def("file_system", &file_system_of, "path"_a);
   m.def("system_authorities", &system_authorities);
   nb::exception<RefusedDirectory>(m, "RefusedDirectory");

@@ -8,7 +8,19 @@ from typing import Annotated
 import typer
 
 from kvpool import __version__
-from kvpool.cli.commands import bench_store, doctor, index, lookup, purge, quota, router, size, token, top
+from kvpool.cli.commands import (
+    bench_store,
+    capacity,
+    doctor,
+    index,
+    lookup,
+    purge,
+    quota,
+    router,
+    size,
+    token,
+    top,
+)
 from kvpool.cli.exits import run
 from kvpool.cli.vllm import vllm
 
@@ -44,6 +56,7 @@ for command, panel, text in (
     (size, LOOK, "What a pool of any size would hold of the requests."),
     (purge, MAINTAIN, "Delete a tenant's blocks, a namespace's, or all."),
     (quota, MAINTAIN, "Say how many bytes a tenant may hold."),
+    (capacity, MAINTAIN, "Say how many bytes a directory may hold."),
     (token, MAINTAIN, "Make a bearer token for callers of an index."),
 ):
     app.command(rich_help_panel=panel, short_help=text)(command)

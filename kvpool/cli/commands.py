@@ -11,6 +11,7 @@ from kvpool.cli.exits import EXIT_FAILED
 from kvpool.cli.options import IndexConnection, Json, option, takes
 from kvpool.cli.settings import (
     BatchBytes,
+    CapacityOptions,
     DoctorOptions,
     IndexSettings,
     LookupOptions,
@@ -126,6 +127,14 @@ def quota(options: QuotaOptions) -> None:
     from kvpool.cli.quota import run_quota
 
     run_quota(options)
+
+
+@takes(CapacityOptions)
+def capacity(options: CapacityOptions) -> None:
+    """Show how many bytes a directory may hold, or change it for all its processes; they follow within a second."""
+    from kvpool.cli.capacity import run_capacity
+
+    run_capacity(options)
 
 
 @takes(SizeOptions)

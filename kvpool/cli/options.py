@@ -16,7 +16,7 @@ import typer
 from kvpool.environment import index_token
 from kvpool.errors import ConfigError
 from kvpool.files import read_file
-from kvpool.text import parse_address, parse_nbytes
+from kvpool.text import parse_address, parse_nbytes, parse_sized
 
 if TYPE_CHECKING:
     from kvpool.index.client.client import IndexClient
@@ -81,7 +81,7 @@ def _read_by(parse: Callable[[str], object]) -> Callable[..., Any]:
     return check
 
 
-is_address, is_size = _read_by(parse_address), _read_by(parse_nbytes)
+is_address, is_size, is_sized = _read_by(parse_address), _read_by(parse_nbytes), _read_by(parse_sized)
 
 # fmt: off
 Index = Annotated[str, option(ACCESS, "HOST:PORT", "Where the index serves.",

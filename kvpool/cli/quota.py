@@ -12,7 +12,7 @@ from kvpool.discovery.quota import Standing, read_standings, tenants_with_quotas
 from kvpool.errors import ConfigError
 from kvpool.key.key import check_tenant
 from kvpool.store import StoreURL, open_for_inspection
-from kvpool.text import format_size, parse_nbytes, redact
+from kvpool.text import format_size, parse_sized, redact
 
 
 def run_quota(options: QuotaOptions) -> None:
@@ -27,7 +27,7 @@ def run_quota(options: QuotaOptions) -> None:
         if tenant is not None and options.remove:
             write_quota(store, tenant, None)
         elif tenant is not None and options.size is not None:
-            write_quota(store, tenant, parse_nbytes(options.size))
+            write_quota(store, tenant, parse_sized(options.size))
         found = read_standings(store, tenants_with_quotas(store) if tenant is None else [tenant])
     shown = {
         name: standing

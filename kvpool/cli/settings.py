@@ -21,6 +21,7 @@ from kvpool.cli.options import (
     flag,
     is_address,
     is_size,
+    is_sized,
     option,
 )
 
@@ -85,7 +86,7 @@ class FleetSettings:
     max_memory: Annotated[str | None, option(MEMORY, "SIZE",
         "Memory limit, such as 2GiB: three quarters for the tables of all models (when full, blocks that are seldom "
         "asked for are forgotten), one quarter for batches, requests and snapshots. Default: no limit for tables and "
-        "snapshots, 1 GiB for the rest.", callback=is_size)] = None
+        "snapshots, 1 GiB for the rest.", callback=is_sized)] = None
     metrics: Annotated[str | None, option(ADDRESSES, "HOST:PORT",
         "Where to show Prometheus metrics, at /metrics. Without it: nowhere.", callback=is_address)] = None
     http: Annotated[str | None, option(ADDRESSES, "HOST:PORT",
@@ -320,11 +321,20 @@ class PurgeOptions:
 class QuotaOptions:
     tenant: Annotated[str | None, typer.Argument(metavar="TENANT", show_default=False,
         help="Whose quota. Without it: those of all tenants that have one.")] = None
-    size: Annotated[str | None, typer.Argument(metavar="SIZE", show_default=False, callback=is_size,
+    size: Annotated[str | None, typer.Argument(metavar="SIZE", show_default=False, callback=is_sized,
         help="What the tenant may hold, such as 50GiB. Without it: show the quota.")] = None
     pool: Annotated[str, option(None, "URL", "The pool; of a near and a far one, the far one.",
         envvar="KVPOOL_POOL")]
     remove: Annotated[bool, flag(None, "--remove", "Take the tenant's quota back.")] = False
+    as_json: Json = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapacityOptions:
+    size: Annotated[str | None, typer.Argument(metavar="SIZE", show_default=False, callback=is_sized,
+        help="Most bytes of the directory, such as 200GiB, for all its processes. Without it: show it.")] = None
+    pool: Annotated[str, option(None, "URL", "The directory; of a near and a far one, the near one.",
+        envvar="KVPOOL_POOL")]
     as_json: Json = False
 
 

@@ -18,7 +18,7 @@ from kvpool.cli.tables import Column, add_row, console, fitted, progress_bar, sh
 from kvpool.discovery.reuse import Point, ReuseCurve
 from kvpool.discovery.trace import prompts, read_trace
 from kvpool.errors import IndexUnavailable
-from kvpool.text import counted, parse_nbytes
+from kvpool.text import counted, format_size, parse_nbytes
 
 TIMEOUT_S = 5.0
 SHARES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 1.0)  # of the hits of the largest pool
@@ -72,7 +72,7 @@ def _live(options: SizeOptions, index: IndexConnection, token_nbytes: int) -> No
 def _today(pool_blocks: int, block_nbytes: float, at: Any) -> str:
     if not pool_blocks:
         return "today's size is not known: the index knows no block in the pool"
-    nbytes = f", {pool_blocks * block_nbytes / (1 << 30):,.1f} GiB" if block_nbytes else ""
+    nbytes = f", {format_size(pool_blocks * block_nbytes)}" if block_nbytes else ""
     rates = ", ".join(f"{name} {at(size * pool_blocks):.1%}" for name, size in SIZES.items())
     return f"today's size, {pool_blocks:,} blocks{nbytes}: {rates}"
 
@@ -95,11 +95,11 @@ def _print(head: str, points: Sequence[Point], block_tokens: int, block_nbytes: 
         return
     columns = [Column("of the most hits"), Column("hit rate"), Column("blocks"), Column("tokens", drop=1)]
     if block_nbytes:
-        columns.append(Column("GiB"))
+        columns.append(Column("size"))
     most = points[-1].hit_rate
     for share in SHARES:
         least = next(point for point in points if point.hit_rate >= share * most)
-        of_bytes = [f"{least.blocks * block_nbytes / (1 << 30):,.1f}"] if block_nbytes else []
+        of_bytes = [format_size(least.blocks * block_nbytes)] if block_nbytes else []
         tokens = f"{least.blocks * block_tokens:,}"
         add_row(columns, f"{share:.0%}", f"{least.hit_rate:.1%}", f"{least.blocks:,}", tokens, *of_bytes)
     show(out, *fitted(columns, out.width))

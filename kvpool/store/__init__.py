@@ -76,13 +76,13 @@ def open_store(
     from kvpool.store.file import FileStore
 
     directory = FileStore(parsed.path, parsed.capacity_nbytes, threads or parsed.threads)
-    if shortage := directory.shortage():
+    if shortage := directory.shortage(parsed.capacity_nbytes if parsed.says_capacity else None):
         logger.warning("kvpool: %r: %s", directory, shortage)
     return directory
 
 
 def open_for_inspection(url: str | StoreURL) -> Store:
-    """``open_store`` of one pool, read-only: it writes and evicts nothing in a directory, whatever its capacity.
+    """``open_store`` of one pool, read-only: it writes and evicts nothing in a directory.
 
     The server user's rights are not checked. Errors: as ``open_store``; ``ConfigError`` without a pool there.
     """

@@ -22,6 +22,7 @@ from kvpool import _native
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.key.key import KEY_PREFIX, found_key, parse_tenant
 from kvpool.store.advice import host_advice
+from kvpool.store.file_system import FileSystem
 from kvpool.store.store import (
     MAX_ANNOUNCEMENT_KEY_CHARS,
     MAX_ANNOUNCEMENTS,
@@ -31,15 +32,13 @@ from kvpool.store.store import (
     StoredBlock,
     Usage,
 )
-from kvpool.text import MAX_NBYTES, format_nbytes
+from kvpool.text import format_nbytes
 
 MAX_FILE_NBYTES = MAX_DOCUMENT_NBYTES + MAX_ANNOUNCEMENT_KEY_CHARS + 128
 # A writer that dies between write and rename leaves a temporary file; it is deleted after this long.
 ORPHAN_AGE_S = 3600.0
 
-MOUNTS = Path("/proc/mounts")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_ESCAPED = re.compile(r"\\([0-7]{3})")  # a space, tab, line's end or backslash of a place
 _FILE_NAME = re.compile(r"[0-9a-f]{32}")
 _NAME_BESIDE = re.compile(r"\.[0-9a-f]{32}\.[0-9]+\.[0-9a-f]{16}")
 _ADVICE = {
@@ -47,44 +46,6 @@ _ADVICE = {
     NotADirectoryError: "choose a directory, not a file",
     FileExistsError: "choose a directory, not a file",
 }
-
-
-class FileSystem(NamedTuple):
-    """Of a pool: where it is mounted, and its bytes.
-
-    ``kind``: as in ``mount``; empty: unknown. ``huge``: pages of tmpfs. ``reserve_nbytes``: left free for others.
-    """
-
-    place: str
-    kind: str
-    huge: str
-    total_nbytes: int
-    free_nbytes: int
-    reserve_nbytes: int
-
-    @classmethod
-    def of(cls, path: str, mounts: Path = MOUNTS) -> FileSystem:
-        """Blocks for some system calls. Zeros where the system does not tell."""
-        return cls(*_mount(Path(path).resolve(), mounts), *_native.file_system(os.fsencode(path)))
-
-    def room_nbytes(self, stored_nbytes: int) -> int:
-        """How large a pool of ``stored_nbytes`` can become beside what others keep now."""
-        if not self.reserve_nbytes:
-            return MAX_NBYTES
-        return max(0, stored_nbytes + self.free_nbytes - self.reserve_nbytes)
-
-
-def _mount(path: Path, mounts: Path) -> tuple[str, str, str]:
-    """Place, kind and huge pages; of several mounts over each other, of the last."""
-    found = "/", "", "never"
-    with contextlib.suppress(OSError):
-        for line in filter(None, mounts.read_bytes().split(b"\n")):
-            _, escaped, kind, options, *_ = os.fsdecode(line).split(" ")
-            place = _ESCAPED.sub(lambda match: chr(int(match[1], 8)), escaped)
-            if path.is_relative_to(place) and len(place) >= len(found[0]):
-                given = dict(one.partition("=")[::2] for one in options.split(","))
-                found = place, kind, given.get("huge", "never")
-    return found
 
 
 def pool_id(path: str) -> str:
@@ -100,12 +61,13 @@ def pool_id(path: str) -> str:
 class FileStore(Store):
     """``file:///dir``: one file a record; a full store evicts the least recently used record of any process.
 
-    It is full at its capacity, or when its file system is but for a reserve (5 %, from 16 MiB to 4 GiB).
+    It is full at its capacity, or when its file system is but for a reserve (5 %, from 16 MiB to 4 GiB). The capacity
+    stands in the directory, and holds for all its processes.
 
     ``path``: absolute; created if absent, refused if it is neither empty nor a pool. ``capacity_nbytes``: of
-    all records in the directory; None: open an existing pool without writing or evicting. ``threads``: native
-    threads that read, write and verify. Blocks for a few file operations, however many records exist. Errors:
-    ``ConfigError`` for an unusable path, ``StoreUnavailable`` when the file system refuses.
+    all records in a directory that has none yet; None: open an existing pool without writing or evicting.
+    ``threads``: native threads that read, write and verify. Blocks for a few file operations, however many
+    records exist. Errors: ``ConfigError`` for an unusable path, ``StoreUnavailable`` when the file system refuses.
     """
 
     def __init__(self, path: str, capacity_nbytes: int | None, threads: int) -> None:
@@ -115,25 +77,44 @@ class FileStore(Store):
             engine = _native.open_file_executor(path, capacity_nbytes, 1 if reads_only else threads)
         self._root = Path(path)
         super().__init__(name, engine, FileDocuments(self._root, name))
-        self._capacity_nbytes = None if capacity_nbytes == MAX_NBYTES else capacity_nbytes
 
-    def shortage(self) -> str:
-        """Why it cannot grow to its capacity, in one sentence; empty if it can."""
+    @property
+    def capacity_nbytes(self) -> int | None:
+        """As it stands in the directory; None: none does. Blocks for a small read."""
+        return self.counters()["capacity_nbytes"] or None
+
+    def set_capacity(self, nbytes: int) -> None:
+        """For all processes: they follow within a second, and the next put evicts what is above. Errors: as opening."""
+        with _mapped(self._name, "cannot write"):
+            _native.set_pool_capacity(str(self._root), nbytes)
+
+    def shortage(self, url_nbytes: int | None) -> str:
+        """Why it is not, or cannot grow to, the size that a URL says, in one sentence; empty if it is and can.
+
+        ``url_nbytes``: None: it says none.
+        """
+        if (nbytes := self.capacity_nbytes) is None:
+            return ""
+        if url_nbytes is not None and url_nbytes != nbytes:
+            here, there = format_nbytes(nbytes), format_nbytes(url_nbytes)
+            return (
+                f"its capacity is {here} for all its processes, and not the {there} of this URL: write "
+                f"?capacity={here}, or kvpool capacity changes the pool's"
+            )
         system = FileSystem.of(str(self._root))
         room_nbytes = system.room_nbytes(self.counters()["stored_nbytes"])
-        if self._capacity_nbytes is None or self._capacity_nbytes <= room_nbytes:
+        if nbytes <= room_nbytes:
             return ""
         return (
-            f"its capacity is {format_nbytes(self._capacity_nbytes)}, and {system.place} has room for "
+            f"its capacity is {format_nbytes(nbytes)}, and {system.place} has room for "
             f"{room_nbytes >> 20:,} MiB of it: a pool leaves {system.reserve_nbytes >> 20:,} MiB there free for "
-            "others, and evicts for them; write a smaller ?capacity=, or make room"
+            "others, and evicts for them; kvpool capacity makes it smaller, or make room"
         )
 
     def _usage(self) -> list[Usage]:
         found = self.counters()
-        return [
-            Usage(self._name, True, found["stored_nbytes"], self._capacity_nbytes, None, found["evicted"])
-        ]
+        # Without evictions: each process counts its own.
+        return [Usage(self._name, True, found["stored_nbytes"], found["capacity_nbytes"] or None)]
 
     def _scan(self, prefix: str) -> Iterator[list[StoredBlock]]:
         found: list[StoredBlock] = []

@@ -31,6 +31,11 @@ class NearFarStore(Store):
         super().__init__(f"{near._name} before {far._name}", engine, far._documents)
         self._near, self._far = near, far
 
+    @property
+    def near_capacity_nbytes(self) -> int | None:
+        """As it stands in the near directory; None: none does. Blocks for a small read."""
+        return self._near.counters()["capacity_nbytes"] or None
+
     def counters(self) -> dict[str, int]:
         """Of both: what its callers were told, and of near and far what only they know."""
         found = super().counters()

@@ -22,7 +22,7 @@ SERVER_SCHEMES = ("redis", "valkey", "valkey+unix", *TLS_SCHEMES, *MANY_SERVERS)
 SCHEMES = ("file", *SERVER_SCHEMES)
 AVAILABLE = "file:///dir, valkey://host:6379, valkeys://host:6379 or valkey+unix:///socket"
 MIN_CAPACITY_NBYTES = 1 << 20
-DEFAULT_FILE_CAPACITY_NBYTES = 10 << 30
+DEFAULT_FILE_CAPACITY = "10GiB"
 DEFAULT_THREADS = 2
 MAX_THREADS = 64
 DEFAULT_PORT = 6379
@@ -68,14 +68,14 @@ _UNIT_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 class StoreURL:
     """The parts of a store URL.
 
-    ``path``: absolute directory of a file store. ``capacity_nbytes``: the store's limit, 0 where the server
-    decides. ``threads``: native threads that move bytes, 1 to 64, each with its own connection to each
-    server. ``host``, ``port``: of a server; empty and 0 with a Unix socket, which is ``path``. ``nodes``:
-    (host, port) of a cluster's nodes, or of the sentinels of ``service``. ``password``,
-    ``sentinel_password``: not in ``repr``; in place of each, a file that is read at each dial. ``ttl_s``: a
-    value's life on a server. ``client``: of ``CLIENTS``. ``opened_by``: names the connections; not in a URL.
-    ``tls``: None: in plain. ``near``: the directory that is asked before this pool. ``far``: of ``FAR``, in a near
-    one: what goes on to the far pool; empty: all.
+    ``path``: absolute directory of a file store. ``capacity_nbytes``: the limit of a directory that has none yet, 0
+    where the server decides; ``says_capacity``: it stands in the URL. ``threads``: native threads that move bytes, 1
+    to 64, each with its own connection to each server. ``host``, ``port``: of a server; empty and 0 with a Unix
+    socket, which is ``path``. ``nodes``: (host, port) of a cluster's nodes, or of the sentinels of ``service``.
+    ``password``, ``sentinel_password``: not in ``repr``; in place of each, a file that is read at each dial.
+    ``ttl_s``: a value's life on a server. ``client``: of ``CLIENTS``. ``opened_by``: names the connections; not in a
+    URL. ``tls``: None: in plain. ``near``: the directory that is asked before this pool. ``far``: of ``FAR``, in a
+    near one: what goes on to the far pool; empty: all.
     """
 
     scheme: str
@@ -99,6 +99,7 @@ class StoreURL:
     sentinel_password_file: str = ""
     near: StoreURL | None = None
     far: str = ""
+    says_capacity: bool = field(default=False, compare=False)
 
     @property
     def servers(self) -> tuple[str, ...]:
@@ -181,10 +182,11 @@ class StoreURL:
             )
         path = _decoded(url, "a directory's name", match["path"])
         _check_own_directory(url, path)
-        capacity_nbytes = _capacity(url, query, DEFAULT_FILE_CAPACITY_NBYTES)
+        capacity_nbytes = _capacity(url, query)
         if (far := query.get("far", "")) not in ("", *FAR):
             raise ConfigError(f"{redact(url)}: {_unknown('choice of far', far, FAR)}")
-        return cls(scheme, path, capacity_nbytes, _threads(url, query, "threads"), far=far)
+        threads = _threads(url, query, "threads")
+        return cls(scheme, path, capacity_nbytes, threads, far=far, says_capacity="capacity" in query)
 
     @classmethod
     def _near_and_far(cls, urls: Sequence[str]) -> StoreURL:
@@ -251,13 +253,12 @@ def _query(url: str, text: str, known: tuple[str, ...]) -> dict[str, str]:
     return query
 
 
-def _capacity(url: str, query: Mapping[str, str], default_nbytes: int) -> int:
-    if "capacity" not in query:
-        return default_nbytes
-    if not _PLAIN.fullmatch(query["capacity"]):
+def _capacity(url: str, query: Mapping[str, str]) -> int:
+    text = query.get("capacity", DEFAULT_FILE_CAPACITY)
+    if not _PLAIN.fullmatch(text):
         raise ConfigError(f"{redact(url)}: capacity is a size, such as 10GiB or 500MB")
     try:
-        capacity_nbytes = parse_nbytes(query["capacity"])
+        capacity_nbytes = parse_nbytes(text)
     except ConfigError as error:
         raise ConfigError(f"{redact(url)}: capacity {error}") from error
     if capacity_nbytes < MIN_CAPACITY_NBYTES:

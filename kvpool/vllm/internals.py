@@ -47,7 +47,7 @@ from vllm.v1.request import Request
 
 from kvpool.errors import EngineRefused
 from kvpool.store import StoreURL
-from kvpool.store.file import FileSystem
+from kvpool.store.file_system import FileSystem
 from kvpool.vllm.plan import Group
 
 # The engine, its model and its layers.

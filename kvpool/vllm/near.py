@@ -20,7 +20,7 @@ from vllm.logger import init_logger
 from kvpool import _native
 from kvpool.errors import NoThread
 from kvpool.key.key import Namespace
-from kvpool.store.file import FileSystem
+from kvpool.store.file_system import FileSystem
 from kvpool.threads import TurnThread, start_thread
 from kvpool.vllm.events import near_event
 from kvpool.vllm.plan import Group

@@ -33,6 +33,7 @@ from kvpool.discovery.quota_watch import QuotaWatch
 from kvpool.errors import StoreClosed
 from kvpool.metrics import Counters, Samples
 from kvpool.store import Store, StoreURL
+from kvpool.store.near_far import NearFarStore
 from kvpool.tracing import Tracing
 from kvpool.vllm import internals
 from kvpool.vllm.adapters import Adapters
@@ -143,7 +144,7 @@ class SchedulerHalf:
             self._groups,
             self._loads_under_way,
             align_tokens=self._align_tokens,
-            room_nbytes=int(config.prefetch_share * near.capacity_nbytes) if near is not None else 0,
+            room_nbytes=int(config.prefetch_share * _near_nbytes(store, near)),
             counters=self.counters,
         )
         self._new_loads: list[LoadPlan] = []
@@ -611,3 +612,11 @@ class SchedulerHalf:
         if self._near_blocks is not None:
             self._near_blocks.close()
         self._traffic.close()
+
+
+def _near_nbytes(store: Store, near: StoreURL | None) -> int:
+    """The capacity of the near pool, which stands in it; 0: there is none."""
+    if near is None:
+        return 0
+    said = store.near_capacity_nbytes if isinstance(store, NearFarStore) else None
+    return said or near.capacity_nbytes

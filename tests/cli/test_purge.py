@@ -246,7 +246,7 @@ def test_a_confined_user_needs_the_commands_and_is_told_so(server: Server) -> No
 
 def test_without_a_terminal_nothing_goes_before_yes(pool: Pool) -> None:
     line = refused("purge", "--pool", pool.url, "--tenant", "alpha")
-    assert "would delete 2,400 blocks (0.4 MiB) in 2 namespaces, and at least 3 announcements" in line
+    assert "would delete 2,400 blocks (450.0 KiB) in 2 namespaces, and at least 3 announcements" in line
     assert "--yes" in line
     assert left(pool.store) == [BLOCKS] * 3
     assert len(pool.store.announcements()) == 4

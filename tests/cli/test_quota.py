@@ -49,7 +49,7 @@ def test_quotas_are_said_shown_raised_and_taken_back(pool: str) -> None:
     assert said(pool) == [row("a", None, 0), row("b", 60 << 30, 50 << 30), row("c", None, None)]
     table = kvpool("quota", "--pool", pool).stdout
     assert [line.split() for line in table.splitlines()[2:]] == [
-        ["a", "not", "counted", "0.0", "MiB"],
+        ["a", "not", "counted", "0", "bytes"],
         ["b", "60.0", "GiB", "50.0", "GiB", "120%"],
         ["c", "not", "counted", "unreadable"],
     ]
@@ -70,6 +70,7 @@ def test_quotas_are_said_shown_raised_and_taken_back(pool: str) -> None:
         (("t", "many"), 'size: "many" is not a size: write a whole number with a unit'),
         (("--", "t", "-5GiB"), 'size: "-5GiB" is not a size'),
         (("t", "1.5GiB"), 'size: "1.5GiB" is not a size'),
+        (("t", "10"), 'size: "10" has no unit: write 10GiB or 10MiB, or 10B for bytes'),
         (("t", "9999999999999GiB"), "is too large: a size is at most"),
         (("t:held", "5GiB"), "tenant 't:held' is not allowed: use 1 to 64 letters"),
         (("--remove",), "--remove takes the quota of one TENANT back"),

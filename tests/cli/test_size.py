@@ -84,7 +84,7 @@ def test_the_table_says_what_to_buy(tmp_path: Path) -> None:
     assert ended.returncode == 0
     first, *rows = ended.stdout.splitlines()
     assert first == "5 requests for 24 blocks of 64 tokens, 11 of them distinct; exact"
-    assert rows[-1].split() == ["100%", "54.2%", "8", "512", "0.5"]
+    assert rows[-1].split() == ["100%", "54.2%", "8", "512", "512.0", "MiB"]
     sampled = kvpool("size", "--trace", str(_long(tmp_path)), "--most-blocks", "256")
     assert "estimated from one block in" in " ".join(sampled.stdout.split())
 
@@ -137,7 +137,7 @@ def test_an_index_tells_the_curve_of_all_and_of_a_tenant() -> None:
             "7 requests for 400 blocks of 16 tokens, 100 of them distinct; estimated from one block in 4"
             in text
         )
-        assert "50% 25.0% 50 800 50.0" in text
+        assert "50% 25.0% 50 800 50.0 GiB" in text
         assert (
             "today's size, 60 blocks, 60.0 GiB: a quarter 0.0%, half 0.0%, as it is 25.0%, twice 50.0%, four"
             in text

@@ -132,17 +132,6 @@ def test_a_killed_writer_leaves_nothing_torn(root: Path) -> None:
         assert list((root / "tmp").iterdir()) == []
 
 
-# ---------------------------------------------------------------------- room
-
-
-def test_a_smaller_capacity_at_open_is_kept(root: Path) -> None:
-    with FileStore(str(root), 8 * MIB, 1) as store:
-        store.put_many(keys(6), [bytes(MIB)] * 6)
-    with FileStore(str(root), 3 * MIB, 1) as store:
-        assert sum(path.stat().st_size for path in record_files(root)) <= 3 * MIB
-        assert sum(store.contains_many(keys(6))) == 2
-
-
 # ---------------------------------------------------------------------- several processes
 
 
@@ -380,7 +369,7 @@ def test_a_missing_directory_is_made_for_this_user_alone(tmp_path: Path) -> None
     }
     assert modes == {
         "a/pool": 0o700, "a/pool/blocks": 0o700, "a/pool/kvpool-pool": 0o600,
-        "a/pool/tmp": 0o700, "a/pool/usage": 0o600,
+        "a/pool/capacity": 0o600, "a/pool/tmp": 0o700, "a/pool/usage": 0o600,
     }  # fmt: skip
 
 

@@ -38,6 +38,14 @@ def fill(directory: str, first: str) -> None:
     print(counters["evicted"], counters["eviction_passes"])
 
 
+def fill_own(directory: str, first: str, capacity_nbytes: str) -> None:
+    """Put 400 values of its own, as a process whose URL says this capacity."""
+    with FileStore(directory, int(capacity_nbytes), 2) as store:
+        for number in range(int(first), int(first) + 400, 4):
+            names = [key(n) for n in range(number, number + 4)]
+            assert store.put_many(names, [payload(number, 30_000)] * 4, timeout_s=60) == [True] * 4
+
+
 def put_for_ever(pool: str) -> None:
     """Put into the pool of this URL until killed; says so once the first values are in."""
     with open_store(pool) as store:
@@ -100,6 +108,7 @@ def open_as_nobody(directory: str) -> None:
 if __name__ == "__main__":
     {
         "fill": fill,
+        "fill_own": fill_own,
         "put_for_ever": put_for_ever,
         "stop_with_lock": stop_with_lock,
         "open_as_nobody": open_as_nobody,

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.attention.attention import set_default_quant_sca
 import kvpool.vllm
 from kvpool.errors import EngineRefused
 from kvpool.store import StoreURL
-from kvpool.store.file import FileSystem
+from kvpool.store.file_system import FileSystem
 from kvpool.vllm import internals
 from kvpool.vllm.support import groups_of
 from tests.support.specs import FULL, REFILLED, RING, WINDOW, cache_of

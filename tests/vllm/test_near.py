@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvpool import Namespace, PrefixIndex, open_store
-from kvpool.store.file import FileSystem
+from kvpool.store.file_system import FileSystem
 from kvpool.vllm import near as module
 from kvpool.vllm.near import LOOK_S, NEW_NAMESPACE_S, NearBlocks
 from kvpool.vllm.plan import Group, PoolWorkerMetadata

@@ -9,7 +9,6 @@
 #include <algorithm>
 #include <ctime>
 #include <filesystem>
-#include <limits>
 #include <utility>
 
 #include "store/descriptor.h"
@@ -23,6 +22,12 @@ constexpr auto kOpenPatience = 10s;       // for another process's pass, at open
 constexpr auto kGiveBackPatience = 50ms;  // for the lock, to subtract the bytes of a failed put or a deletion
 constexpr auto kOpenCounting = 100ms;     // at open; puts count the rest of a larger store
 constexpr auto kOpenEvicting = 1s;        // at open, above capacity; puts continue it
+
+std::string absolute_root(const std::string& root) {
+  std::string path = std::filesystem::absolute(root).lexically_normal();
+  while (path.size() > 1 && path.back() == '/') path.pop_back();
+  return path;
+}
 
 bool is_record(const struct stat& info) {
   return S_ISREG(info.st_mode) && info.st_size > static_cast<off_t>(kRecordHeaderNbytes);
@@ -42,10 +47,9 @@ void set_times(Set set) {
 
 FileBackend::FileBackend(const std::string& root, std::optional<std::uint64_t> capacity_nbytes,
                          Patience lock_patience)
-    : root_(std::filesystem::absolute(root).lexically_normal()),
-      capacity_nbytes_(capacity_nbytes.value_or(std::numeric_limits<std::uint64_t>::max())),
+    : root_(absolute_root(root)),
+      capacity_(root_, capacity_nbytes.value_or(kUnlimited)),
       lock_patience_(lock_patience) {
-  while (root_.size() > 1 && root_.back() == '/') root_.pop_back();
   pool_ = capacity_nbytes ? make_pool(root_) : find_pool(root_);
   if (capacity_nbytes) FileIoThread(*this, 0).settle();
 }
@@ -60,6 +64,7 @@ void FileBackend::append_counters(Counters& counters) const {
   counters.emplace_back("evicted_nbytes", evicted_nbytes_.load(std::memory_order_relaxed));
   counters.emplace_back("eviction_passes", passes_.load(std::memory_order_relaxed));
   counters.emplace_back("stored_nbytes", Usage::used_nbytes(root_ + "/usage"));
+  counters.emplace_back("capacity_nbytes", read_capacity(root_).value_or(0));  // 0: none stands in the pool
 }
 
 void FileIoThread::mark_used(int fd) {
@@ -85,7 +90,7 @@ void FileIoThread::run(Source& source) {
   }
 }
 
-// At open: dead writers' files may remain, and the capacity may have shrunk.
+// At open: dead writers' files may remain, and the pool may have no capacity yet, or a smaller one.
 void FileIoThread::settle() {
   if (const int error = refresh(); error != 0) fail("cannot use", backend_.root_ + "/usage", error);
   const auto until = Clock::now() + kOpenPatience;
@@ -95,7 +100,9 @@ void FileIoThread::settle() {
   if (usage_->read().boot != boot_id()) usage_->write({});
   count(backend_.root_, *usage_, Clock::now() + kOpenCounting);
   const auto enough = Clock::now() + kOpenEvicting;
-  evict(0, backend_.capacity_nbytes_, [&] { return Clock::now() >= enough; });
+  const std::uint64_t capacity_nbytes =
+      backend_.capacity_.settle(usage_->read().sum().nbytes, pool_.file_mode);
+  evict(0, capacity_nbytes, [&] { return Clock::now() >= enough; });
 }
 
 FileIoThread::Outcome FileIoThread::execute(const Item& item) {

@@ -2,6 +2,7 @@
 //
 //   root/kvpool-pool                                  the marker of a pool, with the format of all this (pool_directory.h)
 //   root/usage                                        the shared byte counts and the lock (usage.h)
+//   root/capacity                                     most bytes of records (pool_capacity.h)
 //   root/tmp/{pid}.{io_thread}.{sequence}.{random}         being written; its writer holds its flock
 //   root/blocks/{bucket}/{tenant}.{namespace}.{hash}.{group}.{rank}   header and payload; mtime is the last use
 //
@@ -21,6 +22,7 @@
 #include <string>
 
 #include "store/io_executor.h"
+#include "store/pool_capacity.h"
 #include "store/pool_directory.h"
 #include "store/usage.h"
 
@@ -28,8 +30,9 @@ namespace kvpool {
 
 class FileBackend : public Backend {
  public:
-  // Makes `root` a pool if it is none, and evicts down to the capacity. No capacity: opens an existing pool
-  // without writing or evicting. Throws RefusedDirectory, or the system's std::filesystem::filesystem_error.
+  // Makes `root` a pool if it is none, and evicts down to the pool's capacity; `capacity_nbytes` is that of a pool
+  // without one, kUnlimited: of none. No capacity: opens an existing pool without writing or evicting. Throws
+  // RefusedDirectory, or the system's std::filesystem::filesystem_error.
   FileBackend(const std::string& root, std::optional<std::uint64_t> capacity_nbytes,
               Patience lock_patience = kLockPatience);
 
@@ -41,7 +44,7 @@ class FileBackend : public Backend {
 
   std::string root_;    // absolute: the process may change its directory
   PoolDirectory pool_;  // as it was at open
-  const std::uint64_t capacity_nbytes_;
+  PoolCapacity capacity_;
   const Patience lock_patience_;
   DamageCounts damaged_;
   std::atomic<std::uint64_t> evicted_{0};
@@ -56,7 +59,7 @@ class FileIoThread : public IoThread {
       : backend_(backend), pool_(backend.pool_), index_(index) {}
 
   void run(Source& source) override;
-  // At open: dead writers' files may remain, and the capacity may have shrunk.
+  // At open: dead writers' files may remain, and the pool may have no capacity yet, or a smaller one.
   void settle();
 
  private:

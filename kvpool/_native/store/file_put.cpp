@@ -81,7 +81,7 @@ FileIoThread::Outcome FileIoThread::put_absent(const Item& item, const std::stri
 
 FileIoThread::Outcome FileIoThread::put(const Item& item, const std::string& path) {
   const std::uint64_t nbytes = kRecordHeaderNbytes + item.buffer().size();
-  if (nbytes > backend_.capacity_nbytes_) return {Status::kNoRoom};
+  if (nbytes > backend_.capacity_.nbytes()) return {Status::kNoRoom};
   bool made_space = false;
   int error = 0;
   for (int attempt = 0; attempt < kMaxAttempts; ++attempt) {
@@ -104,7 +104,7 @@ int FileIoThread::put_once(const Item& item, const std::string& path, std::uint6
                            Outcome& outcome) {
   const GiveUp give_up = [&item] { return item.stopped().has_value(); };
   if (const int error = refresh(); error != 0) return error;
-  const std::uint64_t capacity_nbytes = backend_.capacity_nbytes_;
+  std::uint64_t capacity_nbytes = backend_.capacity_.nbytes();
 
   std::optional<Temporary> temporary;
   {
@@ -112,7 +112,10 @@ int FileIoThread::put_once(const Item& item, const std::string& path, std::uint6
     if (held && !usage_->reserve(nbytes, capacity_nbytes, Usage::Known::kAll)) {
       held.reset();
       held = lock(Usage::Hold::kExclusive, give_up);
-      if (held) count(backend_.root_, *usage_, Clock::now() + kPutCounting);
+      if (held) {
+        count(backend_.root_, *usage_, Clock::now() + kPutCounting);
+        capacity_nbytes = backend_.capacity_.settle(usage_->read().sum().nbytes, pool_.file_mode);
+      }
       if (held && !usage_->reserve(nbytes, capacity_nbytes, Usage::Known::kEstimated)) {
         evict(nbytes, capacity_nbytes, give_up);
         if (!usage_->reserve(nbytes, capacity_nbytes, Usage::Known::kEstimated)) {

@@ -26,6 +26,7 @@ constexpr std::string_view kMarker =
 constexpr std::size_t kMaxMarkerNbytes = 4096;
 constexpr std::array<const char*, 3> kFolders = {"tmp", "blocks", "announcements"};
 constexpr const char* kUsage = "usage";
+constexpr const char* kCapacity = "capacity";
 constexpr std::size_t kBucketDigits = 3;
 static_assert(kBuckets == 1U << (4 * kBucketDigits));
 constexpr std::string_view kPrefix = "kvpool:";  // of every key; its parts contain no '.' or '/'
@@ -116,7 +117,8 @@ std::string stranger(const std::string& root, int fd, bool was_ours) {
   std::string found;
   for_each_entry(folder, [&](const char* entry) {
     const std::string_view name = entry;
-    const bool part = name == kUsage || std::find(kFolders.begin(), kFolders.end(), name) != kFolders.end();
+    const bool part = name == kUsage || name == kCapacity ||
+                      std::find(kFolders.begin(), kFolders.end(), name) != kFolders.end();
     // lost+found: an ext4 file system's own.
     if (name != kMarkerName && name != "lost+found" && !(part && was_ours)) found = name;
   });

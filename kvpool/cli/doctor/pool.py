@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ from kvpool.discovery.worker_record import announced_workers, merge_ranks
 from kvpool.errors import KVPoolError, StoreUnavailable
 from kvpool.key.key import Namespace
 from kvpool.store import Store, StoreURL, open_for_inspection
-from kvpool.store.file import FileSystem
+from kvpool.store.file_system import FileSystem
 from kvpool.store.url import SERVER_SCHEMES
 from kvpool.text import far_url, format_nbytes, format_size, redact
 
@@ -39,7 +39,7 @@ def _near_findings(url: StoreURL) -> list[Finding]:
     """Of this host's near pool: a directory that no worker needs for its announcement."""
     try:
         with open_for_inspection(url) as store:
-            found = list(_directory(url, store.counters()["stored_nbytes"]))
+            found = list(_directory(url, store.counters()))
             return [one._replace(about="near pool") for one in found]
     except KVPoolError as error:
         state = SimpleNamespace(error=str(error), unreadable="", tenant="")
@@ -55,7 +55,7 @@ def _findings(url: StoreURL, name: str, tenant: str) -> tuple[list[Finding], lis
         return list(judge("pool", rules.POOL, state)), None
     with store:
         if url.scheme == "file":
-            found = list(_directory(url, store.counters()["stored_nbytes"]))
+            found = list(_directory(url, store.counters()))
         else:
             found = list(judge("pool", rules.TRIAL, _trial(store, name, tenant), first=True))
         if url.scheme in SERVER_SCHEMES:
@@ -92,17 +92,24 @@ def _trial(store: Store, name: str, tenant: str) -> SimpleNamespace:
     return trial
 
 
-def _directory(url: StoreURL, stored_nbytes: int) -> Iterator[Finding]:
+def _directory(url: StoreURL, counters: Mapping[str, int]) -> Iterator[Finding]:
+    stored_nbytes, in_pool_nbytes = counters["stored_nbytes"], counters["capacity_nbytes"]
+    capacity_nbytes = (
+        in_pool_nbytes or url.capacity_nbytes
+    )  # of a pool of an older kvpool: each process has its own
     folders = (Path(url.path), *(Path(url.path) / part for part in ("tmp", "blocks")))
     system = FileSystem.of(url.path)
     directory = SimpleNamespace(
         path=url.path,
         closed=", ".join(str(one) for one in folders if not os.access(one, os.R_OK | os.W_OK | os.X_OK)),
         stored_mib=stored_nbytes / 2**20,
-        capacity=format_nbytes(url.capacity_nbytes),
+        capacity=format_nbytes(capacity_nbytes),
+        of_url=format_nbytes(url.capacity_nbytes),
+        is_said=in_pool_nbytes > 0,
+        differs=url.says_capacity and capacity_nbytes != url.capacity_nbytes,
         place=system.place,
-        too_large=0 < system.total_nbytes < url.capacity_nbytes + system.reserve_nbytes,
-        too_full=system.room_nbytes(stored_nbytes) < url.capacity_nbytes,
+        too_large=0 < system.total_nbytes < capacity_nbytes + system.reserve_nbytes,
+        too_full=system.room_nbytes(stored_nbytes) < capacity_nbytes,
         total_gib=system.total_nbytes / 2**30,
         free_gib=system.free_nbytes / 2**30,
         reserve_gib=system.reserve_nbytes / 2**30,

@@ -72,12 +72,17 @@ DIRECTORY = (
     Rule("fail", lambda of: of.closed, "this user cannot write in {it}", "run as the user of the workers, or give "
          "this one the right; mount it writable"),
     Rule("ok", lambda of: not of.closed, "{of.path} is a pool, with {of.stored_mib:,.1f} MiB in it"),
+    Rule("warn", lambda of: of.differs, "its capacity is {of.capacity} for all its processes, and not the {of.of_url} "
+         "of this URL", "write ?capacity={of.capacity} in this URL, or kvpool capacity --pool file://{of.path} "
+         "{of.of_url} for all"),
+    Rule("warn", lambda of: not of.is_said, "no capacity stands in it: each process has its URL's", "start a worker of "
+         "this kvpool, which writes its own"),
     Rule("fail", lambda of: of.too_large, "its capacity is {of.capacity}, and the file system {of.place} holds "
          "{of.total_gib:,.2f} GiB in all, of which a pool leaves {of.reserve_gib:,.2f} GiB free for others",
-         "write a smaller ?capacity= in the pool's URL"),
+         "kvpool capacity makes it smaller; write that in the URLs of all its processes"),
     Rule("warn", lambda of: of.too_full and not of.too_large, "its capacity is {of.capacity}, and others leave it "
-         "room for {of.room_mib:,.0f} MiB on {of.place}: beyond that it evicts", "write a smaller ?capacity=, or make "
-         "room on {of.place}"),
+         "room for {of.room_mib:,.0f} MiB on {of.place}: beyond that it evicts", "make it smaller with kvpool "
+         "capacity, or make room on {of.place}"),
     Rule("ok", lambda of: not of.too_full, "capacity {of.capacity}; {of.free_gib:,.1f} GiB are free on {of.place}, of "
          "which a pool leaves {of.reserve_gib:,.2f} GiB to others"),
 )  # fmt: skip

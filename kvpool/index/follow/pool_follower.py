@@ -28,7 +28,7 @@ from kvpool.key.key import check_tenant, traffic_prefix
 from kvpool.store import open_store
 from kvpool.store.store import Store, Usage
 from kvpool.store.url import StoreURL
-from kvpool.text import MAX_NBYTES, far_url
+from kvpool.text import MAX_NBYTES
 from kvpool.threads import start_thread
 
 RETRY_S = 2.0  # between two connection attempts
@@ -56,8 +56,6 @@ class PoolFollower:
         tenants: Sequence[str] | None = None,
     ) -> None:
         self._url = _pool_url(url)
-        in_directory = self._url.scheme == "file" and "capacity=" in far_url(url)
-        self._capacity_nbytes = StoreURL.parse(url).capacity_nbytes if in_directory else None
         for tenant in tenants or ():
             check_tenant(tenant)
         self._fleet, self._keys_per_s, self._tenants = fleet, keys_per_s, tenants
@@ -147,9 +145,6 @@ class PoolFollower:
             found = store.usage()
         except KVPoolError:  # the server list is unknown: the former servers count as away
             found = [Usage(one.server, up=False) for one in self.servers]
-        else:
-            if self._capacity_nbytes is not None:
-                found = [one._replace(capacity_nbytes=self._capacity_nbytes) for one in found]
         self.servers = found
 
     def _read_traffic(self, store: Store, tenants: Iterable[str]) -> None:
@@ -218,6 +213,6 @@ def total(values: Iterable[int | None]) -> int | None:
 def _pool_url(text: str) -> StoreURL:
     """The pool of the fleet: a near one is of the workers' hosts."""
     url = StoreURL.parse(text).pools()[-1]
-    if url.scheme == "file":  # may start before the first worker, and evicts nothing
-        return replace(url, capacity_nbytes=MAX_NBYTES)
+    if url.scheme == "file":  # may start before the first worker, whose capacity it is, and evicts nothing
+        return replace(url, capacity_nbytes=MAX_NBYTES, says_capacity=False)
     return url

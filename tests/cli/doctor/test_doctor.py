@@ -25,7 +25,7 @@ from kvpool.discovery.worker import Publisher
 from kvpool.errors import StoreUnavailable
 from kvpool.index.rank import UNHASHED
 from kvpool.key.key import quota_keys
-from kvpool.store.file import FileSystem
+from kvpool.store.file_system import FileSystem
 from kvpool.store.url import StoreURL
 from tests.support.command_line import kvpool, refused
 from tests.support.deadlines import eventually
@@ -290,18 +290,42 @@ def test_looking_at_a_pool_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_directory(tmp_path: Path) -> None:
-    open_store(f"file://{tmp_path}/pool").close()
+    url = f"file://{tmp_path}/pool"
+    open_store(f"{url}?capacity=16MiB").close()
+    for spelled in (url, f"{url}?capacity=16MiB"):
+        code, findings = examined("--pool", spelled)
+        assert code == 0
+        assert "capacity 16MiB" in sentences(findings, "ok")
+        assert "its capacity" not in sentences(findings, "warn")
+    kvpool("capacity", "1000TiB", "--pool", url)
+    code, findings = examined("--pool", url)
+    assert code == 1
+    assert "kvpool capacity makes it smaller" in sentences(findings, "fail")
+
+
+@pytest.mark.parametrize("of_url", ["8MiB", "64MiB"])
+def test_a_url_with_another_capacity_than_the_pools_is_told(tmp_path: Path, of_url: str) -> None:
+    url = f"file://{tmp_path}/pool"
+    open_store(f"{url}?capacity=42MiB").close()
+    for pool in (f"{url}?capacity={of_url}", f"{url}?capacity={of_url} file://{tmp_path}/pool-far"):
+        _, findings = examined("--pool", pool)
+        says = sentences(findings, "warn")
+        assert f"its capacity is 42MiB for all its processes, and not the {of_url} of this URL" in says
+        assert f"kvpool capacity --pool {url} {of_url}" in says
+        assert "capacity 42MiB" in sentences(findings, "ok"), "the pool's, and not the URL's"
+
+
+def test_a_pool_of_an_older_kvpool_has_no_capacity_of_its_own(tmp_path: Path) -> None:
+    open_store(f"file://{tmp_path}/pool?capacity=16MiB").close()
+    (tmp_path / "pool" / "capacity").unlink()
     code, findings = examined("--pool", f"file://{tmp_path}/pool?capacity=16MiB")
     assert code == 0
-    assert "capacity 16MiB" in sentences(findings, "ok")
-    code, findings = examined("--pool", f"file://{tmp_path}/pool?capacity=1000TiB")
-    assert code == 1
-    assert "smaller ?capacity=" in sentences(findings, "fail")
+    assert "no capacity stands in it: each process has its URL's" in sentences(findings, "warn")
 
 
 def test_a_near_pool_is_examined_before_the_far_one(tmp_path: Path) -> None:
-    for name in ("near", "far"):
-        open_store(f"file://{tmp_path}/{name}").close()
+    open_store(f"file://{tmp_path}/near?capacity=16MiB").close()
+    open_store(f"file://{tmp_path}/far?capacity=32MiB").close()
     code, findings = examined(
         "--pool", f"file://{tmp_path}/near?capacity=16MiB file://{tmp_path}/far?capacity=32MiB"
     )
@@ -545,7 +569,6 @@ def test_an_index_that_is_none_is_a_problem_in_one_sentence(server: Server) -> N
 
 
 def test_looking_at_a_full_directory_evicts_nothing(tmp_path: Path) -> None:
-    """The URL's own capacity is that of whoever writes there."""
     keys = Namespace("default", {"model": "m"}).keys([bytes([i]) * 32 for i in range(8)], 0, 0)
     with open_store(f"file://{tmp_path}/pool?capacity=16MiB") as store:
         assert all(store.put_many(keys, [bytes(1 << 20)] * 8))

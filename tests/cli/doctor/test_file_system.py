@@ -18,7 +18,8 @@ import pytest
 from kvpool.cli.doctor.pool import pool_findings
 from kvpool.errors import StoreUnavailable
 from kvpool.store import open_store
-from kvpool.store.file import FileStore, FileSystem
+from kvpool.store.file import FileStore
+from kvpool.store.file_system import FileSystem
 from tests.support.conformance import MIB, key, keys, payload
 from tests.support.deadlines import eventually
 from tests.support.file_user import record_files, run_user
@@ -113,11 +114,9 @@ def test_a_pool_leaves_a_part_of_its_file_system_to_others(
         url = f"file://{place}/pool?capacity=1GiB"
         (says,) = [one.says for one in pool_findings(url, "default")[0] if "its capacity" in one.says]
         assert f"the file system {place} holds" in says
-        (says,) = [
-            one.says
-            for one in pool_findings(url.replace("1GiB", f"{size_mib - reserve_mib}MiB"), "default")[0]
-            if "its capacity" in one.says
-        ]
+        store.set_capacity((size_mib - reserve_mib) * MIB)
+        url = f"file://{place}/pool"
+        (says,) = [one.says for one in pool_findings(url, "default")[0] if "its capacity" in one.says]
         assert "others leave it room for" in says
         assert str(place) in says
 

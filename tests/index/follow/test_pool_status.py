@@ -129,9 +129,15 @@ def test_ratios_at_sizes_are_multiples_of_todays() -> None:
 
 
 def test_a_directory(tmp_path: Path) -> None:
-    with following(f"file://{tmp_path}/pool?capacity=16MiB") as status:
+    with following(f"file://{tmp_path}/pool?capacity=2MiB") as status:
         assert eventually(lambda: bool(status.servers))
+        assert shown(status)["kvpool_index_pool_capacity_bytes"] == {}, "a worker's word, which comes later"
+        open_store(f"file://{tmp_path}/pool?capacity=16MiB").close()
+        assert eventually(lambda: bool(shown(status)["kvpool_index_pool_capacity_bytes"]))
         page = shown(status)
-    assert list(page["kvpool_index_pool_capacity_bytes"].values()) == [16 << 20]
+    assert list(page["kvpool_index_pool_capacity_bytes"].values()) == [16 << 20], (
+        "the pool's, not the index's"
+    )
+    assert page["kvpool_index_pool_evicted_keys"] == {}, "workers evict, and each counts its own"
     assert list(page["kvpool_index_pool_used_bytes"].values()) == [0.0]
     assert page["kvpool_index_pool_keys"] == {}

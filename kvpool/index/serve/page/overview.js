@@ -75,14 +75,15 @@ function showPool({ pool, totals }) {
   if (!totals) return fill(figure, note, "–", ALL_ONLY);
   if (!pool) return fill(figure, note, "None", "This index was started without --pool");
   const { servers, away, used_nbytes: used, capacity_nbytes: capacity, evicted_keys: evicted } = pool;
+  const gone = evicted === null ? "" : `; ${count(evicted, "key", "keys")} evicted`; // null: a directory counts no others'
   if (!servers) return fill(figure, note, "–", "Not reached yet");
   if (away.length) return fill(figure, note, "Away", `${whole(away.length)} of ${count(servers, "server", "servers")} do not answer: ${away.join(", ")}`);
   if (used === null) return fill(figure, note, "–", "Its server does not let the index ask (INFO)");
-  if (!capacity) return fill(figure, note, bytes(used), `No limit known; ${count(evicted ?? 0, "key", "keys")} evicted`);
+  if (!capacity) return fill(figure, note, bytes(used), `No limit known${gone}`);
   meter.hidden = false;
   meter.replaceChildren(part("", used / capacity));
   meter.setAttribute("aria-valuenow", Math.round((100 * used) / capacity));
-  fill(figure, note, percent(used / capacity), `${bytes(used)} of ${bytes(capacity)}; ${count(evicted ?? 0, "key", "keys")} evicted`);
+  fill(figure, note, percent(used / capacity), `${bytes(used)} of ${bytes(capacity)}${gone}`);
 }
 
 function fill(figure, note, value, text) {
