@@ -286,10 +286,8 @@ async def _serve(
                 "neither --pool nor --worker is given: no worker is known, and %s",
                 "all is answered with 503" if alone else "none is until one registers",
             )
-        print(
-            f"{what} listens on {host}:{port}, {counted(len(workers), 'worker')}, pool {url}{shown}",
-            flush=True,
-        )
+        named = f"{counted(len(workers), 'worker')} by --worker, " if workers else ""  # others join by and by
+        print(f"{what} listens on {host}:{port}, {named}pool {url}{shown}", flush=True)
         await server.wait(ended)
         if proxy is not None:
             proxy.leave()

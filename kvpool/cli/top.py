@@ -23,7 +23,7 @@ from kvpool.discovery.quota import Standing, fullest_first
 from kvpool.errors import ConfigError, IndexUnavailable
 from kvpool.index.answer import FleetStatus, IndexStatus, PublisherStatus, WorkerStatus
 from kvpool.index.client.client import IndexClient
-from kvpool.text import counted, unknown
+from kvpool.text import counted, format_size, unknown
 
 TIMEOUT_S = 5.0
 MAX_QUOTAS = 5  # lines
@@ -260,8 +260,8 @@ def _head(now: Look, before: Look | None, rows: Sequence[RankRow]) -> list[str]:
         f"up {_duration(index.uptime_ms / 1000)}: {counted(len(status.workers), 'worker')}, "
         f"{counted(len(rows), 'rank')}, {stale} stale",
         *_pool_away(index),
-        f"{counted(index.held_blocks, 'block')}, {index.held_pool_blocks:,} in the pool, "
-        f"{index.memory_nbytes / 1e6:.1f} MB",
+        f"the index knows {counted(index.held_blocks, 'block')}, {index.held_pool_blocks:,} in the pool, "
+        f"and takes {format_size(index.memory_nbytes)} for them",
         _rated(index.lookups, "lookup", rates.lookups_per_s)
         + (f", of which the best rank had: {shares}" if rates.device_ratio is not None else ""),
         _rated(index.placements, "placement", rates.placements_per_s)

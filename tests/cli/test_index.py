@@ -60,8 +60,8 @@ def test_from_a_publisher_to_a_table() -> None:
         worker = publisher.flag("w-1", address="http://h:8000")
         with running("--worker", worker, "--metrics", "127.0.0.1:0", "--http", "127.0.0.1:0") as index:
             shown = re.fullmatch(
-                r"index listens on \S+, 1 worker, pool none, metrics on port ([0-9]+), HTTP on port ([0-9]+) "
-                r"\(status page http://127\.0\.0\.1:\2/status\)",
+                r"index listens on \S+, 1 worker by --worker, pool none, metrics on port ([0-9]+), "
+                r"HTTP on port ([0-9]+) \(status page http://127\.0\.0\.1:\2/status\)",
                 index.ready,
             )
             assert shown is not None
@@ -242,10 +242,7 @@ def test_who_announces_itself_in_the_pool_is_followed(tmp_path: Path) -> None:
             IndexClient(index.target, 60) as client,
         ):
             ready, _, metrics = index.ready.partition(", metrics on port ")
-            assert (
-                ready
-                == f"index listens on {index.target}, 0 workers, pool valkey://:***@127.0.0.1:{server.port}"
-            )
+            assert ready == f"index listens on {index.target}, pool valkey://:***@127.0.0.1:{server.port}"
             store.announce(f"kvpool:default:{'a' * 32}:facts", b"facts", lease_s=60)  # as the connector does
             keys = [f"kvpool:default:{'a' * 32}:{number:064x}:0:0" for number in (1, 2, 3)]
             assert all(store.put_many(keys, [b"block"] * 3))

@@ -60,7 +60,7 @@ def test_once(served: Served) -> None:
     shown = kvpool("top", "--index", served.target, "--once", env={**os.environ, "COLUMNS": "120"})
     assert (shown.returncode, shown.stderr) == (0, "")
     assert re.search(r"up [0-9]+ s: 2 workers, 3 ranks, 2 stale\n", shown.stdout), shown.stdout
-    assert "4 blocks, 0 in the pool, " in shown.stdout
+    assert "the index knows 4 blocks, 0 in the pool, and takes " in shown.stdout
     assert "\n0 placements\n" in shown.stdout
     assert re.search(r"w-1 rank 0 +w-1:8000 +ok +3 +1 +0 +- ", shown.stdout), shown.stdout
     assert re.search(r"w-1 rank 1 +w-1:8000 +stale .* not heard from yet", shown.stdout), shown.stdout

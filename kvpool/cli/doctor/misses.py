@@ -11,18 +11,23 @@ from kvpool.cli.doctor.rules import Finding, Rule, always, judge
 from kvpool.discovery.worker import Worker
 
 FEW = 0.1  # of the prompts' tokens
+ENOUGH_REQUESTS = 100  # for advice: the first prompts of a fleet are all new
 
 # By the reason of most missed tokens; the first that applies.
-_FEW = Rule("ok", lambda of: of.share < FEW, "{of.figures}")  # fmt: skip
+_FEW = Rule("ok", lambda of: of.share < FEW, "{of.figures}")
+_EARLY = Rule("ok", lambda of: of.requests < ENOUGH_REQUESTS, "{of.figures}. Advice needs "
+              f"{ENOUGH_REQUESTS} requests; these were {{of.requests:,.0f}}")  # fmt: skip
 MISSES: dict[str, tuple[Rule, ...]] = {reason: (_FEW, *rules) for reason, rules in {
     "new": (
         Rule("warn", lambda of: of.apart, '{of.figures}. Workers of model "{it}" are in several namespaces: blocks of '
              "one are new to another", "make the same what differs: the lines about sharing say what"),
+        _EARLY,
         Rule("ok", always, "{of.figures}. Most are of blocks that no lookup of their worker asked for before",
              "where prompts do repeat, other workers' blocks may be gone before they are looked for: see what a larger "
              "pool would bring (kvpool size), and keep sessions at their workers (kvpool index)"),
     ),
     "not_stored": (
+        _EARLY,
         Rule("warn", lambda of: of.skipped, "{of.figures}. Most were asked for before, and never known in the pool; "
              "blocks that were not stored: {it}", "docs/reference/metrics.md says what each cause of "
              "kvpool_store_skipped_blocks_total is"),
@@ -30,10 +35,12 @@ MISSES: dict[str, tuple[Rule, ...]] = {reason: (_FEW, *rules) for reason, rules 
              "min_requests_to_store and store_policy of the workers, and store in the requests' kv_transfer_params"),
     ),
     "evicted": (
+        _EARLY,
         Rule("warn", always, "{of.figures}. Most were in the pool, and lost before their time", "give the pool more "
              "memory (kvpool size says what it would bring), or store less: min_requests_to_store"),
     ),
     "expired": (
+        _EARLY,
         Rule("warn", always, "{of.figures}. Most were in the pool, and not used until they expired", "write a larger "
              "?ttl= into the URL of the workers' pool"),
     ),
@@ -54,6 +61,7 @@ MISSES: dict[str, tuple[Rule, ...]] = {reason: (_FEW, *rules) for reason, rules 
              "kvpool_adapter_requests_without_pool_total says why"),
     ),
     "gate": (
+        _EARLY,
         Rule("warn", always, "{of.figures}. Most were in the pool, where loading is slower than computing", "more "
              "threads in the workers' settings, a faster network; kvpool bench store measures the pool"),
     ),
@@ -66,6 +74,7 @@ MISSES: dict[str, tuple[Rule, ...]] = {reason: (_FEW, *rules) for reason, rules 
              "and the server may say why, and the workers' log"),
     ),
     "no_room": (
+        _EARLY,
         Rule("warn", always, "{of.figures}. Most were in the pool, while loads under way filled the KV cache",
              "a larger --gpu-memory-utilization or a smaller --max-num-seqs"),
     ),
@@ -95,6 +104,7 @@ def miss_findings(sums: Mapping[str, Mapping[str, float]], workers: Sequence[Wor
         namespaces[worker.model, worker.tenant] |= {worker.namespace} - {""}
     subject = SimpleNamespace(
         share=lost / tokens,
+        requests=sum(sums.get(metrics.REQUESTS.name, {}).values()),
         figures=f"{lost / tokens:.0%} of {tokens:,.0f} prompt tokens were computed, where a pool might have had them: "
         + reasons,
         skipped=", ".join(

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 
 from kvpool import metrics
-from kvpool.cli.doctor.misses import MISSES, miss_findings
+from kvpool.cli.doctor.misses import ENOUGH_REQUESTS, MISSES, miss_findings
 from kvpool.cli.doctor.rules import Finding
 from kvpool.discovery.worker import Publisher, Worker
 from tests.support.doctor import announced, examined, worker
 from tests.support.feeds import misbehaving
 from tests.support.metrics_pages import PageServer, answer, serving_page
 
-PROMPTS = b"""kvpool_lookup_requests_total{engine="0",model_name="m"} 7.0
+PROMPTS = b"""kvpool_requests_total{engine="0",model_name="m",result="hit"} 60.0
+kvpool_lookup_requests_total{engine="0",model_name="m"} 7.0
 kvpool_prompt_tokens_total{engine="0",model_name="m",source="pool"} 300.0
 kvpool_prompt_tokens_total{engine="0",model_name="m",source="computed"} 700.0
 """
@@ -26,8 +27,14 @@ def missed(**reasons: int) -> bytes:
     return PROMPTS + "".join(line % one for one in reasons.items()).encode()
 
 
-def sums(prompt_tokens: float = 1000.0, skipped: dict[str, float] | None = None, **reasons: float) -> Any:
+def sums(
+    prompt_tokens: float = 1000.0,
+    skipped: dict[str, float] | None = None,
+    requests: float = ENOUGH_REQUESTS,
+    **reasons: float,
+) -> Any:
     return {
+        metrics.REQUESTS.name: {"hit": requests - 1, "miss": 1.0},
         metrics.PROMPT_TOKENS.name: {"computed": prompt_tokens},
         metrics.MISSED_TOKENS.name: reasons,
         metrics.STORE_SKIPPED_BLOCKS.name: skipped or {},
@@ -60,6 +67,17 @@ def test_the_greatest_reason_decides_and_all_are_shown() -> None:
     assert finding.level == "warn"
     assert "evicted 62%, new 25%, expired 12%. Most were in the pool, and lost" in finding.says
     assert "kvpool size" in finding.change
+
+
+def test_the_first_requests_of_a_fleet_get_no_advice_but_of_faults() -> None:
+    for reason in metrics.MISS_REASONS:
+        early, late = (found(requests=number, **{reason: 900.0}) for number in (2.0, ENOUGH_REQUESTS))
+        if reason in ("new", "not_stored", "evicted", "expired", "gate", "no_room"):
+            assert (early.level, early.change) == ("ok", ""), reason
+            assert early.says.endswith(f"{reason} 100%. Advice needs 100 requests; these were 2"), reason
+        else:
+            assert early == late, reason
+    assert found(one("a", "1"), one("b", "2"), requests=2.0, new=400.0).level == "warn", "and of settings"
 
 
 def test_few_misses_are_no_fault() -> None:
