@@ -1,4 +1,4 @@
-"""``kvpool bench store``: puts, gets and existence in one pool by value size, and a server's memory.
+"""``kvpool bench store``: puts, gets and existence in one pool by value size, and a server's memory, of models' too.
 
 A batch of each size stays in the pool during its rounds, each of which puts and gets it again: so memory is
 allocated before writes, as in a long-full pool. Medians of the rounds. ``python -m benchmarks store`` (in a
@@ -31,6 +31,18 @@ from kvpool.store.url import SERVER_SCHEMES
 from kvpool.text import format_nbytes, redact
 
 VALUE_NBYTES = (64 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20)
+# What a server takes for a value is no constant: allocators have few sizes. Records of vLLM's blocks, 16-bit KV, of 16
+# tokens where nothing else is said; of Qwen3-Next on one rank, what vLLM chooses.
+MODEL_NBYTES = {
+    "Qwen2.5-7B": 917_504,
+    "DeepSeek-V3": 1_124_352,
+    "Gemma-2-9B, 1 of 4 ranks": 1_376_256,
+    "Llama-3-8B": 2_097_152,
+    "DeepSeek-V3, 64 tokens": 4_497_408,
+    "Llama-3-70B": 5_242_880,
+    "Qwen3-Next-80B, KV": 25_952_256,
+    "Qwen3-Next-80B, states": 77_266_944,
+}
 EXISTS_KEYS = 1024
 TENANT = "bench"
 TIMEOUT_S = 120.0  # of one batch
@@ -63,6 +75,7 @@ def run_bench_store(*, pool: str | None, rounds: int, batch_nbytes: int, as_json
             for value_nbytes in VALUE_NBYTES:
                 values = Values(value_nbytes, max(1, batch_nbytes // value_nbytes))
                 rows.append(_measure(client, values, rounds, memory_of, lambda: progress.advance(task)))
+            models = _memory_of_models(client, memory_of, batch_nbytes) if memory_of else {}
     if as_json:
         report = {
             "pool": redact(url),
@@ -70,7 +83,7 @@ def run_bench_store(*, pool: str | None, rounds: int, batch_nbytes: int, as_json
             "batch_nbytes": batch_nbytes,
             "exists_keys": EXISTS_KEYS,
         }
-        print(json.dumps(report | {"rows": [asdict(row) for row in rows]}))
+        print(json.dumps(report | {"rows": [asdict(row) for row in rows], "models": models}))
         return
     names = ("value", "put", "get", f"{EXISTS_KEYS:,} exist, ms", "server's memory")
     columns = [Column(name) for name in names]
@@ -81,6 +94,27 @@ def run_bench_store(*, pool: str | None, rounds: int, batch_nbytes: int, as_json
     out = console()
     show(out, f"{redact(url)}: GB/s, median of {rounds}; batches of {format_nbytes(batch_nbytes)}")
     show(out, *fitted(columns, out.width))
+    if models:
+        columns = [Column("a record of", left=True), Column("bytes"), Column("server's memory")]
+        for name, memory in models.items():
+            add_row(columns, name, f"{MODEL_NBYTES[name]:,}", f"{memory:.3f}")
+        show(out, *fitted(columns, out.width))
+
+
+def _memory_of_models(
+    client: StoreClient, memory_of: Callable[[str], int], most_nbytes: int
+) -> dict[str, float]:
+    """The server's bytes for each byte of a record, of those up to ``most_nbytes``."""
+    found = {}
+    for name, nbytes in MODEL_NBYTES.items():
+        if nbytes > most_nbytes:
+            continue
+        try:
+            client.fill(Values(nbytes, 1))
+            found[name] = memory_of(client.keys(1)[0]) / nbytes
+        finally:
+            client.empty()
+    return found
 
 
 def _measure(

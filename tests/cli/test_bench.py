@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.cli.bench_store import EXISTS_KEYS, VALUE_NBYTES
+from kvpool.cli.bench_store import EXISTS_KEYS, MODEL_NBYTES, VALUE_NBYTES
 from tests.support.command_line import kvpool, refusal, refused
 from tests.support.servers import running
 
@@ -58,7 +58,10 @@ def test_bench_store_on_a_server_asks_for_existence_and_memory_and_leaves_other_
         ended = kvpool(
             "bench", "store", "--pool", server.url, "--rounds", "1", "--batch-bytes", "64MiB", "--json"
         )
-        rows = json.loads(ended.stdout)["rows"]
+        report = json.loads(ended.stdout)
+        rows, models = report["rows"], report["models"]
+        assert [name for name, nbytes in MODEL_NBYTES.items() if nbytes <= 64 << 20] == list(models)
+        assert all(1 <= memory < 1.5 for memory in models.values())
         assert all(row["server_memory"] > 1 for row in rows)
         assert [row["exists_ms"] is not None for row in rows] == [
             (64 << 20) // size >= EXISTS_KEYS for size in VALUE_NBYTES
