@@ -28,6 +28,12 @@ app = typer.Typer(
 )
 
 
+Server = Annotated[
+    Path | None,
+    typer.Option(metavar="PATH", help="A valkey-server; else that of scripts/servers, or on the PATH."),
+]
+
+
 @app.command("hash")
 def hash_(
     tokens: Annotated[
@@ -119,6 +125,21 @@ def store(
         plot=Path(plot) if plot else None,
         as_json=as_json,
     )
+
+
+@app.command("near-far")
+def near_far(
+    waiting: Annotated[
+        int, typer.Option(min=0, max=1 << 20, help="Keys that wait for a dead far pool.")
+    ] = 65_536,
+    rounds: Annotated[int, typer.Option(min=1, max=1000, help="The median counts.")] = 9,
+    server: Server = None,
+    as_json: Json = False,
+) -> None:
+    """A near pool before a far one: gets near beside a dead far pool, living shards beside a dead one, CPU of a put."""
+    from benchmarks.near_far import run_near_far
+
+    run_near_far(waiting=waiting, rounds=rounds, server=server, as_json=as_json)
 
 
 @app.command("index")
@@ -265,12 +286,6 @@ def e2e(
     )  # fmt: skip
     if not good:
         raise typer.Exit(EXIT_FAILED)
-
-
-Server = Annotated[
-    Path | None,
-    typer.Option(metavar="PATH", help="A valkey-server; else that of scripts/servers, or on the PATH."),
-]
 
 
 @app.command("lengths")

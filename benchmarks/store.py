@@ -81,6 +81,7 @@ def _measure(
             filled.callback(client.empty)
             client.fill(values)
             if memory_of and isinstance(client, StoreClient) and client.name == OWN:
+                client.settle()
                 memory = memory_of(client.keys(1)[0]) / values.nbytes
         for number, mood in itertools.product(range(rounds), MOODS):
             first = number % len(measured)

@@ -79,6 +79,23 @@ class ValkeyShards:
         for process in self._processes:
             process.send_signal(number)
 
+    def kill(self, number: int) -> None:
+        """End one server; the others of a cluster serve on."""
+        for client in self._clients if len(self._clients) > 1 else ():
+            client.config_set("cluster-require-full-coverage", "no")
+        self._processes[number].kill()
+        self._processes[number].wait()
+
+    def shard_of(self, key: str) -> int:
+        """Of a cluster: the number of the server that has the key. Blocks."""
+        slot = int(self._clients[0].execute_command("CLUSTER", "KEYSLOT", key))  # type: ignore[no-untyped-call]
+        count = len(self._clients)
+        return next(number for number in range(count) if slot < SLOTS * (number + 1) // count)
+
+    def keys(self, number: int) -> int:
+        """How many one server has. Blocks."""
+        return int(self._clients[number].dbsize())
+
     def close(self) -> None:
         for process in self._processes:
             process.kill()

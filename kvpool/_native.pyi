@@ -136,8 +136,9 @@ class IoExecutor:
         eviction_passes; gauge: stored_nbytes (all processes together; never too low).
         Servers: damaged and damaged_<cause> as well, evicted (0: the server does not tell), connections,
         disconnections, failed_dials, moved, asked; gauge: up_connections.
-        Near and far: near_hits, far_hits (of gets), filled, not_filled, behind, behind_present, lost, refused_behind,
-        near_faults, far_faults; gauge: behind_waiting (store/near_far.h).
+        Near and far: near_hits, far_hits (of gets), filled, not_filled, behind, behind_present, lost, no_room_far,
+        refused_far, near_faults, far_faults, uses_told, uses_missing, uses_lost; gauge: behind_waiting
+        (store/near_far/near_far.h).
         """
 
     def close(self, timeout_s: float) -> bool:
@@ -237,8 +238,11 @@ class Replies:
 # Several servers: none is asked before the first install(). The topology is closed with the executor.
 def open_routed_resp_executor(settings: ServerSettings) -> tuple[IoExecutor, Topology]: ...
 
-# Forwards to two others (store/near_far.h). all_goes_far: of what is put near; else what is used twice. Close it first.
-def open_near_far_executor(near: IoExecutor, far: IoExecutor, all_goes_far: bool) -> IoExecutor: ...
+# Forwards to two others (store/near_far/near_far.h). all_goes_far: of what is put near; else what is used twice.
+# far_ttl_s: of an unused value far; 0: for ever. Close it first.
+def open_near_far_executor(
+    near: IoExecutor, far: IoExecutor, all_goes_far: bool, far_ttl_s: float
+) -> IoExecutor: ...
 
 class TooMuchWork(RuntimeError):
     """Raised by Table.match and what calls it: a prompt that others would wait for too long."""

@@ -250,7 +250,13 @@ BEHIND_RECORDS = Metric(
     "kvpool_behind_records_total",
     "Records of the near pool by what became of their copy to the far one; lost: evicted near before it was made.",
     "result",
-    values=("stored", "present", "lost", "no_room"),
+    values=("stored", "present", "lost", "no_room", "refused"),
+)
+FAR_USES = Metric(
+    "kvpool_far_uses_total",
+    "Records that were used near, by what the far pool said when it was told; missing: they are copied there again.",
+    "result",
+    values=("told", "missing", "lost"),
 )
 BEHIND_WAITING = Metric(
     "kvpool_behind_waiting", "Records of the near pool that are on their way to the far one."

@@ -27,7 +27,7 @@
 #include "store/file.h"
 #include "store/io_executor.h"
 #include "store/lookup.h"
-#include "store/near_far.h"
+#include "store/near_far/near_far.h"
 #include "store/pool_listing.h"
 #include "store/refused_size.h"
 #include "store/resp.h"
@@ -385,10 +385,14 @@ nb::tuple open_routed_resp_executor(const PySettings& of_any) {
   return nb::make_tuple(std::move(executor), std::move(topology));
 }
 
-PyIoExecutor open_near_far_executor(const PyIoExecutor& near, const PyIoExecutor& far, bool all) {
+PyIoExecutor open_near_far_executor(const PyIoExecutor& near, const PyIoExecutor& far, bool all,
+                                    double far_ttl_s) {
+  if (!(far_ttl_s >= 0 && far_ttl_s <= kMaxTtl_s))
+    throw std::invalid_argument("far_ttl_s must be 0 to 10 years");
+  const auto far_ttl = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(far_ttl_s));
   return PyIoExecutor(with_os_errors([&] {
     return std::make_shared<IoExecutor>(
-        std::make_unique<NearFarBackend>(near.executor(), far.executor(), all), 1);
+        std::make_unique<NearFarBackend>(near.executor(), far.executor(), all, far_ttl), 1);
   }));
 }
 
@@ -478,7 +482,8 @@ void bind_store(nb::module_& m) {
       .def("close", &Topology::close)
       .def("closed", &Topology::closed);
   m.def("open_routed_resp_executor", &open_routed_resp_executor, "settings"_a);
-  m.def("open_near_far_executor", &open_near_far_executor, "near"_a, "far"_a, "all_goes_far"_a);
+  m.def("open_near_far_executor", &open_near_far_executor, "near"_a, "far"_a, "all_goes_far"_a,
+        "far_ttl_s"_a);
 }
 
 }  // namespace kvpool

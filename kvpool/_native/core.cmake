@@ -18,7 +18,8 @@ option(KVPOOL_WERROR "Warnings are errors" OFF)
 set(KVPOOL_WARNINGS -Wall -Wextra -Wpedantic -Wconversion -Wshadow $<$<BOOL:${KVPOOL_WERROR}>:-Werror>)
 
 file(GLOB KVPOOL_CORE CONFIGURE_DEPENDS
-  ${CMAKE_CURRENT_LIST_DIR}/key/*.cpp ${CMAKE_CURRENT_LIST_DIR}/store/*.cpp ${CMAKE_CURRENT_LIST_DIR}/index/*.cpp)
+  ${CMAKE_CURRENT_LIST_DIR}/key/*.cpp ${CMAKE_CURRENT_LIST_DIR}/store/*.cpp
+  ${CMAKE_CURRENT_LIST_DIR}/store/near_far/*.cpp ${CMAKE_CURRENT_LIST_DIR}/index/*.cpp)
 
 # One translation unit per instruction set; checksum.cpp picks one when the program starts.
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")

@@ -127,6 +127,7 @@ def _measure(
     puts, gets, exists = [], [], []
     try:
         client.fill(values)
+        client.settle()
         memory = memory_of(client.keys(1)[0]) / values.nbytes if memory_of else None
         for _ in range(rounds):
             puts.append(client.put(values.count))
@@ -237,6 +238,14 @@ class StoreClient(TimedClient):
         keys = self.keys(count)
         return timed(lambda: check_all(self._store.contains_many(keys, timeout_s=TIMEOUT_S)))
 
+    def settle(self) -> None:
+        """Wait until what was put is in the far pool, too, where there is one. Errors: ``StoreUnavailable``."""
+        until_s = time.monotonic() + TIMEOUT_S
+        while self._store.counters().get("behind_waiting", 0):
+            if time.monotonic() >= until_s:
+                raise StoreUnavailable("the far pool takes nothing: kvpool doctor says why")
+            time.sleep(0.01)
+
     def empty(self) -> None:
         self._store.delete_many(self.keys(self._values.count), timeout_s=TIMEOUT_S)
 
@@ -281,7 +290,13 @@ def server_memory(url: StoreURL, wanted_nbytes: int) -> Iterator[Callable[[str],
                 f"the server has {max(0, room_nbytes) >> 20} MiB before it evicts, and the clients' batches need "
                 f"{int(needed_nbytes) >> 20}: raise maxmemory, or lower --batch-bytes"
             )
-        yield lambda key: int(_answer(lambda: server.memory_usage(key), "+memory|usage"))
+        yield lambda key: _kept(_answer(lambda: server.memory_usage(key), "+memory|usage"))
+
+
+def _kept(nbytes: int | None) -> int:
+    if nbytes is None:
+        raise ConfigError("the server did not keep what was put: raise maxmemory, or lower --batch-bytes")
+    return nbytes
 
 
 def _answer(ask: Callable[[], Any], needed: str) -> Any:

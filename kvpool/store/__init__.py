@@ -10,6 +10,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
+from kvpool.errors import ConfigError
 from kvpool.store.batch import Batch, LookupBatch, LookupGroup
 from kvpool.store.store import DEFAULT_TIMEOUT_S, Store
 from kvpool.store.url import SERVER_SCHEMES, StoreURL, check_threads
@@ -61,7 +62,16 @@ def open_store(
                 )
                 for one in parsed.pools()
             )
-            store: Store = NearFarStore(near, far, all_goes_far=parsed.near.far != "reused")
+            if parsed.scheme == "file":
+                from kvpool.store.file import pool_id
+
+                if pool_id(parsed.near.path) == pool_id(parsed.path):  # by a link, or a second mount
+                    raise ConfigError(
+                        f"{far!r}: the near pool and the far one are the same directory; name another one"
+                    )
+            store: Store = NearFarStore(
+                near, far, all_goes_far=parsed.near.far != "reused", far_ttl_s=parsed.ttl_s
+            )
             opened.pop_all()
             return store
     if parsed.scheme in SERVER_SCHEMES:

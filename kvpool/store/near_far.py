@@ -1,6 +1,6 @@
 """A near pool of this host before a far one of the fleet, as one store.
 
-Reads ask near, and far for what near lacks; puts go near, and far behind them (``_native/store/near_far.h``).
+Reads ask near, and far for what near lacks; puts go near, and far behind them (``_native/store/near_far/near_far.h``).
 Documents, notices and the servers' run id are the far pool's, since all hosts share it.
 """
 
@@ -20,16 +20,18 @@ _LOOK_S = 0.01
 class NearFarStore(Store):
     """``file:///dir valkey://host``: what near holds asks far nothing, and either may be dead.
 
-    ``all_goes_far``: else only values that are used a second time. It owns both stores, whose data paths are native.
-    A replaced value (``put_many``) is old on other hosts until it went far. Closing waits ``DRAIN_S`` seconds for puts
-    that are on their way to far.
+    ``all_goes_far``: else only values that are used a second time. ``far_ttl_s``: a value's life far, from its last
+    use; 0: for ever. It owns both stores, whose data paths are native. A replaced
+    value (``put_many``) is old on other hosts until it went far. Closing waits ``DRAIN_S`` seconds for puts that are on
+    their way to far.
     """
 
-    def __init__(self, near: Store, far: Store, *, all_goes_far: bool) -> None:
+    def __init__(self, near: Store, far: Store, *, all_goes_far: bool, far_ttl_s: float) -> None:
         ahead, behind = (cast(_native.IoExecutor, store._engine) for store in (near, far))
-        engine = _native.open_near_far_executor(ahead, behind, all_goes_far)
+        engine = _native.open_near_far_executor(ahead, behind, all_goes_far, far_ttl_s)
         super().__init__(f"{near._name} before {far._name}", engine, far._documents)
         self._near, self._far = near, far
+        self.far = far
 
     @property
     def near_capacity_nbytes(self) -> int | None:

@@ -56,7 +56,11 @@ _GROWTH = {
     "behind": (metrics.BEHIND_RECORDS, "stored"),
     "behind_present": (metrics.BEHIND_RECORDS, "present"),
     "lost": (metrics.BEHIND_RECORDS, "lost"),
-    "refused_behind": (metrics.BEHIND_RECORDS, "no_room"),
+    "no_room_far": (metrics.BEHIND_RECORDS, "no_room"),
+    "refused_far": (metrics.BEHIND_RECORDS, "refused"),
+    "uses_told": (metrics.FAR_USES, "told"),
+    "uses_missing": (metrics.FAR_USES, "missing"),
+    "uses_lost": (metrics.FAR_USES, "lost"),
 }
 _DAMAGED = "damaged_"
 _Store = TypeVar("_Store", bound="Store")
@@ -121,6 +125,8 @@ class Store(ABC):
     Blocking calls release the GIL. Calls after ``close`` raise ``StoreClosed``; wrong arguments raise
     ``ConfigError`` before any I/O.
     """
+
+    far: Store | None = None  # behind a near pool: the far one by itself
 
     def __init__(self, name: str, engine: DataPath, documents: Documents) -> None:
         self._name = name  # without secrets, for errors and repr

@@ -179,10 +179,13 @@ class Retention(TurnThread):
                 nbytes -= kept.nbytes
                 del self._kept[last]
                 self._counters.add(metrics.KEEPS_REFUSED)
-        for kept in self._kept.values():
-            if self._closing:
-                return
-            self._store.submit_lookup(kept.namespace, kept.groups, timeout_s=CALL_S).wait()
+        # Near answers for what it has, and tells far of uses more rarely: a kept prefix is touched there, too, once
+        # all are touched near, so that a far pool which is away costs near nothing.
+        for store in filter(None, (self._store, self._store.far)):
+            for kept in self._kept.values():
+                if self._closing:
+                    return
+                store.submit_lookup(kept.namespace, kept.groups, timeout_s=CALL_S).wait()
 
     def _measure_room(self) -> None:
         """This engine's part of the share, of the pool or the quota.

@@ -69,6 +69,13 @@ def test_bench_store_on_a_server_asks_for_existence_and_memory_and_leaves_other_
         assert server.client.keys() == [b"other"]
 
 
+def test_bench_store_on_a_near_and_a_far_pool_asks_the_far_one_for_memory(tmp_path: Path) -> None:
+    with running("valkey-server", tmp_path) as server:
+        pool = f"file://{tmp_path}/near?capacity=256MiB {server.url}"
+        ended = kvpool("bench", "store", "--pool", pool, "--rounds", "1", "--batch-bytes", "64MiB", "--json")
+        assert all(row["server_memory"] > 1 for row in json.loads(ended.stdout)["rows"])
+
+
 def test_bench_store_refuses_a_server_that_would_evict_for_it(tmp_path: Path) -> None:
     with running(
         "valkey-server", tmp_path, "--maxmemory", "10mb", "--maxmemory-policy", "allkeys-lru"

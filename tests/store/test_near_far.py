@@ -415,7 +415,7 @@ def test_a_full_far_pool_refuses_copies_and_no_put(near: Path, tmp_path: Path) -
         large = payload(1, 2 * MIB)
         assert store.put_many([key(1)], [large]) == [True]
         assert all_went_far(store)
-        assert store.counters()["refused_behind"] == 1
+        assert store.counters()["no_room_far"] == 1
         target = bytearray(2 * MIB)
         assert store.get_many_into([key(1)], [target]) == [True]
         assert target == large
@@ -438,6 +438,13 @@ def test_a_full_far_pool_refuses_copies_and_no_put(near: Path, tmp_path: Path) -
 def test_two_urls_that_are_no_near_and_far_pool(urls: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         StoreURL.parse(urls)
+
+
+def test_one_directory_under_two_names_is_no_near_and_far_pool(tmp_path: Path) -> None:
+    (tmp_path / "pool").mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(tmp_path / "pool")
+    with pytest.raises(ConfigError, match="are the same directory"):
+        open_store([f"file://{tmp_path}/pool", f"file://{tmp_path}/link"])
 
 
 def test_no_text_of_two_urls_shows_the_password(tmp_path: Path) -> None:

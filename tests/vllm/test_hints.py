@@ -168,6 +168,32 @@ def test_a_kept_prefix_outlives_others_until_its_time_is_over(pool: Pool) -> Non
     assert pool.samples()[metrics.KEPT_NBYTES.name] == 0
 
 
+@pytest.mark.parametrize("far_is_away", [False, True])
+def test_a_kept_prefix_is_kept_far_too_and_near_where_far_is_away(
+    far_is_away: bool, pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far = Pool(100)
+    monkeypatch.setattr(pool.store, "far", far.store)
+    engine = pool.engine()
+    kept = [pool.fill(10), pool.fill(10)]
+    for prefix in kept:
+        keys = NAMESPACE.keys(prefix.hashes, 0, 0)
+        assert all(far.store.submit_put_absent(keys, [bytes(RECORD_NBYTES)] * len(keys)).wait())
+        engine.keep(prefix, 10 * TOUCH_EVERY_S)
+    pool.wait(engine, seconds=0)
+    if far_is_away:
+        far.store.close()
+    for _ in range(3):
+        pool.fill(60)
+        if not far_is_away:
+            far.fill(60)
+        pool.wait(engine)
+    assert [pool.present(prefix) for prefix in kept] == [10, 10]
+    if not far_is_away:
+        assert [far.present(prefix) for prefix in kept] == [10, 10]
+        far.store.close()
+
+
 def test_a_hit_starts_the_time_again(pool: Pool) -> None:
     engine = pool.engine()
     kept, unused = pool.fill(10), pool.fill(10)

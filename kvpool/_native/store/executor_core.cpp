@@ -149,7 +149,8 @@ std::optional<Item> Core::take_orphaned_put() {
 }
 
 // A put's end also ends its waiters, unless it was given up.
-void Core::end_waiters(const Batch& batch, std::size_t index, Status status, const std::string& error) {
+void Core::end_waiters(const Batch& batch, std::size_t index, Status status, const std::string& error,
+                       Blame blame) {
   const Lock lock(mutex);
   const auto found = writing.find(batch.keys_[index].text);
   if (found == writing.end() || found->second.batch != &batch || found->second.index != index) return;
@@ -169,12 +170,13 @@ void Core::end_waiters(const Batch& batch, std::size_t index, Status status, con
     waiter.batch->results_[waiter.index] = result;
     count_given_up(*waiter.batch, 1, result);
     joined_puts.fetch_add(1, std::memory_order_relaxed);
-    if (!error.empty() && !waiter.batch->error_) waiter.batch->error_ = error;
+    waiter.batch->found_[waiter.index] = batch.found_[index];
+    if (!error.empty() && !waiter.batch->error_) waiter.batch->fail(error, blame);
     if (waiter.batch->unfinished_.fetch_sub(1, std::memory_order_acq_rel) == 1) complete(*waiter.batch);
   }
 }
 
-void Core::finish(Batch& batch, std::size_t index, Status status, std::string error) {
+void Core::finish(Batch& batch, std::size_t index, Status status, std::string error, Blame blame) {
   const bool is_ok = status == Status::kOk || status == Status::kNear;
   count(batch, index, is_ok ? Status::kOk : status);
   if (moves_bytes(batch.op_) && (is_ok || status == Status::kMiss)) moved(Clock::now());
@@ -186,10 +188,10 @@ void Core::finish(Batch& batch, std::size_t index, Status status, std::string er
   } else {
     batch.results_[index] = status;
   }
-  if (is_put(batch.op_)) end_waiters(batch, index, status, error);
+  if (is_put(batch.op_)) end_waiters(batch, index, status, error, blame);
   if (!error.empty()) {
     const Lock lock(mutex);
-    if (!batch.error_) batch.error_ = std::move(error);
+    if (!batch.error_) batch.fail(std::move(error), blame);
   }
   if (batch.unfinished_.fetch_sub(1, std::memory_order_acq_rel) == 1) {
     const Lock lock(mutex);

@@ -86,8 +86,9 @@ struct Core {
   std::optional<Item> take(bool puts_too = true);
   bool joins(const std::shared_ptr<Batch>& batch, std::size_t index);
   std::optional<Item> take_orphaned_put();
-  void end_waiters(const Batch& batch, std::size_t index, Status status, const std::string& error);
-  void finish(Batch& batch, std::size_t index, Status status, std::string error);
+  void end_waiters(const Batch& batch, std::size_t index, Status status, const std::string& error,
+                   Blame blame);
+  void finish(Batch& batch, std::size_t index, Status status, std::string error, Blame blame);
   void run_io_thread(IoThread& io_thread);
   void run_deadlines();
   void end_thread();

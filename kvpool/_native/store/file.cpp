@@ -86,7 +86,7 @@ void FileIoThread::run(Source& source) {
     } catch (const RefusedDirectory& error) {  // another directory took its place
       outcome.error = error.what();
     }
-    item->finish(outcome.status, std::move(outcome.error));
+    item->finish(outcome.status, std::move(outcome.error), outcome.blame);
   }
 }
 
@@ -116,11 +116,11 @@ FileIoThread::Outcome FileIoThread::execute(const Item& item) {
     case Op::kGet:
       return get(item, path);
     case Op::kContains:
-      return contains(path);
+      return contains(item, path);
     case Op::kTouch:
-      return touch(path);
+      return touch(item, path);
     case Op::kExpire:
-      return expire(path);
+      return expire(item, path);
     case Op::kDelete:
       return remove_record(path, bucket_of(item.key()));
   }
@@ -174,6 +174,7 @@ FileIoThread::Outcome FileIoThread::get(const Item& item, const std::string& pat
   }
   if (checksum.digest() != header.checksum) return damaged(item, path, Damage::kChecksum);
   mark_used(file.get());
+  item.tell({payload.size(), header.checksum});
   return {Status::kOk};
 }
 
@@ -197,23 +198,25 @@ FileIoThread::Outcome FileIoThread::counted(Damage damage) {
   return {Status::kMiss};
 }
 
-FileIoThread::Outcome FileIoThread::contains(const std::string& path) const {
+FileIoThread::Outcome FileIoThread::contains(const Item& item, const std::string& path) const {
   struct stat info;
   if (lstat(path.c_str(), &info) != 0) {
     return errno == ENOENT ? Outcome{Status::kMiss} : fault("contains", path, errno);
   }
-  return {is_record(info) ? Status::kOk : Status::kMiss};
+  if (!is_record(info)) return {Status::kMiss};
+  item.tell({static_cast<std::size_t>(info.st_size) - kRecordHeaderNbytes, {}});
+  return {Status::kOk};
 }
 
-FileIoThread::Outcome FileIoThread::touch(const std::string& path) const {
-  const Outcome found = contains(path);
+FileIoThread::Outcome FileIoThread::touch(const Item& item, const std::string& path) const {
+  Outcome found = contains(item, path);
   if (found.status == Status::kOk) mark_used(path);
   return found;
 }
 
 // As if it had never been used.
-FileIoThread::Outcome FileIoThread::expire(const std::string& path) const {
-  const Outcome found = contains(path);
+FileIoThread::Outcome FileIoThread::expire(const Item& item, const std::string& path) const {
+  Outcome found = contains(item, path);
   constexpr timespec kNever[2] = {{0, UTIME_OMIT}, {0, 0}};
   if (found.status == Status::kOk) utimensat(AT_FDCWD, path.c_str(), kNever, AT_SYMLINK_NOFOLLOW);
   return found;
@@ -313,7 +316,9 @@ std::string FileIoThread::temporary_path() {
 }
 
 FileIoThread::Outcome FileIoThread::fault(const char* what, const std::string& path, int error) {
-  return {Status::kFault, std::string(what) + " " + path + ": " + words_of(error)};
+  const bool is_of_key = error == EISDIR || error == EFBIG || error == ENAMETOOLONG;
+  return {Status::kFault, std::string(what) + " " + path + ": " + words_of(error),
+          is_of_key ? Blame::kKey : Blame::kStore};
 }
 
 }  // namespace kvpool

@@ -66,6 +66,7 @@ class FileIoThread : public IoThread {
   struct Outcome {
     Status status;
     std::string error = {};
+    Blame blame = Blame::kStore;  // of the error
   };
   class Temporary;
 
@@ -75,9 +76,9 @@ class FileIoThread : public IoThread {
   Outcome unreadable(const Item& item, const std::string& path, int error);
   Outcome counted(Damage damage);
 
-  Outcome contains(const std::string& path) const;
-  Outcome touch(const std::string& path) const;
-  Outcome expire(const std::string& path) const;
+  Outcome contains(const Item& item, const std::string& path) const;
+  Outcome touch(const Item& item, const std::string& path) const;
+  Outcome expire(const Item& item, const std::string& path) const;
   Outcome remove_record(const std::string& path, unsigned bucket);
   int remove(const std::string& path, unsigned bucket);
   int remove(const std::string& path, unsigned counted_in, std::uint64_t nbytes);

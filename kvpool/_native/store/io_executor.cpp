@@ -47,14 +47,17 @@ void DamageCounts::append(Counters& counters) const {
 }
 
 Batch::Batch(Op op, std::vector<Key> keys, std::vector<Buffer> buffers, Clock::duration timeout,
-             Clock::duration longest)
+             Clock::duration longest, std::vector<Found> known)
     : op_(op),
       keys_(std::move(keys)),
       buffers_(std::move(buffers)),
       timeout_(timeout),
       last_(submitted_ + longest),
       results_(keys_.size(), Status::kFault),
-      unfinished_(keys_.size()) {}
+      found_(std::move(known)),
+      unfinished_(keys_.size()) {
+  found_.resize(keys_.size());
+}
 
 // A lookup counts as use of its hits.
 Batch::Batch(std::unique_ptr<Lookup> lookup, Clock::duration timeout)
@@ -123,10 +126,10 @@ std::optional<Status> Item::stopped() const { return stopped(batch_->core_->move
 
 void Item::moved(Clock::time_point now) const { batch_->core_->moved(now); }
 
-void Item::finish(Status status, std::string error) {
+void Item::finish(Status status, std::string error, Blame blame) {
   const std::shared_ptr<Batch> batch = std::move(batch_);
   const std::shared_ptr<Core> core = batch->core_;
-  core->finish(*batch, index_, status, std::move(error));
+  core->finish(*batch, index_, status, std::move(error), blame);
 }
 
 std::optional<Item> Source::next() {
@@ -212,9 +215,9 @@ bool IoExecutor::forked() const { return getpid() != core_->pid; }
 
 std::shared_ptr<Batch> IoExecutor::submit(Op op, std::vector<Key> keys, std::vector<Batch::Buffer> buffers,
                                           Clock::duration timeout, std::optional<Clock::duration> longest,
-                                          std::function<void()> on_done) {
-  auto batch =
-      std::make_shared<Batch>(op, std::move(keys), std::move(buffers), timeout, longest.value_or(timeout));
+                                          std::function<void()> on_done, std::vector<Found> known) {
+  auto batch = std::make_shared<Batch>(op, std::move(keys), std::move(buffers), timeout,
+                                       longest.value_or(timeout), std::move(known));
   batch->on_done_ = std::move(on_done);
   return submit(std::move(batch));
 }
@@ -254,6 +257,8 @@ std::shared_ptr<Batch> IoExecutor::submit(std::shared_ptr<Batch> batch) {
   for (const auto& io_thread : core_->io_threads) io_thread->wake();
   return batch;
 }
+
+std::string IoExecutor::shard_of(std::string_view key) const { return core_->backend->shard_of(key); }
 
 Clock::time_point IoExecutor::moved_at() const { return core_->moved_at(); }
 

@@ -77,6 +77,17 @@ enum class Status : std::uint8_t {
 };
 inline constexpr std::size_t kStatusCount = 8;
 
+// Whose an item's fault is: of a connection that ended or of time, so nobody knows; of the part of the store that the
+// key lives in, whatever the key; or of this key alone (too large, no right to it), whatever else is asked.
+enum class Blame : std::uint8_t { kUnknown, kStore, kKey };
+
+// What a store learned of a present value, for who copies it on. The checksum is the record's own: a copy that is put
+// with it is not hashed again, and is no valid record should its bytes have changed in between.
+struct Found {
+  std::size_t nbytes = 0;  // of its payload; 0: unknown
+  std::optional<std::uint64_t> checksum;
+};
+
 inline constexpr std::size_t kMaxQueuedItems = 1'048'576;
 inline constexpr std::size_t kMaxTogether = 32;
 
@@ -87,8 +98,9 @@ class Batch {
   using Buffer = std::span<std::byte>;
 
   // Ends `timeout` after the last progress, or `longest` after now; without progress at least `timeout` after now.
+  // `known`: of the value of a put, one for each key; none: all are hashed.
   Batch(Op op, std::vector<Key> keys, std::vector<Buffer> buffers, Clock::duration timeout,
-        Clock::duration longest);
+        Clock::duration longest, std::vector<Found> known = {});
   Batch(std::unique_ptr<Lookup> lookup, Clock::duration timeout);
 
   // True when every item has its result and no thread touches a buffer. Cheap, never blocks.
@@ -103,6 +115,10 @@ class Batch {
   // Only after done(). A status per key; of a lookup per record, kMiss for skipped ones.
   std::span<const Status> results() const { return results_; }
   std::optional<std::string> error() const { return error_; }
+  // Of the error.
+  Blame blame() const { return blame_; }
+  // Of key `index`: what the store learned of its value, where it is there; a lookup learns nothing.
+  const Found& found(std::size_t index) const { return found_[index]; }
 
  private:
   friend struct Core;
@@ -111,6 +127,11 @@ class Batch {
 
   std::size_t item_count() const { return lookup_ ? lookup_->key_count() : keys_.size(); }
   void set_record(std::size_t record, Status status);
+  // The first error. Under the lock.
+  void fail(std::string error, Blame blame) {
+    error_ = std::move(error);
+    blame_ = blame;
+  }
   // Its deadline, if `moved_at` was the last progress.
   Clock::time_point due(Clock::time_point moved_at) const {
     return std::min(last_, std::max(submitted_, moved_at) + timeout_);
@@ -128,6 +149,8 @@ class Batch {
 
   std::vector<Status> results_;
   std::optional<std::string> error_;
+  Blame blame_ = Blame::kUnknown;
+  std::vector<Found> found_;                 // a key each; written as results_
   std::size_t next_ = 0;                     // the first untaken item
   std::unordered_set<std::size_t> waiting_;  // taken, and waiting for another put of the key
   bool queued_ = false;
@@ -151,6 +174,7 @@ class Item {
   ~Item();
 
   Op op() const { return batch_->op_; }
+  bool is_of_batch(const Item& other) const { return batch_ == other.batch_; }
   const Key& key() const { return spelled_ ? *spelled_ : batch_->keys_[index_]; }
   std::span<std::byte> buffer() const { return batch_->buffers_[index_]; }
   // Of a lookup that prefetches; else 0.
@@ -166,8 +190,16 @@ class Item {
   std::optional<Status> stopped() const;
   // A byte moved.
   void moved(Clock::time_point now) const;
-  // Ends the item; its buffer must not be touched afterwards.
-  void finish(Status status, std::string error = {});
+  // The record's checksum, of a put whose value is a copy of a record.
+  std::optional<std::uint64_t> checksum() const {
+    return batch_->lookup_ ? std::nullopt : batch_->found_[index_].checksum;
+  }
+  // Tells the batch's owner what is known of the value. Before finish().
+  void tell(const Found& found) const {
+    if (!batch_->lookup_) batch_->found_[index_] = found;
+  }
+  // Ends the item; its buffer must not be touched afterwards. `blame`: of the error.
+  void finish(Status status, std::string error = {}, Blame blame = Blame::kUnknown);
 
  private:
   std::shared_ptr<Batch> batch_;
@@ -221,6 +253,9 @@ class Backend {
   virtual std::unique_ptr<IoThread> make_io_thread(unsigned index) = 0;
   // Appends the backend's own counters. Any thread.
   virtual void append_counters(Counters& counters) const = 0;
+  // The name of the part of the store that the key lives in now: what one failing server takes away. A store of one
+  // part has no names. Any thread; never blocks.
+  virtual std::string shard_of(std::string_view /*key*/) const { return {}; }
 };
 
 class IoExecutor {
@@ -234,15 +269,17 @@ class IoExecutor {
 
   // Never blocks. Throws std::runtime_error when closed, full, or in a forked child, which has no threads.
   // `on_done`: called by a thread of the executor, under its lock: it must not throw, block or call the executor.
+  // `known`: as Batch's.
   std::shared_ptr<Batch> submit(Op op, std::vector<Key> keys, std::vector<Batch::Buffer> buffers,
                                 Clock::duration timeout,
                                 std::optional<Clock::duration> longest = std::nullopt,
-                                std::function<void()> on_done = {});
+                                std::function<void()> on_done = {}, std::vector<Found> known = {});
 
   // As submit(). A lookup of any length counts as one waiting item.
   std::shared_ptr<Batch> submit(std::unique_ptr<Lookup> lookup, Clock::duration timeout);
 
   Counters counters() const;
+  std::string shard_of(std::string_view key) const;
   // When any I/O thread last moved a byte.
   Clock::time_point moved_at() const;
   // Cancels everything, then joins. False: a thread is still busy; call again.

@@ -24,7 +24,7 @@ struct LookupGroup {
   std::uint32_t ranks;  // a record is present when its parts of ranks 0 to ranks - 1 are
   std::uint64_t record_tokens;
   bool sliding_window;  // records after a missing one are useful
-  // Of each part, to be copied near where a far pool has it (near_far.h); 0: it is only asked for.
+  // Of each part, to be copied near where a far pool has it (near_far/near_far.h); 0: it is only asked for.
   std::size_t prefetch_nbytes = 0;
 };
 

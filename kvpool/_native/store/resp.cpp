@@ -151,7 +151,8 @@ class RespIoThread : public IoThread {
     const Role role = RespConnection::role_of(item);
     if (owner != SlotMap::kNobody) return connections_[place(owner, role)]->push(std::move(item));
     topology_.mark_stale();
-    item.finish(Status::kFault, "no node serves slot " + std::to_string(slot_of(item.key().text)));
+    item.finish(Status::kFault, "no node serves slot " + std::to_string(slot_of(item.key().text)),
+                Blame::kStore);
   }
 
   void follow(RespConnection::Redirect&& redirect) {
@@ -222,6 +223,12 @@ RespBackend::RespBackend(RespSettings settings) {
   auto addresses = resolve(settings.endpoint);
   probe(settings, addresses);
   topology_ = std::make_shared<Topology>(std::move(settings), std::move(addresses));
+}
+
+std::string RespBackend::shard_of(std::string_view key) const {
+  const auto map = topology_->map();
+  const std::size_t owner = map->owner_of(key);
+  return owner == SlotMap::kNobody ? std::string() : map->nodes[owner]->settings.endpoint.name();
 }
 
 std::unique_ptr<IoThread> RespBackend::make_io_thread(unsigned index) {

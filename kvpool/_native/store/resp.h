@@ -3,6 +3,8 @@
 #pragma once
 
 #include <memory>
+#include <string>
+#include <string_view>
 #include <utility>
 
 #include "store/io_executor.h"
@@ -21,6 +23,8 @@ class RespBackend : public Backend {
 
   std::unique_ptr<IoThread> make_io_thread(unsigned index) override;
   void append_counters(Counters& counters) const override;
+  // The address of the key's server.
+  std::string shard_of(std::string_view key) const override;
 
  private:
   friend class RespIoThread;

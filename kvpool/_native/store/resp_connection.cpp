@@ -125,13 +125,13 @@ void RespConnection::end_all(std::string_view why) {
 }
 
 // A cancelled or late item ends as such, not as a fault.
-void RespConnection::end_item(Request& request, Status status, std::string words) {
+void RespConnection::end_item(Request& request, Status status, std::string words, Blame blame) {
   if (!request.item) return;
   const auto stopped = request.item->stopped();
   if (stopped && status == Status::kFault) {
     request.item->finish(*stopped);
   } else {
-    request.item->finish(status, std::move(words));
+    request.item->finish(status, std::move(words), blame);
   }
   request.item.reset();
 }
@@ -140,11 +140,12 @@ void RespConnection::push(Item&& taken) {
   is_wanted_ = true;
   if (refuses()) {
     counts_.refused.fetch_add(1, std::memory_order_relaxed);
-    return taken.finish(Status::kFault, last_error_);
+    return taken.finish(Status::kFault, last_error_, Blame::kStore);
   }
   if (has_room()) return begin(std::move(taken));
   if (waiting_.size() >= kMaxWaiting) {
-    return taken.finish(Status::kFault, settings_.endpoint.name() + ": the server does not answer");
+    return taken.finish(Status::kFault, settings_.endpoint.name() + ": the server does not answer",
+                        Blame::kStore);
   }
   waiting_nbytes_ += cost_of(taken);
   next_deadline_ = std::min(next_deadline_, taken.deadline());
@@ -188,12 +189,12 @@ void RespConnection::begin(Item&& taken) {
 
 void RespConnection::push_redirected(std::unique_ptr<Request> request) {
   is_wanted_ = true;
-  if (refuses()) return end_item(*request, Status::kFault, last_error_);
+  if (refuses()) return end_item(*request, Status::kFault, last_error_, Blame::kStore);
   add(std::move(request));
 }
 
 void RespConnection::end_redirected(Redirect&& redirect, std::string words) {
-  end_item(*redirect.request, Status::kFault, std::move(words));
+  end_item(*redirect.request, Status::kFault, std::move(words), Blame::kStore);
 }
 
 RefusedSize* RespConnection::refused(Kind kind) const {
@@ -205,7 +206,7 @@ void RespConnection::add(std::unique_ptr<Request> request) {
   if (RefusedSize* const sizes = refused(request->kind)) {
     if (std::string why = sizes->why(request->item->buffer().size(), Clock::now()); !why.empty()) {
       counts_.refused.fetch_add(1, std::memory_order_relaxed);
-      return end_item(*request, Status::kFault, std::move(why));
+      return end_item(*request, Status::kFault, std::move(why), Blame::kKey);
     }
   }
   request->cost_left = request->cost();

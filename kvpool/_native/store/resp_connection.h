@@ -133,7 +133,7 @@ class RespConnection {
   void end_by_server(std::string_view why);
   void lose(Cause cause, std::string_view why);
   void again(std::unique_ptr<Request> request);
-  static void end_item(Request& request, Status status, std::string words);
+  static void end_item(Request& request, Status status, std::string words, Blame blame = Blame::kUnknown);
 
   Request::Kind kind_of(Op op) const;
   void begin(Item&& taken);
@@ -169,7 +169,7 @@ class RespConnection {
   std::string too_large(Request& request);
   void end_get(Request& request);
   void clean_up(Request& damaged);
-  void end_front(Status status, std::string words);
+  void end_front(Status status, std::string words, Blame blame = Blame::kUnknown);
   std::unique_ptr<Request> look_at(const Request& used);
   bool note_redirect(Request& request, std::string_view text) const;
   void redirect_front();

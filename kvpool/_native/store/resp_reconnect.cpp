@@ -105,12 +105,12 @@ void RespConnection::fail_all() {
   if (last_error_.empty()) last_error_ = settings_.endpoint.name() + ": no connection stands yet";
   for (const auto& request : requests_) {
     if (request->item) counts_.refused.fetch_add(1, std::memory_order_relaxed);
-    end_item(*request, Status::kFault, last_error_);
+    end_item(*request, Status::kFault, last_error_, Blame::kStore);
   }
   std::erase_if(requests_, [](const auto& request) { return request->kind != Kind::kCleanup; });
   for (Item& item : take_waiting()) {
     counts_.refused.fetch_add(1, std::memory_order_relaxed);
-    item.finish(item.stopped().value_or(Status::kFault), last_error_);
+    item.finish(item.stopped().value_or(Status::kFault), last_error_, Blame::kStore);
   }
   recount_send_window();
 }

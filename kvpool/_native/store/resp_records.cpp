@@ -62,7 +62,7 @@ bool RespConnection::gather(Request& request, iovec* parts, std::size_t& count, 
   at -= request.head.size();
   if (at < request.body.size()) {
     const std::size_t until = std::min(request.body.size(), at + kChunkNbytes);
-    if (request.item) hash_up_to(request, until);
+    if (request.item && !request.item->checksum()) hash_up_to(request, until);
     add_part(request.item ? request.body.data() + at : kZeros.data(), until - at);
     if (until < request.body.size()) return false;
     at = request.body.size();
@@ -87,10 +87,14 @@ void RespConnection::make_end(Request& request) const {
   if (!request.item) return request.make_end(std::nullopt, request.key_text, settings_.ttl);
   const Item& item = *request.item;
   const std::span<const std::byte> tail = item.buffer().subspan(request.body.size());
-  hash_up_to(request, request.body.size());  // also without a body
-  request.checksum->update(tail);
   RecordHeader header = make_header(item.key(), item.buffer().size());
-  header.checksum = request.checksum->digest();
+  if (const auto known = item.checksum()) {
+    header.checksum = *known;
+  } else {
+    hash_up_to(request, request.body.size());  // also without a body
+    request.checksum->update(tail);
+    header.checksum = request.checksum->digest();
+  }
   std::string h(kRecordHeaderNbytes + tail.size(), '\0');
   std::memcpy(h.data(), &header, sizeof header);
   if (!tail.empty()) std::memcpy(h.data() + sizeof header, tail.data(), tail.size());
@@ -192,7 +196,10 @@ void RespConnection::end_get(Request& request) {
       std::memcpy(request.into_tail.data(), request.h.data() + sizeof header, request.into_tail.size());
       request.checksum->update(request.into_tail);
     }
-    if (request.checksum->digest() == header.checksum) return end_front(Status::kOk, {});
+    if (request.checksum->digest() == header.checksum) {
+      request.item->tell({request.item->buffer().size(), header.checksum});
+      return end_front(Status::kOk, {});
+    }
     request.damage = Damage::kChecksum;
   }
   clean_up(request);

@@ -1,5 +1,6 @@
 // Replies to a connection's requests: part of RespConnection, see resp_connection.h.
 #include <algorithm>
+#include <array>
 #include <charconv>
 #include <cstring>
 #include <utility>
@@ -28,6 +29,15 @@ std::string_view reason_of(std::string_view error) {
   constexpr std::string_view kBecause = "because of: ";
   const std::size_t at = error.starts_with("EXECABORT ") ? error.find(kBecause) : std::string_view::npos;
   return at == std::string_view::npos ? error : error.substr(at + kBecause.size());
+}
+
+// Whom an error reply blames, by its first word. The rest of it is free text. These concern all that the server is
+// asked for; any other one the key: too large, of another type, not this user's.
+Blame blamed(std::string_view word) {
+  constexpr std::array<std::string_view, 13> kOfServers = {
+      "ASK",    "BUSY",       "CLUSTERDOWN", "LOADING",  "MASTERDOWN", "MISCONF",  "MOVED",
+      "NOAUTH", "NOREPLICAS", "READONLY",    "TRYAGAIN", "UNKILLABLE", "WRONGPASS"};
+  return std::ranges::find(kOfServers, word) == kOfServers.end() ? Blame::kKey : Blame::kStore;
 }
 
 // Whether an error concerns the command rather than the key: no right, or unknown.
@@ -224,7 +234,7 @@ std::string RespConnection::on_error(Request& request, std::string_view text) {
     request.damage = Damage::kMagic;
     end_get(request);
   } else {
-    end_front(Status::kFault, words);
+    end_front(Status::kFault, words, blamed(word));
   }
   return {};
 }
@@ -289,7 +299,7 @@ std::string RespConnection::on_put_token(Request& request, const RespToken& toke
   if (request.moved_port != 0) {
     redirect_front();
   } else {
-    end_front(request.outcome, std::move(request.words));
+    end_front(request.outcome, std::move(request.words), request.blame);
   }
   return {};
 }
@@ -303,9 +313,10 @@ void RespConnection::on_put_error(Request& request, std::string_view error) {
   if (text.starts_with("ERR Protocol error")) said_ = shown(text);
   request.outcome = word == "OOM" ? Status::kNoRoom : Status::kFault;
   if (request.outcome == Status::kFault) request.words = settings_.endpoint.name() + ": " + shown(text);
+  request.blame = blamed(word);
 }
 
-void RespConnection::end_front(Status status, std::string words) {
+void RespConnection::end_front(Status status, std::string words, Blame blame) {
   Request& front = *requests_.front();
   attempts_ = 0;  // this connection proved useful
   if (status != Status::kFault) said_.clear();
@@ -316,7 +327,7 @@ void RespConnection::end_front(Status status, std::string words) {
     if (RefusedSize* const sizes = refused(front.kind); sizes != nullptr && has_moved) {
       sizes->moved(front.item->buffer().size());
     }
-    front.item->finish(status, std::move(words));
+    front.item->finish(status, std::move(words), blame);
     front.item.reset();
   }
   release_send_window(front, front.cost_left);

@@ -1,6 +1,7 @@
 // A near pool before a far one, of two directories: what goes where, and that nothing outlives a close.
-#include "store/near_far.h"
+#include "store/near_far/near_far.h"
 
+#include <array>
 #include <atomic>
 #include <cstring>
 #include <memory>
@@ -134,7 +135,7 @@ TEST(near_far_a_value_without_room_far_is_near) {
   const Pools pools(true, 1000);
   CHECK(run_one(*pools.both, Op::kPutAbsent, 1, value_of(1)) == Status::kOk);
   wait_behind(pools);
-  CHECK(counter(*pools.both, "refused_behind") == 1);
+  CHECK(counter(*pools.both, "no_room_far") == 1);
   CHECK(run_one(*pools.both, Op::kTouch, 1) == Status::kNear);
 }
 
@@ -264,6 +265,141 @@ TEST(near_far_prefetches_of_many_threads_beside_deletes) {
   }
   for (std::thread& thread : threads) thread.join();
   CHECK(counter(*pools.both, "far_faults") == 0);
+}
+
+// A far pool of three shards, which ends a put as the key's shard does: alive, dead, silent until it is closed, refusing
+// this key, or without room.
+struct Shards : Backend {
+  enum class Way : std::uint8_t { kTakes, kDead, kSilent, kRefuses, kFull };
+
+  struct Thread : IoThread {
+    explicit Thread(Shards& shards) : pool(shards) {}
+    void run(Source& source) override {
+      std::vector<Item> held;
+      while (!source.closing()) {
+        std::vector<Item> taken;
+        while (source.try_take(taken, true)) {
+        }
+        for (Item& item : taken) held.push_back(std::move(item));
+        std::erase_if(held, [this](Item& item) { return end(item); });
+        std::this_thread::sleep_for(200us);
+      }
+    }
+    bool end(Item& item) const {
+      if (const auto stopped = item.stopped()) {
+        item.finish(*stopped);
+        return true;
+      }
+      switch (pool.ways[number_of(item.key().text) % 3].load()) {
+        case Way::kSilent:
+          return false;
+        case Way::kDead:
+          item.finish(Status::kFault, "dead", Blame::kStore);
+          return true;
+        case Way::kRefuses:
+          if (is_put(item.op())) {
+            item.finish(Status::kFault, "ERR too large", Blame::kKey);
+            return true;
+          }
+          break;
+        case Way::kFull:
+          if (is_put(item.op())) {
+            item.finish(Status::kNoRoom);
+            return true;
+          }
+          break;
+        case Way::kTakes:
+          break;
+      }
+      if (is_put(item.op())) ++pool.puts;
+      item.finish(is_put(item.op()) ? Status::kOk : Status::kMiss);
+      return true;
+    }
+    Shards& pool;
+  };
+  static unsigned number_of(std::string_view key) {
+    const std::size_t begin = key.find(':', key.find(':', key.find(':') + 1) + 1) + 1;
+    return static_cast<unsigned>(std::stoul(std::string(key.substr(begin, 16))));
+  }
+  std::unique_ptr<IoThread> make_io_thread(unsigned) override { return std::make_unique<Thread>(*this); }
+  void append_counters(Counters&) const override {}
+  std::string shard_of(std::string_view key) const override { return std::to_string(number_of(key) % 3); }
+
+  std::array<std::atomic<Way>, 3> ways{Way::kTakes, Way::kTakes, Way::kTakes};
+  std::atomic<unsigned> puts{0};
+};
+
+struct BeforeShards : Pools {
+  BeforeShards() {
+    auto backend = std::make_unique<Shards>();
+    shards = backend.get();
+    far = std::make_shared<IoExecutor>(std::move(backend), 2);
+    both = std::make_unique<IoExecutor>(std::make_unique<NearFarBackend>(near, far, true), 1);
+  }
+  void put(unsigned first, unsigned count) const {
+    std::vector<unsigned> numbers;
+    std::vector<Bytes> values;
+    for (unsigned i = first; i < first + count; ++i) {
+      numbers.push_back(i);
+      values.push_back(value_of(i));
+    }
+    for (const Status status : run(*both, Op::kPutAbsent, numbers, values)) CHECK(status == Status::kOk);
+  }
+  void get(unsigned count) const {
+    std::vector<unsigned> numbers;
+    std::vector<Bytes> values(count, Bytes(kNbytes));
+    for (unsigned i = 0; i < count; ++i) numbers.push_back(i);
+    for (const Status status : run(*both, Op::kGet, numbers, values)) CHECK(status == Status::kNear);
+    for (unsigned i = 0; i < count; ++i) CHECK(values[i] == value_of(i));
+  }
+  Shards* shards;
+};
+
+TEST(near_far_shards_that_take_nothing_hold_up_no_other) {
+  using Way = Shards::Way;
+  for (const Way way : {Way::kDead, Way::kSilent, Way::kRefuses, Way::kFull}) {
+    const BeforeShards pools;
+    pools.shards->ways[0] = way;
+    pools.put(0, 300);
+    CHECK(eventually([&] { return pools.shards->puts == 200; }));
+    pools.get(300);
+    const bool leaves = way == Way::kRefuses || way == Way::kFull;
+    CHECK(eventually([&] { return counter(*pools.both, "behind_waiting") == (leaves ? 0U : 100U); }));
+    CHECK(counter(*pools.both, way == Way::kFull ? "no_room_far" : "refused_far") == (leaves ? 100U : 0U));
+    pools.shards->ways[0] = Way::kTakes;
+    if (leaves) continue;
+    CHECK(way == Way::kSilent || eventually([&] { return pools.shards->puts == 300; }));
+    CHECK(counter(*pools.both, "lost") == 0);
+  }
+}
+
+TEST(near_far_random_shards_beside_near) {
+  using Way = Shards::Way;
+  const BeforeShards pools;
+  std::mt19937 draw(1);
+  unsigned count = 0;
+  for (int turn = 0; turn < 60; ++turn) {
+    pools.shards->ways[draw() % 3] = static_cast<Way>(draw() % 5);
+    if (count < 600) pools.put(count, 20);
+    count = std::min(count + 20, 600U);
+    pools.get(count);
+  }
+  for (auto& way : pools.shards->ways) way = Way::kTakes;
+  wait_behind(pools);
+  CHECK(counter(*pools.both, "near_faults") == 0);
+  CHECK(counter(*pools.both, "behind") + counter(*pools.both, "no_room_far") +
+            counter(*pools.both, "refused_far") >=
+        600 - counter(*pools.both, "lost"));
+}
+
+TEST(near_far_a_value_put_with_another_checksum_is_no_record) {
+  const Pools pools;
+  Bytes value = value_of(1);
+  const Key key = make_key(1);
+  const auto put = pools.far->submit(Op::kPut, {key}, {value}, 60s, std::nullopt, {}, {Found{kNbytes, 7}});
+  CHECK(put->wait_until(Clock::now() + 60s) && put->results()[0] == Status::kOk);
+  CHECK(run_one(*pools.far, Op::kGet, 1, Bytes(kNbytes)) == Status::kMiss);
+  CHECK(counter(*pools.far, "damaged_checksum") == 1);
 }
 
 TEST(near_far_close_in_the_middle_ends_all) {
