@@ -1,4 +1,7 @@
-"""What requests hint at: read from three places, bounded, and counted; kept prefixes outlive others, done ones go."""
+"""What requests hint at: read from three places, bounded, and counted; kept prefixes outlive others, done ones go.
+
+Over 400 lines because keeping and letting go share one scripted pool.
+"""
 
 from __future__ import annotations
 

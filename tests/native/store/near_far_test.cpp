@@ -1,4 +1,5 @@
 // A near pool before a far one, of two directories: what goes where, and that nothing outlives a close.
+// Over 400 lines because each fault of either pool is a test here.
 #include "store/near_far/near_far.h"
 
 #include <array>
