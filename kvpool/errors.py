@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+# With "default_properties = fips=yes" and no provider that has it.
+NO_PROVIDER = (
+    "OpenSSL's configuration wants a provider that is not active, as for FIPS: activate it in the file that "
+    "OPENSSL_CONF names, or name another file for this process"
+)
+
 
 class KVPoolError(Exception):
     """Base of all errors; its text is one line that says what to do next."""

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 import typer
 
-from kvpool.errors import ConfigError, KVPoolError
+from kvpool.errors import NO_PROVIDER, ConfigError, KVPoolError
 from kvpool.text import missing_extra, printable
 
 EXIT_FAILED = 1
@@ -97,8 +97,6 @@ def _run(app: typer.Typer, program: str) -> NoReturn:
         end(str(needed), EXIT_FAILED, "MissingPackage")
     except Exception as error:
         if type(error).__name__ == "UnsupportedDigestmodError":  # hashlib's, of a module without types
-            from kvpool.store.advice import NO_PROVIDER
-
             end(f"Python's OpenSSL offers no SHA-256: {error}; {NO_PROVIDER}", EXIT_FAILED, "NoProvider")
         # Wrong options, as click words them; anything else is a fault of ours and keeps its trace.
         if not hasattr(error, "format_message"):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import cbor2
 
 from kvpool import _native
-from kvpool.errors import ConfigError
+from kvpool.errors import NO_PROVIDER, ConfigError
 from kvpool.text import unknown
 
 if TYPE_CHECKING:
@@ -71,7 +71,11 @@ class BlockHasher:
         self._block_tokens = block_tokens
         self._algorithm = algorithm
         self._cache, self._owner = cache, owner
-        self._none_hash = _native.digest(algorithm, _cbor(_text("seed", seed)))
+        seeded = _cbor(_text("seed", seed))
+        try:
+            self._none_hash = _native.digest(algorithm, seeded)
+        except RuntimeError as error:
+            raise ConfigError(f"{error}, by which blocks are named; {NO_PROVIDER}") from error
 
     @property
     def block_tokens(self) -> int:

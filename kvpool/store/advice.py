@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
+from kvpool.errors import NO_PROVIDER
 from kvpool.threads import ADVICE, NO_THREAD
 
-# With "default_properties = fips=yes" and no provider that has it.
-NO_PROVIDER = (
-    "OpenSSL's configuration wants a provider that is not active, as for FIPS: activate it in the file that "
-    "OPENSSL_CONF names, or name another file for this process"
-)
 # Phrase, in lower case -> what to change. The first match counts.
 # Of what this host or process has too little of.
 _HOST = {

@@ -415,6 +415,25 @@ def test_a_marker_that_is_a_link_a_folder_a_pipe_or_huge_is_refused(root: Path, 
     FileStore(str(root), MIB, 1).close()
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives a link to another user")
+@pytest.mark.parametrize("place", ["link", "link/pool", "link/not/yet/there", "mine/pool"])
+@pytest.mark.parametrize("capacity_nbytes", [MIB, None])
+def test_a_link_of_another_user_on_the_way_is_refused(
+    tmp_path: Path, place: str, capacity_nbytes: int | None
+) -> None:
+    """Who made it decides where the pool is, and may turn it to elsewhere later."""
+    (tmp_path / "real").mkdir()
+    FileStore(str(tmp_path / "real" / "pool"), MIB, 1).close()
+    (tmp_path / "link").symlink_to("real")
+    os.chown(tmp_path / "link", 65534, 65534, follow_symlinks=False)
+    (tmp_path / "mine").symlink_to("link")
+    before = tree(tmp_path / "real")
+    assert "link is a symbolic link of user 65534" in refused(tmp_path / place, capacity_nbytes)
+    assert tree(tmp_path / "real") == before
+    os.chown(tmp_path / "link", 0, 0, follow_symlinks=False)
+    FileStore(str(tmp_path / "mine" / "pool"), MIB, 1).close()
+
+
 def test_a_maker_that_was_killed_is_finished_by_the_next(root: Path) -> None:
     FileStore(str(root), MIB, 1).close()
     whole = (root / "kvpool-pool").read_bytes()

@@ -10,6 +10,7 @@
 #include <array>
 #include <cerrno>
 #include <charconv>
+#include <climits>
 
 #include "store/descriptor.h"
 #include "store/usage.h"
@@ -30,6 +31,7 @@ constexpr const char* kCapacity = "capacity";
 constexpr std::size_t kBucketDigits = 3;
 static_assert(kBuckets == 1U << (4 * kBucketDigits));
 constexpr std::string_view kPrefix = "kvpool:";  // of every key; its parts contain no '.' or '/'
+constexpr unsigned kMostLinks = 40;              // behind each other, as in the kernel
 constexpr mode_t kOwnersFolder = 0700;
 constexpr mode_t kOwnersFile = 0600;
 constexpr mode_t kGroupsFile = 0660;
@@ -48,11 +50,35 @@ int make_parents(const std::string& path) {
   return mkdir(path.c_str(), 0777) == 0 || errno == EEXIST ? 0 : errno;
 }
 
+// The owner of a link on the way decides where the pool is, and may decide anew at any time.
+void check_links(const std::string& path, unsigned depth = 0) {
+  for (std::size_t end = path.find('/', 1);; end = path.find('/', end + 1)) {
+    const std::string part = path.substr(0, end);
+    struct stat info;
+    if (lstat(part.c_str(), &info) != 0) return;  // not there: it is still to be made, or opening it says why
+    if (S_ISLNK(info.st_mode)) {
+      if (info.st_uid != geteuid() && info.st_uid != 0) {
+        throw RefusedDirectory(part + " is a symbolic link of user " + std::to_string(info.st_uid) +
+                               ", who decides where it leads: name the directory itself");
+      }
+      std::array<char, PATH_MAX> target{};
+      const ssize_t n = readlink(part.c_str(), target.data(), target.size());
+      if (n > 0 && depth < kMostLinks) {
+        const std::string to(target.data(), static_cast<std::size_t>(n));
+        check_links(to.front() == '/' ? to : part.substr(0, part.rfind('/') + 1) + to, depth + 1);
+      }
+    }
+    if (end == std::string::npos) return;
+  }
+}
+
 Descriptor open_root(const std::string& root) {
+  check_links(root);
   return Descriptor(open(root.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
 }
 
 Descriptor open_or_make_root(const std::string& root) {
+  check_links(root);
   const std::size_t slash = root.rfind('/');
   if (slash != std::string::npos && slash != 0) {
     if (const int error = make_parents(root.substr(0, slash)); error != 0) fail(kCannot, root, error);

@@ -45,9 +45,12 @@ def read_page(url: str, tls_ca: str | None) -> Page:
     try:
         parts = urlsplit(url)
         host, is_https = parts.hostname or "", parts.scheme == "https"
+        tls = Tls(ca=tls_ca or "")
+        if is_https:
+            tls.context()  # what is wrong with it here is told first
         plain = dialled((host, parts.port or (443 if is_https else 80)), end_s)
         if is_https:
-            socket = under_tls(plain, Tls(ca=tls_ca or ""), host, end_s)
+            socket = under_tls(plain, tls, host, end_s)
         else:
             socket = DeadlineSocket(fileno=plain.detach())
         with socket:

@@ -41,7 +41,7 @@ def test_only_one_user_reads_what_is_made_and_nothing_secret_is_printed(tmp_path
     run = make(folder)
     assert run.returncode == 0, run.stderr
     files = list(folder.iterdir())
-    assert len(files) == 13
+    assert len(files) == 14
     assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
     assert stat.S_IMODE(folder.stat().st_mode) in (0o700, 0o711)
     secret = re.findall(r"[A-Za-z0-9_-]{40,}", "".join(file.read_text() for file in files))
@@ -53,6 +53,20 @@ def test_only_one_user_reads_what_is_made_and_nothing_secret_is_printed(tmp_path
     assert "is there already" in again.stderr
     assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
     assert [file.name for file in tmp_path.iterdir()] == ["made"]
+
+
+def test_no_container_has_what_is_the_operators_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "made"
+    assert make(folder).returncode == 0
+    text = (envoy.ROOT / "docker-compose.secure.yml").read_text()
+    settings = "".join((folder / name).read_text() for name in ("env", "envoy.yaml", "tokens.toml"))
+    for name in ("admin.token", "ca.key"):
+        assert name not in text
+        assert (folder / name).read_text() not in settings
+    assert {*re.findall(r"KVPOOL_SECRETS:\?\}/([\w.]+)", text)} <= {file.name for file in folder.iterdir()}
+    tokens = TokenAuth(str(folder / "tokens.toml"))
+    rights = tokens.authenticate(f"Bearer {(folder / 'ready.token').read_text().strip()}")
+    assert (rights.rights, rights.tenants) == ({"read"}, {"default"})
 
 
 def test_the_front_speaks_tls_and_shows_the_index_a_token(tmp_path: Path) -> None:

@@ -72,6 +72,20 @@ def test_a_command_without_hashes_is_one_sentence_with_what_to_do(tmp_path: Path
     assert "OPENSSL_CONF" in line
 
 
+def test_a_hasher_without_hashes_is_one_sentence_with_what_to_do(tmp_path: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format("kvpool.BlockHasher(16)")],
+        env=environment(tmp_path, NO_HASHES),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith(
+        "OpenSSL has no SHA256, by which blocks are named; OpenSSL's configuration wants"
+    )
+
+
 def test_a_front_that_cannot_be_asked_over_tls_says_why(tmp_path: Path) -> None:
     ended = kvpool_process("doctor", "--front", "https://127.0.0.1:1", env=environment(tmp_path, NO_CIPHERS))
     assert SAYS in " ".join(ended.stdout.split())
