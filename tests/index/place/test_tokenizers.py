@@ -161,25 +161,38 @@ async def test_a_long_text_that_is_late_is_made_for_the_next_request() -> None:
         assert tokenizer.begun
 
 
+@pytest.mark.parametrize(("max_memory_nbytes", "promptless"), [(64 << 20, "busy"), (None, "too-large")])
 @pytest.mark.anyio
-async def test_a_chat_that_its_template_multiplies_is_refused_and_placed_by_load(loaded: Tokenizer) -> None:
+async def test_a_chat_that_its_template_multiplies_is_refused_and_placed_by_load(
+    loaded: Tokenizer, max_memory_nbytes: int | None, promptless: str
+) -> None:
     """No worker's /render is asked: that would be the same work once more."""
     body = {
         "model": "m",
         "messages": [{"role": "user", "content": "x"}] * 800,
         "chat_template_kwargs": {"eos_token": "e" * (1 << 19)},
     }
-    limits = Limits(64 << 20)
+    limits = Limits(max_memory_nbytes)
     tokenizers = Tokenizers({"m": loaded}, limits)
     try:
         with pytest.raises(KVPoolError, match=r"no room|chat template makes"):
             await tokenizers.in_tokens(Prompt("m", chat=Chat.of_request(body)), "m")
         async with placer_of(two_workers(), tokenizers, timeout_s=WAIT_S) as (placer, _):
             placed = await placer.place("/v1/chat/completions", {}, json.dumps(body).encode(), "default")
-            assert placed.promptless in ("too-large", "busy")
+            assert placed.promptless == promptless
             assert placed.targets
         assert limits._used_by[TEXTS] == limits.used_nbytes == 0
     finally:
         tokenizers.close()
     with pytest.raises(TooMuchText):
         loaded.of_chat(Chat.of_request(body), TextWork())
+
+
+def test_a_chat_of_many_parts_is_long_before_they_are_looked_at(loaded: Tokenizer) -> None:
+    calls = [{"type": "function", "function": {"name": "f"}}] * (SHORT.steps + 1)
+    for message in (
+        {"role": "user", "content": [""] * (SHORT.steps + 1)},
+        {"role": "assistant", "tool_calls": calls},
+    ):
+        with pytest.raises(LongText):
+            loaded.of_chat(Chat([message]), TextWork(SHORT))
