@@ -6,6 +6,7 @@ its memory from the limits. ``active``: the work of the thread's template.
 
 from __future__ import annotations
 
+import string
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,8 +19,10 @@ MAX_RENDERED_CHARS = 8 << 20  # of a chat: twice the longest request
 MADE = 4  # times that with what expressions of its template make on the way
 CHAR_NBYTES = 4
 UNIT_CHARS = 64 << 10  # that are counted in the memory at a time
-# Of memory for a character of a piece that is made into tokens: 30 to 105 measured, 200 for digits.
-ENCODED_NBYTES = 96
+# Of memory for a piece that is made into tokens: for a character (30 to 105 measured), and more for each that is no
+# letter, as many tokenizers split there (350 for digits).
+ENCODED_NBYTES, SPLIT_NBYTES = 96, 256
+_LETTERS = string.ascii_letters.encode()
 
 
 class Bounds(NamedTuple):
@@ -84,15 +87,17 @@ class TextWork:
             self._take(-(-lacking // unit_nbytes) * unit_nbytes)
 
     @contextmanager
-    def encoding(self, chars: int) -> Iterator[None]:
-        """A piece of so many is made into tokens in the block. Errors: ``LongText``; ``KVPoolError`` without room."""
+    def encoding(self, piece: str) -> Iterator[None]:
+        """It is made into tokens in the block. Errors: ``LongText``; ``KVPoolError`` without room."""
+        chars = len(piece)
         self._chars -= chars
         if self._chars < 0 or chars > self._bounds.piece_chars:
             raise LongText(f"{chars} characters are made into tokens in one piece")
         if chars <= UNIT_CHARS:
             yield
             return
-        nbytes = ENCODED_NBYTES * chars
+        splits = min(chars, len(piece.encode("utf-8", "surrogatepass").translate(None, _LETTERS)))
+        nbytes = ENCODED_NBYTES * chars + SPLIT_NBYTES * splits
         self._take(nbytes)
         try:
             yield

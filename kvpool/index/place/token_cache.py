@@ -105,7 +105,7 @@ class TokenCache:
         return piece if at_special or end == len(text) or _BETWEEN_WORDS.match(text, end) else None
 
     def _encoded(self, text: str, work: TextWork) -> array[int]:
-        with work.encoding(len(text)):
+        with work.encoding(text):
             return array("I", self._encode(text))
 
     def _piece(self, text: str, work: TextWork) -> _Piece:

@@ -21,34 +21,46 @@ MIB = 1 << 20
 def test_of_short_texts_only_so_many_characters_are_made_into_tokens() -> None:
     work = TextWork(Bounds(100, 9, 60))
     for _ in range(2):
-        with work.encoding(40):
+        with work.encoding("x" * 40):
             pass
-    with pytest.raises(LongText), work.encoding(21):
+    with pytest.raises(LongText), work.encoding("x" * 21):
         pass
-    with pytest.raises(LongText), TextWork(Bounds(100, 9, 60)).encoding(61):
+    with pytest.raises(LongText), TextWork(Bounds(100, 9, 60)).encoding("x" * 61):
         pass
 
 
 def test_a_long_piece_takes_memory_while_it_is_made() -> None:
     limits = Limits(64 * MIB)
     with closing(TextWork(limits=limits)) as work:
-        with work.encoding(text_work.UNIT_CHARS + 1):
+        with work.encoding("x" * (text_work.UNIT_CHARS + 1)):
             assert limits.used_nbytes > text_work.ENCODED_NBYTES * text_work.UNIT_CHARS
         assert limits.used_nbytes == 0
         with (
             pytest.raises(
                 KVPoolError, match=r"there is no room to make tokens of this text, .*: send it again"
             ),
-            work.encoding(4 * MIB),
+            work.encoding("x" * (4 * MIB)),
         ):
             raise AssertionError("it began")
     assert limits.used_nbytes == 0
 
 
+def test_digits_take_more_memory_than_letters() -> None:
+    """Each may be a piece of its own to a tokenizer."""
+    limits = Limits()
+    with closing(TextWork(limits=limits)) as work:
+        with work.encoding("x" * MIB):
+            letters = limits.used_nbytes
+        with work.encoding("1" * MIB):
+            assert limits.used_nbytes == letters + text_work.SPLIT_NBYTES * MIB
+        with pytest.raises(KVPoolError, match="there is no room"), work.encoding("1" * (2 * MIB)):
+            pass
+
+
 def test_the_longest_text_has_room_without_a_limit() -> None:
     with closing(TextWork(limits=Limits())) as work:
         work.make(4 * MIB + 64 * 1024)
-        with work.encoding(4 * MIB):
+        with work.encoding("x" * (4 * MIB)):
             pass
 
 
