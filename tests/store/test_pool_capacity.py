@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -158,3 +159,15 @@ def test_processes_of_several_capacities_agree_on_one(root: Path) -> None:
     with FileStore(str(root), None, 1) as store:
         assert store.capacity_nbytes in [(4 + number) * MIB for number in range(4)]
         assert held(root) <= store.capacity_nbytes
+
+
+def test_a_pool_in_use_is_not_old_to_programs_that_clean_up_by_age(root: Path) -> None:
+    """Its marker was read when a process began, and never again: without it no later process took the directory."""
+    open_store(f"file://{root}?capacity=4MiB").close()
+    ago_s = time.time() - 20 * 86400
+    lasting = [root / "kvpool-pool", root / "capacity"]
+    for path in lasting:
+        os.utime(path, (ago_s, ago_s))
+    with open_store(f"file://{root}?capacity=4MiB") as store:
+        assert store.put_many(keys(1), [bytes(MIB)]) == [True]
+    assert [path for path in lasting if path.stat().st_mtime < ago_s + 86400] == []

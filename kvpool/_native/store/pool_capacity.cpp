@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "store/descriptor.h"
+#include "store/pool_directory.h"
 
 namespace kvpool {
 namespace {
@@ -21,6 +22,7 @@ namespace {
 using namespace std::chrono_literals;
 
 constexpr auto kCapacityLook = 1s;
+constexpr auto kRenew = 1h;
 constexpr std::size_t kMaxCapacityFileNbytes = 4096;  // of the file
 constexpr std::string_view kForPeople =
     "\nMost bytes of this pool, for all its processes: kvpool capacity shows and changes it.\n";
@@ -83,7 +85,12 @@ std::uint64_t PoolCapacity::settle(std::uint64_t held_nbytes, mode_t mode) {
 
 // What was last known stays where none stands.
 void PoolCapacity::look() {
-  look_at_.store(Clock::now() + kCapacityLook, std::memory_order_relaxed);
+  const Clock::time_point now = Clock::now();
+  look_at_.store(now + kCapacityLook, std::memory_order_relaxed);
+  if (now >= renew_at_.load(std::memory_order_relaxed)) {
+    renew_at_.store(now + kRenew, std::memory_order_relaxed);
+    renew(root_);
+  }
   if (const auto found = read_capacity(root_)) nbytes_.store(*found, std::memory_order_relaxed);
 }
 

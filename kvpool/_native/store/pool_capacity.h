@@ -31,7 +31,7 @@ class PoolCapacity {
   // `own_nbytes`: of the process's URL; kUnlimited: it says none, limits nothing and writes nothing.
   PoolCapacity(std::string root, std::uint64_t own_nbytes);
 
-  // What holds; read again when a second has passed.
+  // What holds; read again when a second has passed. Each hour the pool is renewed.
   std::uint64_t nbytes();
   // What holds now. Writes it where none stands. Under the exclusive lock of the counts.
   std::uint64_t settle(std::uint64_t held_nbytes, mode_t mode);
@@ -45,6 +45,7 @@ class PoolCapacity {
   const bool limits_;
   std::atomic<std::uint64_t> nbytes_;
   std::atomic<Clock::time_point> look_at_{};
+  std::atomic<Clock::time_point> renew_at_{};
 };
 
 }  // namespace kvpool

@@ -229,6 +229,12 @@ PoolDirectory find_pool(const std::string& root) {
   return pool;
 }
 
+void renew(const std::string& root) {
+  for (const char* name : {kMarkerName, kCapacity}) {
+    utimensat(AT_FDCWD, (root + "/" + name).c_str(), nullptr, AT_SYMLINK_NOFOLLOW);
+  }
+}
+
 int make_folder(const PoolDirectory& pool, const std::string& path) {
   if (mkdir(path.c_str(), pool.directory_mode & 0777) != 0) return errno == EEXIST ? 0 : errno;
   if (pool.directory_mode != kOwnersFolder) chmod(path.c_str(), pool.directory_mode);

@@ -40,6 +40,10 @@ PoolDirectory make_pool(const std::string& root, const PoolDirectory& known = {}
 // As make_pool() for an existing pool; writes nothing.
 PoolDirectory find_pool(const std::string& root);
 
+// Sets the times of the marker and the capacity: programs that clean up by age would delete them from a pool in use, and
+// without its marker it is none.
+void renew(const std::string& root);
+
 // mkdir with the pool's mode, whatever the umask. Returns 0 or an errno; 0 if present.
 int make_folder(const PoolDirectory& pool, const std::string& path);
 
