@@ -25,7 +25,7 @@ from vllm.logger import init_logger
 
 from kvpool import metrics
 from kvpool.discovery.quota import read_standings
-from kvpool.errors import KVPoolError, NoThread
+from kvpool.errors import KVPoolError, NoThread, StoreUnavailable
 from kvpool.key.key import Namespace, keeper_key, keepers_prefix, namespace_prefix
 from kvpool.metrics import Counters
 from kvpool.store import LookupGroup, Store
@@ -171,7 +171,11 @@ class Retention(TurnThread):
         self._kept = {last: kept for last, kept in self._kept.items() if kept.ends_s > now_s}
         if not self._kept:
             return
-        self._measure_room()
+        faults: list[KVPoolError] = []
+        try:
+            self._measure_room()
+        except KVPoolError as error:  # the room stays; a far pool that is away keeps nobody from what is near
+            faults.append(error)
         nbytes = 0
         for last, kept in list(self._kept.items()):  # the oldest first
             nbytes += kept.nbytes
@@ -182,10 +186,24 @@ class Retention(TurnThread):
         # Near answers for what it has, and tells far of uses more rarely: a kept prefix is touched there, too, once
         # all are touched near, so that a far pool which is away costs near nothing.
         for store in filter(None, (self._store, self._store.far)):
-            for kept in self._kept.values():
-                if self._closing:
-                    return
-                store.submit_lookup(kept.namespace, kept.groups, timeout_s=CALL_S).wait()
+            faults += self._touch_in(store)
+        if faults:
+            raise faults[0]
+
+    def _touch_in(self, store: Store) -> list[KVPoolError]:
+        """Ask for all at once: one that a silent server keeps waiting costs the others nothing."""
+        lookups = [
+            store.submit_lookup(one.namespace, one.groups, timeout_s=CALL_S) for one in self._kept.values()
+        ]
+        faults: list[KVPoolError] = []
+        for lookup in lookups:
+            if self._closing:
+                break
+            try:
+                lookup.wait()
+            except StoreUnavailable as error:
+                faults.append(error)
+        return faults
 
     def _measure_room(self) -> None:
         """This engine's part of the share, of the pool or the quota.
