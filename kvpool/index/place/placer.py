@@ -67,9 +67,7 @@ INLINE_NBYTES = 8 << 10  # of a body, above which a thread does the work; its te
 INLINE_TOKENS_NBYTES = 64 << 10
 THREADS = 2
 MAX_UNDER_WAY = 64  # bodies in threads
-FAILED = frozenset(
-    (500, 502, 504)
-)  # statuses of an engine's fault; 429 and 503: it is full, or does not serve now
+FAILED = frozenset((500, 502, 504))  # of an engine's fault; 429 and 503: it is full, or does not serve now
 
 logger = logging.getLogger("kvpool.index")
 

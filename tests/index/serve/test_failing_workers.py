@@ -97,7 +97,7 @@ def answering(post: bytes, get: bytes = b"200 OK") -> Callable[[socket.socket], 
 
     def talk(client: socket.socket) -> None:
         while request := request_of(client):
-            head, _, body = (post if request.startswith(b"POST") else get).partition(b"|")
+            head, _, body = (post if request.startswith(b"POST /v1/completions") else get).partition(b"|")
             length = b"" if b"\r\n" in head else b"\r\ncontent-length: %d" % len(body)
             client.sendall(b"HTTP/1.1 " + head + length + b"\r\n\r\n" + body)
             if length == b"" and not body.endswith(b"0\r\n\r\n"):
@@ -125,13 +125,14 @@ BROKEN = {
 @pytest.mark.parametrize("answer", BROKEN.values(), ids=BROKEN.keys())
 def test_only_a_generation_proves_an_engine(answer: bytes) -> None:
     """Whatever else it answers well, a worker that serves no prompt is found out."""
-    with beside(BadWorker("bad", answering(answer, b"404 Not Found|{}")), "a") as there:
+    with beside(BadWorker("bad", answering(answer, b"200 OK|{}")), "a") as there:
         for number in range(FAILURES):
             assert ejected(there) == [], number
             with suppress(OSError, http.client.HTTPException):
                 post(there.url, asked(number, stream=True))
             for _ in range(2):
-                get(f"{there.url}/nothing")
+                get(f"{there.url}/version")
+                post(there.url, asked(number), path="/tokenize")
         assert eventually(lambda: ejected(there) == ["default/bad"])
         assert {post(there.url, asked(number)).worker for number in range(9, 19)} == {"a"}
 
