@@ -100,7 +100,8 @@ class Ejections:
         if judged == "unreached":
             one.unreached += 1
         elif self._counts(mark, start):
-            one.failed.add(mark)
+            if not one.fails:  # more would say no more
+                one.failed.add(mark)
         else:
             if one.is_on_trial:  # the next request is another one
                 self._eject(one, 0.0)

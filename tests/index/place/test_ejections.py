@@ -199,6 +199,7 @@ def test_an_only_worker_stays() -> None:
     for number in range(9):
         router.record(fleet.start(BAD), bytes([number]), "failed")
     assert len(router._reservations) == 0
+    assert len(router._ejections._failing[BAD].failed) == FAILURES, "however many"
 
 
 def test_what_no_engine_computes_says_nothing_of_it() -> None:
