@@ -6,7 +6,8 @@ for each tenant that announces anything, at most this share of its quota, and of
 something. A prefix without room is not kept, so that no caller displaces what another one keeps.
 
 To be done is to expire: the records' time to live gets short (``Store.expire_many``), and any later use renews it. So a
-prefix that others share stays.
+prefix that others share stays. No caller is known by name, so the longest wish for a record lasts: what is kept is not
+let go, and a shorter wish takes nothing from a longer one.
 
 Threads: the engine's scheduler thread makes the calls, which return at once. The first hint starts a thread that asks
 the store.
@@ -95,7 +96,7 @@ class Retention(TurnThread):
             self._send(lambda: self._keep(prefix, keep_s))
 
     def let_go(self, prefix: Prefix) -> None:
-        """Keep neither it nor what it begins with; its records expire soon."""
+        """Its records expire soon, but for those at its beginning that are kept."""
         if prefix.hashes:
             self._send(lambda: self._let_go(prefix))
 
@@ -140,23 +141,31 @@ class Retention(TurnThread):
         self._counters.set(metrics.KEPT_NBYTES, float(self._kept_nbytes()))
 
     def _keep(self, prefix: Prefix, keep_s: float) -> None:
-        replaced = self._kept.keys() & set(prefix.hashes)  # it goes on from them
+        last, ends_s = prefix.hashes[-1], self._clock() + keep_s
+        begun = self._kept.keys() & set(prefix.hashes)  # it goes on from them
+        if (same := self._kept.get(last)) is not None:
+            keep_s, ends_s = max(keep_s, same.keep_s), max(ends_s, same.ends_s)
+        replaced = [
+            one for one in begun if self._kept[one].ends_s <= ends_s and self._kept[one].keep_s <= keep_s
+        ]
         if not self._kept:
             self._measure_room()
-        more_nbytes = prefix.nbytes - sum(self._kept[last].nbytes for last in replaced)
+        more_nbytes = prefix.nbytes - sum(self._kept[one].nbytes for one in replaced)
         if self._kept_nbytes() + more_nbytes > self._room_nbytes:
             self._used(prefix.hashes)
             self._counters.add(metrics.KEEPS_REFUSED)
             return
-        for last in replaced:
-            del self._kept[last]
-        kept = _Kept(prefix.namespace, prefix.groups, prefix.nbytes, keep_s, self._clock() + keep_s)
-        self._kept[prefix.hashes[-1]] = kept
+        for one in replaced:
+            del self._kept[one]
+        self._kept[last] = _Kept(prefix.namespace, prefix.groups, prefix.nbytes, keep_s, ends_s)
 
     def _let_go(self, prefix: Prefix) -> None:
-        for last in self._kept.keys() & set(prefix.hashes):
-            del self._kept[last]
-        names = LookupKeys(namespace_prefix(prefix.namespace.tenant, prefix.namespace.hex), prefix.groups)
+        now_s = self._clock()
+        kept = [
+            one for one in self._kept.values() if one.ends_s > now_s and one.namespace == prefix.namespace
+        ]
+        groups = [_behind(group, [own for one in kept for own in one.groups]) for group in prefix.groups]
+        names = LookupKeys(namespace_prefix(prefix.namespace.tenant, prefix.namespace.hex), groups)
         for start in range(0, len(names), EXPIRE_KEYS):
             expired = self._store.expire_many(names[start : start + EXPIRE_KEYS], timeout_s=CALL_S)
             self._counters.add(metrics.DONE_KEYS, expired)
@@ -236,3 +245,19 @@ class Retention(TurnThread):
 
     def _kept_nbytes(self) -> int:
         return sum(kept.nbytes for kept in self._kept.values())
+
+
+def _behind(group: LookupGroup, kept: Sequence[LookupGroup]) -> LookupGroup:
+    """The records of ``group`` behind those with which one of ``kept``, of the same group, begins, too."""
+    shared = max((_shared(group, one) for one in kept if one.group == group.group), default=0)
+    return group._replace(hashes=group.hashes[shared * group.hash_nbytes :])
+
+
+def _shared(one: LookupGroup, other: LookupGroup) -> int:
+    """How many records both begin with. A hash stands for all before it, too: the last equal one is searched for."""
+    width, least, most = one.hash_nbytes, 0, min(one.records, other.records)
+    while least < most:
+        middle = (least + most) // 2
+        here = slice(middle * width, (middle + 1) * width)
+        least, most = (middle + 1, most) if one.hashes[here] == other.hashes[here] else (least, middle)
+    return least

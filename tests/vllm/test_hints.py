@@ -278,15 +278,67 @@ def test_a_done_prefix_goes_first_and_what_others_use_of_it_stays(pool: Pool) ->
     shared = pool.fill(5)
     done = prefix_of([*shared.hashes, *pool.fill(15).hashes])
     before = pool.fill(40)
-    engine.keep(shared, 3600)
     engine.let_go(done)
     pool.wait(engine, seconds=0)
-    assert not engine.keeps, "nobody needs what it begins with, either"
     assert pool.samples()[metrics.DONE_KEYS.name] == 20
     assert pool.present(done) == 20, "until room is needed"
     assert pool.store.touch_many(NAMESPACE.keys(shared.hashes, 0, 0)) == [True] * 5
     pool.fill(55)
     assert (pool.present(done), pool.present(before)) == (5, 40)
+
+
+def test_who_is_done_lets_nothing_go_that_is_kept(pool: Pool) -> None:
+    """Of it, of a part of it, of what begins with it or as it does: only the rest goes."""
+    engine = pool.engine()
+    kept = pool.fill(20)
+    longer = prefix_of([*kept.hashes, *pool.fill(5).hashes])
+    beside = prefix_of([*kept.hashes[:10], *pool.fill(5).hashes])
+    engine.keep(kept, 3600)
+    for done in (kept, prefix_of(list(kept.hashes[:10])), longer, beside):
+        engine.let_go(done)
+    pool.wait(engine, seconds=0)
+    assert engine.keeps
+    assert pool.samples()[metrics.DONE_KEYS.name] == 10
+    pool.fill(80)
+    assert (pool.present(kept), pool.present(longer), pool.present(beside)) == (20, 20, 10)
+
+
+def test_what_was_kept_long_enough_can_be_let_go(pool: Pool) -> None:
+    engine, kept = pool.engine(), pool.fill(20)
+    engine.keep(kept, 10)
+    pool.wait(engine, seconds=0)
+    pool.clock.now_s += 11
+    engine.let_go(kept)
+    pool.wait(engine, seconds=0)
+    assert pool.samples()[metrics.DONE_KEYS.name] == 20
+
+
+def test_another_namespaces_prefix_keeps_nothing_of_this_one(pool: Pool) -> None:
+    engine = pool.engine()
+    kept = pool.fill(10)
+    other = Namespace("default", {**FACTS, "model": "other"})
+    assert all(
+        pool.store.submit_put_absent(other.keys(kept.hashes, 0, 0), [bytes(RECORD_NBYTES)] * 10).wait()
+    )
+    engine.keep(kept, 3600)
+    engine.let_go(prefix_of(list(kept.hashes), other))
+    pool.wait(engine, seconds=0)
+    assert pool.samples()[metrics.DONE_KEYS.name] == 10
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_shorter_wish_takes_nothing_from_a_longer_one(pool: Pool, goes_on: bool) -> None:
+    """Neither for the same prompt nor for one that begins with it."""
+    engine, kept = pool.engine(), pool.fill(20)
+    short = prefix_of([*kept.hashes, *pool.fill(5).hashes]) if goes_on else kept
+    engine.keep(kept, 3600)
+    engine.keep(short, 10)
+    pool.wait(engine, seconds=0)
+    for _ in range(3):
+        pool.wait(engine)
+        pool.fill(60)
+    assert engine.keeps
+    assert pool.present(kept) == 20
 
 
 def test_an_outage_loses_a_hint_and_no_thread(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
