@@ -422,6 +422,40 @@ def agents(
     )  # fmt: skip
 
 
+@app.command("placing")
+def placing(
+    workers: Annotated[
+        list[int] | None,
+        typer.Option(min=2, max=256, help="Of a fleet; give it again for another.  [default: 8, 32]"),
+    ] = None,
+    seeds: Annotated[
+        int, typer.Option(min=1, max=100, help="Samples of sessions; figures are their means.")
+    ] = 3,
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="POLICY", help="Only this one; give it again for more.")
+    ] = None,
+    befalls: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="WHAT", help="Only this: nothing, death, slow or small; give it again for more."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """kvpool's router beside simpler policies, on simulated workers, with and without a pool.
+
+    kvpool: by load, blocks and sessions; hash: of the session; fewest: where the fewest sessions are, and there for
+    good; bounded: by the hash, while that worker has no more than 1.25 times the mean of requests; precise: by load
+    and blocks; load: the fewest requests. Nothing befalls the fleet, a worker dies, one is ten times slower, or caches
+    have room for half of the sessions.
+    """
+    from benchmarks.placing import run_placing
+
+    run_placing(
+        workers=workers or [8, 32], seeds=seeds, only=only or [], befalls=befalls or [], as_json=as_json
+    )
+
+
 @app.command("gpu")
 def gpu(
     server: Server = None,

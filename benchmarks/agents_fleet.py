@@ -331,7 +331,8 @@ class _Fleet:
 
     def _new_index(self) -> RealIndex:
         capacity_tokens = self._model.blocks * self._model.block_tokens
-        return RealIndex(self._clock, self._traffic, self._pool, self._nears, capacity_tokens)
+        namespace = self._pool.namespace.hex if self._pool else ""
+        return RealIndex(self._clock, self._traffic, namespace, self._nears, capacity_tokens)
 
     def _index_again(self) -> None:
         self._index = self._new_index()

@@ -23,7 +23,7 @@ from kvpool.index.follow.pool_reconciler import MAX_KEYS_PER_S, PoolReconciler
 from kvpool.index.place.load import Load
 from kvpool.index.place.metrics_page import GateCounters, LoadCosts
 from kvpool.index.place.placer import RESERVE_S
-from kvpool.index.place.router import Router
+from kvpool.index.place.router import Costs, Router
 from kvpool.index.place.sessions import Session
 from kvpool.index.prompt import NO_BLOCKS, Prompt
 from kvpool.index.sequence import Sequence as BatchSequence
@@ -84,23 +84,25 @@ class EventLog:
 
 
 class RealIndex:
-    """``pool``: of the workers; None: they have none. ``nears``: of each worker, the near pool of its host, as 32 hex
-    digits; absent: none. ``capacity_tokens``: of each one's KV cache.
+    """``namespace``: of the workers' pool, 32 hex digits; empty: they have none. ``nears``: of each worker, the near
+    pool of its host, alike; absent: none. ``capacity_tokens``: of each one's KV cache. ``costs``: None: the
+    router's own.
     """
 
     def __init__(
         self,
         clock: Callable[[], float],
         traffic: Traffic,
-        pool: RealPool | None,
+        namespace: str,
         nears: Mapping[str, str],
         capacity_tokens: int,
+        costs: Costs | None = None,
     ) -> None:
         self._nears = nears
         self._clock, self._traffic, self._capacity_tokens = clock, traffic, capacity_tokens
-        self._namespace = pool.namespace.hex if pool else ""
+        self._namespace = namespace
         self._fleet = Fleet(clock=clock)
-        self._router = Router(self._fleet, clock=clock)
+        self._router = Router(self._fleet, costs=costs, clock=clock)
         self._sequences: dict[str, BatchSequence] = {}
         self._costs: dict[str, LoadCosts] = {}
         self._starts = 0
@@ -179,4 +181,5 @@ class RealIndex:
             moved.near_s,
         )
         cost.update(counters, self._clock())
-        self._router.loads.measure(id_, 0, cost.pool, cost.near)
+        if self._namespace:  # else it has no connector, whose cost gate measures
+            self._router.loads.measure(id_, 0, cost.pool, cost.near, cost.speed)

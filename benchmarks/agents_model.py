@@ -35,10 +35,11 @@ STEP_S = 0.003  # of a step, beside all else
 
 @dataclass(frozen=True)
 class EngineModel:
-    """``cache_nbytes``: of KV cache. ``block_tokens``: of a block."""
+    """``cache_nbytes``: of KV cache. ``block_tokens``: of a block. ``slowness``: times as long takes computing."""
 
     cache_nbytes: int = CACHE_NBYTES
     block_tokens: int = 64
+    slowness: float = 1.0
 
     @property
     def block_nbytes(self) -> int:
@@ -55,12 +56,12 @@ class EngineModel:
         """To compute ``tokens`` behind ``cached`` ones: matrices, and attention to all before."""
         attended = cached * tokens + tokens * tokens / 2
         flops = 2 * ACTIVE_PARAMETERS * tokens + 4 * LAYERS * QUERY_HEADS * HEAD_DIM * attended
-        return flops / FLOPS + self.steps_of(tokens) * STEP_S
+        return (flops / FLOPS + self.steps_of(tokens) * STEP_S) * self.slowness
 
     def decode_s(self, requests: int, tokens: int) -> float:
         """A step for so many requests with so many tokens in all: it reads parameters and their KV cache."""
         read = min(PARAMETERS, ACTIVE_PARAMETERS * requests) + TOKEN_NBYTES * tokens
-        return STEP_S + read / READ_NBYTES_S
+        return (STEP_S + read / READ_NBYTES_S) * self.slowness
 
     def steps_of(self, tokens: int) -> int:
         return -(-tokens // STEP_TOKENS)

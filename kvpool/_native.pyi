@@ -369,12 +369,15 @@ class RankLoad:
 
     pool_cost: float | None  # of a token from the pool, as measured
     near_cost: float | None  # and from the near pool of its host
+    speed: float | None  # tokens that it computes in a second, as measured
     session_tokens: int  # of the sessions whose home it is
     capacity_tokens: int | None  # of its KV cache
     reserved_cost: int
     def __init__(self) -> None: ...
     # It is the best for a request of this cost; numbers go up.
     def pick(self, number: int, cost: float) -> None: ...
+    # A request without a session brings so many tokens.
+    def place(self, now_s: float, tokens: int) -> None: ...
     # Requests; prompt tokens, None: not known; 0 to 1.
     def report(
         self, now_s: float, running: int, waiting: int, queued_tokens: int | None, kv_usage: float
@@ -399,9 +402,9 @@ class Ranking:
     """The rows of some answers, the cheapest for the prompt first (kvpool/_native/index/ranking.h)."""
 
     # parts: an answer, and what is known of each of its rows. costs: local, pool, waiting, running, usage, speed, move;
-    # whether what is known of a rank takes the place of local, pool, and waiting. session: a number that orders equal
-    # rows, whether it begins, and its home: part, row, tokens of the prompt that it holds; the same if its events are
-    # not to be trusted.
+    # whether what is known of a rank takes the place of local, pool, waiting, and speed. session: a number that orders
+    # equal rows, whether its requests follow each other, whether that number chooses its home, and its home: part, row,
+    # tokens of the prompt that it holds; the same if its events are not to be trusted.
     def __init__(
         self,
         parts: list[tuple[Answer, list[RankLoad | None]]],
@@ -411,11 +414,11 @@ class Ranking:
         keep_s: float,
         keep_failed_s: float,
         limit: int | None,
-        session: tuple[int, bool, tuple[int, int, int, int] | None] | None = None,
+        session: tuple[int, bool, bool, tuple[int, int, int, int] | None] | None = None,
     ) -> None: ...
     def __len__(self) -> int: ...
-    # Part and row of the first, and what it costs to compute and to fetch there.
-    def best(self) -> tuple[int, int, int]: ...
+    # Part and row of the first, what it costs to compute and to fetch there, and tokens that its device memory lacks.
+    def best(self) -> tuple[int, int, int, int]: ...
     # A packed RouteResponse, byte for byte as protobuf makes it.
     def pack(self, reservation: str) -> bytes: ...
     # A row, and the other fields of a Pick in their order; trust and source as numbers.

@@ -203,9 +203,9 @@ nb::object py_known(const RankLoad& load, double now_s, double keep_s) {
 // Under the GIL, as all that changes a RankLoad.
 class PyRanking {
  public:
-  using Numbers = std::tuple<double, double, double, double, double, double, double, bool, bool, bool>;
+  using Numbers = std::tuple<double, double, double, double, double, double, double, bool, bool, bool, bool>;
   using Home = std::tuple<std::uint32_t, std::uint32_t, std::uint64_t, std::uint64_t>;
-  using Session = std::tuple<std::uint64_t, bool, std::optional<Home>>;
+  using Session = std::tuple<std::uint64_t, bool, bool, std::optional<Home>>;
 
   PyRanking(const nb::list& parts, const Numbers& costs, std::optional<std::uint64_t> prompt_tokens,
             double now_s, double keep_s, double keep_failed_s, std::optional<std::size_t> limit,
@@ -225,8 +225,8 @@ class PyRanking {
     Ranking::Options options{std::make_from_tuple<Costs>(costs), prompt_tokens, now_s, keep_s, keep_failed_s,
                              limit.value_or(~std::size_t{0}),    std::nullopt};
     if (session) {
-      const auto& [seed, begins, home] = *session;
-      options.session = Ranking::Session{seed, begins, std::nullopt};
+      const auto& [seed, stays, by_hash, home] = *session;
+      options.session = Ranking::Session{seed, stays, by_hash, std::nullopt};
       if (home) {
         const auto& [part, row, kept, kept_if_stale] = *home;
         if (part >= native.size() || row >= native[part].rows->size()) {
@@ -241,7 +241,7 @@ class PyRanking {
   std::size_t size() const { return ranking_->picks().size(); }
   nb::tuple best() const {
     const Ranking::Pick& pick = ranking_->picks().at(0);
-    return nb::make_tuple(pick.part, pick.row, pick.prefill + pick.fetch);
+    return nb::make_tuple(pick.part, pick.row, pick.work, pick.fresh);
   }
   nb::bytes pack(std::string_view reservation) const { return to_bytes(ranking_->pack(reservation)); }
   nb::list picks() const {
@@ -408,10 +408,12 @@ void bind_index(nb::module_& m) {
       .def("known", &py_known, "now_s"_a, "keep_s"_a)
       .def_rw("pool_cost", &RankLoad::pool_cost)
       .def_rw("near_cost", &RankLoad::near_cost)
+      .def_rw("speed", &RankLoad::speed)
       .def_rw("session_tokens", &RankLoad::session_tokens)
       .def_rw("capacity_tokens", &RankLoad::capacity_tokens)
       .def_rw("reserved_cost", &RankLoad::reserved_cost)
-      .def("pick", &RankLoad::pick, "number"_a, "cost"_a);
+      .def("pick", &RankLoad::pick, "number"_a, "cost"_a)
+      .def("place", &RankLoad::place, "now_s"_a, "tokens"_a);
   nb::class_<PyRanking>(m, "Ranking")
       .def(nb::init<const nb::list&, const PyRanking::Numbers&, std::optional<std::uint64_t>, double, double,
                     double, std::optional<std::size_t>, const std::optional<PyRanking::Session>&>(),

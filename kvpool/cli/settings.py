@@ -122,7 +122,7 @@ class FleetSettings:
         "A coefficient by which workers are ranked, in prompt tokens to compute, for engines that differ from the "
         "defaults; once for each. Default: local (of a near pool measured, else 0.05), pool (measured, else 0.2), "
         "waiting (measured, else 1024), running 64, usage 1024, move 2; and speed, prompt tokens that a worker "
-        "computes in a second, 8000."
+        "computes in a second (measured, else 8000)."
     )] = field(default_factory=list)
     tls_cert: Annotated[str | None, option(SECURITY, "FILE",
         "Serve TLS with this certificate and its chain, PEM; goes with --tls-key.")] = None

@@ -27,7 +27,7 @@ from kvpool.index.limits import Limits
 from kvpool.index.names import Name, Serving
 from kvpool.index.partition import Answer, Pool, merged
 from kvpool.index.prompt import Prompt, PromptFields, as_prompt
-from kvpool.index.rank import Rank, pool_holder
+from kvpool.index.rank import Rank, RankKey, pool_holder
 from kvpool.index.snapshot import PartitionState, Snapshot, pack
 from kvpool.index.start import Start
 from kvpool.index.table import DEFAULT_MAX_BLOCKS, TIERS, PrefixIndex
@@ -347,10 +347,10 @@ class Fleet:
             if self.lasts(start):
                 self._workers.names.read(start.worker_id, names)
 
-    def ranks_of(self, worker_id: str) -> list[tuple[str, int]]:
-        """(worker, data-parallel rank) of a present worker; empty: unknown."""
+    def ranks_of(self, worker_id: str) -> list[RankKey]:
+        """Of a present worker, in its present start; empty: unknown."""
         entry = self._present.get(worker_id)
-        return [] if entry is None else [(worker_id, one.dp_rank) for one in entry.worker.publishers]
+        return [] if entry is None else [rank.key for rank in entry.ranks]
 
     def incomplete(self) -> list[tuple[str, int]]:
         """(worker, data-parallel rank) of followed ranks that hold more than is known."""

@@ -19,7 +19,7 @@ from kvpool.discovery.worker import Worker
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.index.answer import Lookup
 from kvpool.index.prompt import Prompt
-from kvpool.index.rank import ONE_SEED, Rank, near_holder, pool_holder
+from kvpool.index.rank import ONE_SEED, Rank, RankKey, near_holder, pool_holder
 from kvpool.index.table import REFUSED, NotAtOnce, PrefixIndex, refusal
 from kvpool.key.hashing import BlockHasher, seed_id
 
@@ -74,14 +74,20 @@ class Members:
         ranks = [rank for rank in self.ranks if rank.worker.name in workers]
         return self if len(ranks) == len(self.ranks) else Members(ranks, are_all=False)
 
-    @cached_property
-    def keys(self) -> tuple[tuple[str, int], ...]:
-        return tuple((rank.worker.id, rank.publisher.dp_rank) for rank in self.ranks)
+    @property
+    def keys(self) -> list[RankKey]:
+        """Of the ranks' present starts."""
+        return [rank.key for rank in self.ranks]
 
     @cached_property
     def places(self) -> Mapping[tuple[str, int], int]:
-        """The row of each key."""
-        return {key: row for row, key in enumerate(self.keys)}
+        """The row of each worker's rank, by id and number."""
+        return {rank.key[:2]: row for row, rank in enumerate(self.ranks)}
+
+    def row_of(self, key: RankKey) -> int | None:
+        """None: another worker, or another start."""
+        row = self.places.get(key[:2])
+        return row if row is not None and self.ranks[row].key == key else None
 
 
 class Answer(NamedTuple):

@@ -8,9 +8,11 @@ Threads: any. Fields are read without the lock, singly, and written under it.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable
+from typing import NamedTuple
 
 from kvpool import _native
 from kvpool.discovery.worker import Position, Publisher, Worker
@@ -32,6 +34,16 @@ MAX_STALENESS_MS = (1 << 32) - 1
 
 logger = logging.getLogger("kvpool.index")
 
+_starts = itertools.count(1)
+
+
+class RankKey(NamedTuple):
+    """One start of a rank. ``start``: of this process alone, never used again."""
+
+    worker_id: str
+    dp_rank: int
+    start: int
+
 
 def batch_digest(payload: bytes) -> int:
     """Identifies a batch: never 0, equal in every process."""
@@ -41,15 +53,16 @@ def batch_digest(payload: bytes) -> int:
 class Rank(_native.RankState):
     """``holder``: its name in the table. Native, for answers: ``version``, ``sequence``, ``stale`` (not
     trusted now) and ``heard_at_ms`` (when it last was known to have every batch). ``clock``: monotonic
-    seconds. ``no_hasher``: as in its ``Partition``.
+    seconds. ``no_hasher``: as in its ``Partition``. ``key``: of its present start; another once its publisher is seen
+    to have started anew under the same record.
 
     After ``leave`` no call changes anything: a late batch does not count for the next start.
     """
 
     __slots__ = (
         "asked", "awaiting_first_batch", "batch_digest", "batches", "clock", "emptied_at", "gaps", "gone", "holder",
-        "incomplete_reason", "incomplete_since_s", "index", "joining", "lock", "malformed", "marked", "near",
-        "no_hasher", "pool", "problem", "publisher", "replays", "resets", "starts", "unmatchable", "worker",
+        "incomplete_reason", "incomplete_since_s", "index", "joining", "key", "lock", "malformed", "marked",
+        "near", "no_hasher", "pool", "problem", "publisher", "replays", "resets", "unmatchable", "worker",
     )  # fmt: skip
 
     def __init__(
@@ -64,6 +77,7 @@ class Rank(_native.RankState):
         super().__init__()
         self.worker = worker
         self.publisher = publisher
+        self.key = RankKey(worker.id, publisher.dp_rank, next(_starts))
         self.index = index
         self.holder = holder
         self.clock = clock
@@ -71,7 +85,7 @@ class Rank(_native.RankState):
         self.no_hasher = no_hasher
         self.lock = threading.Lock()
         self.batch_digest = 0  # of the batch of that number; 0: none
-        self.batches = self.gaps = self.replays = self.resets = self.starts = self.malformed = 0
+        self.batches = self.gaps = self.replays = self.resets = self.malformed = 0
         self.joining = True  # until the rank is first known to have every batch
         self.heard_at_ms = int(clock() * 1000)
         self.has_feed = bool(publisher.events)
@@ -198,7 +212,7 @@ class Rank(_native.RankState):
             self._forget()
             self.resets += 1
             if anew:
-                self.starts += 1
+                self.key = self.key._replace(start=next(_starts))
                 self.awaiting_first_batch = True
                 self.unmatchable = ""
                 self._complete()

@@ -66,7 +66,7 @@ class Present:
     @property
     def start(self) -> Start:
         first = self.ranks[0]
-        return Start(self.worker.id, f"{first.holder} {first.starts} {self.worker.address}", self.lapses)
+        return Start(self.worker.id, f"{first.key.start} {self.worker.address}", self.lapses)
 
     def is_among(self, ids: Collection[str] | None, tenant: str | None, model: str | None) -> bool:
         worker = self.worker

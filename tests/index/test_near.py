@@ -118,7 +118,8 @@ def test_near_costs_what_each_worker_measured() -> None:
     assert fetched == {
         "a": round(80 * 0.1 + 80 * 0.5), "b": round(80 * 0.4 + 80 * POOL), "c": round(80 * LOCAL + 80 * POOL)
     }  # fmt: skip
-    set_for_all = Router(fleet, costs=Costs(local=0.2), loads=router.loads, clock=Clock())
+    set_for_all = Router(fleet, costs=Costs(local=0.2), clock=Clock())
+    set_for_all.loads.measure("default/a", 0, 0.5, 0.1)
     picks = set_for_all.route("m", hashes64=packed64(PROMPT)).picks
     assert {pick.worker: pick.fetch_cost for pick in picks}["a"] == round(80 * 0.2 + 80 * 0.5)
 

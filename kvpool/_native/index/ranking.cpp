@@ -37,6 +37,9 @@ enum Field : unsigned {
 constexpr double kFreeUsage = 0.8;   // share of a KV cache that costs nothing
 constexpr double kMeanOf = 8;        // requests
 constexpr double kFirstCost = 8192;  // at most, of the first request at a rank
+constexpr double kPlacedS = 900;     // as long as a home is kept
+constexpr double kSlow = 2;          // times the typical time: less is prompts of other lengths
+constexpr double kSlowest = 64;
 
 // Of a session and a rank: the same on all machines (the finalizer of MurmurHash3).
 std::uint64_t rendezvous(std::uint64_t seed, const Rows::Row& rank) {
@@ -52,6 +55,11 @@ std::uint64_t rendezvous(std::uint64_t seed, const Rows::Row& rank) {
 
 // Half to even, as Python rounds. Never negative here, and below 2^63 by the limits of its inputs.
 std::uint64_t rounded(double value) { return static_cast<std::uint64_t>(std::nearbyint(value)); }
+
+// Tokens of its memory that homes and what was placed without a session take.
+std::uint64_t filled(const RankLoad& load, const Ranking::Options& options) {
+  return load.session_tokens + rounded(load.placed(options.now_s));
+}
 
 }  // namespace
 
@@ -75,16 +83,26 @@ void RankLoad::pick(std::uint64_t number, double cost) {
   request_cost = request_cost ? *request_cost + (cost - *request_cost) / kMeanOf : cost;
 }
 
-double queue_cost(const Load& load, const Costs& costs, double waiting, double age_s) {
+double RankLoad::placed(double now_s) const {
+  return placed_tokens * std::exp((placed_at_s - now_s) / kPlacedS);
+}
+
+void RankLoad::place(double now_s, std::uint64_t tokens) {
+  placed_tokens = placed(now_s) + static_cast<double>(tokens);
+  placed_at_s = now_s;
+}
+
+double queue_cost(const Load& load, const Costs& costs, double waiting, double done) {
   const double told = load.queued_tokens ? static_cast<double>(*load.queued_tokens)
                                          : waiting * static_cast<double>(load.waiting);
-  const double queued = std::max(0.0, told - age_s * costs.speed);
+  const double queued = std::max(0.0, told - done);
   // A half-full KV cache admits requests as an empty one does.
   const double tight = std::max(0.0, load.kv_usage - kFreeUsage) / (1 - kFreeUsage);
   return queued + costs.running * static_cast<double>(load.running) + costs.usage * tight;
 }
 
-Ranking::Ranking(std::vector<Part> parts, const Options& options) : parts_(std::move(parts)) {
+Ranking::Ranking(std::vector<Part> parts, Options options) : parts_(std::move(parts)) {
+  choose_home(options);
   double sum = 0;  // 64-bit integers overflow for thousands of the longest queues
   std::uint64_t known = 0;
   for (std::uint32_t part = 0; part < parts_.size(); ++part) {
@@ -97,13 +115,55 @@ Ranking::Ranking(std::vector<Part> parts, const Options& options) : parts_(std::
   }
   // An unknown load counts as the mean of the known.
   const std::uint64_t typical = known == 0 ? 0 : rounded(sum / static_cast<double>(known));
+  const double speed = typical_speed(options);
   for (Pick& pick : picks_) {
     if (!pick.load) pick.queue += typical;
+    slow(pick, speed);
   }
   const auto before = [this](const Pick& a, const Pick& b) { return is_before(a, b); };
   const std::size_t wanted = std::min(options.limit, picks_.size());
   std::ranges::partial_sort(picks_, picks_.begin() + static_cast<std::ptrdiff_t>(wanted), before);
   picks_.resize(wanted);
+}
+
+// The median of what is measured; 0: nothing is.
+double Ranking::typical_speed(const Options& options) const {
+  std::vector<double> speeds;
+  if (!options.costs.measures_speed) return 0;
+  for (const Part& part : parts_) {
+    for (const RankLoad* const load : part.loads) {
+      if (load != nullptr && load->speed) speeds.push_back(*load->speed);
+    }
+  }
+  if (speeds.empty()) return 0;
+  const auto middle = speeds.begin() + static_cast<std::ptrdiff_t>(speeds.size() / 2);
+  std::ranges::nth_element(speeds, middle);
+  return *middle;
+}
+
+// Of a session whose tokens nobody knows: all indexes choose alike.
+void Ranking::choose_home(Options& options) const {
+  if (!options.session || !options.session->by_hash) return;
+  std::optional<std::uint64_t> least;
+  const std::uint64_t tokens = options.prompt_tokens.value_or(0);
+  for (std::uint32_t part = 0; part < parts_.size(); ++part) {
+    for (std::uint32_t row = 0; row < parts_[part].rows->size(); ++row) {
+      const std::uint64_t turn = rendezvous(options.session->seed, (*parts_[part].rows)[row]);
+      if (least && turn >= *least) continue;
+      least = turn;
+      options.session->home = Session::Home{part, row, tokens, tokens};
+    }
+  }
+}
+
+// A rank that takes longer for each token costs as many times more.
+void Ranking::slow(Pick& pick, double typical_speed) const {
+  const RankLoad* const load = parts_[pick.part].loads[pick.row];
+  if (load == nullptr || !load->speed || typical_speed < kSlow * *load->speed) return;
+  const double times = std::min(typical_speed / std::max(*load->speed, 1e-9), kSlowest);
+  for (std::uint64_t* const term : {&pick.prefill, &pick.fetch, &pick.queue, &pick.move}) {
+    *term = rounded(times * static_cast<double>(*term));
+  }
 }
 
 Ranking::Pick Ranking::score(std::uint32_t part, std::uint32_t row, const Options& options) const {
@@ -121,6 +181,7 @@ Ranking::Pick Ranking::score(std::uint32_t part, std::uint32_t row, const Option
   const std::uint64_t held = std::max(local, answer.loadable[row] * size);
   const std::uint64_t tokens = options.prompt_tokens.value_or(answer.prompt_blocks * size);
   pick.prefill = tokens > held ? tokens - held : 0;
+  pick.fresh = tokens > device ? tokens - device : 0;
   const RankLoad* const load = parts_[part].loads[row];
   const double pool_cost =
       load != nullptr && costs.measures_pool ? load->pool_cost.value_or(costs.pool) : costs.pool;
@@ -128,12 +189,25 @@ Ranking::Pick Ranking::score(std::uint32_t part, std::uint32_t row, const Option
       load != nullptr && costs.measures_local ? load->near_cost.value_or(costs.local) : costs.local;
   pick.fetch = rounded(local_cost * static_cast<double>(local - device) +
                        pool_cost * static_cast<double>(held - local));
-  if (options.session && options.session->begins && load != nullptr) pick.crowd = load->session_tokens;
+  pick.work = pick.prefill + pick.fetch;
   const double again = rank.pool.empty() ? 1 : pool_cost;
-  pick.move = rounded(costs.move * again * static_cast<double>(displaced(pick, options, tokens, device)));
+  pick.move = rounded(costs.move * again * static_cast<double>(displaced(pick, options, device)));
 
   const auto known = load == nullptr ? std::nullopt : load->known(options.now_s, options.keep_s);
-  pick.turn = options.session ? rendezvous(options.session->seed, rank) : load != nullptr ? load->picked : 0;
+  pick.turn = load != nullptr ? load->picked : 0;
+  if (options.session) {
+    const std::uint64_t beside = load != nullptr ? filled(*load, options) : 0;
+    const bool is_roomy =
+        load != nullptr && load->capacity_tokens && beside + pick.fresh <= *load->capacity_tokens;
+    if (options.session->stays) {
+      pick.crowd = beside;
+      pick.turn = rendezvous(options.session->seed, rank);
+    } else if (is_roomy) {
+      pick.turn = rendezvous(options.session->seed, rank);
+    } else {
+      pick.crowd = 1;  // behind those with room
+    }
+  }
   if (load != nullptr) {
     pick.queue = pick.reserved = load->reserved_cost;
   }
@@ -144,7 +218,8 @@ Ranking::Pick Ranking::score(std::uint32_t part, std::uint32_t row, const Option
     pick.load_age_ms = static_cast<std::uint32_t>(rounded(known->age_s * 1000));
     const double waiting =
         costs.measures_waiting ? load->request_cost.value_or(costs.waiting) : costs.waiting;
-    pick.queue += rounded(queue_cost(*known->load, costs, waiting, known->age_s));
+    const double speed = costs.measures_speed ? load->speed.value_or(costs.speed) : costs.speed;
+    pick.queue += rounded(queue_cost(*known->load, costs, waiting, known->age_s * speed));
   } else if (is_stale) {
     const bool failed =
         load != nullptr && load->failed_at_s && options.now_s - *load->failed_at_s <= options.keep_failed_s;
@@ -164,19 +239,17 @@ std::uint64_t Ranking::on_device(std::uint32_t part, std::uint32_t row, const Op
 }
 
 // Tokens of others that a session's blocks take the memory of: a moved one of as many as it brings, as ranks are mostly
-// full; one that begins of what the homes beside it leave no room for.
-std::uint64_t Ranking::displaced(const Pick& pick, const Options& options, std::uint64_t tokens,
-                                 std::uint64_t device) const {
-  if (!options.session) return 0;
+// full; one that begins of what sessions there, and what was placed without one, leave no room for.
+std::uint64_t Ranking::displaced(const Pick& pick, const Options& options, std::uint64_t device) const {
+  if (!options.session || !options.session->stays) return 0;
   if (const auto& home = options.session->home) {
     const std::uint64_t at_home = on_device(home->part, home->row, options);
     return at_home > device ? at_home - device : 0;  // never at home
   }
   const RankLoad* const load = parts_[pick.part].loads[pick.row];
-  if (!options.session->begins || load == nullptr || !load->capacity_tokens) return 0;
-  const std::uint64_t fresh = tokens > device ? tokens - device : 0;
-  const std::uint64_t wanted = load->session_tokens + fresh;
-  return wanted > *load->capacity_tokens ? std::min(fresh, wanted - *load->capacity_tokens) : 0;
+  if (load == nullptr || !load->capacity_tokens) return 0;
+  const std::uint64_t wanted = filled(*load, options) + pick.fresh;
+  return wanted > *load->capacity_tokens ? std::min(pick.fresh, wanted - *load->capacity_tokens) : 0;
 }
 
 bool Ranking::is_before(const Pick& a, const Pick& b) const {

@@ -44,6 +44,7 @@ struct RankLoad {
   bool asleep = false;                           // as scraped
   std::optional<double> pool_cost;               // per token from the pool, measured; nothing: unknown
   std::optional<double> near_cost;               // and from the near pool of its host
+  std::optional<double> speed;                   // tokens that it computes in a second, measured
   std::uint64_t session_tokens = 0;              // of the sessions whose home it is
   std::optional<std::uint64_t> capacity_tokens;  // of its KV cache; nothing: unknown
   // Mean of recently placed requests; nothing: none yet.
@@ -53,19 +54,25 @@ struct RankLoad {
 
   // The rank is the best for a request of this cost.
   void pick(std::uint64_t number, double cost);
+
+  // Tokens that requests without a session brought: those of kPlacedS ago count a third.
+  double placed(double now_s) const;
+  void place(double now_s, std::uint64_t tokens);
+  double placed_tokens = 0, placed_at_s = 0;
 };
 
-// Coefficients, in tokens of a prompt to compute. `speed`: prompt tokens that a rank computes in a second, by
-// which a reported queue has shrunk. `move`: tokens that are fetched again for each one that a session displaces.
+// Coefficients, in tokens of a prompt to compute. `speed`: prompt tokens that a rank of unknown speed computes in a
+// second, by which a reported queue has shrunk. `move`: tokens that are fetched again for each one that a session
+// displaces.
 struct Costs {
   double local, pool, waiting, running, usage, speed, move;
-  // A rank's measured value replaces `local`, `pool`, or `waiting`.
-  bool measures_local, measures_pool, measures_waiting;
+  // A rank's measured value replaces `local`, `pool`, `waiting`, or `speed`.
+  bool measures_local, measures_pool, measures_waiting, measures_speed;
 };
 
 std::uint64_t permille(const Load& load);  // of its KV cache in use
-// Work before a request, without reservations. `waiting`: of a waiting request.
-double queue_cost(const Load& load, const Costs& costs, double waiting, double age_s);
+// Work before a request, without reservations. `waiting`: of a waiting request. `done`: tokens since.
+double queue_cost(const Load& load, const Costs& costs, double waiting, double done);
 
 class Ranking {
  public:
@@ -74,15 +81,17 @@ class Ranking {
     const Answer* answer;
     std::vector<const RankLoad*> loads;  // by row; null: no load yet
   };
-  // Of a request. `seed`: orders equal ranks, in all indexes alike. `begins`: its session has no home yet. `kept`:
-  // tokens of the prompt that the home holds, whatever its events told; `kept_if_stale`: unless they tell the truth.
+  // Of a request. `seed`: orders equal ranks, in all indexes alike. `stays`: its requests follow each other; else only
+  // its name is shared. `by_hash`: nobody knows its tokens, and the home is the rank that the seed chooses. Of a home
+  // `kept`: tokens of the prompt that it holds, whatever its events told; `kept_if_stale`: unless they tell the truth.
   struct Session {
     struct Home {
       std::uint32_t part, row;
       std::uint64_t kept, kept_if_stale;
     };
     std::uint64_t seed;
-    bool begins;
+    bool stays;
+    bool by_hash;
     std::optional<Home> home;
   };
   struct Options {
@@ -102,6 +111,8 @@ class Ranking {
     bool unreachable = false;
     std::uint32_t load_age_ms = 0;
     std::uint64_t prefill = 0, fetch = 0, queue = 0, move = 0, reserved = 0;
+    std::uint64_t work = 0;    // prefill and fetch, in tokens that this rank computes
+    std::uint64_t fresh = 0;   // tokens of the prompt that are not in its device memory
     std::uint64_t crowd = 0;   // tokens of sessions beside one that begins
     std::uint64_t turn = 0;    // orders equal picks
     std::optional<Load> load;  // nothing: unknown
@@ -109,7 +120,7 @@ class Ranking {
   };
 
   // The rows and answers of `parts` must outlive it.
-  Ranking(std::vector<Part> parts, const Options& options);
+  Ranking(std::vector<Part> parts, Options options);
 
   const std::vector<Pick>& picks() const { return picks_; }
   const Part& part_of(const Pick& pick) const { return parts_[pick.part]; }
@@ -117,10 +128,12 @@ class Ranking {
   std::string pack(std::string_view reservation) const;
 
  private:
+  double typical_speed(const Options& options) const;
+  void choose_home(Options& options) const;
   Pick score(std::uint32_t part, std::uint32_t row, const Options& options) const;
+  void slow(Pick& pick, double typical_speed) const;
   std::uint64_t on_device(std::uint32_t part, std::uint32_t row, const Options& options) const;
-  std::uint64_t displaced(const Pick& pick, const Options& options, std::uint64_t tokens,
-                          std::uint64_t device) const;
+  std::uint64_t displaced(const Pick& pick, const Options& options, std::uint64_t device) const;
   bool is_before(const Pick& a, const Pick& b) const;
   std::string pack_rows() const;
 

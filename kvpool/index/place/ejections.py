@@ -16,7 +16,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvpool.index.place.load import EJECTED, KEEP_FAILED_S, RankKey, Reservations
+from kvpool.index.place.load import EJECTED, KEEP_FAILED_S, Reservations
+from kvpool.index.rank import RankKey
 from kvpool.index.start import Start
 
 # Of a request at a worker. served: a generation, to its end. failed: the worker has answered, with a fault of its
@@ -204,7 +205,7 @@ class Ejections:
         self._release(one)
         one.until_s, one.is_on_trial = self._clock() + seconds, False
         one.names = [
-            self._reservations.add(_EJECTIONS, *rank, EJECTED, seconds)
+            self._reservations.add(_EJECTIONS, rank, EJECTED, seconds)
             for rank in self._ranks(one.start.worker_id)
         ]
 

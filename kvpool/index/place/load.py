@@ -14,12 +14,13 @@ import time
 from bisect import bisect
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvpool import _native
 from kvpool.errors import ConfigError
+from kvpool.index.rank import Rank, RankKey
 
 if TYPE_CHECKING:
     from kvpool.index.partition import Answer
@@ -82,17 +83,20 @@ class KnownLoad(NamedTuple):
     asleep: bool
 
 
-RankKey = tuple[str, int]  # worker's id, rank
-
-
 class LoadBoard:
     """The last load of each rank, for ``KEEP_S`` seconds, reported by a router or scraped.
 
-    ``clock``: monotonic seconds. Loads of ranks beyond ``MAX_KEPT`` are dropped.
+    ``clock``: monotonic seconds. ``rank``: ``Fleet.rank``: what is told of a rank by its name counts for its present
+    start alone; None: nobody starts again. Loads of ranks beyond ``MAX_KEPT`` are dropped.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        rank: Callable[[str, int], Rank | None] | None = None,
+    ) -> None:
         self.clock = clock
+        self._rank = rank or (lambda worker_id, dp_rank: None)
         self._lock = threading.Lock()
         self._ranks: dict[RankKey, _native.RankLoad] = {}
 
@@ -104,37 +108,56 @@ class LoadBoard:
         with self._changing(worker_id, load.dp_rank) as rank:
             rank.scrape(self.clock(), load.running, load.waiting, load.queued_tokens, load.kv_usage, asleep)
 
-    def measure(self, worker_id: str, dp_rank: int, pool: float | None, near: float | None = None) -> None:
-        """Cost per token from there, in tokens to compute; kept as long as the rank. None: unknown."""
+    def measure(
+        self,
+        worker_id: str,
+        dp_rank: int,
+        pool: float | None,
+        near: float | None = None,
+        speed: float | None = None,
+    ) -> None:
+        """Cost per token from there, in tokens to compute, and how many it computes in a second; kept as long as the
+        rank. None: unknown.
+        """
         with self._changing(worker_id, dp_rank) as rank:
-            rank.pool_cost, rank.near_cost = pool, near
+            rank.pool_cost, rank.near_cost, rank.speed = pool, near, speed
+
+    def speed(self, key: RankKey) -> float | None:
+        """Tokens that it computes in a second, as measured; None: unknown."""
+        rank = self._ranks.get(key)
+        return None if rank is None else rank.speed
+
+    def place(self, key: RankKey, tokens: int) -> None:
+        """A request without a session brings so many tokens."""
+        with self._changing_of(key) as rank:
+            rank.place(self.clock(), tokens)
 
     def size(self, worker_id: str, dp_rank: int, capacity_tokens: int) -> None:
         """Tokens that its KV cache holds; kept as long as the rank."""
         with self._changing(worker_id, dp_rank) as rank:
             rank.capacity_tokens = capacity_tokens
 
-    def house(self, worker_id: str, dp_rank: int, session_tokens: int) -> None:
+    def house(self, key: RankKey, session_tokens: int) -> None:
         """Tokens of all sessions whose home it is."""
-        with self._changing(worker_id, dp_rank) as rank:
+        with self._changing_of(key) as rank:
             rank.session_tokens = session_tokens
 
     def fail(self, worker_id: str, dp_rank: int) -> None:
         with self._changing(worker_id, dp_rank) as rank:
             rank.fail(self.clock())
 
-    def reserve(self, worker_id: str, dp_rank: int, cost: int) -> None:
-        with self._changing(worker_id, dp_rank) as rank:
+    def reserve(self, key: RankKey, cost: int) -> None:
+        with self._changing_of(key) as rank:
             rank.reserved_cost = cost
 
-    def pick(self, worker_id: str, dp_rank: int, number: int, cost: float) -> None:
+    def pick(self, key: RankKey, number: int, cost: float) -> None:
         """A rank was the best of choice ``number``, for a request of this cost; numbers rise."""
-        with self._changing(worker_id, dp_rank) as rank:
+        with self._changing_of(key) as rank:
             rank.pick(number, cost)
 
     def get(self, worker_id: str, dp_rank: int) -> KnownLoad | None:
         """None: no load for ``KEEP_S`` seconds."""
-        rank = self._ranks.get((worker_id, dp_rank))
+        rank = self._ranks.get(self._key(worker_id, dp_rank))
         known = None if rank is None else rank.known(self.clock(), KEEP_S)
         if known is None:
             return None
@@ -147,10 +170,16 @@ class LoadBoard:
         """None: no load ever came."""
         return list(map(self._ranks.get, keys))
 
+    def _key(self, worker_id: str, dp_rank: int) -> RankKey:
+        rank = self._rank(worker_id, dp_rank)
+        return RankKey(worker_id, dp_rank, 0) if rank is None else rank.key
+
+    def _changing(self, worker_id: str, dp_rank: int) -> AbstractContextManager[_native.RankLoad]:
+        return self._changing_of(self._key(worker_id, dp_rank))
+
     @contextmanager
-    def _changing(self, worker_id: str, dp_rank: int) -> Iterator[_native.RankLoad]:
+    def _changing_of(self, key: RankKey) -> Iterator[_native.RankLoad]:
         """Holds the lock. A full board drops ranks without a reservation or a recent report."""
-        key = (worker_id, dp_rank)
         with self._lock:
             rank = self._ranks.get(key)
             if rank is None:
@@ -184,9 +213,7 @@ class Reservations:
         self.expire()
         return len(self._held)
 
-    def add(
-        self, tenant: str, worker_id: str, dp_rank: int, cost: int, keep_s: float, each_s: float | None = None
-    ) -> str:
+    def add(self, tenant: str, key: RankKey, cost: int, keep_s: float, each_s: float | None = None) -> str:
         """Hold ``cost`` against a rank for ``keep_s`` seconds. Returns its name; "": too many.
 
         ``each_s``: seconds per unit of cost; the reservation ends with the expected work, after earlier work.
@@ -195,13 +222,12 @@ class Reservations:
         if len(self._held) >= MAX_RESERVATIONS or self._of[tenant] >= MAX_RESERVATIONS * self._tenant_share:
             return ""
         name = secrets.token_hex(8)
-        self._held[name] = (tenant, (worker_id, dp_rank), cost)
+        self._held[name] = (tenant, key, cost)
         self._of[tenant] += 1
-        self._costs[worker_id, dp_rank] += cost
-        self._loads.reserve(worker_id, dp_rank, self._costs[worker_id, dp_rank])
+        self._costs[key] += cost
+        self._loads.reserve(key, self._costs[key])
         ends_s = self._clock() + keep_s
         if each_s is not None:
-            key = (worker_id, dp_rank)
             self._done_s[key] = max(self._clock(), self._done_s.get(key, 0.0)) + cost * each_s
             ends_s = min(ends_s, self._done_s[key])
         heapq.heappush(self._ends, (ends_s, name))
@@ -237,7 +263,7 @@ class Reservations:
         if not self._of[tenant]:
             del self._of[tenant]
         self._costs[key] -= cost
-        self._loads.reserve(*key, self._costs[key])
+        self._loads.reserve(key, self._costs[key])
         if not self._costs[key]:
             del self._costs[key]
             self._done_s.pop(key, None)
@@ -282,12 +308,12 @@ class InFlight:
                     if (tokens := (shared.get(key, 0) - blocks) * size) > 0:
                         credit[key] = min(tokens, self._reservations.cost(key) % EJECTED)
         for key, tokens in credit.items():
-            self._loads.reserve(*key, self._reservations.cost(key) - tokens)
+            self._loads.reserve(key, self._reservations.cost(key) - tokens)
         try:
             yield credit
         finally:
             for key in credit:
-                self._loads.reserve(*key, self._reservations.cost(key))
+                self._loads.reserve(key, self._reservations.cost(key))
 
     def _shared(self, hashes: memoryview) -> dict[RankKey, int]:
         """Leading blocks by rank. Each hash covers all blocks before it."""

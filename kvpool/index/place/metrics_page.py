@@ -156,12 +156,13 @@ _NOTHING = GateCounters(0.0, 0.0, 0.0, 0.0)
 
 class LoadCosts:
     """Of one engine. ``pool``, ``near``: of a token from there, from 0 to 1, as an engine computes blocks that are
-    slower to load; None: unknown.
+    slower to load. ``speed``: tokens that it computes in a second. None: unknown.
     """
 
     def __init__(self) -> None:
         self.pool: float | None = None
         self.near: float | None = None
+        self.speed: float | None = None
         self._last = _NOTHING
         self._last_s: float | None = None
         self._sums = _NOTHING
@@ -181,8 +182,10 @@ class LoadCosts:
         self._last, self._last_s = counters, now_s
         sums = self._sums
         if sums.prefill_tokens < MIN_TOKENS or sums.prefill_s <= 0:
+            self.speed = None  # of an engine that is avoided for being slow, too, until it is tried again
             return
         each_s = sums.prefill_s / sums.prefill_tokens
+        self.speed = 1 / each_s
         if sums.load_tokens >= MIN_TOKENS:
             self.pool = min(1.0, sums.load_s / sums.load_tokens / each_s)
         if sums.near_tokens >= MIN_TOKENS:

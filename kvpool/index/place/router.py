@@ -12,10 +12,15 @@
     move    = of a session's request: move * (pool, without one 1) * tokens of others that its blocks displace, which
               are fetched again:
               with a home (``Sessions``), tokens of the prompt in the home's device memory and not in this one;
-              without, tokens of the prompt not in this one for which the homes here leave no room in its KV cache
+              without, tokens of the prompt not in this one for which homes here, and what was placed without a session,
+              leave no room in its KV cache
 
-Of ranks of equal cost, a session's first request goes to the one whose homes have the fewest tokens, then to the one
-that a hash of both chooses: indexes that know the same homes agree.
+All of it as many times as the rank takes longer for a token than the median of the ranks, if that is twice or more.
+
+Of ranks of equal cost, a session's request goes to the one whose homes have the fewest tokens, then to the one that a
+hash of both chooses: indexes that know the same homes agree. A ``prompt_cache_key`` chooses so among those with room,
+and the last pick counts for the others. Where nobody knows a session's tokens its home is the rank that the hash
+chooses, unless known tokens led it elsewhere: an index that is asked in turn with others must not decide alone.
 
 Ranks are scored and sorted natively (``kvpool/_native/index/ranking.h``).
 
@@ -42,12 +47,12 @@ from kvpool.index.place.load import (
     InFlight,
     Load,
     LoadBoard,
-    RankKey,
     Reservations,
 )
 from kvpool.index.place.ranking import NativeRanking, Ranking
 from kvpool.index.place.sessions import Session, Sessions
 from kvpool.index.prompt import Prompt, PromptFields, as_prompt
+from kvpool.index.rank import RankKey
 from kvpool.index.request_stats import Placed
 from kvpool.index.start import Start
 from kvpool.key.hashing import len_tokens
@@ -61,6 +66,7 @@ MAX_COEFFICIENT = 1e6
 POOL = 0.2  # of a token from the pool, until it is measured
 LOCAL = 0.05  # of a token from near, until it is measured
 WAITING = 1024.0  # of a waiting request at a rank without placements
+SPEED = 8000.0  # tokens that a rank computes in a second, until it is measured
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,8 @@ class Costs:
     ``waiting``: per waiting request; None: the mean cost of the rank's last placements, else ``WAITING``.
     ``running``: per running request.
     ``usage``: for a full KV cache; up to four fifths it is free. ``speed``: prompt tokens that a worker
-    computes in a second, which shorten queues and reservations. ``move``: tokens that others fetch again for each one
+    computes in a second, which shorten queues and reservations; None: as measured per rank, else ``SPEED``, and one of
+    half the fleet's median or less costs as many times more. ``move``: tokens that others fetch again for each one
     that a session displaces; these displace others in turn. Errors: ``ConfigError``.
     """
 
@@ -81,45 +88,45 @@ class Costs:
     waiting: float | None = None
     running: float = 64.0
     usage: float = 1024.0
-    speed: float = 8000.0
+    speed: float | None = None
     move: float = 2.0
 
     def __post_init__(self) -> None:
         for one in fields(self):
             value = getattr(self, one.name)
-            if value is None and one.name in ("local", "pool", "waiting"):
+            if value is None and one.name in ("local", "pool", "waiting", "speed"):
                 continue
             if not 0 <= value <= MAX_COEFFICIENT:
                 raise ConfigError(
                     f"the coefficient {one.name} is a number from 0 to {MAX_COEFFICIENT:g}, not {value:g}"
                 )
 
-    def native(self) -> tuple[float, float, float, float, float, float, float, bool, bool, bool]:
+    def native(self) -> tuple[float, float, float, float, float, float, float, bool, bool, bool, bool]:
         local = LOCAL if self.local is None else self.local
         pool = POOL if self.pool is None else self.pool
         waiting = WAITING if self.waiting is None else self.waiting
-        measures = self.local is None, self.pool is None, self.waiting is None
-        return local, pool, waiting, self.running, self.usage, self.speed, self.move, *measures
+        speed = SPEED if self.speed is None else self.speed
+        measures = self.local is None, self.pool is None, self.waiting is None, self.speed is None
+        return local, pool, waiting, self.running, self.usage, speed, self.move, *measures
 
 
 class Router:
     """Places requests on the workers of ``fleet``.
 
-    ``loads``: from the scraper. ``tenant_share``: of reservations and sessions, per tenant. ``clock``: monotonic
-    seconds.
+    ``tenant_share``: of reservations and sessions, per tenant. ``clock``: monotonic seconds.
+    ``loads``: for the scraper.
     """
 
     def __init__(
         self,
         fleet: Fleet,
         *,
-        loads: LoadBoard | None = None,
         costs: Costs | None = None,
         tenant_share: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._fleet = fleet
-        self.loads = loads or LoadBoard(clock)
+        self.loads = LoadBoard(clock, fleet.rank)
         self._costs = costs or Costs()
         self._packed_costs = self._costs.native()
         self._lock = threading.Lock()
@@ -190,7 +197,7 @@ class Router:
         answers = [answer for prompt in prompts for answer in self._fleet.ask(prompt, at_once=at_once)]
         if reported := {(f"{prompts[0].tenant}/{load.worker}", load.dp_rank): load for load in loads}:
             for answer in answers:
-                for key in reported.keys() & set(answer.members.keys):
+                for key in reported.keys() & answer.members.places.keys():
                     self.loads.report(key[0], reported[key])
         with self._lock:
             self._reservations.expire()
@@ -208,7 +215,9 @@ class Router:
                 )
             reservation, placed = "", None
             if len(native) and takes_turn:
-                reservation = self._take(answers, native, reserve_s, until_computed, credit)
+                reservation = self._take(
+                    answers, native, reserve_s, until_computed, credit, session, prompt_tokens
+                )
                 if session is not None and session.stays:
                     placed = self._place(session, answers, native, prompt_tokens)
         return NativeRanking(native, reservation, answers, placed)
@@ -233,10 +242,11 @@ class Router:
         with self._lock:
             self._ejections.check(start, failed=failed)
 
-    def settle(self, session: Session, placed: RankKey, rank: RankKey) -> None:
-        """A session's request that was ``placed`` at one rank went to another."""
-        with self._lock:
-            self._sessions.settle(session, placed, rank)
+    def settle(self, session: Session, placed: tuple[str, int], rank: tuple[str, int]) -> None:
+        """A session's request that was ``placed`` at one worker's rank went to another."""
+        if (served := self._fleet.rank(*rank)) is not None:
+            with self._lock:
+                self._sessions.settle(session, placed, served.key, served.batches)
 
     def _session(
         self,
@@ -244,18 +254,24 @@ class Router:
         answers: Sequence[Answer],
         prompt_tokens: int | None,
         credit: Mapping[RankKey, int],
-    ) -> tuple[int, bool, tuple[int, int, int, int] | None]:
+    ) -> tuple[int, bool, bool, tuple[int, int, int, int] | None]:
         """As ``_native.Ranking`` takes it."""
         home = self._sessions.home(session) if session.stays else None
+        if session.stays and _are_unknown(answers) and (home is None or not home.hashes):
+            return session.seed, True, True, None
         if home is not None:
             for part, answer in enumerate(answers):
-                if (row := answer.members.places.get(home.rank)) is not None:
-                    size = answer.members.ranks[row].worker.block_tokens
+                if (row := answer.members.row_of(home.rank)) is not None:
+                    if not home.goes_on(memoryview(answer.hashes).cast("B")):
+                        break
+                    rank = answer.members.ranks[row]
+                    size = rank.worker.block_tokens
                     tokens = _tokens(answer, size, prompt_tokens)
-                    kept = self._sessions.kept(home, answer.hashes, size, tokens)
+                    kept = self._sessions.kept(home, rank.batches, answer.hashes, size, tokens)
                     # What is computed there now is credited to its reservation.
-                    return session.seed, False, (part, row, *(kept if home.rank not in credit else (0, 0)))
-        return session.seed, session.stays, None
+                    kept = kept if home.rank not in credit else (0, 0)
+                    return session.seed, True, False, (part, row, *kept)
+        return session.seed, session.stays, False, None
 
     def _place(
         self,
@@ -264,10 +280,11 @@ class Router:
         native: _native.Ranking,
         prompt_tokens: int | None,
     ) -> Placed:
-        part, row, _ = native.best()
+        part, row, _, _ = native.best()
         answer = answers[part]
-        tokens = _tokens(answer, answer.members.ranks[row].worker.block_tokens, prompt_tokens)
-        return self._sessions.place(session, answer.members.keys[row], answer.hashes, tokens)
+        rank = answer.members.ranks[row]
+        tokens = _tokens(answer, rank.worker.block_tokens, prompt_tokens)
+        return self._sessions.place(session, rank.key, rank.batches, answer.hashes, tokens)
 
     def _take(
         self,
@@ -276,19 +293,26 @@ class Router:
         reserve_s: float | None,
         until_computed: bool,
         credit: Mapping[RankKey, int],
+        session: Session | None,
+        prompt_tokens: int | None,
     ) -> str:
-        part, row, cost = native.best()
-        key = answers[part].members.keys[row]
+        part, row, cost, fresh = native.best()
+        key = answers[part].members.ranks[row].key
+        if session is None or not session.stays:
+            self.loads.place(key, fresh)
+        elif _are_unknown(answers) and ((home := self._sessions.home(session)) is None or home.rank != key):
+            cost = prompt_tokens or 0  # its hash chose the rank, which has never seen it
         cost = max(0, cost - credit.get(key, 0)) + round(self._costs.running)
         self._picks += 1
-        self.loads.pick(*key, self._picks, min(cost, MAX_COEFFICIENT))
-        self._ejections.pick(key[0])
+        self.loads.pick(key, self._picks, min(cost, MAX_COEFFICIENT))
+        self._ejections.pick(key.worker_id)
         if reserve_s is None:
             return ""
         # A known load already includes running work.
-        ends = until_computed and self._costs.speed and self.loads.get(*key) is not None
-        each_s = 1 / self._costs.speed if ends else None
-        name = self._reservations.add(key[0].partition("/")[0], *key, cost, reserve_s, each_s)
+        ends = until_computed and self.loads.get(*key[:2]) is not None
+        speed = (self.loads.speed(key) or SPEED) if self._costs.speed is None else self._costs.speed
+        each_s = 1 / speed if ends and speed else None
+        name = self._reservations.add(key.worker_id.partition("/")[0], key, cost, reserve_s, each_s)
         self._in_flight.add(key, bytes(answers[part].hashes), name)
         return name
 
@@ -297,3 +321,8 @@ def _tokens(answer: Answer, block_tokens: int, prompt_tokens: int | None) -> int
     if prompt_tokens is not None:
         return prompt_tokens
     return len(memoryview(answer.hashes).cast("B")) // 8 * block_tokens
+
+
+def _are_unknown(answers: Sequence[Answer]) -> bool:
+    """Nobody knows the prompt's tokens."""
+    return not any(memoryview(answer.hashes).nbytes for answer in answers)

@@ -172,6 +172,7 @@ class Scraper:
         # Before the page is requested: a batch meanwhile may be of an engine that woke.
         followed = [self._fleet.rank(worker_id, rank) for rank in ranks]
         since = [0 if one is None else one.batches for one in followed]
+        keys = [one and one.key for one in followed]
         # Before Python 3.12, asyncio.wait_for forgets a cancellation that meets the page.
         with anyio.fail_after(DEADLINE_S):
             status, page = await self._get(address, worker_id.partition("/")[0], "/metrics")
@@ -180,6 +181,8 @@ class Scraper:
         engines = await asyncio.get_running_loop().run_in_executor(self._parser, read_page, page)
         if len(engines) == len(ranks) == 1:  # behind its own balancer, each rank is a server
             engines = {ranks[0]: next(iter(engines.values()))}
+        if keys != [one and one.key for one in (self._fleet.rank(worker_id, rank) for rank in ranks)]:
+            return  # the page may be of the former start
         name = worker_id.partition("/")[2]
         for rank, one, batches in zip(ranks, followed, since, strict=True):
             engine = engines.get(rank)
@@ -191,7 +194,8 @@ class Scraper:
                 self._loads.size(worker_id, rank, engine.capacity_tokens)
             if engine.gate is not None:
                 costs[rank].update(engine.gate, time.monotonic())
-                self._loads.measure(worker_id, rank, costs[rank].pool, costs[rank].near)
+                cost = costs[rank]
+                self._loads.measure(worker_id, rank, cost.pool, cost.near, cost.speed)
             if engine.asleep and one is not None:  # it waits for a batch of the rank that is being applied
                 await asyncio.get_running_loop().run_in_executor(self._parser, one.empty, batches)
 

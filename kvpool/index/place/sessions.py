@@ -1,12 +1,14 @@
 """``Sessions``: where each session's last request went, for a router's costs.
 
-A session's next prompt mostly begins with the last one. Its *home*, the rank that computed that, is credited with it
-while its events may be late, and for longer where they are not to be trusted or the prompt's tokens are unknown.
+A session's next prompt mostly begins with the last one. Its *home*, the start of a rank that computed that, is credited
+with it until a batch of its events comes, and for longer where they are not to be trusted or the prompt's tokens are
+unknown. A rank that starts again is nobody's home.
 
 Of a prompt's hashes those are kept that end at its last block and 1, 2, 4, ... blocks before it: each covers all
 blocks before it. Ids are kept as digests.
 
-A session that begins goes where the homes of others leave room (``router.py``), so each rank's tokens are summed.
+A session that begins goes where the homes of others leave room (``router.py``), so each rank's tokens are summed. They
+grow, so each counts at least as its tenant's sessions do on average.
 One thread at a time.
 """
 
@@ -17,7 +19,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvpool.index.place.load import LoadBoard, RankKey
+from kvpool.index.place.load import LoadBoard
+from kvpool.index.rank import RankKey
 from kvpool.index.request_stats import Placed
 
 if TYPE_CHECKING:
@@ -51,11 +54,15 @@ class Session(NamedTuple):
 
 
 class Home(NamedTuple):
-    """``hashes``: of ``blocks`` blocks, the last and those before it by powers of two."""
+    """``batches``: that the rank had told before. ``counted``: tokens that the session counts there. ``hashes``: of
+    ``blocks`` blocks, the last and those before it by powers of two; empty: nobody knew its tokens.
+    """
 
     rank: RankKey
+    batches: int
     placed_s: float
     tokens: int
+    counted: int
     blocks: int
     hashes: tuple[bytes, ...]
 
@@ -66,6 +73,10 @@ class Home(NamedTuple):
                 return end
         return 0
 
+    def goes_on(self, hashes: memoryview) -> bool:
+        """Whether a prompt of these goes on with the last one: it has half of its blocks, or nobody knows them."""
+        return not hashes.nbytes or 2 * self.shared(hashes) >= self.blocks
+
 
 class Sessions:
     """``loads``: told of each rank's tokens. ``tenant_share``: of the sessions. ``clock``: monotonic seconds."""
@@ -75,7 +86,8 @@ class Sessions:
         self._most = max(1, int(MAX_SESSIONS * tenant_share))  # of a tenant
         self._homes: dict[str, OrderedDict[bytes, Home]] = {}  # by tenant and digest, the oldest first
         self._count = 0
-        self._tokens: Counter[RankKey] = Counter()  # of their homes
+        self._tokens: Counter[RankKey] = Counter()  # that they count there
+        self._said: Counter[str] = Counter()  # tokens of a tenant's homes
 
     def __len__(self) -> int:
         return self._count
@@ -86,31 +98,50 @@ class Sessions:
         home = None if homes is None else homes.get(session.digest)
         return None if home is None or self._is_over(home) else home
 
-    def kept(self, home: Home, hashes: Buffer, block_tokens: int, tokens: int) -> tuple[int, int]:
-        """Tokens of a prompt that are credited to its session's home: in any case, and where events tell nothing."""
+    def kept(
+        self, home: Home, batches: int, hashes: Buffer, block_tokens: int, tokens: int
+    ) -> tuple[int, int]:
+        """Tokens of a prompt that are credited to its session's home: in any case, and where events tell nothing.
+
+        ``batches``: that the rank has told by now. Any since the placement speaks for itself: it came when the prompt
+        was computed, or tells of what has taken its place.
+        """
         view = memoryview(hashes).cast("B")
         is_known = view.nbytes > 0
         kept = home.shared(view) * block_tokens if is_known and home.hashes else min(tokens, home.tokens)
-        is_due = is_known and self._clock() - home.placed_s > ANNOUNCE_S
+        is_due = is_known and (batches != home.batches or self._clock() - home.placed_s > ANNOUNCE_S)
         return 0 if is_due else kept, kept
 
-    def place(self, session: Session, rank: RankKey, hashes: Buffer, tokens: int) -> Placed:
-        """A request of a session goes to a rank. One of less than half its tokens (a sub-agent) changes nothing."""
-        former = self.home(session)
+    def place(self, session: Session, rank: RankKey, batches: int, hashes: Buffer, tokens: int) -> Placed:
+        """A request of a session goes to a rank, which has told so many batches.
+
+        One of less than half its tokens (a sub-agent) changes nothing.
+        """
+        former, view = self.home(session), memoryview(hashes).cast("B")
         if former is not None and tokens < former.tokens // 2:
             return "stayed" if former.rank == rank else "aside"
+        if former is not None and not former.goes_on(view):  # begins anew, or another one has its name
+            self._loads.place(former.rank, former.tokens)  # where they stay for a while
+            former = None
         placed: Placed = "first" if former is None else "stayed" if former.rank == rank else "moved"
-        view = memoryview(hashes).cast("B")
         blocks = len(view) // HASH_NBYTES
         kept = tuple(bytes(view[(end - 1) * HASH_NBYTES : end * HASH_NBYTES]) for end in _ends(blocks))
-        self._set(session, Home(rank, self._clock(), tokens, blocks, kept))
+        if not blocks and former is not None and placed == "stayed":  # what its tokens once told is as true
+            blocks, kept = former.blocks, former.hashes
+        counted = max(tokens, self._typical(session.tenant))
+        self._set(session, Home(rank, batches, self._clock(), tokens, counted, blocks, kept))
         return placed
 
-    def settle(self, session: Session, placed: RankKey, rank: RankKey) -> None:
-        """A request that was ``placed`` at one rank went to another."""
+    def _typical(self, tenant: str) -> int:
+        """What a session comes to: those of the tenant, with the ones that ended of late, have so many tokens."""
+        homes = self._homes.get(tenant)
+        return self._said[tenant] // len(homes) if homes else 0
+
+    def settle(self, session: Session, placed: tuple[str, int], rank: RankKey, batches: int) -> None:
+        """A request that was ``placed`` at one worker's rank went to another, which has told so many batches."""
         home = self.home(session)
-        if home is not None and home.rank == placed:
-            self._set(session, home._replace(rank=rank))
+        if home is not None and home.rank[:2] == placed:
+            self._set(session, home._replace(rank=rank, batches=batches))
 
     def _set(self, session: Session, home: Home) -> None:
         homes = self._homes.setdefault(session.tenant, OrderedDict())
@@ -118,8 +149,8 @@ class Sessions:
         if former is None:
             self._count += 1
         else:
-            self._add(former.rank, -former.tokens)
-        self._add(home.rank, home.tokens)
+            self._add(session.tenant, former, -1)
+        self._add(session.tenant, home, 1)
         homes[session.digest] = home
         homes.move_to_end(session.digest)
         while len(homes) > self._most:
@@ -129,16 +160,19 @@ class Sessions:
 
     def _drop(self, tenant: str) -> None:
         _, home = self._homes[tenant].popitem(last=False)
-        self._add(home.rank, -home.tokens)
+        self._add(tenant, home, -1)
         self._count -= 1
         if not self._homes[tenant]:
             del self._homes[tenant]
 
-    def _add(self, rank: RankKey, tokens: int) -> None:
-        self._tokens[rank] += tokens
-        self._loads.house(*rank, self._tokens[rank])
-        if not self._tokens[rank]:
-            del self._tokens[rank]
+    def _add(self, tenant: str, home: Home, sign: int) -> None:
+        self._said[tenant] += sign * home.tokens
+        if not self._said[tenant]:
+            del self._said[tenant]
+        self._tokens[home.rank] += sign * home.counted
+        self._loads.house(home.rank, self._tokens[home.rank])
+        if not self._tokens[home.rank]:
+            del self._tokens[home.rank]
 
     def _is_over(self, home: Home) -> bool:
         return self._clock() - home.placed_s > KEEP_S

@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from kvpool.index.place.load import LoadBoard
 from kvpool.index.place.metrics_page import (
     HALF_LIFE_S,
     MIN_TOKENS,
@@ -117,7 +116,7 @@ async def test_a_scraper_reads_it() -> None:
         for place, (name, server) in enumerate((("fast", fast), ("slow", slow))):
             joined(fleet, a_worker(name, port=5600 + 2 * place, address=server.address, namespace=NAMESPACE))
         say(fleet, "default/fast", 0, 0, batch(stored(TEN, medium="STORAGE")))
-        router = Router(fleet, loads=LoadBoard())
+        router = Router(fleet)
         scraper = Scraper(fleet, router.loads, interval_s=0.05)
         scraper.start()
         ends_s = time.monotonic() + 60

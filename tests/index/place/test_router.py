@@ -74,7 +74,7 @@ def test_what_is_there_before(told: dict[str, Any] | None, reserved: int, queue:
     if told is not None:
         router.loads.report("default/w", Load("w", **told))
     if reserved:
-        router._reservations.add("default", "default/w", 0, reserved, 60)
+        router._reservations.add("default", router._fleet.ranks_of("default/w")[0], reserved, 60)
     picks = {pick.worker: pick for pick in router.route("m", hashes64=packed64(TEN)).picks}
     pick = picks["w"]
     assert (pick.queue_cost, pick.reserved_cost, pick.cost) == (queue, reserved, 160 + queue)
@@ -85,7 +85,7 @@ def test_a_pick_says_what_it_is_made_of() -> None:
     fleet = a_fleet("w", clock=clock)
     say(fleet, "default/w", 0, 1, batch(stored(TEN[:1])))
     router = Router(fleet, costs=COSTS, clock=clock)
-    router._reservations.add("default", "default/w", 0, 7, 60)
+    router._reservations.add("default", router._fleet.ranks_of("default/w")[0], 7, 60)
     router.loads.scrape("default/w", Load("w", 0, 3, 2, 50, 0.9), asleep=True)
     clock.now_s += 0.25  # in which 25 of the 50 tokens that waited are computed
     assert router.route("m", hashes64=packed64(TEN)).picks == (

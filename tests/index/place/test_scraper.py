@@ -51,9 +51,11 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def scraping(fleet: Fleet, interval_s: float = 0.05) -> AsyncIterator[LoadBoard]:
+async def scraping(
+    fleet: Fleet, interval_s: float = 0.05, board: LoadBoard | None = None
+) -> AsyncIterator[LoadBoard]:
     """What a scraper of ``fleet`` knows, until the end of the block."""
-    board = LoadBoard()
+    board = board or LoadBoard(rank=fleet.rank)
     before = asyncio.all_tasks()
     scraper = Scraper(fleet, board, interval_s=interval_s)
     scraper.start()
@@ -86,7 +88,7 @@ async def test_loads_of_all_ranks(fleet: Fleet) -> None:
             known = board.get("default/a", 1)
             assert known is not None
             assert known.asleep
-            ranks = board.of([("default/a", 0), ("default/a", 1)])
+            ranks = board.of(fleet.ranks_of("default/a"))
             assert [rank and rank.capacity_tokens for rank in ranks] == [1600, None]
             server.show({0: EngineLoad(7), 1: EngineLoad(8)})
             await until(lambda: running(board, "a") == 7)
@@ -100,8 +102,8 @@ async def test_a_worker_that_does_not_answer_gets_no_first_pick_while_it_is_stal
         follow(fleet, "dead", f"http://127.0.0.1:{taken.getsockname()[1]}")
         with serving_page({0: EngineLoad(9)}) as server:
             follow(fleet, "busy", server.address, port=6000)
-            async with scraping(fleet) as board:
-                router = Router(fleet, loads=board)
+            router = Router(fleet)
+            async with scraping(fleet, board=router.loads) as board:
 
                 def picks() -> list[tuple[str, bool]]:
                     route = router.route("m", token_ids=[1])

@@ -16,6 +16,7 @@ from kvpool.index.place.ranking import Pick, Ranking
 from kvpool.index.place.router import Costs, Router
 from kvpool.index.place.sessions import ENDED_AT_ONCE, KEEP_S, Session, Sessions
 from kvpool.index.prompt import NO_BLOCKS, Prompt
+from kvpool.index.rank import RankKey
 from tests.support.fleets import Clock, a_fleet, a_worker, say
 from tests.support.placing import NAMESPACE, order
 from tests.support.wire import batch, packed64, stored
@@ -80,7 +81,9 @@ def test_load_and_blocks_count_before_the_sessions_beside() -> None:
     idle = [Load(name, queued_tokens=0) for name in (home, other)]
     assert first(router, "u", prompt(2), loads=idle) == other
     say(router._fleet, f"default/{home}", 0, 1, batch(stored(prompt(3, 5))))
-    router._sessions.place(Session("default", b"long"), (f"default/{other}", 0), NO_BLOCKS, 9999)
+    router._sessions.place(
+        Session("default", b"long"), *router._fleet.ranks_of(f"default/{other}"), 1, NO_BLOCKS, 9999
+    )
     alike = [Load(home, queued_tokens=5 * BLOCK_TOKENS), Load(other, queued_tokens=0)]
     assert {pick.cost for pick in ask(router, None, prompt(3), loads=alike).picks} == {10 * BLOCK_TOKENS}
     assert first(router, "v", prompt(3), loads=alike) == other, (
@@ -103,6 +106,32 @@ def test_a_session_begins_where_the_homes_leave_room() -> None:
     assert displaced(10) == (5 * BLOCK_TOKENS // 4, 0)
     assert displaced(200) == (200 * BLOCK_TOKENS // 4 - 5 * BLOCK_TOKENS // 4, 0)
     assert displaced(10, session=None) == (0, 0)
+
+
+def test_a_session_that_begins_counts_as_what_sessions_come_to() -> None:
+    """Ten of one block count beside a long one as ten of the mean, not as ten blocks."""
+    router, _ = a_router("a", "b")
+    first(router, "long", prompt(0, 600), workers=["b"])
+    for number in range(10):
+        first(router, f"s{number}", prompt(1 + number, 1), workers=["a"])
+    (begun,), (long,) = (router.loads.of(router._fleet.ranks_of(f"default/{name}")) for name in "ab")
+    assert begun is not None
+    assert long is not None
+    assert long.session_tokens == 600 * BLOCK_TOKENS
+    assert begun.session_tokens > long.session_tokens
+
+
+def test_what_was_placed_without_a_session_takes_room_too() -> None:
+    router, clock = a_router("a", "b")
+    for name in "ab":
+        router.loads.size(f"default/{name}", 0, 100 * BLOCK_TOKENS)
+    first(router, None, prompt(0, 95), workers=["a"])
+    moves = [of(look(router, "t", prompt(1)), name).move_cost for name in "ab"]
+    assert moves == [5 * BLOCK_TOKENS // 2, 0]
+    clock.now_s += 60
+    assert of(look(router, "t", prompt(1)), "a").move_cost < moves[0], "and less as time goes by"
+    clock.now_s += KEEP_S
+    assert of(look(router, "t", prompt(1)), "a").move_cost == 0
 
 
 def test_what_a_beginning_displaces_is_at_most_itself() -> None:
@@ -128,15 +157,6 @@ def test_without_a_known_capacity_nothing_is_displaced() -> None:
     for number in range(8):
         first(router, f"s{number}", prompt(number, 100))
     assert {pick.move_cost for pick in look(router, "t", prompt(50)).picks} == {0}
-
-
-def test_a_cache_key_ignores_the_sessions_beside() -> None:
-    router, _ = a_router()
-    key = {"prompt_cache_key": "app"}
-    chosen = first(router, None, prompt(0), **key)
-    router.loads.size(f"default/{chosen}", 0, 0)
-    router.loads.house(f"default/{chosen}", 0, 1 << 40)
-    assert {first(router, None, prompt(0), **key) for _ in range(4)} == {chosen}
 
 
 def test_a_session_stays_though_another_index_knows_other_homes() -> None:
@@ -169,31 +189,34 @@ def test_homes_are_counted_as_long_as_they_are_kept() -> None:
     there = Sessions(clock, loads)
 
     def tokens(name: str) -> int:
-        (rank,) = loads.of([(name, 0)])
+        (rank,) = loads.of([RankKey(name, 0, 0)])
         return 0 if rank is None else rank.session_tokens
 
     one, two = (Session("t", name) for name in (b"one", b"two"))
-    there.place(one, ("t/a", 0), NO_BLOCKS, 100)
-    there.place(two, ("t/a", 0), NO_BLOCKS, 40)
-    there.place(one, ("t/a", 0), NO_BLOCKS, 110)
-    assert tokens("t/a") == 150
-    there.place(one, ("t/b", 0), NO_BLOCKS, 120)
-    assert (tokens("t/a"), tokens("t/b")) == (40, 120)
-    there.place(one, ("t/a", 0), NO_BLOCKS, 20)  # a sub-agent
-    assert (tokens("t/a"), tokens("t/b")) == (40, 120)
-    there.settle(one, ("t/b", 0), ("t/a", 0))
-    assert (tokens("t/a"), tokens("t/b")) == (160, 0)
+    there.place(one, RankKey("t/a", 0, 0), 0, NO_BLOCKS, 100)
+    there.place(two, RankKey("t/a", 0, 0), 0, NO_BLOCKS, 40)
+    assert tokens("t/a") == 200, "a short one counts as the mean of those before"
+    there.place(one, RankKey("t/a", 0, 0), 0, NO_BLOCKS, 110)
+    there.place(two, RankKey("t/a", 0, 0), 0, NO_BLOCKS, 50)
+    assert tokens("t/a") == 110 + 75
+    there.place(one, RankKey("t/b", 0, 0), 0, NO_BLOCKS, 120)
+    assert (tokens("t/a"), tokens("t/b")) == (75, 120)
+    there.place(one, RankKey("t/a", 0, 0), 0, NO_BLOCKS, 20)  # a sub-agent
+    assert (tokens("t/a"), tokens("t/b")) == (75, 120)
+    there.settle(one, ("t/b", 0), RankKey("t/a", 0, 0), 0)
+    assert (tokens("t/a"), tokens("t/b")) == (195, 0)
     clock.now_s += KEEP_S + 1
     there.home(Session("t", b"three"))
     assert (tokens("t/a"), len(there)) == (0, 0)
     assert not there._tokens
+    assert not there._said
 
 
 def test_a_call_ends_a_few_homes() -> None:
     clock = Clock()
     there = Sessions(clock, LoadBoard())
     for number in range(10 * ENDED_AT_ONCE):
-        there.place(Session("t", bytes([number])), ("t/a", 0), NO_BLOCKS, 1)
+        there.place(Session("t", bytes([number])), RankKey("t/a", 0, 0), 0, NO_BLOCKS, 1)
     clock.now_s += KEEP_S + 1
     there.home(Session("t", b"other"))
     assert len(there) == 9 * ENDED_AT_ONCE

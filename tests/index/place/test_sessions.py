@@ -16,6 +16,7 @@ from kvpool.index.place.ranking import Ranking
 from kvpool.index.place.router import Costs, Router
 from kvpool.index.place.sessions import ANNOUNCE_S, KEEP_S, Home, Session, Sessions
 from kvpool.index.prompt import NO_BLOCKS
+from kvpool.index.rank import RankKey
 from tests.support.fleets import Clock, a_fleet, say
 from tests.support.placing import NAMESPACE, order
 from tests.support.wire import batch, packed64, removed, stored
@@ -144,8 +145,9 @@ def test_a_worker_that_goes_takes_its_sessions_home_along() -> None:
 
 def test_indexes_place_first_requests_alike() -> None:
     one, other = Fleeting(), Fleeting(*reversed(NAMES))
-    for _ in range(7):
-        other.first(PROMPT, session=None)  # another turn of equal ranks
+    for number in range(7):  # what is placed counts beside sessions, in both alike
+        for there in (one, other):
+            there.first([5000 + number], session=None)
     names = [str(number) for number in range(200)]
     blocks = {name: [int(name) + 1] for name in names}
     firsts = {name: one.first(blocks[name], name) for name in names}
@@ -156,6 +158,8 @@ def test_indexes_place_first_requests_alike() -> None:
 def test_a_cache_key_chooses_among_equals_and_pins_nothing() -> None:
     there = Fleeting()
     awake(there)
+    for one in NAMES:
+        there.router.loads.size(f"default/{one}", 0, 1 << 20)
 
     def of_key(**wishes: Any) -> str:
         return there.first(PROMPT, None, prompt_cache_key="app", **wishes)
@@ -180,7 +184,7 @@ def test_sub_agents_spread_and_leave_the_home() -> None:
         went[order(ranking)[0]] += 1
     assert len(went) == len(NAMES)
     assert max(went.values()) <= 3
-    assert there.router._sessions.home(Session.of("default", "s")).rank == (f"default/{home}", 0)  # type: ignore
+    assert there.router._sessions.home(Session.of("default", "s")).rank[:2] == (f"default/{home}", 0)  # type: ignore
 
 
 def test_what_its_home_computes_now_is_counted_once() -> None:
@@ -208,12 +212,12 @@ def test_without_tokens_the_home_counts() -> None:
 
 def test_of_a_prompt_that_differs_behind_a_block_all_but_as_much_again_is_shared() -> None:
     chance = random.Random(5)
-    rank = ("default/a", 0)
+    rank = RankKey("default/a", 0, 1)
     for blocks in [*range(1, 40), 1000, 1650]:
         there = Sessions(Clock(), LoadBoard())
         session = Session("t", b"s")
         hashes = [chance.randrange(1, 1 << 64) for _ in range(blocks)]
-        there.place(session, rank, packed64(hashes), 16 * blocks)
+        there.place(session, rank, 0, packed64(hashes), 16 * blocks)
         home = there.home(session)
         assert home is not None
         for same in {0, 1, blocks // 2, blocks - 1, blocks}:
@@ -232,16 +236,16 @@ def test_homes_are_bounded_and_a_tenant_has_its_share(monkeypatch: pytest.Monkey
     assert calm is not None
     assert loud is not None
     assert calm.digest == loud.digest, "tenants are apart by more than an id"
-    there.place(calm, ("calm/w", 0), NO_BLOCKS, 10)
+    there.place(calm, RankKey("calm/w", 0, 1), 0, NO_BLOCKS, 10)
     for number in range(1000):
         other = Session.of("loud", f"s{number}")
         assert other is not None
-        there.place(other, ("loud/w", 0), NO_BLOCKS, 10)
+        there.place(other, RankKey("loud/w", 0, 1), 0, NO_BLOCKS, 10)
     assert len(there) == 76
     assert there.home(loud) is None
     home = there.home(calm)
     assert isinstance(home, Home)
-    assert home.rank == ("calm/w", 0)
+    assert home.rank[:2] == ("calm/w", 0)
     assert sum(map(len, there._homes.values())) == len(there)
 
 
