@@ -105,8 +105,10 @@ def _run(cell: Cell, policy: PolicyName, seed: int) -> Result:
 
 
 def _mean(cell: Cell, policy: PolicyName, results: Sequence[Result]) -> Row:
-    turns, *means = (statistics.mean(values) for values in zip(*results, strict=True))
-    return Row(*cell, policy, *means, turns)
+    turns, hits, p50_s, p90_s, p99_s, moves = (
+        statistics.mean(values) for values in zip(*results, strict=True)
+    )
+    return Row(cell.workers, cell.has_pool, cell.befalls, policy, hits, p50_s, p90_s, p99_s, moves, turns)
 
 
 def judged(rows: Sequence[Row]) -> list[Row]:

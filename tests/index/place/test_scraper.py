@@ -402,6 +402,34 @@ async def test_a_batch_while_a_page_is_on_its_way_is_believed(fleet: Fleet) -> N
             assert credited(fleet) == (2, False)
 
 
+@pytest.mark.anyio
+async def test_a_page_of_a_former_start_says_nothing_of_the_present_one(fleet: Fleet) -> None:
+    arrived, go_on = threading.Event(), threading.Event()
+
+    def slowly(connection: socket.socket) -> None:
+        arrived.set()
+        assert go_on.wait(WITHIN_S)
+        connection.sendall(answer(page({0: EngineLoad(9)})))
+
+    seen: list[int] = []
+
+    class Board(LoadBoard):
+        def scrape(self, worker_id: str, load: Load, *, asleep: bool) -> None:
+            seen.append(load.running)
+            super().scrape(worker_id, load, asleep=asleep)
+
+    with serving_page() as server:
+        server.say = slowly
+        follow(fleet, "a", server.address, incarnation="1")
+        async with scraping(fleet, board=Board(rank=fleet.rank)) as board:
+            await until(arrived.is_set)
+            follow(fleet, "a", server.address, incarnation="2")
+            server.show({0: EngineLoad(2)})
+            go_on.set()
+            await until(lambda: running(board, "a") == 2)
+            assert set(seen) == {2}
+
+
 def test_word_of_an_earlier_start_does_not_count(fleet: Fleet) -> None:
     fleet.add(a_worker("a", incarnation="1"), "call")
     for number in range(5):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
 from kvpool import Load
@@ -32,11 +33,11 @@ def ask(router: Router, session: str, tokens: int = TOKENS, loads: tuple[Load, .
 
 
 def test_replicas_that_take_turns_send_a_session_to_one_worker() -> None:
-    routers = replicas()
+    routers, chance = replicas(), random.Random(5)
     went: dict[str, list[str]] = {}
     for turn in range(6):
         for number in range(40):
-            router = routers[(turn + number) % 2]
+            router = routers[turn % 2] if turn else chance.choice(routers)
             went.setdefault(f"s{number}", []).append(ask(router, f"s{number}", TOKENS + 100 * turn))
     assert all(len(set(workers)) == 1 for workers in went.values())
     assert min(Counter(workers[0] for workers in went.values()).values()) >= 4, "and spread"
