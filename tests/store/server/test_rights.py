@@ -99,7 +99,7 @@ def test_a_full_server_refuses_no_user(server: Server, client: str, caplog: pyte
     """What it says of its memory has the word "command" in it, as what it says of rights has."""
     server.client.config_set("maxmemory-policy", "noeviction")
     server.client.config_set("maxmemory", "1")
-    url = url_of(server)
+    url = url_of(server, keys="*")  # else keys are refused first
     assert refused_commands(StoreURL.parse(url)) == []
     with caplog.at_level(logging.WARNING, "kvpool.store"), open_store(with_client(url, client)) as store:
         assert store.put_many([key(1)], [b"value"]) == [False], "no room, and no fault"
