@@ -238,6 +238,8 @@ def test_another_adapter_in_the_place_of_one_spoils_both(vllm: Vllm, files: File
     vllm.add(other, in_place=True)
     assert not vllm.loads.has(former)
     assert vllm.loads.has(files(other))
+    vllm.add(path, in_place=True)
+    assert not vllm.loads.has(former), "vLLM's cache has blocks of both under its hashes"
     third = write(tmp_path / "c", b"three")
     vllm.add(third)
     assert not vllm.loads.may_have(files(third)), "vLLM has another one under its number"
