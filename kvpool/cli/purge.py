@@ -22,6 +22,7 @@ from kvpool.discovery.worker_record import announced_workers
 from kvpool.errors import ConfigError, KVPoolError, StoreUnavailable
 from kvpool.key.key import KEY_PREFIX, namespace_prefix, parse_key, tenant_of, tenant_prefix
 from kvpool.store import Store, StoreURL, open_for_inspection
+from kvpool.store.file import pool_id
 from kvpool.text import counted, format_size, redact, unknown
 
 DELETE_TIMEOUT_S = 60.0  # of about a thousand blocks
@@ -56,6 +57,7 @@ class Plan:
     prefixes: tuple[str, ...]
     parts: list[Share]
     announcements: int  # found without a scan of the pool
+    near_pools: int = 0  # of hosts whose workers announce them, beside what is purged
 
     @property
     def blocks(self) -> int:
@@ -91,8 +93,9 @@ def run_purge(options: PurgeOptions) -> None:
             opened.enter_context(open_for_inspection(url)) for url in StoreURL.parse(options.pool).pools()
         ]
         stores = {"": found[0]} if len(found) == 1 else dict(zip(("near", "far"), found, strict=True))
-        parts, announced = _survey(stores, within)
+        parts, announced, near = _survey(stores, within)
         plan = _plan(within, parts, announced, namespace)
+        plan.near_pools = len(near - set(map(pool_id, _directories(options.pool))))
         if not plan.parts and not plan.announcements and not everything:
             raise NothingThere(f"{pool}: {_not_there(stores, tenant, namespace, parts)}")
         if not yes and not sys.stdin.isatty():
@@ -111,7 +114,8 @@ def run_purge(options: PurgeOptions) -> None:
             for part in plan.parts
         ]
         report = {"pool": pool, "namespaces": parts_of}
-        print(json.dumps(report | {"deleted_blocks": blocks, "deleted_announcements": announcements}))
+        deleted = {"deleted_blocks": blocks, "deleted_announcements": announcements}
+        print(json.dumps(report | deleted | {"near_pools_left": plan.near_pools}))
     else:
         shown.print(
             f"Deleted {counted(blocks, 'block')} and {counted(announcements, 'announcement')}.",
@@ -119,8 +123,14 @@ def run_purge(options: PurgeOptions) -> None:
         )
 
 
-def _survey(stores: Mapping[str, Store], within: str) -> tuple[list[Share], set[str]]:
-    """Contents of the prefix ``within``: namespaces, some with facts and no block; keys of announcements."""
+def _directories(pool: str) -> list[str]:
+    return [url.path for url in StoreURL.parse(pool).pools() if url.scheme == "file"]
+
+
+def _survey(stores: Mapping[str, Store], within: str) -> tuple[list[Share], set[str], set[str]]:
+    """Contents of the prefix ``within``: namespaces, some with facts and no block; keys of announcements; near pools
+    that workers announce.
+    """
     found: dict[tuple[str, str, str], Share] = {}
     announced = {key for store in stores.values() for key in store.announcements(within)}
     with progress_bar("blocks") as progress:
@@ -136,6 +146,7 @@ def _survey(stores: Mapping[str, Store], within: str) -> tuple[list[Share], set[
                 progress.advance(task, len(batch))
     models: dict[tuple[str, str], str] = {}  # of two pools the far one has the facts
     announced_models: dict[tuple[str, str], set[str]] = {}  # of workers: for these names requests ask
+    near: set[str] = set()
     for tenant in {part.tenant for part in found.values()} | set(filter(None, map(tenant_of, announced))):
         for pool, store in stores.items():
             announced |= store.announcements(tenant_prefix(tenant)).keys()  # not every tenant is listed
@@ -146,10 +157,11 @@ def _survey(stores: Mapping[str, Store], within: str) -> tuple[list[Share], set[
                     found.setdefault(name, Share(*name))
             for told in filter(None, announced_workers(store, tenant)):
                 announced_models.setdefault((tenant, told.worker.namespace), set()).add(told.worker.model)
+                near |= {told.worker.near} - {""}
     for part in found.values():
         known = announced_models.get((part.tenant, part.namespace), ())
         part.model = " and ".join(sorted(known)) or models.get((part.tenant, part.namespace), "")
-    return [found[name] for name in sorted(found)], announced
+    return [found[name] for name in sorted(found)], announced, near
 
 
 def _plan(within: str, parts: list[Share], announced: set[str], namespace: str | None) -> Plan:
@@ -169,7 +181,7 @@ def _not_there(
     if namespace is not None and parts:
         there = _several([part.namespace[:8] for part in parts])
         return f'no namespace begins with "{namespace}"; there are {there}'
-    everyones, announced = _survey(stores, KEY_PREFIX)
+    everyones, announced, _ = _survey(stores, KEY_PREFIX)
     tenants = {part.tenant for part in everyones} | set(filter(None, map(tenant_of, announced)))
     if not tenants:
         return "it is empty: there is nothing to delete"
@@ -223,6 +235,12 @@ def _print(plan: Plan, pool: str, out: Console) -> None:
     if rows:
         show(out, *fitted(columns, out.width))
     show(out, f"In all: {plan}.")
+    if plan.near_pools:
+        show(
+            out,
+            f"Near pools of workers' hosts ({plan.near_pools} announced) keep theirs, and send here what is used: "
+            "stop these workers, and purge both pools on each host, --pool 'NEAR FAR'.",
+        )
 
 
 def _several(names: list[str]) -> str:

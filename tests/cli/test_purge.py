@@ -21,6 +21,7 @@ from kvpool.discovery.worker import Publisher, Worker
 from kvpool.discovery.worker_record import pack_worker
 from kvpool.key.hashing import seed_id
 from kvpool.store import Store
+from kvpool.store.file import pool_id
 from tests.support.command_line import kvpool, refused
 from tests.support.deadlines import eventually
 from tests.support.servers import SERVERS, Server, running
@@ -361,3 +362,29 @@ def test_a_near_and_a_far_pool_are_told_apart(tmp_path: Path) -> None:
     for url in (near, far):
         with open_store(url) as store:
             assert [block.key for blocks in store.scan() for block in blocks] == BETA_1.keys(HASHES[:1], 0, 0)
+
+
+def test_near_pools_that_keep_the_blocks_are_counted(tmp_path: Path) -> None:
+    """A host that used its near pool had sent all 20 blocks far again 9 s after a purge of far, and nothing said so."""
+    near, far = (f"file://{tmp_path}/{name}?capacity=256MiB" for name in ("near", "far"))
+    open_store(near).close()
+
+    def fill_again() -> None:
+        with open_store(far) as store:
+            for number, host in enumerate((pool_id(str(tmp_path / "near")), "e" * 32, "e" * 32, "")):
+                worker = Worker(
+                    name=f"w{number}", tenant="alpha", model="m", namespace=ALPHA_1.hex, block_tokens=16,
+                    hash_seed_id=seed_id(None), publishers=(Publisher(0, ""),), incarnation="one", near=host,
+                )  # fmt: skip
+                key, record = pack_worker(worker, lease_s=600.0)
+                store.announce(key, record, lease_s=600.0)
+            store.put_many(ALPHA_1.keys(HASHES[:1], 0, 0), [b"value"])
+
+    fill_again()
+    said = kvpool("purge", "--pool", far, "--tenant", "alpha", "--yes").stdout
+    assert "Near pools of workers' hosts (2 announced) keep theirs" in " ".join(said.split())
+    fill_again()
+    assert purged("--pool", far, "--everything")["near_pools_left"] == 2
+    fill_again()
+    assert purged("--pool", f"{near} {far}", "--tenant", "alpha")["near_pools_left"] == 1
+    assert purged("--pool", far, "--everything")["near_pools_left"] == 0, "nobody announces one"
