@@ -5,9 +5,10 @@ The digest covers each weights file's name, size, and header (safetensors) or he
 It also covers the start of every tensor, and 4 KiB at 16,384 places spread over all files. Checkpoints up to
 64 MiB are read in full. Differences in fewer places can go unnoticed.
 
-It also covers the configuration without its origin fields, and code that the configuration names
-(``auto_map``). Formats: safetensors (https://github.com/huggingface/safetensors), zip files of ``torch.save``
-(the directory at the end has a CRC per tensor), gguf.
+It also covers the configuration without its origin fields, code that the configuration names
+(``auto_map``), and which files an index chooses, where it leaves any out. Formats: safetensors
+(https://github.com/huggingface/safetensors), zip files of ``torch.save`` (the directory at the end has a CRC
+per tensor), gguf.
 
 Threads: each call makes its own daemon threads; ``_Reading._lock`` guards its fields, reads happen outside of
 it.
@@ -43,19 +44,24 @@ PIECE_NBYTES = 64 << 20
 READ_NBYTES = 1 << 20
 THREADS = 8  # so that waits on a cold or distant disk overlap
 
-WEIGHTS_SUFFIXES = (".safetensors", ".bin", ".pt", ".gguf")
-_CHECKPOINT = (".safetensors", ".bin", ".pt")
-# By load format: the files that vLLM's and SGLang's loaders read, the first kind that exists in the folder.
-LOADED_SUFFIXES = {
-    **dict.fromkeys(("auto", "bitsandbytes"), _CHECKPOINT),
-    **dict.fromkeys(
-        ("safetensors", "fastsafetensors", "instanttensor", "mistral", "sharded_state"), (".safetensors",)
-    ),
-    "pt": (".pt",),
-    "gguf": (".gguf",),
+# By load format: the files that vLLM's and SGLang's loaders read, of the first pattern that has any in the folder.
+_SAFETENSORS, _MISTRAL = ("*.safetensors",), ("consolidated*.safetensors",)
+_HF = (*_SAFETENSORS, "*.bin", "*.pt")
+LOADED_PATTERNS = {
+    **dict.fromkeys(("auto", "bitsandbytes"), _HF),
+    **dict.fromkeys(("safetensors", "fastsafetensors", "instanttensor", "sharded_state"), _SAFETENSORS),
+    "mistral": _MISTRAL,
+    "pt": ("*.pt",),
+    "gguf": ("*.gguf",),
 }
+AUTO_PATTERNS_OF_VLLM = (*_MISTRAL, *_HF)
+ADAPTER_PATTERNS_OF_VLLM = tuple(f"adapter_model.{kind}" for kind in ("safetensors", "bin", "pt"))
+_ANY = (*_HF, "*.gguf")
 # Files beside the weights that inference does not load (``filter_files_not_needed_for_inference`` of vLLM).
 _NOT_WEIGHTS = frozenset(("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"))
+# A loader reads only the safetensors files that an index names (``filter_duplicate_safetensors_files``).
+_INDICES = ("model.safetensors.index.json", "consolidated.safetensors.index.json")
+MAX_INDEX_NBYTES = 128 << 20  # 10 MB for 1 T of experts
 _CONFIGS = ("config.json", "params.json", "adapter_config.json")
 _WHERE_IT_CAME_FROM = frozenset(
     ("_name_or_path", "_commit_hash", "transformers_version", "base_model_name_or_path", "revision")
@@ -74,16 +80,17 @@ class CheckpointDigest(NamedTuple):
 def checkpoint_digest(
     path: Path,
     *,
-    suffixes: Sequence[str] = WEIGHTS_SUFFIXES,
+    patterns: Sequence[str] | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> CheckpointDigest:
     """The digest of the weights in ``path``: the folder of a checkpoint or an adapter, or a single file.
 
-    In a folder, the first of ``suffixes`` with any files decides, as in an engine. Blocks for at most
-    ``timeout_s`` seconds, even on a hanging disk; up to 8 reads at a time. Errors: ``ConfigError``: no
-    weights, an unreadable or truncated file, or out of time; ``NoThread``.
+    In a folder, the first of ``patterns`` with any files decides, as in an engine; None, for a loader that is
+    not known: files of every kind count. Blocks for at most ``timeout_s`` seconds, even on a hanging disk; up
+    to 8 reads at a time. Errors: ``ConfigError``: no weights, an unreadable or truncated file, or out of time;
+    ``NoThread``.
     """
-    reading = _Reading(Path(path), tuple(suffixes), time.monotonic() + timeout_s)
+    reading = _Reading(Path(path), patterns, time.monotonic() + timeout_s)
     digest = reading.wait()
     if digest is None:
         raise ConfigError(
@@ -93,9 +100,7 @@ def checkpoint_digest(
     return digest
 
 
-def served_digest(
-    engine_path: str, named_path: str | None, suffixes: Sequence[str] = WEIGHTS_SUFFIXES
-) -> str:
+def served_digest(engine_path: str, named_path: str | None, patterns: Sequence[str] | None = None) -> str:
     """The digest of an engine's weights where only the model's name is known, which is no identity.
 
     32 hex digits; "" when no folder is named and the engine's path has no weights (a hub's name, or "").
@@ -104,25 +109,26 @@ def served_digest(
     cannot be read in time; ``NoThread``.
     """
     if named_path is not None:
-        return checkpoint_digest(Path(named_path), suffixes=suffixes).hex
+        return checkpoint_digest(Path(named_path), patterns=patterns).hex
     if not engine_path:
         return ""
     path = Path(engine_path)
     try:
-        found = path.is_file() or any(any(path.glob(f"*{suffix}")) for suffix in suffixes)
+        found = path.is_file() or any(_matching(path, pattern) for pattern in patterns or _ANY)
     except OSError:  # a name too long for a path
         return ""
-    return checkpoint_digest(path, suffixes=suffixes).hex if found else ""
+    return checkpoint_digest(path, patterns=patterns).hex if found else ""
 
 
-def refuse_later_changes(path: Path, since_ns: int, *, suffixes: Sequence[str] = WEIGHTS_SUFFIXES) -> None:
+def refuse_later_changes(path: Path, since_ns: int, *, patterns: Sequence[str] | None = None) -> None:
     """Refuse a checkpoint that was changed after ``since_ns``, by the clock of its files: a process that has loaded it
     since may have read what was there before. Errors: ``ConfigError``.
     """
     try:
-        files = [file.path for file in _weights_files(path, suffixes)]
+        files = [file.path for file in _weights_files(path, patterns)]
         if path.is_dir():
-            files += [path / name for name in _CONFIGS if (path / name).exists()]
+            files += [*_configs(path), *(path / name for name in _INDICES), *path.glob("*.py")]
+            files = [file for file in files if file.exists()]
         later = [file for file in files if file.stat().st_ctime_ns > since_ns]
     except OSError as error:
         raise ConfigError(
@@ -153,8 +159,8 @@ class _Piece(NamedTuple):
 class _Reading:
     """One digest in progress, on daemon threads: a hanging disk must not keep the process alive."""
 
-    def __init__(self, path: Path, suffixes: tuple[str, ...], until: float) -> None:
-        self._path, self._suffixes, self._until = path, suffixes, until
+    def __init__(self, path: Path, patterns: Sequence[str] | None, until: float) -> None:
+        self._path, self._patterns, self._until = path, patterns, until
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._pieces: Iterator[tuple[int, _Piece]] = iter(())
@@ -195,7 +201,7 @@ class _Reading:
         self._ended.set()
 
     def _made(self) -> CheckpointDigest:
-        files = _weights_files(self._path, self._suffixes)
+        files = _weights_files(self._path, self._patterns)
         nbytes = sum(file.nbytes for file in files)
         pieces = list(enumerate(self._cut(files, nbytes)))
         with self._lock:
@@ -208,6 +214,7 @@ class _Reading:
         said: list[object] = [["kvpool checkpoint", 1, nbytes <= WHOLE_NBYTES]]
         said += [[file.name, file.nbytes] for file in files]
         said += [[piece.file.name, self._hashes[number].hex()] for number, piece in pieces]
+        said += _chosen(self._path, files)
         said += _configuration(self._path)
         text = json.dumps(said, ensure_ascii=True, separators=(",", ":"))
         read_nbytes = sum(length for _, piece in pieces for _, length in piece.spots)
@@ -261,17 +268,43 @@ class _Reading:
         return found.digest()
 
 
-def _weights_files(path: Path, suffixes: Sequence[str] = WEIGHTS_SUFFIXES) -> list[_File]:
+def _weights_files(path: Path, patterns: Sequence[str] | None = None) -> list[_File]:
     """The weights files of ``path``, by name; links are followed. Errors: ``ConfigError``; ``OSError``."""
     if path.is_dir():
-        for suffix in suffixes:
-            found = sorted(one for one in path.glob(f"*{suffix}") if one.name not in _NOT_WEIGHTS)
-            if found:
-                return [_file(one) for one in found]
-        raise ConfigError(f"there are no weights in {path}: no file ends in {', '.join(suffixes)}")
+        if patterns is None:
+            found = sorted(one for pattern in _ANY for one in _matching(path, pattern))
+        else:
+            found = next(filter(None, (_matching(path, pattern) for pattern in patterns)), [])
+        if found:
+            return [_file(one) for one in found]
+        raise ConfigError(
+            f"there are no weights in {path}: no file is {', '.join(_ANY if patterns is None else patterns)}"
+        )
     if not path.exists():
         raise ConfigError(f"there are no weights in {path}: it is not there")
     return [_file(path)]
+
+
+def _matching(path: Path, pattern: str) -> list[Path]:
+    """By name. Hidden files are no weights, for engines too: a half-copied one, or what macOS keeps of a file."""
+    return sorted(
+        one for one in path.glob(pattern) if one.name not in _NOT_WEIGHTS and not one.name.startswith(".")
+    )
+
+
+def _chosen(path: Path, files: Sequence[_File]) -> list[object]:
+    """What the folder's indices choose of ``files``; empty where these, or no index, choose all."""
+    names = [file.name for file in files if file.path.suffix == ".safetensors"]
+    said: list[object] = []
+    for index in (path / name for name in _INDICES if names and (path / name).is_file()):
+        try:
+            named = set(json.loads(_text(index, MAX_INDEX_NBYTES))["weight_map"].values())
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ConfigError(f"{index} is no index of safetensors; fetch the checkpoint again") from error
+        chosen = [name for name in names if name in named]
+        if chosen and chosen != names:  # none: it is of other files
+            said.append([index.name, chosen])
+    return said
 
 
 def _file(path: Path) -> _File:
@@ -331,24 +364,27 @@ def _configuration(path: Path) -> list[object]:
         return []
     said: list[object] = []
     code = False
-    names = {*_CONFIGS, *(one.name for one in path.glob("*quant*.json"))}
-    for name in sorted(names):
-        if not (path / name).exists():
-            continue
+    for file in _configs(path):
         try:
-            config = json.loads(_text(path / name))
+            config = json.loads(_text(file))
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path / name} is not JSON; fetch the checkpoint again") from error
+            raise ConfigError(f"{file} is not JSON; fetch the checkpoint again") from error
         code |= isinstance(config, dict) and "auto_map" in config
-        said.append([name, _without_origin(config)])
+        said.append([file.name, _without_origin(config)])
     if code:
         said += [[one.name, hashlib.sha256(_text(one)).hexdigest()] for one in sorted(path.glob("*.py"))]
     return said
 
 
-def _text(path: Path) -> bytes:
+def _configs(path: Path) -> list[Path]:
+    """The configurations that are in a folder, by name."""
+    names = {*_CONFIGS, *(one.name for one in path.glob("*quant*.json"))}
+    return [path / name for name in sorted(names) if (path / name).exists()]
+
+
+def _text(path: Path, max_nbytes: int = MAX_TEXT_NBYTES) -> bytes:
     try:
-        return read_file(path, MAX_TEXT_NBYTES)
+        return read_file(path, max_nbytes)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
 

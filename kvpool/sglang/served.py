@@ -20,14 +20,14 @@ import huggingface_hub
 import torch
 from sglang.srt.mem_cache.utils import get_storage_hash_str, storage_namespace_seed
 from sglang.srt.runtime_context import get_context
+from sglang.srt.utils import get_bool_env_var
 
 from kvpool.config import HiCacheConfig
 from kvpool.errors import ConfigError, EngineRefused
 from kvpool.files import read_file
 from kvpool.key.checkpoint import (
-    LOADED_SUFFIXES,
+    LOADED_PATTERNS,
     MAX_TEXT_NBYTES,
-    WEIGHTS_SUFFIXES,
     checkpoint_digest,
     served_digest,
 )
@@ -58,8 +58,8 @@ _FACTS = (
     "spec.speculative_algorithm", "spec.speculative_draft_model_path", "spec.speculative_draft_model_revision",
 )  # fmt: skip
 _FILES = frozenset(("quantization_param_path", "decrypted_config_file"))  # identified by content
-# Other formats read other sources.
-_SUFFIXES = LOADED_SUFFIXES | {"layered": LOADED_SUFFIXES["auto"], "npcache": (".bin",)}
+# Other formats read other sources: ``npcache`` a folder of arrays, which may be of earlier files.
+_PATTERNS = LOADED_PATTERNS | {"layered": LOADED_PATTERNS["auto"]}
 # Weights from outside of the folder.
 _OTHER_WEIGHTS = (
     "model.modelopt_checkpoint_restore_path", "model.quantize_and_serve", "model.rl_quant_profile",
@@ -131,12 +131,12 @@ def _fact(path: str, value: Any) -> Fact:
 
 def _weights(settings: HiCacheConfig) -> str:
     load_format = str(argument("model.load_format"))
-    suffixes = _SUFFIXES.get(load_format, WEIGHTS_SUFFIXES)
+    patterns = _PATTERNS.get(load_format)
     if settings.model_path is not None:
-        return served_digest("", settings.model_path, suffixes)
+        return served_digest("", settings.model_path, patterns)
     if settings.model_id is not None:
         return ""
-    reason = "" if load_format in _SUFFIXES else f"--load-format {load_format} loads weights from elsewhere"
+    reason = "" if load_format in _PATTERNS else f"--load-format {load_format} loads weights from elsewhere"
     if str(argument("model.weight_cache_mode") or "off") != "off":
         reason = "with --weight-cache-mode weights come from another process"
     for path in _OTHER_WEIGHTS:
@@ -154,7 +154,7 @@ def _weights(settings: HiCacheConfig) -> str:
             f'the files of {model} are in no folder that can be found: set "model_path" to that of the checkpoint, or '
             '"model_id" to a name that stands for exactly these weights'
         )
-    return checkpoint_digest(folder, suffixes=suffixes).hex
+    return checkpoint_digest(folder, patterns=patterns).hex
 
 
 def _adapters() -> str:
@@ -180,6 +180,8 @@ def _folder(model: str, revision: Any) -> Path | None:
     try:
         if path.exists():
             return path
+        if get_bool_env_var("SGLANG_USE_MODELSCOPE"):  # not the hub's files of this name
+            return None
         cache = argument("model.download_dir")
         return Path(
             huggingface_hub.snapshot_download(

@@ -28,7 +28,7 @@ import numpy
 from vllm.logger import init_logger
 
 from kvpool.errors import ConfigError, NoThread
-from kvpool.key.checkpoint import WEIGHTS_SUFFIXES, checkpoint_digest
+from kvpool.key.checkpoint import ADAPTER_PATTERNS_OF_VLLM, checkpoint_digest
 from kvpool.threads import start_thread
 from kvpool.vllm.plan import AdapterFiles
 
@@ -40,7 +40,7 @@ RETRY_S = 30.0  # pause before unreadable files are tried again
 MAX_WAITING = 1024  # checks; beyond it requests skip the pool
 MAX_ADAPTERS = 4096
 MAX_ENTRIES = 4096  # of one adapter's folder
-_OF_ADAPTERS = (*WEIGHTS_SUFFIXES, ".json")
+_OF_ADAPTERS = (*ADAPTER_PATTERNS_OF_VLLM, ".json")
 _HASH64_NBYTES = 8  # the end of a hash, by which an index knows a block
 
 
@@ -92,9 +92,12 @@ class Adapters:
         known = self._known.get((check.name, check.path))
         if known is not None and known.digest and not known.changed:
             check.tag = self._tag(known.digest, check)
+        # Up to 0.31, such a request's weights come from elsewhere.
+        from_elsewhere = bool(getattr(lora_request, "tensorizer_config_dict", None))
         with self._lock:
-            if len(self._waiting) >= MAX_WAITING:
+            if from_elsewhere or len(self._waiting) >= MAX_WAITING:
                 check.tag, check.done = None, True
+                check.cause = "unreadable" if from_elsewhere else check.cause
                 return check
             self._waiting.append(check)
             start, self._reading = not self._reading, True
@@ -160,7 +163,9 @@ class Adapters:
             seen, _ = files_state(path)
             digest = known.digest
             if seen != known.seen:
-                digest = checkpoint_digest(path, timeout_s=self._timeout_s).hex
+                digest = checkpoint_digest(
+                    path, patterns=ADAPTER_PATTERNS_OF_VLLM, timeout_s=self._timeout_s
+                ).hex
                 if files_state(path)[0] != seen:
                     raise ConfigError(f"{path} was written while it was read")
         except (ConfigError, NoThread, OSError) as error:

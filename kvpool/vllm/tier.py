@@ -55,6 +55,7 @@ from kvpool.vllm.identity import tier_facts
 from kvpool.vllm.internals import cache_hit_source, engine_under_construction, job_result
 from kvpool.vllm.lookups import ChunkLookups, is_spellable
 from kvpool.vllm.metrics import tier_definitions, tier_stats
+from kvpool.vllm.weights import PATTERNS
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
@@ -100,14 +101,13 @@ class KVPoolTier(SecondaryTierManager):
         try:
             self._config = TierConfig.load(settings)
             self._row_nbytes = _row_nbytes(primary_kv_view, offloading_spec.config)
+            engine, cache = engine_under_construction()
+            patterns = PATTERNS.get(str(engine.load_config.load_format))
             self._facts: dict[str, Fact] = {
-                **tier_facts(
-                    offloading_spec.config,
-                    *engine_under_construction(),
-                    self._config.model_id,
-                    self._row_nbytes,
+                **tier_facts(offloading_spec.config, engine, cache, self._config.model_id, self._row_nbytes),
+                "weights": served_digest(
+                    offloading_spec.config.model.name, self._config.model_path, patterns
                 ),
-                "weights": served_digest(offloading_spec.config.model.name, self._config.model_path),
             }
             self._namespace = Namespace(self._config.tenant, self._facts)
             self._store = open_store(

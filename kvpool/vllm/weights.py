@@ -22,7 +22,8 @@ from vllm.logger import init_logger
 from kvpool.config import PoolConfig
 from kvpool.errors import ConfigError, EngineRefused
 from kvpool.key.checkpoint import (
-    LOADED_SUFFIXES,
+    AUTO_PATTERNS_OF_VLLM,
+    LOADED_PATTERNS,
     CheckpointDigest,
     checkpoint_digest,
     refuse_later_changes,
@@ -34,9 +35,10 @@ from kvpool.vllm import internals, support
 logger = init_logger("vllm.kvpool")
 
 
-_SUFFIXES = LOADED_SUFFIXES | {
-    "hf": LOADED_SUFFIXES["auto"],
-    "runai_streamer": LOADED_SUFFIXES["safetensors"],
+PATTERNS = LOADED_PATTERNS | {
+    "auto": AUTO_PATTERNS_OF_VLLM,
+    "hf": LOADED_PATTERNS["auto"],
+    "runai_streamer": LOADED_PATTERNS["safetensors"],
 }
 # Settings of ``model_loader_extra_config`` that change how files are read, not which.
 _HARMLESS = frozenset((
@@ -72,12 +74,20 @@ def weights_of(config: VllmConfig, settings: PoolConfig, loads_since_ns: int = N
         )
     facts, source = _checkpoint(config.model_config, config.load_config, loads_since_ns)
     drafts = support.drafts_with_layers(config)
-    if drafts is not None and drafts.draft_model_config.model != config.model_config.model:
-        loads = drafts.draft_load_config or config.load_config
-        of_drafts, where = _checkpoint(drafts.draft_model_config, loads, loads_since_ns)
-        facts |= {f"drafts_{name}": value for name, value in of_drafts.items()}
-        source += f"; drafts: {where}"
+    if drafts is not None:
+        model, loads = drafts.draft_model_config, drafts.draft_load_config or config.load_config
+        if not _reads_the_same(model, loads, config):
+            of_drafts, where = _checkpoint(model, loads, loads_since_ns)
+            facts |= {f"drafts_{name}": value for name, value in of_drafts.items()}
+            source += f"; drafts: {where}"
     return Weights(facts, source)
+
+
+def _reads_the_same(drafts: ModelConfig, loads: LoadConfig, config: VllmConfig) -> bool:
+    """Whether drafts are loaded of the model's own files."""
+    if drafts.model != config.model_config.model or loads.load_format != config.load_config.load_format:
+        return False
+    return _path(drafts, loads) == _path(config.model_config, config.load_config)
 
 
 def _checkpoint(model: ModelConfig, load: LoadConfig, loads_since_ns: int) -> Weights:
@@ -90,13 +100,13 @@ def _checkpoint(model: ModelConfig, load: LoadConfig, loads_since_ns: int) -> We
         )
     path = _path(model, load)
     started = time.monotonic()
-    digest = checkpoint_digest(path, suffixes=_SUFFIXES[str(load.load_format)])
+    digest = checkpoint_digest(path, patterns=PATTERNS[str(load.load_format)])
     took_s = time.monotonic() - started
     facts: dict[str, Fact] = {"weights": digest.hex}
     if commit := snapshot_commit(path):  # its files never change, and may have come while it was loaded
         facts["revision"] = commit
     else:
-        refuse_later_changes(path, loads_since_ns, suffixes=_SUFFIXES[str(load.load_format)])
+        refuse_later_changes(path, loads_since_ns, patterns=PATTERNS[str(load.load_format)])
     return Weights(facts, _described(path, digest, took_s))
 
 
@@ -126,7 +136,7 @@ def _untold(model: ModelConfig, load: LoadConfig) -> Iterator[str]:
     load_format = str(load.load_format)
     if load_format == "dummy":
         yield "--load-format dummy fills the weights with random numbers"
-    elif load_format not in _SUFFIXES:
+    elif load_format not in PATTERNS:
         yield f"--load-format {load_format} loads weights from something else than the files of a checkpoint"
     elif not (internals.loader_module(load_format) or "").startswith("vllm."):
         yield f"--load-format {load_format} is a plugin's loader here"

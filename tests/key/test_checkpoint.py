@@ -13,7 +13,7 @@ import pytest
 
 from kvpool.errors import ConfigError
 from kvpool.key import checkpoint
-from kvpool.key.checkpoint import checkpoint_digest
+from kvpool.key.checkpoint import LOADED_PATTERNS, checkpoint_digest
 from tests.support.deadlines import eventually
 
 
@@ -159,11 +159,45 @@ def test_files_of_torch_are_told_apart_by_the_sums_at_their_end(tmp_path: Path) 
 def test_the_files_that_an_engine_loads_are_taken(tmp_path: Path) -> None:
     folder = model(tmp_path / "m")
     (folder / "pytorch_model.bin").write_bytes(b"also there")
-    assert checkpoint_digest(folder).files == 2
-    other = checkpoint_digest(folder, suffixes=(".bin", ".pt"))
+    for name in (".hidden.pt", "._model.bin", ".model.safetensors"):  # of another system, or half copied
+        (folder / name).write_bytes(b"no weights")
+    loaded = LOADED_PATTERNS["auto"]
+    assert checkpoint_digest(folder, patterns=loaded).files == 2
+    other = checkpoint_digest(folder, patterns=("*.pt", "*.bin"))
     assert (other.files, other.nbytes) == (1, 10)
     single = checkpoint_digest(folder / "model-00001-of-00002.safetensors")
     assert single.files == 1
+
+
+def test_for_a_loader_that_is_not_known_files_of_every_kind_count(tmp_path: Path) -> None:
+    folder = model(tmp_path / "m")
+    of_one_kind = checkpoint_digest(folder)
+    assert of_one_kind == checkpoint_digest(folder, patterns=LOADED_PATTERNS["auto"])
+    (folder / "pytorch_model.bin").write_bytes(b"also there")
+    with_bin = checkpoint_digest(folder)
+    assert with_bin.files == 3
+    (folder / "pytorch_model.bin").write_bytes(b"ALSO THERE")
+    assert checkpoint_digest(folder).hex not in (with_bin.hex, of_one_kind.hex)
+
+
+def index(folder: Path, *names: str, name: str = "model.safetensors.index.json") -> None:
+    (folder / name).write_text(json.dumps({"weight_map": {f"of {one}": one for one in names}}))
+
+
+def test_an_index_counts_where_it_leaves_files_out(tmp_path: Path) -> None:
+    """Two sets of weights in one folder: loaders take those that it names."""
+    folder = model(tmp_path / "m")
+    first, second = sorted(one.name for one in folder.glob("*.safetensors"))
+    without = checkpoint_digest(folder)
+    index(folder, first, second)
+    assert checkpoint_digest(folder) == without, "it names all that are there"
+    index(folder, "consolidated.safetensors", name="consolidated.safetensors.index.json")
+    assert checkpoint_digest(folder) == without, "it is of other files"
+    digests = {without.hex}
+    for chosen in (first, second):
+        index(folder, chosen)
+        digests.add(checkpoint_digest(folder).hex)
+    assert len(digests) == 3
 
 
 AGAIN = "; fetch the checkpoint again"
@@ -177,13 +211,17 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
     [
         (
             lambda folder: (shutil.rmtree(folder), folder.mkdir()),
-            "no weights in .*: no file ends in .safetensors",
+            r"no weights in .*: no file is \*\.safetensors, \*\.bin",
         ),
         (shutil.rmtree, "there are no weights in .*: it is not there"),
         (lambda folder: os.mkfifo(folder / "extra.safetensors"), "is not a file of weights"),
         (lambda folder: os.truncate(folder / SHARD, 9_000), f"is shorter than its header says{AGAIN}"),
         (lambda folder: (folder / SHARD).write_text(POINTER), f"is not a whole safetensors file{AGAIN}"),
         (lambda folder: (folder / "config.json").write_text("{"), f"config.json is not JSON{AGAIN}"),
+        (
+            lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": [1]}'),
+            f"index.json is no index of safetensors{AGAIN}",
+        ),
         (
             lambda folder: (folder / "extra.safetensors").symlink_to(folder / "gone"),
             "cannot be read .*; name a folder that this user can read",

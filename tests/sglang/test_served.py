@@ -149,6 +149,7 @@ def test_scales_and_adapters_are_told_by_what_is_in_their_files(fleet: Fleet, tm
         ),
         ({"kt_weight_path": "/weights"}, "--kt-weight-path"),
         ({"weight_cache_mode": "client"}, "--weight-cache-mode"),
+        ({"load_format": "npcache"}, "--load-format npcache"),
         ({"quantization_param_path": "/dev/null/scales"}, "cannot be read"),
         ({"settings": {"model_path": "/dev/null"}}, "/dev/null"),
     ],
@@ -162,6 +163,35 @@ def test_what_nobody_can_tell_is_refused_in_one_sentence(
         fleet.start(options.pop("model"), **options)
     assert sentence in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+def test_an_adapter_is_told_by_the_files_that_the_servers_loader_may_read(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    """SGLang reads adapters as ``--load-format`` says, and a folder may have files of several kinds."""
+    from sglang.srt.lora.lora_registry import LoRARef
+
+    model, adapter = checkpoint(tmp_path / "model", name="model.pt"), checkpoint(tmp_path / "adapter")
+    checkpoint(tmp_path / "adapter", b"adapter", "adapter_model.pt")
+    options = {"load_format": "pt", "lora_paths": [LoRARef(lora_name="adapter", lora_path=adapter)]}
+    fleet.stores(model, **options)
+    assert fleet.finds(model, **options)
+    checkpoint(tmp_path / "adapter", b"ADAPTER", "adapter_model.pt")
+    assert not fleet.finds(model, **options)
+
+
+def test_files_of_the_hub_do_not_stand_for_those_of_modelscope(
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "hub" / "models--org--model"
+    checkpoint(cache / "snapshots" / ("a" * 40))
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("a" * 40)
+    place = {"download_dir": str(tmp_path / "hub")}
+    fleet.stores("org/model", **place)
+    monkeypatch.setenv("SGLANG_USE_MODELSCOPE", "true")
+    with pytest.raises(ConfigError, match='in no folder that can be found: set "model_path"'):
+        fleet.start("org/model", **place)
 
 
 @pytest.mark.parametrize("load_format", ["dummy", "remote"])

@@ -82,6 +82,36 @@ def test_equal_files_are_one_adapter_and_others_are_not(
     assert checked(engine("other target_modules"), Lora(here)).tag not in (tag, None)
 
 
+@pytest.mark.parametrize("name", ["adapter_model.bin", "adapter_model.pt"])
+def test_the_file_that_vllm_loads_counts_whatever_lies_beside_it(
+    engine: Callable[..., Adapters], tmp_path: Path, name: str
+) -> None:
+    """A trainer leaves other weights in an adapter's folder, which vLLM does not read."""
+    path = write(tmp_path / "a", 1)
+    (path / "adapter_model.safetensors").rename(path / name)
+    alone = checked(engine(), Lora(path)).tag
+    assert alone is not None
+    for beside in ("value_head.safetensors", "optimizer.safetensors", ".adapter_model.safetensors"):
+        save_file({"v": np.zeros(4, np.float32)}, path / beside)
+    assert checked(engine(), Lora(path)).tag == alone
+    content = (path / name).read_bytes()
+    (path / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert checked(engine(), Lora(path)).tag not in (alone, None)
+    write(path, 2)
+    of_safetensors = checked(engine(), Lora(path)).tag
+    (path / name).unlink()
+    assert checked(engine(), Lora(path)).tag == of_safetensors, "vLLM prefers it"
+
+
+def test_an_adapter_whose_weights_vllm_takes_from_elsewhere_goes_without_the_pool(
+    engine: Callable[..., Adapters], tmp_path: Path
+) -> None:
+    lora = Lora(write(tmp_path / "a", 1))
+    lora.tensorizer_config_dict = {"tensorizer_dir": "s3://bucket"}  # type: ignore[attr-defined]
+    check = engine().check(lora)
+    assert (check.done, check.tag, check.cause) == (True, None, "unreadable")
+
+
 def test_an_adapter_that_changes_under_an_engine_has_no_tag_again_in_its_life(
     engine: Callable[..., Adapters], tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from vllm.config import LoadConfig, VllmConfig
 from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import (
     LookupResult,
@@ -428,6 +429,26 @@ def test_weights_are_told_by_their_files_wherever_they_lie(tmp_path: Path, on_se
     assert found("org/model") == [MISS], "nobody knows what these are"
     checkpoint(tmp_path / "here", b"WEIGHTS")
     assert found(here) == [MISS], "they were overwritten"
+
+
+def test_the_files_that_the_engines_loader_reads_are_those_that_count(tmp_path: Path, server: Server) -> None:
+    """One folder, two sets of weights; of a loader that is not known, both count."""
+    model = checkpoint(tmp_path / "model", b"weights")
+    (tmp_path / "model" / "model.pt").write_bytes(b"other weights")
+
+    def weights(load_format: str) -> object:
+        engine = VllmConfig(load_config=LoadConfig(load_format=load_format))
+        driven = made(entry(server.url), spec(model=model), engine=engine)
+        try:
+            return driven.tier._facts["weights"]  # type: ignore[attr-defined]
+        finally:
+            driven.tier.shutdown()
+
+    before = {load_format: weights(load_format) for load_format in ("auto", "pt", "tensorizer")}
+    assert len(set(before.values())) == 3
+    (tmp_path / "model" / "model.pt").write_bytes(b"OTHER WEIGHTS")
+    after = {load_format: weights(load_format) for load_format in before}
+    assert [name for name in before if after[name] != before[name]] == ["pt", "tensorizer"]
 
 
 def test_weights_that_cannot_be_read_are_refused(server: Server, tmp_path: Path) -> None:

@@ -9,11 +9,13 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from huggingface_hub import ResolvedRevision
 from vllm import envs
+from vllm.config import LoadConfig
 from vllm.model_executor import model_loader
 from vllm.model_executor.models.llama import LlamaForCausalLM
 
@@ -76,12 +78,18 @@ def test_weights_are_the_same_wherever_they_lie_and_others_when_overwritten(
     assert _facts(config) != facts
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+@pytest.mark.parametrize(
+    "name",
+    ["model.safetensors", "config.json", "hf_quant_config.json", "model.safetensors.index.json", "code.py"],
+)
 def test_weights_that_changed_since_the_engine_began_to_load_them_are_not_identified(
     config: Any, name: str
 ) -> None:
     settings = PoolConfig.load({"pool": "file:///unused"}, {})
     here = Path(config.model_config.model)
+    (here / "hf_quant_config.json").write_text("{}")
+    (here / "model.safetensors.index.json").write_text('{"weight_map": {"x": "model.safetensors"}}')
+    (here / "code.py").touch()
     began_ns = max(file.stat().st_ctime_ns for file in here.iterdir())
     facts = weights_of(config, settings, began_ns).facts
 
@@ -210,7 +218,6 @@ def test_loaders_that_do_not_read_the_files_are_refused_by_name(config: Any, loa
         "safetensors",
         "fastsafetensors",
         "instanttensor",
-        "mistral",
         "runai_streamer",
         "sharded_state",
     ],
@@ -233,6 +240,44 @@ def test_the_files_that_a_loader_reads_are_those_that_count(config: Any) -> None
     assert of_pt != facts
     _changed(folder / "model.pt")
     assert _facts(config) != of_pt
+
+
+def test_loaders_that_choose_different_files_of_one_folder_do_not_share(config: Any) -> None:
+    """``auto`` takes a consolidated checkpoint first, and ``safetensors`` all files; an index leaves some out."""
+    folder = Path(config.model_config.model)
+    shutil.copy(folder / "model.safetensors", folder / "consolidated.safetensors")
+    _changed(folder / "consolidated.safetensors")
+    by_format = {}
+    for load_format in ("auto", "mistral", "safetensors"):
+        config.load_config.load_format = load_format
+        by_format[load_format] = _facts(config)
+    assert by_format["auto"] == by_format["mistral"] != by_format["safetensors"]
+    index = {"weight_map": {"x": "model.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    chosen = _facts(config)
+    assert chosen not in by_format.values()
+    _changed(folder / "model.safetensors")
+    assert _facts(config) != chosen
+    config.load_config.load_format = "auto"
+    assert _facts(config) == by_format["auto"], "it is not loaded"
+
+
+def test_drafts_that_another_loader_reads_from_the_models_folder_are_looked_at(
+    config: Any,
+) -> None:
+    """A folder may hold the weights twice, and the drafts may be of the second."""
+    folder = Path(config.model_config.model)
+    shutil.copy(folder / "model.safetensors", folder / "model.pt")
+    loads = LoadConfig(load_format="pt")
+    config.speculative_config = SimpleNamespace(
+        method="mtp", draft_model_config=config.model_config, draft_load_config=None
+    )
+    assert list(_facts(config)) == ["weights"]
+    config.speculative_config.draft_load_config = loads
+    facts = _facts(config)
+    assert set(facts) == {"weights", "drafts_weights"}
+    _changed(folder / "model.pt")
+    assert _facts(config) != facts
 
 
 def test_every_loader_of_vllm_is_either_digested_or_refused_with_a_reason(config: Any) -> None:
