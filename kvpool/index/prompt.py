@@ -20,7 +20,10 @@ MAX_PROMPT_TOKENS = 1 << 22
 # Fields of a request that its template reads beside messages and tools. Of equal names vLLM takes the request's, not
 # ``chat_template_kwargs``'; the first two have a default, which counts, too.
 _WITH_DEFAULT = ("add_generation_prompt", "continue_final_message")
-_OPTIONS = ("continue_final_message", "documents", "reasoning_effort")
+_OPTIONS = ("documents", "reasoning_effort")
+# Pydantic's, with which vLLM reads requests.
+_TRUE = frozenset((True, 1, "1", "on", "t", "true", "y", "yes"))
+_FALSE = frozenset((False, 0, "0", "f", "false", "n", "no", "off"))
 
 
 @dataclass(frozen=True)
@@ -52,13 +55,21 @@ class Chat:
         if effort is not None and "enable_thinking" not in options:  # for templates that have only a switch
             options["enable_thinking"] = effort != "none"
         options |= {name: body[name] for name in _OPTIONS if body.get(name) is not None}
-        generation = body.get("add_generation_prompt")
-        return cls(
-            body["messages"],
-            body.get("tools"),
-            True if generation is None else bool(generation),
-            options,
-        )
+        generation, continues = (_flag(body, name) for name in _WITH_DEFAULT)
+        if continues is not None:
+            options["continue_final_message"] = continues
+        return cls(body["messages"], body.get("tools"), True if generation is None else generation, options)
+
+
+def _flag(body: Mapping[str, Any], name: str) -> bool | None:
+    """As vLLM reads it. Errors: ``ConfigError``."""
+    value = body.get(name)
+    if value is None:
+        return None
+    known = value.lower() if isinstance(value, str) else value
+    if isinstance(known, bool | int | float | str) and known in _TRUE | _FALSE:
+        return known in _TRUE
+    raise ConfigError(f"{name} is true or false, not {value!r:.40}")
 
 
 def reasoning_of(message: Mapping[str, Any]) -> Any:

@@ -123,13 +123,10 @@ class Placer:
         self._checks = checks or TokenChecks(tokenizers, self._stats)
         self._threads = ThreadPoolExecutor(THREADS, "kvpool-place")
         self._under_way = 0
-        self._making: set[asyncio.Task[Prompt]] = set()  # of a long text, one at most
 
     def close(self) -> None:
         """Blocks until running reads of bodies end."""
         self._checks.close()
-        for making in self._making:
-            making.cancel()
         self._threads.shutdown(cancel_futures=True)
 
     async def place(
@@ -260,7 +257,8 @@ class Placer:
                     ranked = await self._read(path, body, tenant, workers, session_id, ends_s, trusts=True)
         if ranked.request.prompt is not None:
             model = self._tokenizers.model_of(ranked.request.prompt, self.names)
-            self._checks.offer(ranked.request, model, partial(self._prompt, headers, RENDER_S))
+            render = partial(self._prompt, headers, RENDER_S)
+            self._checks.offer(ranked.request, model, render, headers.get("authorization", ""))
         if ranked.ranking is None:
             ranked = ranked._replace(ranking=self._by_load(ranked.request))
         mark = mark_of(tenant, path, body, ranked.request.session)
@@ -295,7 +293,7 @@ class Placer:
                 if prompt is not None and prompt.token_ids is None:
                     model = self._tokenizers.model_of(prompt, self.names)
                     has_own = model in self._tokenizers and not trusts
-                    makes = self._checks.trusts(tenant, model) or trusts
+                    makes = trusts or self._checks.trusts(request, model)
                     bounds = INLINE if at_once else SHORT
                     prompt = self._tokenizers.tokens(prompt, model, bounds) if makes else None
             except LongText as error:
@@ -331,25 +329,17 @@ class Placer:
         return await self._of_tokens(request, prompt, ends_s)
 
     async def _of_long(self, request: InferenceRequest, ends_s: float) -> _Ranked:
-        """By its tokens, if they come in time; they are made, and remembered, anyway."""
+        """By its tokens, if they come in time."""
         assert request.prompt is not None
         model = self._tokenizers.model_of(request.prompt, self.names)
-        making = asyncio.create_task(self._tokenizers.placed(request.prompt, model))
-        self._making.add(making)
-        making.add_done_callback(self._made)
-        await asyncio.wait({making}, timeout=max(0.0, ends_s - time.monotonic()))
-        if not making.done():
-            return self._late(request)
         try:
-            prompt = making.result()
+            making = self._tokenizers.placed(request.prompt, model)
+            prompt = await asyncio.wait_for(making, max(0.0, ends_s - time.monotonic()))
+        except asyncio.TimeoutError:
+            return self._late(request)
         except KVPoolError as error:
             return _without(request, error)
         return await self._of_tokens(request, prompt, ends_s)
-
-    def _made(self, making: asyncio.Task[Prompt]) -> None:
-        self._making.discard(making)
-        if not making.cancelled():
-            making.exception()  # the request may not wait for it any more
 
     async def _of_tokens(self, request: InferenceRequest, prompt: Prompt, ends_s: float) -> _Ranked:
         if prompt.nbytes <= INLINE_TOKENS_NBYTES:

@@ -10,7 +10,7 @@ import string
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.index.limits import TEXTS, Limits
@@ -49,13 +49,24 @@ class TooMuchText(ConfigError):
     """No bounds allow it."""
 
 
-class TextWork:
-    """Of one text, in one thread; ``close`` gives its memory back. ``limits``: None: without a bound on memory."""
+class Goes(Protocol):
+    def go_on(self, left: int, cost: int) -> None:
+        """Before work of ``cost`` characters or steps; ``left``: with what comes behind it."""
 
-    def __init__(self, bounds: Bounds = WHOLE, limits: Limits | None = None) -> None:
-        self._bounds, self._limits = bounds, limits
+
+class TextWork:
+    """Of one text, in one thread; ``close`` gives its memory back. ``limits``: None: without a bound on memory.
+    ``turn``: is asked before each piece, and each ``SHORT.steps``; None: it goes on.
+    """
+
+    def __init__(
+        self, bounds: Bounds = WHOLE, limits: Limits | None = None, turn: Goes | None = None
+    ) -> None:
+        self._bounds, self._limits, self._turn = bounds, limits, turn
         self._chars = bounds.chars
-        self.steps = bounds.steps  # left
+        self.left = 0  # characters of the text from the next piece on
+        self.steps = min(bounds.steps, SHORT.steps)  # before the next stop
+        self._later_steps = bounds.steps - self.steps
         owner_chars = MAX_RENDERED_CHARS if limits is None else limits.limit_of_owner_nbytes // CHAR_NBYTES
         self._most_made = MADE * min(MAX_RENDERED_CHARS, owner_chars)
         self._made = self._taken_nbytes = 0
@@ -68,11 +79,17 @@ class TextWork:
     def step(self, steps: int = 1) -> None:
         """Errors: ``LongText``, ``TooMuchText``."""
         self.steps -= steps
-        if self.steps < 0:
+        while self.steps < 0:
             self.stop()
 
     def stop(self) -> None:
-        """There are no steps left. Errors: ``LongText``, ``TooMuchText``."""
+        """Takes more steps. Errors: ``LongText``, ``TooMuchText``: there are none left; those of the turn."""
+        if (more := min(self._later_steps, SHORT.steps)) > 0:
+            self._later_steps -= more
+            self.steps += more
+            if self._turn is not None:  # how many there will be is not known: who had more goes later
+                self._turn.go_on(self._bounds.steps - self._later_steps, more)
+            return
         if self._bounds.steps < MAX_STEPS:
             raise LongText("the chat takes its template long")
         raise TooMuchText(f"the chat takes its template more than {MAX_STEPS} steps")
@@ -88,11 +105,13 @@ class TextWork:
 
     @contextmanager
     def encoding(self, piece: str) -> Iterator[None]:
-        """It is made into tokens in the block. Errors: ``LongText``; ``KVPoolError`` without room."""
+        """It is made into tokens in the block. Errors: ``LongText``, also the turn's; ``KVPoolError`` without room."""
         chars = len(piece)
         self._chars -= chars
         if self._chars < 0 or chars > self._bounds.piece_chars:
             raise LongText(f"{chars} characters are made into tokens in one piece")
+        if self._turn is not None:
+            self._turn.go_on(max(chars, self.left), chars)
         if chars <= UNIT_CHARS:
             yield
             return

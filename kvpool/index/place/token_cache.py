@@ -85,6 +85,7 @@ class TokenCache:
         while begin < len(text):
             piece = self._following(before, text, begin)
             if piece is None:
+                work.left = len(text) - begin
                 piece = self._piece(text[begin : self._end(text, begin)], work)
                 before.following = weakref.ref(piece)
             pieces.append(piece)

@@ -11,9 +11,17 @@ import pytest
 
 from kvpool.index.fleet import Fleet
 from kvpool.index.place import token_checks
+from kvpool.index.place.inference_request import read_request
 from kvpool.index.place.placement import Placement
 from kvpool.index.place.placer import Placer
-from kvpool.index.place.token_checks import CHECK_S, MAX_CHECKED_NBYTES, TokenChecks
+from kvpool.index.place.token_checks import (
+    CHECK_S,
+    DIFFERENT,
+    DOUBT_ENDS_S,
+    DOUBT_S,
+    MAX_CHECKED_NBYTES,
+    TokenChecks,
+)
 from kvpool.index.place.tokenizers import Tokenizers
 from kvpool.index.request_stats import RequestStats
 from tests.support.deadlines import until
@@ -35,11 +43,12 @@ class Checking:
         self.placer: Placer
         self._number = 0
 
-    async def place(self, tenant: str = "default", **fields: Any) -> Placement:
+    async def place(self, tenant: str = "default", key: str = "", **fields: Any) -> Placement:
         self._number += 1
         prompt = f"prompt {self._number} " * 8
         body = json.dumps({"model": "m", "prompt": prompt, **fields}).encode()
-        placement = await self.placer.place("/v1/completions", {}, body, tenant)
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        placement = await self.placer.place("/v1/completions", headers, body, tenant)
         self.placer.release(placement)
         return placement
 
@@ -47,6 +56,19 @@ class Checking:
         """These results so far, when no check runs."""
         await until(lambda: not any(model.task for model in self.checks._models.values()))
         assert {name: count for name, count in self._stats.totals().checks.items() if count} == counts
+
+    async def find_different(self, tenant: str = "default") -> None:
+        """Prompts are compared one after another."""
+        self.worker.render = render_otherwise
+        for number in range(1, DIFFERENT + 1):
+            assert self.trusts(tenant), "one prompt may be odd"
+            await self.place(tenant)
+            await self.checked(different=number)
+        assert not self.trusts(tenant)
+
+    def trusts(self, tenant: str = "default") -> bool:
+        request = read_request("/v1/completions", b'{"model": "m", "prompt": "any other"}', tenant)
+        return self.checks.trusts(request, "m")
 
     def promptless(self) -> int:
         return sum(self.placer._stats.totals().promptless.values())
@@ -82,43 +104,106 @@ async def test_a_few_prompts_an_hour_are_compared_and_no_request_waits_for_it() 
 
 
 @pytest.mark.anyio
-async def test_after_a_difference_prompts_go_to_render_until_the_prompt_that_differed_agrees(
+async def test_after_differences_prompts_go_to_render_until_the_last_that_differed_agrees(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with checking() as there:
-        there.worker.render = render_otherwise
-        assert (await there.place()).prompt_blocks == 4, "72 bytes"
-        await there.checked(different=1)
-        assert not there.checks.trusts("default", "m")
+        await there.find_different()
+        assert there.now_s == 0, "at once"
         (told,) = [record.getMessage() for record in caplog.records]
         assert "not those of its workers of tenant default, from token 20 of 21 on" in told
         assert "give --tokenizer the folder that the workers serve" in told
         assert (await there.place()).prompt_blocks == 1, "by the worker's tokens"
-        assert there.worker.rendered == 2
+        assert there.worker.rendered == DIFFERENT + 1
         there.now_s += CHECK_S
         await there.place()
-        await there.checked(different=2)
+        await there.checked(different=DIFFERENT + 1)
         assert len(caplog.records) == 1
         # It starts again, with another template.
         there.fleet.add(there.worker.worker(incarnation="another"), "flag")
         there.worker.render = lambda body: (
-            render_otherwise(body) if "prompt 1 " in body["prompt"] else render_bytes(body)
+            render_otherwise(body) if f"prompt {DIFFERENT} " in body["prompt"] else render_bytes(body)
         )
         there.now_s += CHECK_S
         await there.place()
-        await there.checked(different=3)
-        assert not there.checks.trusts("default", "m"), "that another prompt agrees would say little"
+        await there.checked(different=DIFFERENT + 2)
+        assert not there.trusts(), "that another prompt agrees would say little"
         # With that of the tokenizer.
         there.fleet.add(there.worker.worker(incarnation="a third"), "flag")
         there.worker.render = render_bytes
         there.now_s += CHECK_S
         await there.place()
-        await there.checked(different=3, same=1)
-        assert there.checks.trusts("default", "m")
+        await there.checked(different=DIFFERENT + 2, same=1)
+        assert there.trusts()
         rendered = there.worker.rendered
         assert (await there.place()).prompt_blocks == 4
         assert there.worker.rendered == rendered
         assert there.promptless() == 0
+
+
+def odd(body: dict[str, Any]) -> list[int]:
+    return render_otherwise(body) if "odd" in body["prompt"] else render_bytes(body)
+
+
+@pytest.mark.anyio
+async def test_one_odd_prompt_costs_no_other_its_tokenizer() -> None:
+    async with checking() as there:
+        there.worker.render = odd
+        await there.place(prompt="odd " * 20)
+        await there.checked(different=1)
+        for number in range(1, 4):
+            assert (await there.place()).prompt_blocks == 4, "made here"
+            await there.checked(different=1, same=number)
+            assert (await there.place(prompt="odd " * 20)).prompt_blocks == 1, "by its worker's tokens"
+            await there.checked(different=1, same=number)
+        assert there.trusts()
+
+
+@pytest.mark.anyio
+async def test_odd_prompts_of_one_caller_cost_no_other_its_tokenizer() -> None:
+    async with checking() as there:
+        there.worker.render = odd
+        await there.place(key="evil", prompt="odd 0 " * 20)
+        await there.checked(different=1)
+        await there.place(key="evil", prompt="odd 1 " * 20)
+        await there.checked(different=1)  # another caller's is compared first
+        await there.place(key="honest")
+        await there.checked(different=1, same=1)
+        for number in range(2, 3 * DIFFERENT):
+            there.now_s = number * DOUBT_S
+            await there.place(key="evil", prompt=f"odd {number} " * 20)
+            await there.checked(different=number, same=1)
+            assert there.trusts()
+
+
+@pytest.mark.parametrize("keys", [["only"] * DIFFERENT, ["a", "b", "c"]])
+@pytest.mark.anyio
+async def test_a_tokenizer_that_differs_is_found_by_the_prompts_of_any_callers(keys: list[str]) -> None:
+    async with checking() as there:
+        there.worker.render = render_otherwise
+        for number, key in enumerate(keys):
+            assert there.trusts()
+            there.now_s = DOUBT_S * keys[:number].count(key)
+            await there.place(key=key)
+            await there.checked(different=number + 1)
+        assert not there.trusts()
+
+
+@pytest.mark.anyio
+async def test_a_difference_is_forgotten_after_a_while_and_found_again_by_other_prompts() -> None:
+    async with checking() as there:
+        await there.find_different()
+        there.now_s = DOUBT_ENDS_S
+        for number in range(1, DIFFERENT + 1):
+            await there.place()
+            await there.checked(different=DIFFERENT + number)
+            assert there.trusts() == (number < DIFFERENT)
+        there.worker.render = render_bytes
+        there.fleet.add(there.worker.worker(incarnation="another"), "flag")
+        there.now_s = 2 * DOUBT_ENDS_S
+        await there.place()
+        await there.checked(different=2 * DIFFERENT, same=1)
+        assert there.trusts()
 
 
 @pytest.mark.anyio
@@ -127,12 +212,11 @@ async def test_a_tenant_whose_worker_renders_otherwise_costs_no_other_its_tokeni
         with scripted("evil") as (evil,):
             there.fleet.add(a_worker("evil", tenant="t", address=f"http://{evil.at}"), "flag")
             evil.render = render_otherwise
-            await there.place(tenant="t")
-            await there.checked(different=1)
-            assert not there.checks.trusts("t", "m")
-            assert there.checks.trusts("default", "m")
+            await there.find_different(tenant="t")
+            there.worker.render = render_bytes
+            assert there.trusts()
             assert (await there.place()).prompt_blocks == 4
-            await there.checked(different=1, same=1)
+            await there.checked(different=DIFFERENT, same=1)
 
 
 @pytest.mark.anyio
@@ -153,12 +237,10 @@ async def test_models_of_many_tenants_are_checked_in_turn(monkeypatch: pytest.Mo
 @pytest.mark.anyio
 async def test_tokens_that_differ_are_better_than_none() -> None:
     async with checking() as there:
-        there.worker.render = render_otherwise
-        await there.place()
-        await there.checked(different=1)
+        await there.find_different()
         there.worker.render_status = 400
         assert (await there.place()).prompt_blocks == 4
-        assert there.worker.rendered == 2, "it was asked first"
+        assert there.worker.rendered == DIFFERENT + 1, "it was asked first"
         assert there.promptless() == 0
 
 
@@ -168,7 +250,7 @@ async def test_a_worker_that_does_not_answer_costs_no_trust() -> None:
         there.worker.render = None
         await there.place()
         await there.checked(unanswered=1)
-        assert there.checks.trusts("default", "m")
+        assert there.trusts()
         assert (await there.place()).reason == "load"
 
 

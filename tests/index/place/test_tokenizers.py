@@ -18,12 +18,14 @@ from kvpool.errors import KVPoolError
 from kvpool.index import Chat
 from kvpool.index.fleet import Fleet
 from kvpool.index.limits import TEXTS, Limits
+from kvpool.index.place import tokenizers as tokenizers_module
 from kvpool.index.place.placer import Placer
 from kvpool.index.place.text_work import SHORT, LongText, TextWork, TooMuchText
 from kvpool.index.place.token_cache import MAX_PIECE_CHARS
 from kvpool.index.place.tokenizer import Tokenizer
 from kvpool.index.place.tokenizers import THREADS, Tokenizers
 from kvpool.index.prompt import Prompt
+from tests.support.deadlines import until
 from tests.support.fleets import a_worker
 from tests.support.placing import placer_of
 from tests.support.tiny_tokenizer import write_tokenizer
@@ -66,7 +68,7 @@ class Gated:
 
     def __init__(self) -> None:
         self.goes_on = threading.Event()
-        self.begun = 0
+        self.begun = self.made = 0  # long texts, and characters of them
         self.threads: set[str] = set()
 
     def of_text(self, text: str, work: TextWork) -> array[int]:
@@ -75,6 +77,7 @@ class Gated:
             if len(text) >= len(LONG):
                 self.begun += 1
                 assert self.goes_on.wait(WAIT_S)
+                self.made += len(text)
             return array("I", list(text.encode()))
 
 
@@ -101,13 +104,10 @@ async def test_long_texts_wait_for_each_other_and_short_ones_for_none() -> None:
         for _ in range(3):
             short = await asyncio.wait_for(tokenizers.in_tokens(Prompt("m", text="short"), "m"), WAIT_S)
             assert short.token_ids == array("I", list(b"short"))
-        assert tokenizer.begun == 1, "in one thread"
-        with pytest.raises(LongText):
-            await tokenizers.placed(Prompt("m", text=LONG), "m")
+        assert tokenizer.begun == 1, "one at a time"
         tokenizer.goes_on.set()
         assert {len(one.token_ids or ()) for one in await asyncio.gather(*long)} == {len(LONG)}
-        assert len(tokenizer.threads - {name for name in tokenizer.threads if "-long-" in name}) > 0
-        assert sum("-long-" in name for name in tokenizer.threads) == 1
+        assert {name.rpartition("_")[0] for name in tokenizer.threads} == {"kvpool-text", "kvpool-long-text"}
 
 
 @pytest.mark.anyio
@@ -131,23 +131,36 @@ async def place(placer: Placer, text: str) -> Any:
 
 
 @pytest.mark.anyio
-async def test_long_texts_are_placed_by_load_while_another_is_made_and_by_their_tokens_after() -> None:
-    async with gated() as (tokenizer, tokenizers):
-        fleet = two_workers()
-        async with placer_of(fleet, tokenizers, timeout_s=WAIT_S) as (placer, _):
-            first = asyncio.ensure_future(place(placer, LONG))
-            while not tokenizer.begun:
-                await asyncio.sleep(0.01)
-            for _ in range(3 * THREADS):
-                assert (await place(placer, LONG)).promptless == "late"
-            assert (await place(placer, "short " * 3000)).prompt_blocks > 0
-            tokenizer.goes_on.set()
-            assert (await first).prompt_blocks == len(LONG) // 16
-            while (
-                next_one := await place(placer, LONG)
-            ).promptless == "late":  # its tokens are checked meanwhile
-                await asyncio.sleep(0.01)
-            assert next_one.prompt_blocks == len(LONG) // 16
+async def test_long_texts_that_come_at_once_are_all_placed_by_their_tokens() -> None:
+    async with (
+        gated() as (tokenizer, tokenizers),
+        placer_of(two_workers(), tokenizers, timeout_s=WAIT_S) as (placer, _),
+    ):
+        placed = [asyncio.ensure_future(place(placer, f"{one:02}" + LONG)) for one in range(24)]
+        await until(lambda: tokenizer.begun)
+        assert (await place(placer, "short " * 3000)).prompt_blocks > 0
+        assert tokenizer.begun == 1
+        tokenizer.goes_on.set()
+        for one in await asyncio.gather(*placed):
+            assert one.prompt_blocks == len(LONG + "00") // 16
+
+
+@pytest.mark.anyio
+async def test_as_many_long_texts_as_there_is_room_for_wait_and_the_next_is_placed_by_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tokenizers_module, "MAX_PLACED_OF_TENANT", 2)
+    async with (
+        gated() as (tokenizer, tokenizers),
+        placer_of(two_workers(), tokenizers, timeout_s=WAIT_S) as (placer, _),
+    ):
+        placed = [asyncio.ensure_future(place(placer, LONG)) for _ in range(2)]
+        await until(lambda: tokenizers._placed["default"] == 2)
+        assert (await place(placer, LONG)).promptless == "busy"
+        tokenizer.goes_on.set()
+        assert [one.prompt_blocks for one in await asyncio.gather(*placed)] == [len(LONG) // 16] * 2
+        assert (await place(placer, LONG)).prompt_blocks == len(LONG) // 16
+        assert not tokenizers._placed
 
 
 @pytest.mark.anyio
@@ -160,9 +173,48 @@ async def test_a_long_text_that_is_late_is_made_for_the_next_request() -> None:
         assert late.promptless == "late"
         assert late.targets
         tokenizer.goes_on.set()
-        while tokenizers._long_under_way:
-            await asyncio.sleep(0.01)
-        assert tokenizer.begun
+        await until(lambda: tokenizer.made == len(LONG))
+
+
+@pytest.mark.anyio
+async def test_a_huge_text_that_is_late_leaves_its_place_to_others_and_what_was_made_of_it_stays(
+    loaded: Tokenizer,
+) -> None:
+    """Nobody has to wait until the whole of it is made."""
+    pieces: list[str] = []
+    begun, goes_on = threading.Event(), threading.Event()
+    plain = loaded._cache._encode
+
+    def encode(text: str) -> list[int]:
+        if threading.current_thread().name.startswith("kvpool-long"):
+            pieces.append(text)
+            begun.set()
+            assert goes_on.wait(WAIT_S)
+        return plain(text)
+
+    loaded._cache._encode = encode
+    tokenizers = Tokenizers({"m": loaded})
+    huge = " ".join(f"huge {'abcdefghij'[one % 10]}" * (one % 7) for one in range(100_000))
+    honest = " ".join(f"honest {'abcdefghij'[one % 10]}" for one in range(12_000))
+    try:
+        enemy = asyncio.ensure_future(tokenizers.placed(Prompt("m", text=huge), "m"))
+        await until(begun.is_set)
+        waits = asyncio.ensure_future(tokenizers.placed(Prompt("m", text=honest), "m"))
+        await until(lambda: len(tokenizers._turns) == 2)
+        enemy.cancel()  # as at the end of its placement's time
+        goes_on.set()
+        assert (await asyncio.wait_for(waits, WAIT_S)).token_ids == loaded.of_text(honest)
+        await until(lambda: not len(tokenizers._turns))
+        of_huge = [one for one in pieces if "huge" in one]
+        assert 0 < len(of_huge) < 5, "it ended"
+        pieces.clear()
+        await tokenizers.placed(Prompt("m", text=huge[:400_000]), "m")
+        assert pieces
+        assert not set(of_huge) & set(pieces), "known"
+    finally:
+        goes_on.set()
+        tokenizers.close()
+        loaded._cache._encode = plain
 
 
 @pytest.mark.parametrize(("max_memory_nbytes", "promptless"), [(64 << 20, "busy"), (None, "too-large")])
