@@ -412,7 +412,7 @@ ROUTER_RETRIES = Metric(
     "reason",
 )
 ROUTER_FIRST_BYTE_SECONDS = Metric(
-    "kvpool_router_first_byte_seconds", "Time until the first byte of a response's body."
+    "kvpool_router_first_byte_seconds", "Time until the first byte of an answer."
 )
 
 BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in ALL}

@@ -7,6 +7,8 @@ megapixel, Llama 3.2 1,601 a tile, Pixtral up to 4,096, Whisper 1,500 for half a
 
 from __future__ import annotations
 
+import re
+
 ITEM_TOKENS = 1500
 TEXT_NBYTES = 4  # a token
 MAX_ITEMS = 256  # of a key; what follows counts as text
@@ -15,12 +17,12 @@ MAX_GAP_NBYTES = 16  # blanks between a key and its value
 _KEYS = (b'"url"', b'"image_url"', b'"data"', b'"file_data"', b'"prompt_embeds"')
 _PLACES = (b"data:", b"http:", b"https:", b"file:")
 _LONG_NBYTES = 1024
-_FORM = b"--"  # begins a form: a file of sound, and a few fields
+FORM = re.compile(rb"[\r\n]*--")  # begins a form, of a file of sound and a few fields, and no JSON
 
 
 def estimate(body: bytes) -> int:
     """At least 1. Takes as long as five searches of the body, 1 ms a MiB."""
-    if body.startswith(_FORM):
+    if FORM.match(body):
         return ITEM_TOKENS
     items = nbytes = 0
     for key in _KEYS:

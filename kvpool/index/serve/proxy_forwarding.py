@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import posixpath
-import re
 import time
 
 import aiohttp
@@ -26,6 +25,7 @@ from kvpool.index.place.placer import Placer
 from kvpool.index.place.stored_responses import is_of_responses
 from kvpool.index.place.worker_connection import Sending, why_not
 from kvpool.index.request_stats import ProxyStats, Retry
+from kvpool.index.serve.answer import Answer
 from kvpool.index.serve.listener import HttpConnection, ask_for_body
 
 BODY_S = 30.0  # for a body to arrive: 16 MiB at 4.5 Mbit/s
@@ -49,12 +49,6 @@ _NOT_RETURNED = _OF_CONNECTION | {*OURS}
 _UNREACHABLE = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
 _LOST = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError)
 
-# How vLLM tells an error after a stream's status (vllm/entrypoints/generate/base/serving.py); its end is a good one.
-_FAULT = re.compile(
-    rb'(?:\A|\n)(?:data: \{"error"|event: error\n)[^\n]*'
-)  # text within JSON has no such lines
-_OF_ENGINE = re.compile(rb'"code": ?5\d\d|"type": ?"InternalServerError"')
-
 logger = logging.getLogger("kvpool.index")
 
 
@@ -76,7 +70,6 @@ class Forwarding:
         self._body = b""
         self._held_nbytes = 0  # of the body
         self._placement: Placement | None = None  # with a reservation to release
-        self._has_begun = False  # the response's body
         self._learns = 0  # parts of the response that may still name it
         self.is_broken = False
 
@@ -283,6 +276,7 @@ class Forwarding:
                 headers[name] = _without_worker(headers[name], target)
         path, status = engine_path(self._request.rel_url.raw_path), reply.status
         self._learns = LEARNS if status // 100 == 2 and is_of_responses(path) else 0
+        answer = Answer(status, reply.headers.get("content-type", ""))
         has_body = self._request.method != "HEAD" and reply.status not in (204, 304)
         if has_body and _is_short(reply):
             try:
@@ -290,29 +284,28 @@ class Forwarding:
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
                 self._placer.judge(placement, target, served=False)
                 raise Refusal(502, _incomplete(target, error)) from error
-            self._begun()
-            self._learn(target, body)
-            if status // 100 == 2 and body:
-                self._placer.judge(placement, target, served=True)
+            self._read_answer(answer, target, body)
+            self._judge(answer, placement, target)
             headers.pop("content-length", None)
             return web.Response(body=body, status=reply.status, reason=reply.reason, headers=headers)
         response = web.StreamResponse(status=reply.status, reason=reply.reason, headers=headers)
         await response.prepare(self._request)
-        fault: re.Match[bytes] | None = None  # told in the stream
         while part := await self._read_part(reply, target):
-            if not self._has_begun:
-                self._begun()
-            self._learn(target, part)
-            fault = fault or _FAULT.search(part)
+            self._read_answer(answer, target, part)
             await response.write(part)
-        if self.is_broken or (fault and _OF_ENGINE.search(fault[0])):
-            self._placer.judge(placement, target, served=False)
-        elif status // 100 == 2 and self._has_begun and not fault:
-            self._placer.judge(placement, target, served=True)
+        self._judge(answer, placement, target)
         return response
 
-    def _learn(self, target: Target, part: bytes) -> None:
-        if self._learns:
+    def _judge(self, answer: Answer, placement: Placement, target: Target) -> None:
+        if (served := answer.served(is_broken=self.is_broken)) is not None:
+            self._placer.judge(placement, target, served=served)
+
+    def _read_answer(self, answer: Answer, target: Target, part: bytes) -> None:
+        had_begun = answer.has_begun
+        answer.read(part)
+        if answer.has_begun and not had_begun:
+            self._begun()
+        if answer.has_begun and self._learns:
             known = self._placer.stored.learn(self._tenant, target.worker, part)
             self._learns = 0 if known else self._learns - 1
 
@@ -329,8 +322,7 @@ class Forwarding:
             return b""
 
     def _begun(self) -> None:
-        """The first byte of a response's body is there, so the prompt is computed."""
-        self._has_begun = True
+        """The first byte of an answer is there, so the prompt is computed."""
         self._stats.record_first_byte(time.perf_counter() - self._began_s)
         self._release()
         self._forget_body()

@@ -20,7 +20,7 @@ from kvpool.index.place.inference_request import (
     BATCH,
     CHAT,
     COMPLETIONS,
-    MAX_PARTS,
+    MAX_HEADS_NBYTES,
     engine_json,
     engine_path,
     named_model,
@@ -41,6 +41,7 @@ def part(head: bytes, value: bytes = b"n") -> bytes:
 FIELD = b'Content-Disposition: form-data; name="model"'
 OTHER = part(b'content-disposition: form-data; name="file"; filename="model.wav"', b'name="model"\r\n\r\nm')
 END = b"--x--\r\n"
+LIKE_PARTS = b"\r\n--xy\r\n" + FIELD + b"\r\n\r\nm"
 
 
 @pytest.mark.parametrize(
@@ -73,9 +74,20 @@ END = b"--x--\r\n"
         (SPEECH, part(b'content-disposition: form-data; name="models"') + END, ""),
         (SPEECH, part(FIELD), ""),
         (SPEECH, part(FIELD, b"") + END, ""),
-        (SPEECH, part(FIELD, b"n" * 5000) + END, "n" * 4096),
-        (SPEECH, OTHER * (MAX_PARTS - 1) + part(FIELD) + END, "n"),
-        (SPEECH, OTHER * MAX_PARTS + part(FIELD) + END, ""),
+        (SPEECH, part(FIELD, b"n" * 4096) + END, "n" * 4096),
+        (SPEECH, part(FIELD, b"n" * 4097) + END, ""),
+        (SPEECH, b"\r\n\r\n" + OTHER + part(FIELD) + END, "n"),
+        (SPEECH, b"x\r\n" + OTHER + part(FIELD) + END, ""),
+        (SPEECH, part(b'content-disposition: form-data; name="granularities[]"') * 998 + part(FIELD) + END, "n"),
+        (SPEECH, part(b"x: " + b"y" * 4000 + b"\r\n" + FIELD) + OTHER + END, "n"),
+        (SPEECH, part(b"x: " + b"y" * MAX_HEADS_NBYTES + b"\r\n" + FIELD) + END, ""),
+        (SPEECH, part(b"x: y") * (MAX_HEADS_NBYTES // 8) + part(FIELD) + END, ""),
+        (SPEECH, part(FIELD, b"\xe9") + END, "\xe9"),
+        (SPEECH, part(FIELD, b"\xc3\xa9") + END, "\xe9"),
+        (SPEECH, part(FIELD) + part(b'content-disposition: form-data; name="f"', LIKE_PARTS) + END, "n"),
+        (SPEECH, part(FIELD) + part(FIELD, b"m").replace(b"--x", b"--x ") + END, ""),
+        (SPEECH, part(b"content-disposition: form-data; name=<model>") + END, ""),
+        (SPEECH, part(b"content-disposition: form-data; name*=utf-8''model") + END, ""),
         (SPEECH, b"--" + b"x" * 100 + b"\r\n", ""),
         (SPEECH, b"--\r\n\r\n\r\n--", ""),
         (SPEECH, b"--", ""),
@@ -125,7 +137,7 @@ def test_a_body_that_no_engine_reads_is_read_as_it_is(body: bytes) -> None:
 
 PARTS = (
     "name", "filename", "=", '"', "model", "; ", ";", "\\", " ", 'name="model"', 'filename="x; name=model; y"', "x",
-    "NAME", "\t", "\xe9",
+    "NAME", "\t", "\xe9", "*", "<", ">",
 )  # fmt: skip
 
 
@@ -139,6 +151,13 @@ def test_the_field_of_a_part_is_the_one_that_engines_read(written: str) -> None:
     is_model = read.get(b"name") == b"model" and b"filename" not in read
     body = part(b"Content-Disposition: " + head.encode("latin-1")) + END
     assert (named_model(SPEECH, body) == "n") == is_model
+
+
+@pytest.mark.parametrize("hostile", [b";", b'";', b'\\";', b'a="b";', b"a;"])
+def test_the_head_of_a_part_takes_a_time_by_its_length(hostile: bytes) -> None:
+    """A form of hostile heads is read within a moment: a square of their length would be minutes."""
+    head = b'content-disposition: form-data; x="' + hostile * ((MAX_HEADS_NBYTES - 200) // len(hostile))
+    assert named_model(SPEECH, part(head) + END) == ""
 
 
 UNREADABLE = {
@@ -201,7 +220,7 @@ BOTH = [{"role": "user", "content": "one"}], [{"role": "user", "content": "two"}
 def test_a_batch_of_chats_has_the_tokens_of_its_first_one() -> None:
     whole = json.dumps({"model": "m", "messages": BOTH, "top_p": 0.5, "cache_salt": "s"}).encode()
     request = read_request(BATCH, whole)
-    assert (request.path, request.nbytes, request.cache_salt) == (CHAT, len(whole), "s")
+    assert (request.path, request.received, request.cache_salt) == (CHAT, whole, "s")
     assert request.prompt is not None
     assert request.prompt.chat == Chat(BOTH[0])
     assert json.loads(request.body) == {"model": "m", "messages": BOTH[0], "top_p": 0.5, "cache_salt": "s"}

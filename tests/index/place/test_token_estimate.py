@@ -55,10 +55,10 @@ def test_text_counts_by_its_bytes() -> None:
     assert read_request("/v1/completions", said).tokens_estimate == len(said) // 4
 
 
-def test_a_form_is_a_file_of_sound() -> None:
-    assert (
-        estimate(b"--x\r\ncontent-disposition: form-data; name=file\r\n\r\n" + bytes(5 << 20)) == ITEM_TOKENS
-    )
+@pytest.mark.parametrize("before", [b"", b"\r\n", b"\n\n"])
+def test_a_form_is_a_file_of_sound(before: bytes) -> None:
+    said = before + b"--x\r\ncontent-disposition: form-data; name=file\r\n\r\n" + bytes(5 << 20)
+    assert estimate(said) == ITEM_TOKENS
 
 
 @pytest.mark.parametrize("end", ["", '"', '": "', '":"data:', '" :\n "https:', "\\"])

@@ -1,0 +1,47 @@
+"""``Answer``: of a worker to one request, as its bytes come: whether it has begun, and what it tells of its engine.
+Pure.
+"""
+
+from __future__ import annotations
+
+import re
+
+EVENTS = "text/event-stream"
+
+# Comments keep a connection alive while a prompt waits (vLLM's --sse-keep-alive-interval): they are no answer.
+_COMMENT = b":"
+_TOLD = re.compile(rb"(?:\A|[\r\n])[^:\r\n]")  # a line that is no comment, and not blank
+
+# How vLLM tells an error after a stream's status (vllm/entrypoints/generate/base/serving.py); its end is a good one.
+_FAULT = re.compile(
+    rb'(?:\A|\n)(?:data: \{"error"|event: error\n)[^\n]*'
+)  # text within JSON has no such lines
+_OF_ENGINE = re.compile(rb'"code": ?5\d\d|"type": ?"InternalServerError"')
+
+
+class Answer:
+    """``media``: its content type. ``has_begun``: more has come than comments and blank lines of an event stream."""
+
+    def __init__(self, status: int, media: str) -> None:
+        self._is_good = status // 100 == 2
+        self._has_comments = media.partition(";")[0].strip().lower() == EVENTS
+        self._is_amid = False  # in a comment
+        self._fault: re.Match[bytes] | None = None
+        self.has_begun = False
+
+    def read(self, part: bytes) -> None:
+        """The next bytes."""
+        if not self.has_begun:
+            self.has_begun = bool(part) and (not self._has_comments or self._tells(part))
+        self._fault = self._fault or _FAULT.search(part)
+
+    def served(self, *, is_broken: bool) -> bool | None:
+        """At its end, or where it breaks off: False: the engine has failed. None: nobody knows."""
+        if is_broken or (self._fault and _OF_ENGINE.search(self._fault[0])):
+            return False
+        return True if self._is_good and self.has_begun and not self._fault else None
+
+    def _tells(self, part: bytes) -> bool:
+        lines = _COMMENT + part if self._is_amid else part
+        self._is_amid = not lines.endswith((b"\r", b"\n"))
+        return _TOLD.search(lines) is not None
