@@ -199,7 +199,10 @@ Ranking::Pick Ranking::score(std::uint32_t part, std::uint32_t row, const Option
     const std::uint64_t beside = load != nullptr ? filled(*load, options) : 0;
     const bool is_roomy =
         load != nullptr && load->capacity_tokens && beside + pick.fresh <= *load->capacity_tokens;
-    if (options.session->stays) {
+    if (const auto& home = options.session->home) {
+      pick.crowd = home->part == part && home->row == row ? 0 : 1;  // of equal ones it stays
+      pick.turn = rendezvous(options.session->seed, rank);
+    } else if (options.session->stays) {
       pick.crowd = beside;
       pick.turn = rendezvous(options.session->seed, rank);
     } else if (is_roomy) {

@@ -94,6 +94,10 @@ def test_a_session_stays_where_it_is(served: Served) -> None:
         first, *others = index.route("m", token_ids=fresh, session_id="s").picks
         assert (first.cost, first.move_cost) == (0, 0)
         assert {(one.cost, one.move_cost) for one in others} == {(800 + 1600, 1600)}
+        keyed = [index.route("m", token_ids=fresh, prompt_cache_key="k").picks[0].worker for _ in range(6)]
+        assert len(set(keyed)) == 3, "nobody knows whether there is room"
+        for name in "abc":
+            served._options["router"].loads.size(f"default/{name}", 0, 10_000)
         alike = [index.route("m", token_ids=fresh, prompt_cache_key="k").picks for _ in range(6)]
         assert len({picks[0].worker for picks in alike}) == 1
         assert {pick.move_cost for picks in alike for pick in picks} == {0}

@@ -91,6 +91,15 @@ def test_load_and_blocks_count_before_the_sessions_beside() -> None:
     )
 
 
+def test_of_workers_that_have_all_of_its_blocks_a_session_stays_at_its_own() -> None:
+    """Those with fewer homes came first, and a session went to and fro between equal ones."""
+    router, _ = a_router()
+    homes = {number: first(router, f"s{number}", prompt(number)) for number in range(8)}
+    for name in NAMES:
+        say(router._fleet, f"default/{name}", 0, 1, batch(*(stored(prompt(number)) for number in homes)))
+    assert {number: first(router, f"s{number}", prompt(number)) for number in homes} == homes
+
+
 def test_a_session_begins_where_the_homes_leave_room() -> None:
     """A worker holds 100 blocks. 95 of them are homes', so 10 more displace 5: at half of 0.5 tokens each."""
     router, _ = a_router("a", "b", namespace=NAMESPACE)
