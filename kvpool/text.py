@@ -42,6 +42,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9._-]{1,40}")
 _SEGMENTS = re.compile(r"[A-Za-z0-9._/*-]*")
 # Userinfo anywhere in a text, up to the last "@" of its word, unless it is redacted. A path lacks the second slash.
 _PASSWORD = re.compile(r"(:/{1,3})(?!/|[^\s/@]*\*\*\*@[^\s@]*(?:\s|$))[^\s]*@")
+_ANOTHER_URL = re.compile(r"(?<![A-Za-z0-9+.-])[A-Za-z][A-Za-z0-9+.-]*://")
 _NEXT_URL = re.compile(r"(\s+)(?=[A-Za-z][A-Za-z0-9+.-]*://)")
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9._-]+):(?P<port>[0-9]{1,5})")
 
@@ -197,6 +198,8 @@ def _redacted(url: str) -> str:
     scheme = _SCHEME.match(url)
     told = scheme[0] if scheme is not None else ""
     rest = url[len(told) :]
+    if told and (another := _ANOTHER_URL.search(rest)):  # joined by what joins no URLs
+        return _redacted(told + rest[: another.start()]) + _redacted(rest[another.start() :])
     if told or not rest.startswith(("/", ".")):
         is_path = told.lower() == "file://" and rest.startswith("/")
         # A password may contain "/" or "@": it reaches to the last one.
