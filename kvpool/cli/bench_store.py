@@ -111,6 +111,7 @@ def _memory_of_models(
             continue
         try:
             client.fill(Values(nbytes, 1))
+            client.settle()
             found[name] = memory_of(client.keys(1)[0]) / nbytes
         finally:
             client.empty()

@@ -200,7 +200,7 @@ def test_a_shard_that_takes_nothing_holds_up_no_other(
     try:
         put(before_cluster, range(400))
         assert eventually(lambda: held(cluster.servers[1]) + held(cluster.servers[2]) == of_others)
-        assert waiting(before_cluster) == 400 - of_others
+        assert eventually(lambda: waiting(before_cluster) == 400 - of_others)
     finally:
         harmed.start() if fault == "dead" else harmed.go_on()
     assert eventually(lambda: waiting(before_cluster) == 0 and held(harmed) == 400 - of_others)

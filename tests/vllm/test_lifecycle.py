@@ -834,7 +834,7 @@ def test_what_is_one_requests_alone_is_not_stored_and_hits_stand_without_it(
 
 TAILS = [
     Shape(states=True, tails=True, slots=24, weights_never_change=True),
-    Shape(2, overlapping=True, states=True, tails=True, slots=24, late=True, weights_never_change=True),
+    Shape(2, overlapping=True, states=True, tails=True, slots=40, late=True, weights_never_change=True),
     Shape(latent=True, ring=True, states=True, tails=True, slots=24, weights_never_change=True),
 ]
 

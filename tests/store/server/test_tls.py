@@ -198,7 +198,7 @@ def test_files_that_cannot_be_used_are_named_before_anything_is_dialled(
     for query, words in {
         f"ca={missing}": f"{missing}: the file of authorities cannot be read: No such file or directory",
         f"ca={noise}": f"{noise}: the file of authorities cannot be used: ",
-        f"ca={tmp_path}": f"{tmp_path}: the file of authorities cannot be used: ",
+        f"ca={tmp_path}": f"{tmp_path}: the file of authorities cannot be read: it is not a file",
         f"cert={missing}&key={pair.key}": f"{missing}: the client certificate cannot be read: ",
         f"cert={noise}&key={pair.key}": f"{noise}: the client certificate cannot be used: ",
         f"cert={pair.cert}&key={missing}": f"{missing}: the private key cannot be read: ",
