@@ -217,6 +217,38 @@ async def test_a_huge_text_that_is_late_leaves_its_place_to_others_and_what_was_
         loaded._cache._encode = plain
 
 
+@pytest.mark.anyio
+async def test_a_huge_text_that_is_waited_for_lets_a_shorter_one_go_first(loaded: Tokenizer) -> None:
+    begun, goes_on = threading.Event(), threading.Event()
+    pieces: list[str] = []
+    plain = loaded._cache._encode
+
+    def encode(text: str) -> list[int]:
+        if threading.current_thread().name.startswith("kvpool-long"):
+            pieces.append(text[:4])
+            begun.set()
+            assert goes_on.wait(WAIT_S)
+        return plain(text)
+
+    loaded._cache._encode = encode
+    tokenizers = Tokenizers({"m": loaded})
+    try:
+        huge = "".join(f" vast {'abcdefghij'[one % 10]}" * (one % 7) for one in range(50_000))
+        both = [asyncio.ensure_future(tokenizers.in_tokens(Prompt("m", text=huge), "m"))]
+        await until(begun.is_set)
+        short = "".join(f" some {'abcdefghij'[one % 10]}" * (one % 5) for one in range(10_000))
+        both.append(asyncio.ensure_future(tokenizers.in_tokens(Prompt("m", text=short), "m")))
+        await until(lambda: len(tokenizers._turns) == 2)
+        goes_on.set()
+        await asyncio.gather(*both)
+        last = len(pieces) - pieces[::-1].index(" som")
+        assert pieces[:last].count(" vas") <= 2, "what was at work, and one that is as long as a piece"
+    finally:
+        goes_on.set()
+        tokenizers.close()
+        loaded._cache._encode = plain
+
+
 @pytest.mark.parametrize(("max_memory_nbytes", "promptless"), [(64 << 20, "busy"), (None, "too-large")])
 @pytest.mark.anyio
 async def test_a_chat_that_its_template_multiplies_is_refused_and_placed_by_load(
