@@ -189,7 +189,9 @@ def test_a_failed_load_says_why(store: Store, cause: str | None, why: str) -> No
 
 
 def test_the_causes_of_failed_loads_are_those_that_workers_count() -> None:
-    assert set(LOAD_REASONS) - {"adapter"} < set(metrics.LOAD_REQUESTS.values), "of other files no load begins"
+    assert set(LOAD_REASONS) - {"adapter"} < set(metrics.LOAD_REQUESTS.values), (
+        "of other files no load begins"
+    )
 
 
 def test_each_request_counts_once(store: Store) -> None:
