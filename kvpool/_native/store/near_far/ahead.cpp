@@ -155,7 +155,7 @@ void Ahead::end(Task& task) {
 }
 
 void Ahead::end_all() {
-  shards_.for_each([this](Shard& shard) {
+  shards_.for_each([](Shard& shard) {
     for (Wish& wish : shard.ahead) {
       for (Item& item : wish.items) item.finish(item.stopped().value_or(Status::kCancelled));
     }
