@@ -40,10 +40,15 @@ class Subscriber:
         self._events.set_hwm(0)
         self._events.setsockopt(zmq.RECONNECT_IVL, 20)
         self._events.subscribe(b"")
+        self._joined = self._events.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._events.connect(f"tcp://127.0.0.1:{port}")
 
     def close(self) -> None:
+        self._events.disable_monitor()
         self._context.destroy(linger=0)
+
+    def is_joined(self) -> bool:
+        return self._joined.poll(0) != 0
 
     def drain(self) -> None:
         while self._events.poll(200):
@@ -102,6 +107,7 @@ def test_an_index_that_came_too_late_is_told_all(llama: Path, tmp_path: Path) ->
     subscriber = Subscriber(ports[0])
     try:
         with open_store(pool) as store, passing("late", tmp_path, options) as engine:
+            assert eventually(subscriber.is_joined)
             for tokens in (*PROMPTS, PROMPTS[7], PROMPTS[6][: 4 * BLOCK_TOKENS]):
                 engine.generate(tokens, 2)
 
