@@ -65,7 +65,7 @@ def test_far_is_asked_for_what_near_lacks(store: Store) -> None:
 
 def test_the_index_forgets_what_the_pool_evicted(store: Store) -> None:
     pool = RealPool(store, TRAFFIC)
-    index = RealIndex(lambda: 0.0, TRAFFIC, pool, {}, 1000)
+    index = RealIndex(lambda: 0.0, TRAFFIC, pool.namespace.hex, {}, 1000)
     index.join("00", ())
     log = EventLog(TRAFFIC)
     index.tell("00", log.write(0.0, POOL, [0, 1, 2, 3], (), None))
@@ -76,7 +76,7 @@ def test_the_index_forgets_what_the_pool_evicted(store: Store) -> None:
 
 def test_the_index_knows_what_each_host_has_near(store: Store) -> None:
     nears = {"00": "0" * 32, "01": "0" * 32, "02": "1" * 32}
-    index = RealIndex(lambda: 0.0, TRAFFIC, RealPool(store, TRAFFIC), nears, 1000)
+    index = RealIndex(lambda: 0.0, TRAFFIC, RealPool(store, TRAFFIC).namespace.hex, nears, 1000)
     for name in nears:
         index.join(name, ())
     log = EventLog(TRAFFIC)
