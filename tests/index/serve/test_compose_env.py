@@ -36,6 +36,13 @@ def make(folder: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+def look_at_health(target: str, folder: Path) -> str:
+    """As the cluster's indexes are looked at, with files of ``folder``."""
+    text = (envoy.ROOT / "docker-compose.secure.yml").read_text()
+    (code,) = re.findall(r">-\n((?: +(?:import|sys)[^\n]*\n)+)", text)
+    return " ".join(code.split()).replace("127.0.0.1:50051", target).replace("/run/secrets", str(folder))
+
+
 def test_only_one_user_reads_what_is_made_and_nothing_secret_is_printed(tmp_path: Path) -> None:
     folder = tmp_path / "made"
     run = make(folder)
@@ -91,6 +98,10 @@ def test_the_front_speaks_tls_and_shows_the_index_a_token(tmp_path: Path) -> Non
         admin = (folder / "admin.token").read_text().strip()
         with kvpool.IndexClient(index.target, timeout_s=60, tls_ca=ca, token=admin) as client:
             assert [one.worker.name for one in client.workers()] == ["a"]
+        looks = subprocess.run(
+            [sys.executable, "-c", look_at_health(index.target, folder)], check=False, timeout=60
+        )
+        assert looks.returncode == 0
         with (
             kvpool.IndexClient(index.target, timeout_s=60, tls_ca=ca) as client,
             pytest.raises(IndexUnavailable),
