@@ -198,10 +198,10 @@ def _redacted(url: str) -> str:
     scheme = _SCHEME.match(url)
     told = scheme[0] if scheme is not None else ""
     rest = url[len(told) :]
-    if told and (another := _ANOTHER_URL.search(rest)):  # joined by what joins no URLs
+    is_path = told.lower() == "file://" and rest.startswith("/")
+    if is_path and (another := _ANOTHER_URL.search(rest)):  # joined by what joins no URLs
         return _redacted(told + rest[: another.start()]) + _redacted(rest[another.start() :])
     if told or not rest.startswith(("/", ".")):
-        is_path = told.lower() == "file://" and rest.startswith("/")
         # A password may contain "/" or "@": it reaches to the last one.
         userinfo, at, rest = ("", "", rest) if is_path else rest.rpartition("@")
         user, colon, _ = userinfo.partition(":")

@@ -353,6 +353,8 @@ def test_a_password_is_never_shown() -> None:
         ("valkey://token@host", "valkey://***@host"),
         ("valkey+cluster://u:p:w@a:1,b:2", "valkey+cluster://u:***@a:1,b:2"),
         ("valkeys://u:a/b@c?d@host", "valkeys://u:***@host"),
+        ("valkey://:abc://def@host", "valkey://:***@host"),
+        ("file:///a,valkey://:pw@h", "file:///a,valkey://:***@h"),
         ("valkey://h?password=x&db=1", "valkey://h?password=***&db=1"),
         ("valkey://h?db=1&AUTH_TOKEN=x", "valkey://h?db=1&AUTH_TOKEN=***"),
         ("valkey://h?pasword=hunter2", "valkey://h?pasword=***"),
