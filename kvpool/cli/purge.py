@@ -89,13 +89,12 @@ def run_purge(options: PurgeOptions) -> None:
     within = KEY_PREFIX if tenant is None else tenant_prefix(tenant)
     shown = console(stderr=as_json)
     with _advised(), ExitStack() as opened:
-        found = [
-            opened.enter_context(open_for_inspection(url)) for url in StoreURL.parse(options.pool).pools()
-        ]
+        urls = StoreURL.parse(options.pool).pools()
+        found = [opened.enter_context(open_for_inspection(url)) for url in urls]
         stores = {"": found[0]} if len(found) == 1 else dict(zip(("near", "far"), found, strict=True))
         parts, announced, near = _survey(stores, within)
         plan = _plan(within, parts, announced, namespace)
-        plan.near_pools = len(near - set(map(pool_id, _directories(options.pool))))
+        plan.near_pools = len(near - {pool_id(url.path) for url in urls if url.scheme == "file"})
         if not plan.parts and not plan.announcements and not everything:
             raise NothingThere(f"{pool}: {_not_there(stores, tenant, namespace, parts)}")
         if not yes and not sys.stdin.isatty():
@@ -121,10 +120,6 @@ def run_purge(options: PurgeOptions) -> None:
             f"Deleted {counted(blocks, 'block')} and {counted(announcements, 'announcement')}.",
             highlight=False,
         )
-
-
-def _directories(pool: str) -> list[str]:
-    return [url.path for url in StoreURL.parse(pool).pools() if url.scheme == "file"]
 
 
 def _survey(stores: Mapping[str, Store], within: str) -> tuple[list[Share], set[str], set[str]]:

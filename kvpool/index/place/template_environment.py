@@ -178,9 +178,7 @@ def _attributes(environment: Any) -> Callable[[Any, str], Any]:
 
     def attribute(value: Any, name: str) -> Any:
         if (work := active.work) is not None:
-            work.steps -= 1
-            if work.steps < 0:
-                work.stop()
+            work.step()
         kind = type(value)
         if (kind is dict or kind is Arguments) and name not in _OF_MAPS:
             return value[name] if name in value else environment.undefined(obj=value, name=name)
@@ -199,9 +197,7 @@ def _items(environment: Any) -> Callable[[Any, Any], Any]:
 
     def item(value: Any, key: Any) -> Any:
         if (work := active.work) is not None:
-            work.steps -= 1
-            if work.steps < 0:
-                work.stop()
+            work.step()
         try:
             return value[key]
         except (TypeError, LookupError):
