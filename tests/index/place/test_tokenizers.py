@@ -167,7 +167,7 @@ async def test_as_many_long_texts_as_there_is_room_for_wait_and_the_next_is_plac
 async def test_a_long_text_that_is_late_is_made_for_the_next_request() -> None:
     async with (
         gated() as (tokenizer, tokenizers),
-        placer_of(two_workers(), tokenizers, timeout_s=0.5) as (placer, _),
+        placer_of(two_workers(), tokenizers, timeout_s=5) as (placer, _),
     ):
         late = await place(placer, LONG)
         assert late.promptless == "late"
