@@ -10,27 +10,23 @@ from __future__ import annotations
 
 import signal
 import statistics
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
-from benchmarks.agents_engine import Clock, Engine, Job
-from benchmarks.agents_index import DEVICE, NEAR, POOL, EventLog, RealIndex
+from benchmarks.agents_engine import Engine, Job
+from benchmarks.agents_index import DEVICE, NEAR, POOL, RealIndex
 from benchmarks.agents_model import LINK_NBYTES_S, SLOW_NBYTES_S, EngineModel
 from benchmarks.agents_pool import Held, HostPool, RealPool
 from benchmarks.agents_traffic import Traffic, Turn
+from benchmarks.agents_turns import SimulatedTurns
 from benchmarks.contest import percentile
 from benchmarks.valkey_shards import ValkeyShards
 from kvpool.store import open_store
 
-RETRY_S = 1.0  # until a caller asks again
-WORKER_AWAY_S, INDEX_AWAY_S = 120.0, 10.0
+INDEX_AWAY_S = 10.0
 
 Disturbance = Literal["kills", "far killed", "far slow"]
 
@@ -121,7 +117,7 @@ def simulate(
         return fleet.run()
 
 
-class _Fleet:
+class _Fleet(SimulatedTurns):
     def __init__(
         self,
         policy: Policy,
@@ -134,58 +130,46 @@ class _Fleet:
         disturbance: Disturbance | None,
         ended: Callable[[], None],
     ) -> None:
-        self._policy, self._traffic, self._model, self._pool = policy, traffic, model, pool
+        super().__init__(workers, traffic)
+        self._policy, self._model, self._pool = policy, model, pool
         self._shard, self._disturbance, self._told_of_end = shard, disturbance, ended
-        self._clock = Clock()
-        self._disturbed_at = traffic.turns // 2 if disturbance else -1  # turns that have come
         self._link_nbytes_s = LINK_NBYTES_S
-        self._names = [f"{number:02}" for number in range(workers)]
         hosts: dict[int, HostPool] = {}
         if pool is not None:
             for host in range(-(-workers // pools.host_workers)):
                 near = Held(pools.near_nbytes // model.block_nbytes) if policy.has_near else None
                 hosts[host] = HostPool(near, pool)
-        host_of = {name: at // pools.host_workers for at, name in enumerate(self._names)}
+        host_of = {name: at // pools.host_workers for at, name in enumerate(self.names)}
         self._pool_of = {name: hosts.get(host) for name, host in host_of.items()}
         self._nears = {name: f"{host:032x}" for name, host in host_of.items()} if policy.has_near else {}
-        self._logs: dict[str, EventLog] = {}
-        self._engines: dict[str, Engine] = {}
         self._index: RealIndex | None = None
         if policy.places != "turns":
             self._index = self._new_index()
         self._gone: list[Engine] = []
-        for name in self._names:
-            self._start(name)
+        for name in self.names:
+            self.start(name)
         self._turn = 0
-        self._at: dict[Job, tuple[str, str]] = {}  # worker, reservation
-        self._last: dict[int, str] = {}  # a session's worker
-        self._moves: Counter[int] = Counter()  # by session
-        self._seen = np.zeros(len(traffic.hashes), bool)
+        self._reservations: dict[Job, str] = {}
         self._copies = [0] * len(traffic.hashes)
         self._duplicates, self._duplicates_seen = 0, 0
-        self._came = self._failed = self._ideal = self._asked = self._hits = self._near = self._far = 0
-        self._ttfts: list[float] = []
+        self._failed = self._asked = self._near = self._far = 0
 
     def run(self) -> Row:
-        for session in self._traffic.sessions:
-            self._clock.after(session[0].pause_s, partial(self._come, session[0]))
-        while self._clock.step():
-            pass
-        assert not self._at
+        self.play()
         block_gb = self._model.block_nbytes / 1e9
-        moved = [engine.moved for engine in (*self._gone, *self._engines.values())]
+        moved = [engine.moved for engine in (*self._gone, *self.engines.values())]
         moved_gb, stored_gb = (
             sum(blocks) * block_gb
             for blocks in zip(*((one.loaded_blocks, one.put_blocks) for one in moved), strict=True)
         )
-        ttfts = sorted(self._ttfts)
-        are_sessions = self._traffic.are_sessions
+        ttfts = sorted(self.ttfts)
+        are_sessions = self.traffic.are_sessions
         return Row(
             policy=self._policy.name,
-            workers=len(self._names),
+            workers=len(self.names),
             turns=len(ttfts),
-            hits_of_ideal=self._hits / max(1, self._ideal),
-            hit_rate=self._hits / max(1, self._asked),
+            hits_of_ideal=self.hits / max(1, self.ideal),
+            hit_rate=self.hits / max(1, self._asked),
             pool_hits=(self._near + self._far) / max(1, self._asked),
             near_hits=self._near / max(1, self._asked),
             far_hits=self._far / max(1, self._asked),
@@ -195,51 +179,42 @@ class _Fleet:
             moved_gb=moved_gb,
             stored_gb=stored_gb,
             network_gb=moved_gb + stored_gb,
-            duplicate_gb=self._duplicates_seen / self._came * block_gb,
-            sessions_moved=len(self._moves) if are_sessions else None,
-            moves=self._moves.total() if are_sessions else None,
+            duplicate_gb=self._duplicates_seen / self.came * block_gb,
+            sessions_moved=len(self.moves) if are_sessions else None,
+            moves=self.moves.total() if are_sessions else None,
             failed=self._failed,
-            simulated_s=self._clock(),
+            simulated_s=self.clock(),
         )
 
     # ---- turns
 
-    def _come(self, turn: Turn) -> None:
-        self._came += 1
+    def come(self, turn: Turn) -> None:
         self._duplicates_seen += self._duplicates
-        findable = turn.blocks[: (turn.tokens - 1) // self._traffic.block_tokens]
-        seen = self._seen[findable]
-        ideal = len(findable) if seen.all() else int(np.argmin(seen))
-        self._ideal += ideal
         self._asked += len(turn.blocks)
-        self._seen[turn.blocks] = True
-        self._send(Job(turn, findable.tolist(), ideal, self._clock()))
-        if self._came == self._disturbed_at:
-            self._disturb()
+        super().come(turn)
 
-    def _send(self, job: Job) -> None:
-        if not self._engines:
-            self._clock.after(RETRY_S, partial(self._send, job))
-            return
-        name, reservation = self._place(job.turn)
-        last = self._last.setdefault(job.turn.session, name)
-        if last != name:
-            self._moves[job.turn.session] += 1
-            self._last[job.turn.session] = name
-        self._at[job] = name, reservation
-        self._engines[name].submit(job)
-
-    def _place(self, turn: Turn) -> tuple[str, str]:
+    def place(self, job: Job) -> str:
         if self._index is not None:
-            return self._index.place(
-                turn, self._engines.values(), by_blocks=self._policy.places == "blocks",
-                by_session=self._policy.sessions and self._traffic.are_sessions,
+            name, self._reservations[job] = self._index.place(
+                job.turn, self.engines.values(), by_blocks=self._policy.places == "blocks",
+                by_session=self._policy.sessions and self.traffic.are_sessions,
             )  # fmt: skip
+            return name
         while True:
-            name = self._names[self._turn % len(self._names)]
+            name = self.names[self._turn % len(self.names)]
             self._turn += 1
-            if name in self._engines:
-                return name, ""
+            if name in self.engines:
+                return name
+
+    def left(self, job: Job, name: str) -> None:
+        if (reservation := self._reservations.pop(job, None)) is not None and self._index is not None:
+            self._index.release(reservation)
+
+    def ended(self, engine: Engine, job: Job) -> None:
+        self._near += job.near
+        self._far += job.far
+        super().ended(engine, job)
+        self._told_of_end()
 
     # ---- what engines tell
 
@@ -264,26 +239,12 @@ class _Fleet:
         if self._index is not None and self._policy.places == "blocks":
             self._index.pool_lost(blocks)
 
-    def ended(self, engine: Engine, job: Job) -> None:
-        _, reservation = self._at.pop(job)
-        if self._index is not None:
-            self._index.release(reservation)
-        self._hits += min(job.ideal, job.device + job.pool)  # a turn that asks again may find its own blocks
-        self._near += job.near
-        self._far += job.far
-        assert job.first_s is not None
-        self._ttfts.append(job.first_s - job.came_s)
-        self._told_of_end()
-        session = self._traffic.sessions[job.turn.session]
-        if (number := job.turn.number + 1) < len(session):
-            self._clock.after(session[number].pause_s, partial(self._come, session[number]))
-
     def _tell(
         self, engine: Engine, medium: str, stored: Sequence[int], removed: Sequence[int], after: int | None
     ) -> None:
         if self._policy.places != "blocks":
             return
-        batch = self._logs[engine.name].write(self._clock(), medium, stored, removed, after)
+        batch = self.logs[engine.name].write(self.clock(), medium, stored, removed, after)
         if self._index is not None:
             self._index.tell(engine.name, batch)
 
@@ -294,49 +255,44 @@ class _Fleet:
 
     # ---- what dies
 
-    def _start(self, name: str) -> None:
-        self._logs[name] = EventLog(self._traffic)
-        engine = self._engines[name] = Engine(name, self._model, self._clock, self._pool_of[name], self)
+    def new_engine(self, name: str) -> Engine:
+        engine = Engine(name, self._model, self.clock, self._pool_of[name], self)
         engine.slow_far(self._link_nbytes_s)
         if self._index is not None:
             self._index.join(name, ())
+        return engine
 
-    def _disturb(self) -> None:
+    def half_came(self) -> None:
         if self._disturbance == "kills":
             self._kill()
         elif self._disturbance == "far slow":
             self._link_nbytes_s = SLOW_NBYTES_S
-            for engine in self._engines.values():
+            for engine in self.engines.values():
                 engine.slow_far(SLOW_NBYTES_S)
-        elif self._pool is not None and self._shard is not None:
+        elif self._disturbance and self._pool is not None and self._shard is not None:
             self._pool.die()
             self._shard.signal(signal.SIGKILL)
-            for engine in self._engines.values():
+            for engine in self.engines.values():
                 engine.lose_far()
 
     def _kill(self) -> None:
-        busy = Counter(name for name, _ in self._at.values())
-        name = max(self._names, key=lambda one: busy[one])
-        engine = self._engines.pop(name)
+        index, self._index = self._index, None
+        before = len(self.at)
+        engine = self.kill_busiest()
+        self._failed += before - len(self.at)
         self._gone.append(engine)
         self._forget(engine.cache.held())
-        for job in engine.kill():
-            self._failed += 1
-            del self._at[job]
-            self._clock.after(RETRY_S, partial(self._send, job))
-        self._clock.after(WORKER_AWAY_S, partial(self._start, name))
-        if self._index is not None:
-            self._index = None
-            self._clock.after(INDEX_AWAY_S, self._index_again)
+        if index is not None:
+            self.clock.after(INDEX_AWAY_S, self._index_again)
 
     def _new_index(self) -> RealIndex:
         capacity_tokens = self._model.blocks * self._model.block_tokens
         namespace = self._pool.namespace.hex if self._pool else ""
-        return RealIndex(self._clock, self._traffic, namespace, self._nears, capacity_tokens)
+        return RealIndex(self.clock, self.traffic, namespace, self._nears, capacity_tokens)
 
     def _index_again(self) -> None:
         self._index = self._new_index()
-        for name in self._engines:
-            self._index.join(name, self._logs[name].kept)
+        for name in self.engines:
+            self._index.join(name, self.logs[name].kept)
         if self._pool is not None and self._policy.places == "blocks":
             self._index.learn_pool(self._pool)

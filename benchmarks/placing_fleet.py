@@ -6,25 +6,21 @@ has room for all and is a set in memory.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import takewhile
 from typing import Literal, NamedTuple
 
-import numpy as np
-
-from benchmarks.agents_engine import Clock, Engine, Job
-from benchmarks.agents_index import DEVICE, POOL, EventLog, RealIndex
+from benchmarks.agents_engine import Engine, Job
+from benchmarks.agents_index import DEVICE, POOL, RealIndex
 from benchmarks.agents_model import EngineModel
 from benchmarks.agents_pool import Found, Held
-from benchmarks.agents_traffic import Traffic, Turn
+from benchmarks.agents_traffic import Traffic
+from benchmarks.agents_turns import SimulatedTurns
 from benchmarks.contest import percentile
 from benchmarks.placing_policies import Bounded, Fewest, Hashed, Kvpool, LeastLoad, Policy
 from kvpool.index.place.router import Costs
 
-RETRY_S, AWAY_S = 1.0, 120.0  # until a caller asks again; of a worker that dies
 SLOW = 10.0  # times as long as others takes a slow worker
 
 PolicyName = Literal["kvpool", "hash", "fewest", "bounded", "precise", "load"]
@@ -77,88 +73,57 @@ def simulate(
     return _Fleet(policy, workers, traffic, cache_tokens, befalls, has_pool, costs).run()
 
 
-class _Fleet:
+class _Fleet(SimulatedTurns):
     def __init__(
         self, policy: PolicyName, workers: int, traffic: Traffic, cache_tokens: int, befalls: Befalls, has_pool: bool,
         costs: Costs | None,
     ) -> None:  # fmt: skip
-        self._traffic, self._befalls = traffic, befalls
-        self._clock = Clock()
+        super().__init__(workers, traffic)
+        self._befalls = befalls
         model = EngineModel(block_tokens=traffic.block_tokens)
         self._model = replace(model, cache_nbytes=cache_tokens // traffic.block_tokens * model.block_nbytes)
         self._pool = _SharedPool() if has_pool else None
         self._index: RealIndex | None = None
         if policy in ("kvpool", "precise"):
             tokens = self._model.blocks * traffic.block_tokens
-            self._index = RealIndex(self._clock, traffic, "0" * 32 if has_pool else "", {}, tokens, costs)
+            self._index = RealIndex(self.clock, traffic, "0" * 32 if has_pool else "", {}, tokens, costs)
         self._policy = self._chosen(policy)
-        self._engines: dict[str, Engine] = {}
-        self._logs: dict[str, EventLog] = {}
-        self._names = [f"{number:02}" for number in range(workers)]
-        for name in self._names:
-            self._start(name)
-        self._at: dict[Job, str] = {}
-        self._last: dict[int, str] = {}
-        self._seen = np.zeros(len(traffic.hashes), bool)
-        self._came = self._moves = self._ideal = self._hits = 0
-        self._ttfts: list[float] = []
+        for name in self.names:
+            self.start(name)
 
     def _chosen(self, name: PolicyName) -> Policy:
         if self._index is not None:
             return Kvpool(self._index, by_session=name == "kvpool")
         if name == "fewest":
-            return Fewest(self._clock)
+            return Fewest(self.clock)
         return {"hash": Hashed, "bounded": Bounded, "load": LeastLoad}[name]()
 
     def run(self) -> Result:
-        for session in self._traffic.sessions:
-            self._clock.after(session[0].pause_s, partial(self._come, session[0]))
-        while self._clock.step():
-            pass
-        assert not self._at
-        ttfts = sorted(self._ttfts)
+        self.play()
+        ttfts = sorted(self.ttfts)
         return Result(
-            len(ttfts), self._hits / max(1, self._ideal), percentile(ttfts, 0.5), percentile(ttfts, 0.9),
-            percentile(ttfts, 0.99), self._moves / len(self._traffic.sessions),
+            len(ttfts), self.hits / max(1, self.ideal), percentile(ttfts, 0.5), percentile(ttfts, 0.9),
+            percentile(ttfts, 0.99), self.moves.total() / len(self.traffic.sessions),
         )  # fmt: skip
 
-    def _start(self, name: str) -> None:
-        is_slow = self._befalls == "slow" and name == self._names[0]
+    def new_engine(self, name: str) -> Engine:
+        is_slow = self._befalls == "slow" and name == self.names[0]
         model = replace(self._model, slowness=SLOW) if is_slow else self._model
-        self._logs[name] = EventLog(self._traffic)
-        self._engines[name] = Engine(name, model, self._clock, self._pool, self)
         if self._index is not None:
             self._index.join(name, ())
+        return Engine(name, model, self.clock, self._pool, self)
 
-    def _come(self, turn: Turn) -> None:
-        self._came += 1
-        findable = turn.blocks[: (turn.tokens - 1) // self._traffic.block_tokens]
-        seen = self._seen[findable]
-        ideal = len(findable) if seen.all() else int(np.argmin(seen))
-        self._ideal += ideal
-        self._seen[turn.blocks] = True
-        self._send(Job(turn, findable.tolist(), ideal, self._clock()))
-        if self._befalls == "death" and self._came == self._traffic.turns // 2:
-            self._kill()
+    def place(self, job: Job) -> str:
+        return self._policy.place(job.turn, self.engines)
 
-    def _send(self, job: Job) -> None:
-        name = self._policy.place(job.turn, self._engines)
-        self._moves += self._last.setdefault(job.turn.session, name) != name
-        self._last[job.turn.session] = name
-        self._at[job] = name
-        self._engines[name].submit(job)
+    def left(self, job: Job, name: str) -> None:
+        self._policy.ended(job.turn, name)
 
-    def _kill(self) -> None:
-        """Of the busiest worker: its memory is lost, and callers ask again."""
-        busy = Counter(self._at.values())
-        name = max(self._names, key=lambda one: busy[one])
-        engine = self._engines.pop(name)
-        for job in engine.kill():
-            self._policy.ended(job.turn, self._at.pop(job))
-            self._clock.after(RETRY_S, partial(self._send, job))
-        if self._index is not None:
-            self._index.leave(name)
-        self._clock.after(AWAY_S, partial(self._start, name))
+    def half_came(self) -> None:
+        if self._befalls == "death":
+            killed = self.kill_busiest()
+            if self._index is not None:
+                self._index.leave(killed.name)
 
     # ---- what engines tell
 
@@ -174,18 +139,9 @@ class _Fleet:
 
     def far_evicted(self, blocks: Sequence[int]) -> None: ...
 
-    def ended(self, engine: Engine, job: Job) -> None:
-        self._policy.ended(job.turn, self._at.pop(job))
-        self._hits += min(job.ideal, job.device + job.pool)
-        assert job.first_s is not None
-        self._ttfts.append(job.first_s - job.came_s)
-        session = self._traffic.sessions[job.turn.session]
-        if (number := job.turn.number + 1) < len(session):
-            self._clock.after(session[number].pause_s, partial(self._come, session[number]))
-
     def _tell(
         self, engine: Engine, medium: str, stored: Sequence[int], removed: Sequence[int], after: int | None
     ) -> None:
         if self._index is not None:
-            batch = self._logs[engine.name].write(self._clock(), medium, stored, removed, after)
+            batch = self.logs[engine.name].write(self.clock(), medium, stored, removed, after)
             self._index.tell(engine.name, batch)
