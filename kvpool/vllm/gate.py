@@ -2,7 +2,7 @@
 
 All rates are measured in tokens a second: large steps from plan to report, and loads from submission to end. Loads from
 the pool and from a near pool before it are rated and decided on apart. Costs are assumed proportional to tokens, so the
-ratio decides for every length. Unmeasured, loads run.
+ratio decides for every length. Unmeasured, loads run, unless the last ones brought nothing.
 
 Threads: the engine's scheduler thread only.
 """
@@ -22,6 +22,7 @@ MIN_STEP_TOKENS = 256  # a smaller step's fixed cost outweighs its tokens
 MIN_SAMPLES = 3  # of each rate, before the gate may close
 KEEP = 0.8  # weight of earlier measurements per new sample
 REOPEN = 0.8  # a closed gate opens when a load costs this share of a recompute
+LOST_S = 0.05  # of a load that brought nothing; one that fails sooner held nobody up
 PROBE_S = 10.0  # period of a closed gate's probes
 STEPS_IN_FLIGHT = 4  # timed at once; beyond, the oldest report counts as lost
 
@@ -51,10 +52,11 @@ class _Loads:
     rate: _Rate
     closed: bool = False
     probe_at_s: float = 0.0
+    lost: int = 0  # in a row: that took time and brought nothing
 
 
 class CostGate:
-    """Open until both rates are known; ``counters`` counts its decisions."""
+    """Open until both rates are known, or loads bring nothing; ``counters`` counts its decisions."""
 
     def __init__(self, counters: Counters, clock: Callable[[], float] = time.monotonic) -> None:
         self._counters, self._clock = counters, clock
@@ -108,13 +110,17 @@ class CostGate:
             # Older rates are dropped: they would outweigh a probe.
             loads.rate = _Rate(samples=MIN_SAMPLES)
         loads.rate.add(tokens, seconds)
+        if tokens:
+            loads.lost = 0
+        elif seconds >= LOST_S:
+            loads.lost += 1
         self._decide(loads)
 
     def admits(self, source: Source = "pool") -> bool:
         """Whether to offer a load from there; ask once per load, because a closed gate admits probes."""
         loads = self._loads[source]
         result = "pays"
-        if not self._measured(loads):
+        if not (loads.closed or self._measured(loads)):
             result = "unmeasured"
         elif loads.closed and self._clock() >= loads.probe_at_s:
             result = "probe"
@@ -134,12 +140,12 @@ class CostGate:
         return min(self._prefill.samples, loads.rate.samples) >= MIN_SAMPLES
 
     def _decide(self, loads: _Loads) -> None:
-        if not self._measured(loads):
-            return
-        load_s = loads.rate.seconds * self._prefill.tokens
-        recompute_s = self._prefill.seconds * loads.rate.tokens  # of as many tokens
-        if loads.closed:
-            loads.closed = load_s > REOPEN * recompute_s
-        elif load_s > recompute_s:
-            loads.closed = True
+        was_closed = loads.closed
+        if self._measured(loads):
+            load_s = loads.rate.seconds * self._prefill.tokens
+            recompute_s = self._prefill.seconds * loads.rate.tokens  # of as many tokens
+            loads.closed = load_s > (REOPEN if was_closed else 1.0) * recompute_s
+        else:
+            loads.closed = loads.lost >= MIN_SAMPLES  # whatever a recompute takes
+        if loads.closed and not was_closed:
             loads.probe_at_s = self._clock() + PROBE_S

@@ -95,6 +95,23 @@ def test_loads_that_fail_close_it(gate: CostGate) -> None:
     assert not gate.admits()
 
 
+def test_loads_that_bring_nothing_close_it_where_no_step_was_large_enough_to_measure(
+    gate: CostGate, clock: Clock
+) -> None:
+    for _ in range(MIN_SAMPLES):
+        gate.loaded(0, 0.0)  # for a reason of its own
+    for _ in range(MIN_SAMPLES):
+        assert gate.admits()
+        gate.loaded(0, 0.5)
+    assert not gate.admits()
+    assert gate.admits("near"), "of the other pool nothing is said"
+    clock.now_s += PROBE_S
+    assert gate.admits()
+    assert not gate.admits(), "one probe"
+    gate.loaded(1000, 0.5)
+    assert gate.admits()
+
+
 def test_a_load_that_was_over_before_anyone_looked_is_fast(gate: CostGate) -> None:
     computing(gate)
     for _ in range(MIN_SAMPLES):
