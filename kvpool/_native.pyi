@@ -19,6 +19,7 @@ MISS: int  # get, contains, touch, delete: not there (or damaged, and then delet
 OK: int  # done; for get: the buffer holds exactly the bytes that were put
 NO_ROOM: int  # put: the store is full and could not make room
 FAULT: int  # an I/O error; Batch.error() has the first one in words
+REFUSED: int  # the same, of this key alone: too large, or no right to it
 CANCELLED: int  # Batch.cancel() came first
 TIMED_OUT: int  # the deadline of the batch came first
 PRESENT: int  # put absent: the value was there, or another put of its key that was under way put it
@@ -71,6 +72,9 @@ def pack_header(key: str, payload: Buffer) -> bytes: ...
 # None if right, else the first thing wrong: truncated, magic, version, flags, length, fingerprint, hash, group,
 # rank or checksum.
 def verify_record(key: str, header: Buffer, payload: Buffer) -> str | None: ...
+
+# FAULT or REFUSED: how a server's error reply ends a key.
+def error_status(words: str) -> int: ...
 
 class Batch:
     """The results to come of one submit(). Dropping it does not stop it; its buffers stay held until it is done."""

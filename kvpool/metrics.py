@@ -84,6 +84,7 @@ STORE_SKIPPED_BLOCKS = Metric(
         "staging_full",
         "pool_full",
         "store_unavailable",
+        "refused",
         "queue_full",
         "evicted",
         "quota",

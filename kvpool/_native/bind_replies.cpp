@@ -1,4 +1,5 @@
-// Python bindings of store/resp_parser: a server's replies as Python objects, and whether a host in them is one.
+// Python bindings of store/resp_parser: a server's replies as Python objects, whether a host in them is one, and how an
+// error ends a key.
 //
 // redis-py's parser takes some 10 us a line, and several times that beside threads that keep the GIL busy. How
 // many lines a reply has is the server's matter: names of a tenant, keys of a scan, slots of a cluster.
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "store/resp_dial.h"
 #include "store/resp_parser.h"
 #include "store/topology.h"
 
@@ -117,6 +119,9 @@ void bind_replies(nb::module_& m) {
       .def("empty", &PyReplies::empty)
       .def("take", &PyReplies::take);
   m.def("is_host", &is_host, "host"_a);
+  m.def(
+      "error_status", [](std::string_view words) { return static_cast<int>(error_status(words)); },
+      "words"_a);
 }
 
 }  // namespace kvpool

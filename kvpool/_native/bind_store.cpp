@@ -414,6 +414,7 @@ void bind_store(nb::module_& m) {
   m.attr("TIMED_OUT") = static_cast<int>(Status::kTimedOut);
   m.attr("PRESENT") = static_cast<int>(Status::kPresent);
   m.attr("NEAR") = static_cast<int>(Status::kNear);
+  m.attr("REFUSED") = static_cast<int>(Status::kRefused);
 
   nb::class_<PyBatch>(m, "Batch")
       .def("done", &PyBatch::done)

@@ -25,6 +25,7 @@ END_OF_ALL = 1 << 63  # tokens; beyond every prompt
 # A batch ends itself at its deadline; a caller waits this much longer for a thread inside a system call.
 GRACE_S = 1.0
 FOUND = (_native.OK, _native.NEAR, _native.PRESENT)
+BROKEN = (_native.FAULT, _native.TIMED_OUT, _native.CANCELLED)  # not for the key's own sake
 # Of results: 1: found; 1: found near.
 _IS_FOUND = bytes(status in FOUND for status in range(256))
 _IS_NEAR = bytes(status == _native.NEAR for status in range(256))
@@ -128,15 +129,8 @@ class Batch:
 
     def results(self, timeout_s: float | None = None) -> bytes:
         """As ``wait``, with ``_native``'s status byte per answer."""
-        if timeout_s is None:
-            end_s = self._deadline_s + GRACE_S
-        else:
-            end_s = time.monotonic() + check_timeout(timeout_s)
-        while not self._running.wait(min(max(end_s - time.monotonic(), 0.0), MAX_TIMEOUT_S)):
-            if time.monotonic() >= end_s:
-                raise StoreUnavailable(f"{self._name}: still under way; the store does not answer")
-        results = self._running.results()
-        if _native.FAULT in results:
+        results = self.statuses(timeout_s)
+        if _native.FAULT in results or _native.REFUSED in results:
             why = self._running.error() or "the store failed"
             raise StoreUnavailable(f"{self._name}: {why}{block_advice(why)}")
         if _native.TIMED_OUT in results:
@@ -144,6 +138,17 @@ class Batch:
         if _native.CANCELLED in results:
             raise StoreUnavailable(f"{self._name}: cancelled")
         return results
+
+    def statuses(self, timeout_s: float | None = None) -> bytes:
+        """As ``results``, but a fault is a status of its key: errors only while it is under way."""
+        if timeout_s is None:
+            end_s = self._deadline_s + GRACE_S
+        else:
+            end_s = time.monotonic() + check_timeout(timeout_s)
+        while not self._running.wait(min(max(end_s - time.monotonic(), 0.0), MAX_TIMEOUT_S)):
+            if time.monotonic() >= end_s:
+                raise StoreUnavailable(f"{self._name}: still under way; the store does not answer")
+        return self._running.results()
 
     def settle(self, timeout_s: float) -> None:
         """Wait at most ``timeout_s`` seconds for the end of the batch; raises no fault."""

@@ -43,6 +43,7 @@ class Moved(NamedTuple):
     seconds: float
     error: Exception | None  # the exception behind ``cause``
     near: float = 0.0  # share of a load's items that came from the nearer of two pools
+    refused: Sequence[bool] = ()  # by block of a store: refused for itself, however often it is sent
 
     @property
     def ok(self) -> bool:
@@ -74,6 +75,7 @@ class Job(Generic[Item]):
     def __post_init__(self) -> None:
         self.moved = bytearray(len(self.items))
         self.known = bytearray(len(self.items))  # in the pool before it was sent
+        self.refused = bytearray(len(self.items))  # by the store, for itself
 
     @property
     def pending(self) -> bool:
@@ -82,6 +84,12 @@ class Job(Generic[Item]):
     def blocks(self, items: bytearray) -> list[bool]:
         """By block: whether all its items are set."""
         return [all(items[first : first + self.width]) for first in range(0, len(items), self.width)]
+
+    def refused_blocks(self) -> list[bool]:
+        """By block: whether the store refused an item of it for itself."""
+        return [
+            any(self.refused[first : first + self.width]) for first in range(0, len(self.items), self.width)
+        ]
 
     def moved_blocks(self) -> list[bool]:
         """By block: whether it was moved and is useful."""

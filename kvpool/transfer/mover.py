@@ -3,7 +3,7 @@
 A job is cut into parts; each part is one store batch with its own deadline, and their number in flight is
 bounded. A load's part is a get. A store's part puts absent values; present ones count as used. Every job,
 even a cancelled one, is reported once nothing touches its memory, with a verdict per block. A store's
-exception fails only its own job.
+exception fails only its own job; a value that the store refuses for itself costs only its block.
 
 ``Memory`` holds the bytes: the caller's host memory (``HostMemory``), or an engine's KV cache behind staging
 slots and streams (``kvpool.transfer.kv_cache``).
@@ -23,7 +23,7 @@ from kvpool import _native, metrics
 from kvpool.errors import StoreUnavailable
 from kvpool.metrics import Counters
 from kvpool.store import Batch, Store
-from kvpool.store.batch import FOUND, MAX_TIMEOUT_S
+from kvpool.store.batch import BROKEN, FOUND, MAX_TIMEOUT_S
 from kvpool.transfer.device import DONE
 from kvpool.transfer.job import Item, Job, Moved, Need, Part, Stage
 from kvpool.transfer.memory import Memory
@@ -53,6 +53,16 @@ class Finished(NamedTuple):
             (tag, ok)
             for store in self.stores
             for tag, ok in zip(cast("tuple[int, ...]", store.job), store.moved, strict=True)
+        ]
+
+    @property
+    def refused(self) -> list[int]:
+        """Tags of staged records that the store refused for themselves."""
+        return [
+            tag
+            for store in self.stores
+            for tag, no in zip(cast("tuple[int, ...]", store.job), store.refused, strict=False)
+            if no
         ]
 
 
@@ -235,15 +245,18 @@ class BlockMover(Generic[Item]):
         )
 
     def _stored(self, job: Job[Item], now: float) -> Moved:
-        moved, known = job.moved_blocks(), sum(job.blocks(job.known))
+        moved, known, refused = job.moved_blocks(), sum(job.blocks(job.known)), job.refused_blocks()
         places = [place for place, ok in enumerate(job.moved) if ok and not job.known[place]]
         nbytes, sent = self._nbytes(job, places, 1), sum(moved) - known
         self._counters.add(metrics.STORE_SKIPPED_BLOCKS, known, "already_there")
         self._counters.add(metrics.STORED_BLOCKS, sent)
         self._counters.add(metrics.STORED_BYTES, nbytes)
-        if failed := len(moved) - sum(moved):
+        if refusals := sum(refused):
+            self._counters.add(metrics.STORE_SKIPPED_BLOCKS, refusals, "refused")
+        if failed := len(moved) - sum(moved) - refusals:
             self._counters.add(metrics.STORE_SKIPPED_BLOCKS, failed, job.cause)
-        return Moved(job.name, job.cause, moved, [], sent, nbytes, now - job.started, job.error)
+        cause, seconds = job.cause or ("refused" if refusals else ""), now - job.started
+        return Moved(job.name, cause, moved, [], sent, nbytes, seconds, job.error, refused=refused)
 
     def _nbytes(self, job: Job[Item], places: list[int], count: int) -> int:
         """Bytes of the ``count`` items from each place on."""
@@ -350,12 +363,15 @@ class BlockMover(Generic[Item]):
 
     def _end_send(self, part: Part[Item]) -> None:
         assert part.transfer is not None
-        results = part.transfer.results()
+        results = part.transfer.statuses()
         for place, result in zip(part.places, results, strict=True):
             part.job.moved[place] = result in FOUND
             part.job.known[place] = result == _native.PRESENT
+            part.job.refused[place] = result == _native.REFUSED
         if _native.NO_ROOM in results:
             self._fail(part.job, "pool_full", behind=part.places[results.index(_native.NO_ROOM)])
+        if any(result in BROKEN for result in results):
+            part.transfer.results()  # raises why
 
     def _reap(self) -> None:
         still = []

@@ -45,6 +45,10 @@ class PartTags:
                 del self._records[tag]
                 yield tag, record.ok
 
+    def of(self, numbers: Iterable[int]) -> set[int]:
+        """The tags of the records of these parts."""
+        return {number // self._most_parts for number in numbers}
+
     def give_up(self) -> tuple[list[int], list[int]]:
         """The tags that are not staged as a whole, and all; nothing is under way any more."""
         records, self._records = self._records, {}

@@ -137,6 +137,7 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
     parts: dict[int, int] = field(default_factory=dict)  # ``Group.parts`` by group, with ``part_nbytes``
     stored: dict[int, int] = field(default_factory=dict)  # tag: ranks that stored their parts
     dropped: dict[int, int] = field(default_factory=dict)  # tag: ranks that gave it up
+    refused: set[int] = field(default_factory=set)  # tags of which a store refused a part for itself
     missing: set[tuple[bytes, int]] = field(default_factory=set)  # (hash, group) that a load did not find
     reloaded: int = 0  # the first step with changed weights; 0: unchanged
     other_files: set[tuple[str, str]] = field(
@@ -159,6 +160,7 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
             self.parts | other.parts,  # the same of all ranks, or their facts differ
             _summed(self.stored, other.stored),
             _summed(self.dropped, other.dropped),
+            self.refused | other.refused,
             self.missing | other.missing,
             max(self.reloaded, other.reloaded),
             self.other_files | other.other_files,

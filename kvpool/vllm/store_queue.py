@@ -1,7 +1,8 @@
 """``StoreQueue``: records on their way to the pool. Each is sent to the workers, waits, or is given up.
 
 A record waits while the workers' staging is full, or after a worker dropped it. If the engine reuses its
-blocks meanwhile, it is given up. Under full attention a record is useful only after its whole prefix. So with
+blocks meanwhile, it is given up. One that the store refused for itself is given up at once: it would be refused again,
+and others would wait for it. Under full attention a record is useful only after its whole prefix. So with
 ``write_through`` it follows its predecessor: it is sent once that is in the pool or in flight, else waits or
 is given up with it. A given up record returns with the next request that holds it and whose lookup misses it.
 
@@ -30,7 +31,7 @@ from kvpool.vllm.plan import BlockRef, Group, PoolMetadata, PoolWorkerMetadata
 # In flight and waiting, about 1 KB each; and as many given up.
 MAX_RECORDS = 1 << 16
 MAX_VISITS = 4096  # waiting records per step
-# Pause after workers dropped records; doubles while nothing is kept.
+# Pause after workers dropped records, for no fault of theirs; doubles while nothing is kept.
 PAUSE_S = 0.05
 MAX_PAUSE_S = 5.0
 
@@ -54,6 +55,7 @@ class _Sent:
     ranks: int  # that have not reported its result
     unstaged: int  # ranks that may still read its blocks
     ok: bool = True
+    refused: bool = False  # for itself, by a rank's store
     left: bool = False  # it goes to a former namespace of the engine
 
 
@@ -143,7 +145,7 @@ class StoreQueue:
                 self._give_up(wanted, "evicted")
 
     def lost(self, key: tuple[bytes, int]) -> None:
-        """The engine dropped this record, so it cannot be stored now."""
+        """The engine dropped this record, or the store refused it: it cannot be stored now."""
         if self.in_order[key[1]]:
             self._given_up[key] = None
             if len(self._given_up) > MAX_RECORDS:
@@ -156,6 +158,9 @@ class StoreQueue:
         self._release(report.staged)
         kept: list[tuple[bytes, int]] = []
         dropped = []
+        for tag in report.refused:
+            if (pending := self._pending.get(tag)) is not None:
+                pending.refused = True
         for counts, ok in ((report.stored, True), (report.dropped, False)):
             for tag, ranks in counts.items():
                 if (pending := self._pending.get(tag)) is None:
@@ -166,6 +171,8 @@ class StoreQueue:
                     self._end(tag, pending)
                     if pending.ok and not pending.left:
                         kept.append(pending.wanted.key)
+                    elif not pending.left and pending.refused:
+                        self.lost(pending.wanted.key)
                     elif not pending.left:
                         dropped.append((tag, pending.wanted))
         for _, wanted in sorted(dropped, key=lambda each: each[0], reverse=True):

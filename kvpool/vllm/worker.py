@@ -335,6 +335,7 @@ class WorkerHalf:
         self._count(self._report.staged, self._storing.staged(finished.staged))
         for tag, ok in self._storing.ended(finished.stored):
             self._count(self._report.stored if ok else self._report.dropped, [tag])
+        self._report.refused |= self._storing.of(finished.refused)
         for store in finished.stores:
             self._log_fault(store)
 

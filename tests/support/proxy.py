@@ -75,6 +75,10 @@ class Proxy:
         with self._lock:
             return self._harmed
 
+    def passed_nbytes(self, way: Way) -> int:
+        with self._lock:
+            return self._passed_nbytes[way]
+
     def passed(self, way: Way) -> bytes:
         """What passed first, up to ``TRANSCRIPT_NBYTES``."""
         with self._lock:

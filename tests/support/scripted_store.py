@@ -130,6 +130,8 @@ class ScriptedBatch:
         if self.operation == _native.PUT_ABSENT and key in records:
             return _native.PRESENT
         if self.operation in (_native.PUT, _native.PUT_ABSENT):
+            if key in self._store.ends:
+                return self._store.ends[key]
             records[key] = bytes(self.views[i])
         elif key not in records:
             return _native.MISS
@@ -163,6 +165,7 @@ class ScriptedStore(SelfMoving):
     def __init__(self) -> None:
         super().__init__("scripted", NoDocuments())
         self.records: dict[str, bytes] = {}
+        self.ends: dict[str, int] = {}  # how puts of these keys end
         self.under_way: list[ScriptedBatch] = []
 
     def begin(self, op: int, keys: Sequence[str], views: Sequence[Any] | None, timeout_s: float) -> Running:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvpool import metrics
+from kvpool import _native, metrics
 from kvpool.metrics import Counters
 from kvpool.transfer import BlockMover, HostMemory, Moved, Need, Record
 from kvpool.transfer.memory import MAX_PARTS
@@ -88,6 +88,31 @@ def test_a_fault_ends_its_job_and_no_other() -> None:
         "bad": "store_unavailable",
         "good": "",
     }
+
+
+@pytest.mark.parametrize(
+    ("status", "cause", "counted"),
+    [(_native.REFUSED, "refused", "refused"), (_native.FAULT, "store_unavailable", "store_unavailable")],
+)
+def test_what_is_stored_beside_a_record_that_is_not_is_told_and_that_one_counted(
+    status: int, cause: str, counted: str
+) -> None:
+    at = Bench(part_items=4)
+    at.store.ends[key(1, 0)] = status
+    at.mover.store("job", records(0, 1, 2, 3))
+    ended = at.end()
+    assert (ended.cause, ended.moved, ended.sent) == (cause, [True, False, True, True], 3)
+    assert list(ended.refused) == [False, status == _native.REFUSED, False, False]
+    seen = at.counters.take()
+    assert seen[metrics.STORED_BLOCKS.name] == 3
+    assert seen[f"{metrics.STORE_SKIPPED_BLOCKS.name}/{counted}"] == 1
+
+
+def test_a_record_that_is_refused_for_itself_ends_no_other_part_of_its_job() -> None:
+    at = Bench()
+    at.store.ends[key(0, 0)] = _native.REFUSED
+    at.mover.store("job", records(*range(20)))
+    assert at.end().moved == [False] + [True] * 19
 
 
 def test_a_cancelled_job_is_reported_once_when_nothing_touches_its_memory() -> None:

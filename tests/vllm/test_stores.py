@@ -223,6 +223,21 @@ def test_what_was_dropped_goes_before_what_comes_behind_it(
     assert counted[f"{metrics.STORE_SKIPPED_BLOCKS.name}/behind_gap"] == 3
 
 
+def test_a_record_that_the_store_refuses_for_itself_pauses_no_other_and_is_not_sent_again(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool.vllm.stores.time.monotonic", lambda: 1000.0)
+    engine, asked = Engine(store, groups=[Group(BLOCK_TOKENS, window=40)]), request("a")
+    engine.scheduler.update(PoolWorkerMetadata(store_slots=2), (), ())
+    step, sent = engine.begins(asked, 0, tokens=100), 0
+    while step.stores:
+        sent += len(step.stores)
+        tags = dict.fromkeys(step.tags, 1)
+        engine.scheduler.update(PoolWorkerMetadata(staged=tags, dropped=tags, refused=set(tags)), (), ())
+        step = engine.idle()
+    assert sent == FULL_BLOCKS
+
+
 def test_what_was_given_up_comes_back_with_the_next_request_that_misses_it(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,7 +30,7 @@ from kvpool.vllm.worker import WorkerHalf
 from tests.support.announced_workers import records
 from tests.support.deadlines import ends_within, eventually
 from tests.support.devices import SlowDevice
-from tests.support.misbehaving import Peer, misbehaving
+from tests.support.misbehaving import Peer, misbehaving, to
 from tests.support.scheduler import planted
 
 pytestmark = [pytest.mark.vllm]
@@ -178,6 +178,30 @@ def test_keys_that_are_refused_while_the_pool_is_away_are_counted(cache: torch.T
     assert eventually(refused)
     assert eventually(refused), "it goes on growing"
     worker.close()
+
+
+def test_a_record_that_the_pool_refuses_for_itself_is_told_from_those_beside_it(cache: torch.Tensor) -> None:
+    refused = Namespace("default", FACTS).keys([hashed(1)], 0, RANK)[0].encode()
+
+    def answer(words: Sequence[bytes], good: bytes) -> bytes:
+        return b"-NOPERM No permissions to access a key\r\n" if words[1] == refused else good
+
+    with misbehaving() as server:
+        worker = started(server.url, cache, rank=RANK)
+        server.misbehave(to(b"HSET", answer))
+        worker.start_stores(PoolMetadata(stores=refs((1, 3), (2, 4)), tags=[10, 11]))
+        told = PoolWorkerMetadata()
+
+        def over() -> bool:
+            nonlocal told
+            worker.poll(idle=True)
+            told = told.aggregate(worker.take_report() or PoolWorkerMetadata())
+            return bool(told.dropped)
+
+        assert eventually(over)
+        assert (told.stored, told.dropped, told.refused) == ({11: 1}, {10: 1}, {10})
+        assert worker.stats()[f"{metrics.STORE_SKIPPED_BLOCKS.name}/refused"] == 1
+        worker.close()
 
 
 def test_blocks_go_and_come_back_under_this_ranks_keys(

@@ -317,8 +317,8 @@ std::string FileIoThread::temporary_path() {
 
 FileIoThread::Outcome FileIoThread::fault(const char* what, const std::string& path, int error) {
   const bool is_of_key = error == EISDIR || error == EFBIG || error == ENAMETOOLONG;
-  return {Status::kFault, std::string(what) + " " + path + ": " + words_of(error),
-          is_of_key ? Blame::kKey : Blame::kStore};
+  return {is_of_key ? Status::kRefused : Status::kFault,
+          std::string(what) + " " + path + ": " + words_of(error)};
 }
 
 }  // namespace kvpool

@@ -290,7 +290,7 @@ Counters IoExecutor::counters() const {
       {"expires", read(Op::kExpire, Status::kOk)},
       {"expire_misses", read(Op::kExpire, Status::kMiss)},
       {"no_room", sum(Status::kNoRoom)},
-      {"faults", sum(Status::kFault)},
+      {"faults", sum(Status::kFault) + sum(Status::kRefused)},
       {"cancelled", sum(Status::kCancelled)},
       {"timed_out", sum(Status::kTimedOut)},
       {"joined_puts", core_->joined_puts.load(std::memory_order_relaxed)},

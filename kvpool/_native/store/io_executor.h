@@ -74,12 +74,13 @@ enum class Status : std::uint8_t {
   kTimedOut = 5,
   kPresent = 6,  // kPutAbsent: present already
   kNear = 7,     // kOk of a get or a question of presence, of the nearer of two pools
+  kRefused = 8,  // a fault of this key alone (too large, no right to it), whatever else is asked
 };
-inline constexpr std::size_t kStatusCount = 8;
+inline constexpr std::size_t kStatusCount = 9;
 
-// Whose an item's fault is: of a connection that ended or of time, so nobody knows; of the part of the store that the
-// key lives in, whatever the key; or of this key alone (too large, no right to it), whatever else is asked.
-enum class Blame : std::uint8_t { kUnknown, kStore, kKey };
+// Whose a kFault is: of a connection that ended or of time, so nobody knows; or of the part of the store that the key
+// lives in, whatever the key.
+enum class Blame : std::uint8_t { kUnknown, kStore };
 
 // What a store learned of a present value, for who copies it on. The checksum is the record's own: a copy that is put
 // with it is not hashed again, and is no valid record should its bytes have changed in between.

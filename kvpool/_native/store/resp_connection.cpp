@@ -22,10 +22,10 @@ constexpr std::size_t kMaxRequests = 4096;
 // Most bytes waiting for one server's send window. Beyond it the I/O thread takes no items at all: items keep
 // their order, and I/O threads share them evenly.
 constexpr std::size_t kWaitingNbytes = 8 << 20;
-// Except that a server without a byte for this long, though asked, does not block the others. Its items wait
-// until their deadlines, since it may only be slow.
+// Except that a server whose items wait for longer holds up no other, whether it is slow or silent: more of them wait,
+// until their deadlines. At the most of them only one that moves no byte for so long is passed over; its items are faults.
 constexpr auto kQuiet = 250ms;
-constexpr std::size_t kMaxWaiting = 65536;
+constexpr std::size_t kMaxWaiting = 65536 + kMaxTogether;
 // The reply to a given up item must end within this, even while bytes move.
 constexpr auto kLongestDrain = 60s;
 
@@ -52,12 +52,9 @@ RespConnection::~RespConnection() { hang_up(); }
 
 bool RespConnection::awaiting() const { return !requests_.empty() && requests_.front()->on_the_wire(); }
 
-bool RespConnection::is_quiet(Clock::time_point now) const {
-  return (!socket_ || !requests_.empty()) && now - moved_at_ >= kQuiet;
-}
-
-bool RespConnection::is_clogged(Clock::time_point now) const {
-  return waiting_nbytes_ >= kWaitingNbytes && !is_quiet(now);
+Clock::time_point RespConnection::clogged_until() const {
+  if (waiting_nbytes_ < kWaitingNbytes) return Clock::time_point::min();
+  return (waiting_.size() + kMaxTogether <= kMaxWaiting ? waiting_.front().since : moved_at_) + kQuiet;
 }
 
 std::size_t RespConnection::send_window_nbytes() const {
@@ -95,8 +92,7 @@ pollfd RespConnection::polled() const {
 
 Clock::time_point RespConnection::wake_at() const {
   auto until = next_deadline_;
-  if (waiting_nbytes_ >= kWaitingNbytes && !is_quiet(Clock::now()))
-    until = std::min(until, moved_at_ + kQuiet);
+  if (is_clogged(Clock::now())) until = std::min(until, clogged_until());
   if (socket_ || !is_wanted_) return until;
   if (!dial_) return std::min(until, next_dial_);
   if (!failing_) until = std::min(until, dialled_at_ + grace());
@@ -149,20 +145,22 @@ void RespConnection::push(Item&& taken) {
   }
   waiting_nbytes_ += cost_of(taken);
   next_deadline_ = std::min(next_deadline_, taken.deadline());
-  waiting_.push_back(std::move(taken));
+  waiting_.push_back({std::move(taken), Clock::now()});
 }
 
 void RespConnection::begin_waiting() {
   while (!waiting_.empty() && is_open()) {
-    waiting_nbytes_ -= cost_of(waiting_.front());
-    begin(std::move(waiting_.front()));
+    waiting_nbytes_ -= cost_of(waiting_.front().item);
+    begin(std::move(waiting_.front().item));
     waiting_.pop_front();
   }
 }
 
 std::deque<Item> RespConnection::take_waiting() {
   waiting_nbytes_ = 0;
-  return std::exchange(waiting_, {});
+  std::deque<Item> items;
+  for (Waiting& one : std::exchange(waiting_, {})) items.push_back(std::move(one.item));
+  return items;
 }
 
 RespRequest::Kind RespConnection::kind_of(Op op) const {
@@ -206,7 +204,7 @@ void RespConnection::add(std::unique_ptr<Request> request) {
   if (RefusedSize* const sizes = refused(request->kind)) {
     if (std::string why = sizes->why(request->item->buffer().size(), Clock::now()); !why.empty()) {
       counts_.refused.fetch_add(1, std::memory_order_relaxed);
-      return end_item(*request, Status::kFault, std::move(why), Blame::kKey);
+      return end_item(*request, Status::kRefused, std::move(why));
     }
   }
   request->cost_left = request->cost();
@@ -232,12 +230,13 @@ void RespConnection::recount_send_window() {
     in_flight_nbytes_ += request->cost_left;
     next_deadline_ = std::min(next_deadline_, request->deadline);
   }
-  for (const Item& item : waiting_) next_deadline_ = std::min(next_deadline_, item.deadline());
+  for (const Waiting& one : waiting_) next_deadline_ = std::min(next_deadline_, one.item.deadline());
 }
 
-// Bytes in motion mean a slow server, not a silent one: silence is half of the item's time without any.
+// Bytes in motion mean a slow server, not a silent one: silence is half of the item's time without any. An item that
+// wants its answer sooner than servers pause ends nobody else's.
 bool RespConnection::is_silent(const Request& request, Clock::time_point now) const {
-  return now - moved_at_ >= request.item->timeout() / 2;
+  return now - moved_at_ >= std::max<Clock::duration>(request.item->timeout() / 2, kQuiet);
 }
 
 // Releases its buffer; the rest of its reply is discarded. False: only the end of the connection does that.
@@ -280,17 +279,16 @@ void RespConnection::give_up_stopped(Clock::time_point now) {
     next_deadline_ = std::min(next_deadline_, request->deadline);
   }
   std::erase(requests_, nullptr);
-  std::deque<Item> still_waiting;
-  for (Item& item : take_waiting()) {
-    if (const auto stopped = item.stopped(moved_at_)) {
-      item.finish(*stopped);
+  waiting_nbytes_ = 0;
+  for (Waiting& one : std::exchange(waiting_, {})) {
+    if (const auto stopped = one.item.stopped(moved_at_)) {
+      one.item.finish(*stopped);
       continue;
     }
-    waiting_nbytes_ += cost_of(item);
-    next_deadline_ = std::min(next_deadline_, item.deadline(moved_at_));
-    still_waiting.push_back(std::move(item));
+    waiting_nbytes_ += cost_of(one.item);
+    next_deadline_ = std::min(next_deadline_, one.item.deadline(moved_at_));
+    waiting_.push_back(std::move(one));
   }
-  waiting_ = std::move(still_waiting);
   if (silent) {
     lose(Cause::kSilence, "the server does not answer in time");
   } else if (torn) {

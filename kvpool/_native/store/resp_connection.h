@@ -14,8 +14,8 @@
 // An I/O thread has two connections to a server. One carries only puts and their presence tests: on a slow
 // link its socket holds megabytes, for which no load has to wait.
 //
-// Requests beyond the send window wait beside it, up to a bound, so that a slow or silent server does not
-// hold up the others of its I/O thread.
+// Requests beyond the send window wait beside it, up to a bound of bytes, and of items where they wait for long, so that
+// a slow or silent server does not hold up the others of its I/O thread.
 //
 // Parts: resp_connection.cpp (requests), resp_reconnect.cpp, resp_replies.cpp and resp_records.cpp (records, sent
 // and received).
@@ -76,8 +76,8 @@ class RespConnection {
   bool has_room() const { return is_open() && waiting_.empty(); }
   // No connection of this store to the server stands, so waiting is not worth a request's time.
   bool refuses() const { return !up_ && (socket_ || failing_) && node_->up.load() == 0; }
-  // The bytes waiting for the send window reached their bound while the server moves bytes: take no items.
-  bool is_clogged(Clock::time_point now) const;
+  // What waits for the send window has reached its bound: take no items.
+  bool is_clogged(Clock::time_point now) const { return now < clogged_until(); }
   bool is_idle() const { return requests_.empty() && waiting_.empty(); }
 
   // Sends it, queues it, or ends it as a fault: when it refuses, or too many wait.
@@ -119,7 +119,7 @@ class RespConnection {
   std::size_t send_window_nbytes() const;
   // Of the server's records in the direction that `kind` moves; none: it moves none.
   RefusedSize* refused(Request::Kind kind) const;
-  bool is_quiet(Clock::time_point now) const;
+  Clock::time_point clogged_until() const;
   bool is_silent(const Request& request, Clock::time_point now) const;
 
   void dial(Clock::time_point now);
@@ -207,7 +207,11 @@ class RespConnection {
   std::deque<std::unique_ptr<Request>> requests_;  // in the order of their replies
   std::size_t first_unsent_ = 0;                   // all before it are wholly sent
   std::size_t in_flight_nbytes_ = 0;               // sum of all `cost_left`
-  std::deque<Item> waiting_;                       // for room
+  struct Waiting {
+    Item item;
+    Clock::time_point since;
+  };
+  std::deque<Waiting> waiting_;  // for room
   std::size_t waiting_nbytes_ = 0;
   std::vector<Redirect> redirected_;
   // Time of the last byte received, or taken by a full socket, or of the first pending reply.

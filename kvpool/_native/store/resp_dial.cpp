@@ -42,6 +42,14 @@ bool refuses_user(std::string_view text) {
 
 std::string_view first_word(std::string_view words) { return words.substr(0, words.find(' ')); }
 
+Status error_status(std::string_view words) {
+  constexpr std::array<std::string_view, 13> kOfServers = {
+      "ASK",    "BUSY",       "CLUSTERDOWN", "LOADING",  "MASTERDOWN", "MISCONF",  "MOVED",
+      "NOAUTH", "NOREPLICAS", "READONLY",    "TRYAGAIN", "UNKILLABLE", "WRONGPASS"};
+  return std::ranges::find(kOfServers, first_word(words)) == kOfServers.end() ? Status::kRefused
+                                                                              : Status::kFault;
+}
+
 std::string shown(std::string_view words, const std::string& password) {
   std::string line(words);
   // The replacement of a shorter one would spell it.

@@ -38,6 +38,10 @@ std::string shown(std::string_view words, const std::string& password);
 // The one that says what kind of error it is: the rest is prose.
 std::string_view first_word(std::string_view words);
 
+// How an error reply ends an item: kFault where it concerns all that the server is asked for, kRefused where it is about
+// the key: too large, of another type, not this user's.
+Status error_status(std::string_view words);
+
 // The server refused; what() has its words.
 struct RespError : std::runtime_error {
   using std::runtime_error::runtime_error;

@@ -1,6 +1,5 @@
 // Replies to a connection's requests: part of RespConnection, see resp_connection.h.
 #include <algorithm>
-#include <array>
 #include <charconv>
 #include <cstring>
 #include <utility>
@@ -29,15 +28,6 @@ std::string_view reason_of(std::string_view error) {
   constexpr std::string_view kBecause = "because of: ";
   const std::size_t at = error.starts_with("EXECABORT ") ? error.find(kBecause) : std::string_view::npos;
   return at == std::string_view::npos ? error : error.substr(at + kBecause.size());
-}
-
-// Whom an error reply blames, by its first word. The rest of it is free text. These concern all that the server is
-// asked for; any other one the key: too large, of another type, not this user's.
-Blame blamed(std::string_view word) {
-  constexpr std::array<std::string_view, 13> kOfServers = {
-      "ASK",    "BUSY",       "CLUSTERDOWN", "LOADING",  "MASTERDOWN", "MISCONF",  "MOVED",
-      "NOAUTH", "NOREPLICAS", "READONLY",    "TRYAGAIN", "UNKILLABLE", "WRONGPASS"};
-  return std::ranges::find(kOfServers, word) == kOfServers.end() ? Blame::kKey : Blame::kStore;
 }
 
 // Whether an error concerns the command rather than the key: no right, or unknown.
@@ -234,7 +224,7 @@ std::string RespConnection::on_error(Request& request, std::string_view text) {
     request.damage = Damage::kMagic;
     end_get(request);
   } else {
-    end_front(Status::kFault, words, blamed(word));
+    end_front(error_status(text), words, Blame::kStore);
   }
   return {};
 }
@@ -299,7 +289,7 @@ std::string RespConnection::on_put_token(Request& request, const RespToken& toke
   if (request.moved_port != 0) {
     redirect_front();
   } else {
-    end_front(request.outcome, std::move(request.words), request.blame);
+    end_front(request.outcome, std::move(request.words), Blame::kStore);
   }
   return {};
 }
@@ -311,15 +301,14 @@ void RespConnection::on_put_error(Request& request, std::string_view error) {
   if (note_refusal(request, word, text) || request.outcome != Status::kOk) return;
   // The whole put can be in the sockets when the server gives up on its begin.
   if (text.starts_with("ERR Protocol error")) said_ = shown(text);
-  request.outcome = word == "OOM" ? Status::kNoRoom : Status::kFault;
-  if (request.outcome == Status::kFault) request.words = settings_.endpoint.name() + ": " + shown(text);
-  request.blame = blamed(word);
+  request.outcome = word == "OOM" ? Status::kNoRoom : error_status(text);
+  if (request.outcome != Status::kNoRoom) request.words = settings_.endpoint.name() + ": " + shown(text);
 }
 
 void RespConnection::end_front(Status status, std::string words, Blame blame) {
   Request& front = *requests_.front();
   attempts_ = 0;  // this connection proved useful
-  if (status != Status::kFault) said_.clear();
+  if (status != Status::kFault && status != Status::kRefused) said_.clear();
   std::unique_ptr<Request> look;
   if (front.item) {
     if (status == Status::kOk || status == Status::kPresent) look = look_at(front);

@@ -70,7 +70,6 @@ struct RespRequest {
   std::array<std::size_t, 4> answerable = {SIZE_MAX, SIZE_MAX, SIZE_MAX, SIZE_MAX};
   Status outcome = Status::kOk;
   std::string words;
-  Blame blame = Blame::kUnknown;
   std::string key_text;  // without an item: kCleanup, kAge, kRenew, and a given up put
 
   // The redirect's target: set by one of the replies, followed after the last.

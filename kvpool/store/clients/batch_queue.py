@@ -54,6 +54,7 @@ _COUNTED = {
 _COUNTED_ALWAYS = {
     _native.NO_ROOM: "no_room",
     _native.FAULT: "faults",
+    _native.REFUSED: "faults",
     _native.CANCELLED: "cancelled",
     _native.TIMED_OUT: "timed_out",
 }

@@ -38,6 +38,7 @@ from kvpool.threads import start_thread
 PROBE_S = 0.5  # dial of an unreachable server; under TLS DIAL_S, because it enters a busy interpreter dozens of times
 MAX_CALL_S = 4.0  # per call, so that close() can wait for it
 DIAL_S = 2.0
+PATIENCE_S = 0.25  # least limit of a call, and of a dial: a shorter silence says nothing of a server
 LOOKS = 96  # checks of a used key's time to live, per time to live
 SPANS_LEFT = 2  # of an expiring key, between two checks
 MAX_LOOKED = 1 << 17  # checked keys that a thread remembers
@@ -195,7 +196,7 @@ class LinkThread:
         refused = self._queue.gets_refused if is_get else self._queue.puts_refused
         whys = [refused.why(view.nbytes) for view in views]
         places = [place for place, why in enumerate(whys) if not why]
-        statuses, fault = [_native.FAULT] * len(keys), next(filter(None, whys), None)
+        statuses, fault = [_native.REFUSED] * len(keys), next(filter(None, whys), None)
         self._queue.count("refused", len(keys) - len(places))
         if not places:
             return statuses, fault
@@ -362,13 +363,15 @@ class LinkThread:
 
 
 def _left(batch: QueuedBatch) -> float:
-    """Seconds until the deadline of ``batch``. Errors: ``LinkFault`` past it."""
+    """Seconds for a call of ``batch``: until its deadline, or a little behind it. Errors: ``LinkFault`` past it."""
     left_s = batch.deadline_s - time.monotonic()
     if left_s <= 0:
         raise LinkFault("no answer in time")
-    return left_s
+    return max(left_s, PATIENCE_S)
 
 
 def _outcome(outcomes: Sequence[int | ErrorReply]) -> _Outcome:
     words = next((str(outcome) for outcome in outcomes if isinstance(outcome, ErrorReply)), None)
-    return [_native.FAULT if isinstance(outcome, ErrorReply) else outcome for outcome in outcomes], words
+    return [
+        _native.error_status(outcome) if isinstance(outcome, ErrorReply) else outcome for outcome in outcomes
+    ], words

@@ -50,7 +50,7 @@ class LookupKeys:
 
     def records(self, statuses: bytes) -> bytes:
         """Fold a status per key into a status per record; an unanswered part makes its record a miss."""
-        for bad in (_native.FAULT, _native.TIMED_OUT, _native.CANCELLED):
+        for bad in (_native.FAULT, _native.REFUSED, _native.TIMED_OUT, _native.CANCELLED):
             if bad in statuses:
                 return bytes([bad]) * sum(group.records for group in self.groups)
         whole = []

@@ -300,7 +300,7 @@ struct Shards : Backend {
           return true;
         case Way::kRefuses:
           if (is_put(item.op())) {
-            item.finish(Status::kFault, "ERR too large", Blame::kKey);
+            item.finish(Status::kRefused, "ERR too large");
             return true;
           }
           break;

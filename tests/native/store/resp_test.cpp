@@ -328,20 +328,20 @@ TEST(resp_error_replies) {
            Case{"EXEC", "-EXECABORT Transaction discarded because of: OOM command not allowed\r\n", Op::kPut,
                 Status::kNoRoom, 0},
            Case{"EXEC", "-EXECABORT Transaction discarded because of previous errors.\r\n", Op::kPut,
-                Status::kFault, 0},
-           Case{"HSET", "-NOPERM No permissions to access a key\r\n", Op::kPut, Status::kFault, 0},
-           Case{"PEXPIRE", "-NOPERM no\r\n", Op::kPut, Status::kFault, 0},
-           Case{"MULTI", "-NOPERM no\r\n", Op::kPut, Status::kFault, 0},
+                Status::kRefused, 0},
+           Case{"HSET", "-NOPERM No permissions to access a key\r\n", Op::kPut, Status::kRefused, 0},
+           Case{"PEXPIRE", "-NOPERM no\r\n", Op::kPut, Status::kRefused, 0},
+           Case{"MULTI", "-NOPERM no\r\n", Op::kPut, Status::kRefused, 0},
            Case{"EXEC", "*2\r\n:2\r\n:0\r\n", Op::kPut, Status::kNoRoom, 0},
-           Case{"EXEC", "*2\r\n-ERR x\r\n:1\r\n", Op::kPut, Status::kFault, 0},
-           Case{"EXEC", "-NOPERM no\r\n", Op::kPut, Status::kFault, 0},
+           Case{"EXEC", "*2\r\n-ERR x\r\n:1\r\n", Op::kPut, Status::kRefused, 0},
+           Case{"EXEC", "-NOPERM no\r\n", Op::kPut, Status::kRefused, 0},
            Case{"EXEC", "*1\r\n:2\r\n", Op::kPut, Status::kFault, 1},
            Case{"EXEC", "*-1\r\n", Op::kPut, Status::kFault, 1},
            Case{"EXEC", "*2\r\n:2\r\n:2\r\n", Op::kPut, Status::kFault, 1},
-           Case{"HSET", "-WRONGTYPE x\r\n", Op::kPut, Status::kFault, 0},
+           Case{"HSET", "-WRONGTYPE x\r\n", Op::kPut, Status::kRefused, 0},
            Case{"HSET", "-MOVED 1 127.0.0.1:1\r\n", Op::kPut, Status::kFault, 0},
-           Case{"HSET", "-ERR unknown command 'HSET'\r\n", Op::kPut, Status::kFault, 0},
-           Case{"HSET", "-\r\n", Op::kPut, Status::kFault, 0},
+           Case{"HSET", "-ERR unknown command 'HSET'\r\n", Op::kPut, Status::kRefused, 0},
+           Case{"HSET", "-\r\n", Op::kPut, Status::kRefused, 0},
            Case{"HSET", "+OK\r\n", Op::kPut, Status::kFault, 1},
            Case{"HSET", ":3\r\n", Op::kPut, Status::kFault, 1},
            Case{"HMGET", "-LOADING Redis is loading the dataset in memory\r\n", Op::kGet, Status::kFault, 0},
@@ -351,10 +351,10 @@ TEST(resp_error_replies) {
            Case{"HMGET", "*2\r\n-ERR x\r\n", Op::kGet, Status::kFault, 1},
            Case{"TOUCH", "-NOPERM User w has no permissions to run the 'touch' command\r\n", Op::kTouch,
                 Status::kMiss, 0},
-           Case{"TOUCH", "-NOPERM No permissions to access a key\r\n", Op::kTouch, Status::kFault, 0},
+           Case{"TOUCH", "-NOPERM No permissions to access a key\r\n", Op::kTouch, Status::kRefused, 0},
            Case{"TOUCH", "-NOPERM User w has no permissions to run the 'touch' command\r\n", Op::kPutAbsent,
                 Status::kOk, 0},
-           Case{"TOUCH", "-NOPERM No permissions to access a key\r\n", Op::kPutAbsent, Status::kFault, 0},
+           Case{"TOUCH", "-NOPERM No permissions to access a key\r\n", Op::kPutAbsent, Status::kRefused, 0},
            Case{"TOUCH", "-MOVED 1 127.0.0.1:1\r\n", Op::kPutAbsent, Status::kFault, 0},
            Case{"TOUCH", ":2\r\n", Op::kPutAbsent, Status::kFault, 1},
            Case{"TOUCH", ":1\r\n", Op::kPutAbsent, Status::kPresent, 0},
@@ -362,7 +362,7 @@ TEST(resp_error_replies) {
            Case{"HSET", "-READONLY You can't write against a read only replica.\r\n", Op::kPutAbsent,
                 Status::kFault, 0},
            Case{"EXEC", "*1\r\n:2\r\n", Op::kPutAbsent, Status::kFault, 1},
-           Case{"EXISTS", "-NOPERM x\r\n", Op::kContains, Status::kFault, 0},
+           Case{"EXISTS", "-NOPERM x\r\n", Op::kContains, Status::kRefused, 0},
            Case{"EXISTS", ":2\r\n", Op::kContains, Status::kFault, 1},
            Case{"UNLINK", "$-1\r\n", Op::kDelete, Status::kFault, 1},
        }) {
@@ -376,7 +376,7 @@ TEST(resp_error_replies) {
     const auto batch = submit(*engine, one.op, {make_key(0)}, moves_bytes(one.op) ? &buffers : nullptr);
     CHECK(batch->wait_until(Clock::now() + 10s));
     CHECK(batch->results()[0] == one.status);
-    if (one.status == Status::kFault && one.reply[0] == '-') {
+    if ((one.status == Status::kFault || one.status == Status::kRefused) && one.reply[0] == '-') {
       const std::string words(one.reply + 1, std::string_view(one.reply).find('\r') - 1);
       CHECK(batch->error()->find(words) != std::string::npos);
     }
@@ -419,6 +419,7 @@ TEST(resp_the_silence_of_one_connection_makes_the_others_suspect) {
   CHECK(eventually([&] { return counter(*engine, "up_connections") == 4; }));
   silent = true;
   CHECK(run_one(*engine, Op::kContains, make_key(0), nullptr, 100ms) == Status::kTimedOut);
+  CHECK(eventually([&] { return counter(*engine, "disconnections") == 1; }));
   for (int round = 0; round < 20; ++round) {
     const auto begin = Clock::now();
     CHECK(run_one(*engine, Op::kContains, make_key(0), nullptr, 60s) == Status::kFault);
@@ -601,6 +602,28 @@ TEST(resp_a_load_does_not_wait_for_a_put) {
   gate.open();
   CHECK(puts->wait_until(Clock::now() + 30s));
   for (const Status status : puts->results()) CHECK(status == Status::kOk);
+  CHECK(counter(*engine, "disconnections") == 0);
+}
+
+// As a load has it behind a slow lookup: the server only pauses.
+TEST(resp_an_item_that_wants_its_answer_soon_ends_nobody_elses) {
+  Gate gate;
+  const Bytes value = make_payload(1000);
+  std::atomic<bool> pauses = false;
+  RespServer server([&](Peer&, const Command& command) {
+    if (pauses && command[0] == "HMGET") gate.pass();
+    return false;
+  });
+  const auto engine = connect(server);
+  Bytes source = value;
+  CHECK(run_one(*engine, Op::kPut, make_key(0), &source) == Status::kOk);
+  pauses = true;
+  std::vector<Bytes> target(1, Bytes(value.size()));
+  const auto get = submit(*engine, Op::kGet, {make_key(0)}, &target, 60s);
+  CHECK(eventually([&] { return gate.somebody_waits(); }));
+  CHECK(run_one(*engine, Op::kContains, make_key(1), nullptr, 1ms) == Status::kTimedOut);
+  gate.open();
+  CHECK(get->wait_until(Clock::now() + 60s) && get->results()[0] == Status::kOk && target[0] == value);
   CHECK(counter(*engine, "disconnections") == 0);
 }
 

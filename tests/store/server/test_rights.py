@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool import open_store
+from kvpool import _native, open_store
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.store import StoreURL, open_for_inspection
 from kvpool.store.server.server import COSTS, refused_commands
@@ -49,6 +49,20 @@ def test_the_documented_rights_are_enough(server: Server, client: str) -> None:
                 call()
         assert serves(store)
         assert store.counters().get("disconnections", 0) == 0
+
+
+def test_what_is_refused_for_its_key_is_told_from_what_the_server_takes_from_nobody(
+    server: Server, client: str
+) -> None:
+    foreign = key(1).replace("tenant-1", "tenant-2")
+    with open_store(with_client(url_of(server), client)) as store:
+        one_is_foreign = store.submit_put_absent([key(1), foreign], [b"x", b"x"])
+        assert list(one_is_foreign.statuses()) == [_native.OK, _native.REFUSED]
+        server.client.config_set("min-replicas-to-write", 1)
+        try:
+            assert list(store.submit_put([key(1)], [b"x"]).statuses()) == [_native.FAULT]
+        finally:
+            server.client.config_set("min-replicas-to-write", 0)
 
 
 def test_a_wrong_password_later_is_a_fault_with_the_servers_words(server: Server, client: str) -> None:

@@ -215,7 +215,7 @@ void Behind::write_ended(Task& task, const Batch& batch) {
   Copy copy = std::move(*task.copy);
   const bool deleted = task.deleted;
   end(task);
-  if (is_fault(status) && batch.blame() != Blame::kKey) {
+  if (is_fault(status) && status != Status::kRefused) {
     if (deleted) return;
     backend_.add(Count::kFarFaults);
     shard.failed(now);
@@ -274,7 +274,7 @@ void Behind::ask(Shard& shard, Clock::time_point now) {
 void Behind::ask_ended(Task& task, const Batch& batch) {
   Shard& shard = *task.shard;
   --shard.asking;
-  if (is_fault(batch.results()[0]) && batch.blame() != Blame::kKey) {
+  if (const Status status = batch.results()[0]; is_fault(status) && status != Status::kRefused) {
     shard.failed(Clock::now());
   } else {
     shard.answered();
@@ -354,11 +354,11 @@ void Behind::tell_ended(Task& task, const Batch& batch) {
   for (std::size_t i = 0; i < task.uses.size(); ++i) {
     Use& use = task.uses[i];
     const Status status = batch.results()[i];
+    answered = answered || !is_fault(status) || status == Status::kRefused;
     if (is_fault(status)) {
       lose(use);
       continue;
     }
-    answered = true;
     backend_.add(is_found(status) ? Count::kUsesTold : Count::kUsesMissing);
     if (told_.due(use.key.text, now) != Uses::Due::kNot) continue;  // it was deleted, or let go, meanwhile
     if (is_found(status)) {
@@ -370,9 +370,8 @@ void Behind::tell_ended(Task& task, const Batch& batch) {
       lacking.push_back({std::move(use.key), use.nbytes});
     }
   }
-  const bool is_shards = !answered && batch.blame() != Blame::kKey;
   tasks_.drop(task);
-  if (is_shards) return shard.failed(now);
+  if (!answered) return shard.failed(now);
   if (forgets) {
     shard.span = std::max(shard.span / 2, std::min(longest_span(), kShortestSpan));
     shard.lengthens_at = now + shard.span;

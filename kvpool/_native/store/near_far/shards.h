@@ -28,7 +28,7 @@ struct Wish {
 struct Shard {
   enum class State : std::uint8_t { kSending, kPaused, kAsked };
 
-  // Copies under way to it: more bytes would fill its connections' own queues, which all shards share.
+  // Copies under way to it: more bytes would fill its connections' own queues, for which all shards wait a moment.
   static constexpr std::size_t kMostNbytes = std::size_t{8} << 20;
   static constexpr unsigned kMostCopies = 256;
 

@@ -67,7 +67,8 @@ struct Task {
 
 inline bool is_found(Status status) { return status == Status::kOk || status == Status::kPresent; }
 inline bool is_fault(Status status) {
-  return status == Status::kFault || status == Status::kTimedOut || status == Status::kCancelled;
+  return status == Status::kFault || status == Status::kRefused || status == Status::kTimedOut ||
+         status == Status::kCancelled;
 }
 
 }  // namespace kvpool
