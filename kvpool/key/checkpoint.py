@@ -66,6 +66,8 @@ _CONFIGS = ("config.json", "params.json", "adapter_config.json")
 _WHERE_IT_CAME_FROM = frozenset(
     ("_name_or_path", "_commit_hash", "transformers_version", "base_model_name_or_path", "revision")
 )
+# The first that matches a module decides for it: of PEFT's adapters, of GPTQModel's and compressed-tensors' layers.
+_ORDERED = frozenset(("rank_pattern", "alpha_pattern", "dynamic", "config_groups"))
 
 
 class CheckpointDigest(NamedTuple):
@@ -389,11 +391,8 @@ def _text(path: Path, max_nbytes: int = MAX_TEXT_NBYTES) -> bytes:
         raise ConfigError(f"{path}: {error.strerror}") from error
 
 
-def _without_origin(value: Any) -> Any:
+def _without_origin(value: Any, in_order: bool = False) -> Any:
     if isinstance(value, dict):
-        return {
-            name: _without_origin(inner)
-            for name, inner in sorted(value.items())
-            if name not in _WHERE_IT_CAME_FROM
-        }
+        names = [name for name in (value if in_order else sorted(value)) if name not in _WHERE_IT_CAME_FROM]
+        return {name: _without_origin(value[name], name in _ORDERED) for name in names}
     return [_without_origin(inner) for inner in value] if isinstance(value, list) else value

@@ -113,6 +113,22 @@ def test_what_lies_beside_the_bytes_counts(tmp_path: Path, harm: Callable[[Path]
     assert checkpoint_digest(folder).hex != before
 
 
+@pytest.mark.parametrize("name", ["alpha_pattern", "rank_pattern", "dynamic", "config_groups"])
+def test_the_order_of_patterns_counts_where_the_first_that_matches_decides(tmp_path: Path, name: str) -> None:
+    patterns = {"q_proj": 64, "layers.0.self_attn.q_proj": 2}
+    others = dict(reversed(patterns.items()))
+    digests = [
+        checkpoint_digest(
+            model(tmp_path / str(number), quantization_config={"bits": 4, name: given}, a=1)
+        ).hex
+        for number, given in enumerate((patterns, others, patterns))
+    ]
+    assert digests[0] == digests[2] != digests[1]
+    config = {"quantization_config": {name: patterns, "bits": 4}, "a": 1, "hidden_size": 8}
+    (tmp_path / "0" / "config.json").write_text(json.dumps(config))
+    assert checkpoint_digest(tmp_path / "0").hex == digests[0], "no other order does"
+
+
 def test_code_counts_where_the_configuration_names_it(tmp_path: Path) -> None:
     with_code, without = model(tmp_path / "c", auto_map={"AutoModel": "m.Model"}), model(tmp_path / "w")
     before = [checkpoint_digest(folder).hex for folder in (with_code, without)]
