@@ -340,6 +340,8 @@ def job_result(**says: Any) -> JobResult:
 
 # Hashes.
 
+_EVERYWHERE = 1 << 62  # tokens
+
 
 def hash_tags() -> bool:
     """Whether hashes tag their extra keys (from 0.31), which changes them for LoRA, salt and images."""
@@ -379,6 +381,26 @@ def extra_keys(request: Request, blocks: range, block_tokens: int) -> dict[int, 
         if spelled is not None:
             found[place] = spelled
     return found
+
+
+def covered_tokens(request: Request) -> int:
+    """Up to where a request's hashes cover all that its KV depends on. They leave out
+
+    - whether a token 0 of a mixed prompt stands for itself or for an embedding (vllm-project/vllm#56655),
+    - an item that begins inside of another, as the sound of a video does, until the other one ends,
+    - the path of the adapter that an item was encoded with: vLLM's cache of encoders knows its name alone
+      (vllm-project/vllm#44939).
+    """
+    covered, reach = _EVERYWHERE, 0
+    if (are_tokens := getattr(request, "prompt_is_token_ids", None)) is not None:
+        given = enumerate(zip(request.prompt_token_ids or (), are_tokens, strict=False))
+        covered = next((at for at, (token, is_token) in given if is_token and not token), covered)
+    for item in request.mm_features:
+        begin, of_adapter = item.mm_position.offset, item.mm_hash not in (None, item.identifier)
+        if begin < reach or of_adapter:
+            covered = min(covered, begin)
+        reach = max(reach, begin + item.mm_position.length)
+    return covered
 
 
 def is_resumable(request: Request) -> bool:

@@ -164,7 +164,11 @@ class Offers:
         namespace, tag = self._namespace.current, state.adapter.tag if state.adapter is not None else b""
         if not self._match_tokens or namespace is None or tag is None:
             return 0
-        most = min(state.request.num_tokens - 1, whole_tokens + self._first.block_tokens - 1)
+        most = min(
+            state.request.num_tokens - 1,
+            internals.covered_tokens(state.request),
+            whole_tokens + self._first.block_tokens - 1,
+        )
         places = range(whole_tokens // self._hash_block_tokens, most // self._hash_block_tokens)
         if not places:
             return 0

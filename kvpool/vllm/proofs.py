@@ -4,6 +4,8 @@ The engine hashes a block once and may replace a token of it later, as versions 
 (vllm-project/vllm#49377). In the pool, other tokens' KV under a hash would be every engine's. So the hashes of
 scheduled requests are computed again from their tokens, natively: each block once, on the proven hash before it.
 
+A hash that leaves out some of what the KV depends on (``internals.covered_tokens``) is as false: two requests have it.
+
 The engine's own cache has such a block under its false hash, too. A request that begins with one computes on the KV of
 other tokens. So nothing behind it is proven, and what it computes there is as false to those that begin with that.
 
@@ -23,16 +25,22 @@ from kvpool.vllm import internals
 
 logger = init_logger("vllm.kvpool")
 
+_OF_OTHERS = (
+    "is not of its tokens (in versions of vLLM before 0.32 streaming sessions do that, vllm-project/vllm#49377: update "
+    "vLLM)"
+)
+_OF_LESS = "leaves out what KV depends on (sound inside of a video, an adapter's encoder, a token 0 among embeddings)"
 MIN_PRUNED = 1 << 16  # false hashes; beyond it those are forgotten that the engine's cache no longer has
 
 
 @dataclass(slots=True)
 class _Proof:
     prompt_tokens: int  # a session's next turn has more, and is proven anew
+    covered: int  # leading blocks whose hashes cover all that their KV depends on
     blocks: int = 0  # leading ones whose hashes are true
     end: bytes = b""  # the last of these
     end_tokens: Sequence[int] = ()
-    is_false: bool = False  # the hash behind them is of other tokens
+    is_false: bool = False  # the hash behind them is of other tokens, or of too little
     placed: bool = False  # it is known what the request began with
     spoilt: int | None = None  # the first block that holds other tokens' KV, or was computed on it
     computed: int = 0  # with the last step, or found
@@ -54,7 +62,7 @@ class HashProofs:
         self._proofs: dict[str, _Proof] = {}
         self._false: set[bytes] = set()  # under which the engine's cache may have other tokens' KV
         self._most_false = MIN_PRUNED
-        self._said = False
+        self._said: set[str] = set()
 
     def placed(self, request_id: str) -> None:
         """The engine gave a request blocks: from now on it begins with these."""
@@ -114,7 +122,8 @@ class HashProofs:
     def _begin(self, request: Request) -> _Proof:
         """Prove from the first token. What it began with stays."""
         earlier = self._proofs.get(request.request_id)
-        proof = self._proofs[request.request_id] = _Proof(request.num_prompt_tokens)
+        covered = internals.covered_tokens(request) // self._block_tokens
+        proof = self._proofs[request.request_id] = _Proof(request.num_prompt_tokens, covered)
         if earlier is not None:
             proof.placed, proof.spoilt = earlier.placed, earlier.spoilt
         return proof
@@ -127,13 +136,17 @@ class HashProofs:
         )
 
     def _extend(self, proof: _Proof, request: Request, blocks: int) -> None:
-        given = request.block_hashes[proof.blocks : blocks]
-        true = self._hashed(request, proof.blocks, blocks, proof.end)
+        stop = min(blocks, proof.covered)
+        given = request.block_hashes[proof.blocks : stop]
+        true = self._hashed(request, proof.blocks, stop, proof.end)
         same = len(given)
         if given != true:
             proof.is_false = True
             same = next(at for at, (one, other) in enumerate(zip(given, true, strict=True)) if one != other)
-            self._say(request, proof.blocks + same)
+            self._say(request, proof.blocks + same, _OF_OTHERS)
+        elif stop < blocks:
+            proof.is_false = True
+            self._say(request, stop, _OF_LESS)
         if same:
             proof.blocks, proof.end = proof.blocks + same, given[same - 1]
             end = proof.blocks * self._block_tokens
@@ -156,13 +169,13 @@ class HashProofs:
         held = hashes[: tokens // self._block_tokens]
         return next((at for at, one in enumerate(held) if one in self._false), None)
 
-    def _say(self, request: Request, block: int) -> None:
-        if not self._said:
-            self._said = True
+    def _say(self, request: Request, block: int, why: str) -> None:
+        if why not in self._said:
+            self._said.add(why)
             logger.warning(
-                "kvpool: the engine's hash of block %d of request %s is not of its tokens, so nothing of it is stored "
-                "from there on (in versions of vLLM before 0.32 streaming sessions do that, vllm-project/vllm#49377: "
-                "update vLLM); later ones are counted, as wrong_hash in kvpool_store_skipped_blocks_total",
+                "kvpool: the engine's hash of block %d of request %s %s, so nothing of it is stored from there on; "
+                "later ones are counted, as wrong_hash in kvpool_store_skipped_blocks_total",
                 block,
                 request.request_id,
+                why,
             )

@@ -522,8 +522,9 @@ class SchedulerHalf:
         return self._stores and not self._loads and not self._broken and state.params.store
 
     def _max_tokens(self, request: Request) -> int:
-        """The longest usable prefix: at least one token is left to compute."""
-        return int((request.num_tokens - 1) // self._align_tokens * self._align_tokens)
+        """The longest usable prefix: at least one token is left to compute, and hashes say what it is."""
+        most = min(request.num_tokens - 1, internals.covered_tokens(request))
+        return int(most // self._align_tokens * self._align_tokens)
 
     def _is_too_short(self, request: Request) -> bool:
         return request.num_tokens <= (self._match_tokens or self._align_tokens)

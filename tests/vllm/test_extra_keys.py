@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.request import Request
 
 from kvpool import BlockHasher
 from kvpool.store import Store, open_store
@@ -20,6 +22,8 @@ from tests.support.scheduler import (
     computed,
     half,
     output,
+    put,
+    request,
     request_with,
 )
 
@@ -92,3 +96,58 @@ def test_an_adapter_that_was_changed_in_place_goes_without_the_pool(store: Store
     scheduler, changed = half(store), request_with("changed", load_inplace=True, **adapter)
     assert answer(scheduler, changed) == 0
     assert scheduler.plan(output(changed, len(TOKENS), TABLE)).stores == []
+
+
+# What the hashes leave out.
+
+
+def _mixed(first: int, token: int = 0) -> Request:
+    """Embeddings, and from ``first`` on this token."""
+    plain, are_tokens = request("mixed"), [at >= first for at in range(len(TOKENS))]
+    return Request(
+        "mixed", [token] * len(TOKENS), plain.sampling_params, None, prompt_embeds=torch.ones(len(TOKENS), 8),
+        prompt_is_token_ids=are_tokens, block_hasher=plain._block_hasher,
+    )  # fmt: skip
+
+
+def _video(sound: str) -> Request:
+    """A video and the sound in it have the same place."""
+    return request_with("video", multimodal=[("video", 40, 50), (sound, 40, 50)])
+
+
+def _encoded_with_an_adapter() -> Request:
+    """As ``--enable-tower-connector-lora`` names an image: vLLM's cache of encoders knows the adapter's name alone."""
+    asked = request_with("image", lora=("adapter", "one"), multimodal=[("adapter:one", 40, 30)])
+    asked.mm_features[0].mm_hash = "one"
+    return asked
+
+
+LESS: dict[str, Callable[[], tuple[Request, Request]]] = {
+    "a token 0 among embeddings": lambda: (_mixed(40), _mixed(41)),
+    "sound inside of a video": lambda: (_video("one"), _video("other")),
+    "an adapter of encoders": lambda: (_encoded_with_an_adapter(), _encoded_with_an_adapter()),
+}
+
+
+@pytest.mark.parametrize("name", LESS)
+def test_of_a_hash_that_leaves_out_what_kv_depends_on_nothing_is_stored_or_offered(
+    store: Store, name: str
+) -> None:
+    asked, other = LESS[name]()
+    assert asked.block_hashes[:5] == other.block_hashes[:5], "though what is computed differs"
+    assert [one.block_hashes for one in computed(asked, store)] == [[one] for one in _told(asked)[:2]]
+    put(store, list(asked.block_hashes))
+    assert answer(half(store), other) == 2 * BLOCK_TOKENS, "an engine of another version has stored more"
+
+
+@pytest.mark.parametrize("token", [0, 7])
+def test_embeddings_are_shared_and_so_are_tokens_beside_them(store: Store, token: int) -> None:
+    """An embedding's place has a 0 in the hash, so any other token says what it is."""
+    asked = _mixed(40 if token else len(TOKENS), token)
+    assert len(computed(asked, store)) == BLOCKS
+    assert answer(half(store), asked) == BLOCKS * BLOCK_TOKENS
+
+
+def _told(asked: Request) -> list[int]:
+    """Its hashes as events have them."""
+    return [int.from_bytes(one[-8:], "big") for one in asked.block_hashes]
