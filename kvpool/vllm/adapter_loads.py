@@ -35,18 +35,30 @@ class AdapterLoads:
         self._numbers: dict[
             int, tuple[str, str]
         ] = {}  # by vLLM's number of an adapter: what it stands for now
-        self._watches = internals.watch_adapter_loads(self)
+        self._all_known = internals.watch_adapter_loads(self)  # what is not in ``_files`` is not loaded
+        self._said = False
 
     def has(self, adapter: AdapterFiles) -> bool:
         """Whether what is computed for this adapter is of these files."""
-        return (
+        is_same = (
             self._files.get(adapter.key) == adapter.state and self._numbers.get(adapter.number) == adapter.key
         )
+        return is_same and self._is_shown()
 
     def may_have(self, adapter: AdapterFiles) -> bool:
         """Whether it is, or vLLM loads it when it is first computed for."""
         known = adapter.key in self._files or adapter.number in self._numbers
-        return self.has(adapter) if known else self._watches
+        return self.has(adapter) if known else self._all_known and self._is_shown()
+
+    def _is_shown(self) -> bool:
+        shown = internals.shows_adapter_loads()
+        if not (shown or self._said):
+            self._said = True
+            logger.warning(
+                "kvpool: adapters go without the pool, for code from outside vLLM loads them here: no files say what "
+                "their weights are"
+            )
+        return shown
 
     def begins(self, name: str, path: str) -> bytes | None:
         """vLLM is about to load an adapter: the state of its files, for ``ended``. Waits for at most ``MIN_AGE_S``."""
@@ -72,6 +84,8 @@ class AdapterLoads:
         if key in self._files or len(self._files) < MAX_ADAPTERS:
             self._files[key] = state if self._files.get(key, state) == state else None
             self._numbers[number] = key
+        else:
+            self._all_known = False
 
 
 def _settled_state(path: Path, sleep: Callable[[float], Any] = time.sleep) -> bytes | None:

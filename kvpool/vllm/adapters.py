@@ -5,9 +5,9 @@ the adapter's files (``pool_hash``). A thread checks the files per request, by s
 unchanged. An adapter whose files ever differ from the first seen, or from those that a worker loaded
 (``adapter_loads``), runs without the pool until a restart: the engine may hold blocks of either under one hash.
 
-Threads: The scheduler's calls all of ``Adapters``, reads checks and ``_known``, and sets ``changed``; a reader thread,
-alive while checks wait, writes ``_known``, and a check's fields before its ``done``. ``_lock`` guards ``_waiting`` and
-``_reading``.
+Threads: The scheduler's calls all of ``Adapters``, reads checks and ``_known``, and sets ``changed``; reader threads,
+alive while checks wait, write ``_known``, and a check's fields before its ``done``. One adapter has one reader at a
+time, so that a disk that hangs stops its own adapters alone. ``_lock`` guards what waits and what is read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import json
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,11 +36,15 @@ logger = init_logger("vllm.kvpool")
 TAG_NBYTES = 16
 DIGEST_TIMEOUT_S = 10.0
 RETRY_S = 30.0  # pause before unreadable files are tried again
-MAX_WAITING = 1024  # checks; beyond it requests skip the pool
+MAX_READERS = 16  # adapters that are looked at, at once
+MAX_WAITING = (
+    1024  # checks of one adapter; of all ``MAX_READERS`` times as many. Beyond it requests skip the pool
+)
 MAX_ADAPTERS = 4096
 MAX_ENTRIES = 4096  # of one adapter's folder
 _OF_ADAPTERS = (*ADAPTER_PATTERNS_OF_VLLM, ".json")
 _HASH64_NBYTES = 8  # the end of a hash, by which an index knows a block
+_Key = tuple[str, str]  # an adapter's name and path
 
 
 @dataclass
@@ -56,6 +59,11 @@ class AdapterCheck:
     files: AdapterFiles | None = None  # that the tag is of; with ``done``
     done: bool = False
     cause: str = "late"
+
+    @property
+    def key(self) -> _Key:
+        """What the hashes of its blocks cover."""
+        return self.name, self.path
 
 
 @dataclass
@@ -76,10 +84,12 @@ class Adapters:
         timeout_s: float = DIGEST_TIMEOUT_S,
     ) -> None:
         self._settings, self._clock, self._timeout_s = settings, clock, timeout_s
-        self._known: dict[tuple[str, str], _Files] = {}
+        self._known: dict[_Key, _Files] = {}
         self._lock = threading.Lock()
-        self._waiting: deque[AdapterCheck] = deque()
-        self._reading = False
+        self._waiting: dict[_Key, list[AdapterCheck]] = {}
+        self._waits = 0  # checks in it
+        self._reading: set[_Key] = set()
+        self._readers = 0
 
     def check(self, lora_request: Any) -> AdapterCheck:
         """Start to identify an adapter. Does not block."""
@@ -89,19 +99,22 @@ class Adapters:
             str(lora_request.lora_path),
             str(getattr(lora_request, "is_3d_lora_weight", False)),
         )
-        known = self._known.get((check.name, check.path))
+        known = self._known.get(check.key)
         if known is not None and known.digest and not known.changed:
             check.tag = self._tag(known.digest, check)
         # Up to 0.31, such a request's weights come from elsewhere.
         from_elsewhere = bool(getattr(lora_request, "tensorizer_config_dict", None))
         with self._lock:
-            if from_elsewhere or len(self._waiting) >= MAX_WAITING:
+            of_it = len(self._waiting.get(check.key, ()))
+            if from_elsewhere or of_it >= MAX_WAITING or self._waits >= MAX_WAITING * MAX_READERS:
                 check.tag, check.done = None, True
                 check.cause = "unreadable" if from_elsewhere else check.cause
                 return check
-            self._waiting.append(check)
-            start, self._reading = not self._reading, True
-        if start:
+            self._waiting.setdefault(check.key, []).append(check)
+            self._waits += 1
+            starts = check.key not in self._reading and self._readers < MAX_READERS
+            self._readers += starts
+        if starts:
             self._start()
         return check
 
@@ -110,8 +123,11 @@ class Adapters:
             start_thread(threading.Thread(target=self._read, name="kvpool-adapters", daemon=True))
         except NoThread as error:  # never reaches the engine
             logger.warning("kvpool: adapters go without the pool: %s", error)
-            while (check := self._next()) is not None:
-                check.tag, check.cause, check.done = None, "unreadable", True
+            key: _Key | None = None
+            while (found := self._next(key)) is not None:
+                key, checks = found
+                for check in checks:
+                    check.tag, check.cause, check.done = None, "unreadable", True
 
     def other_files(self, name: str, path: str) -> None:
         """A worker has loaded an adapter of other files than its digest is of."""
@@ -130,27 +146,42 @@ class Adapters:
         )
 
     def close(self) -> None:
-        """Drop waiting checks; the thread ends after its present read."""
+        """Drop waiting checks; the threads end after their present reads."""
         with self._lock:
             self._waiting.clear()
+            self._waits = 0
 
-    def _next(self) -> AdapterCheck | None:
+    def _next(self, ended: _Key | None) -> tuple[_Key, list[AdapterCheck]] | None:
+        """All that waits for an adapter that nobody looks at, for a reader who ``ended`` with one; None: it is done."""
         with self._lock:
-            self._reading = bool(self._waiting)
-            return self._waiting.popleft() if self._waiting else None
+            self._reading -= {ended}
+            key = next((key for key in self._waiting if key not in self._reading), None)
+            if key is None:
+                self._readers -= 1
+                return None
+            self._reading.add(key)
+            checks = self._waiting.pop(key)
+            self._waits -= len(checks)
+            return key, checks
 
     def _read(self) -> None:
-        while (check := self._next()) is not None:
+        key: _Key | None = None
+        while (found := self._next(key)) is not None:
+            key, checks = found
             try:
-                check.tag, check.cause = self._looked(check)
+                known, cause = self._looked(key)
             except Exception as error:  # never reaches the engine
-                logger.warning("kvpool: adapter %s: %s: %s", check.name, type(error).__name__, error)
-                check.tag, check.cause = None, "unreadable"
-            check.done = True
+                logger.warning("kvpool: adapter %s: %s: %s", key[0], type(error).__name__, error)
+                known, cause = None, "unreadable"
+            for check in checks:
+                if known is not None:
+                    check.files = AdapterFiles(check.number, *key, known.seen)
+                check.tag = None if known is None else self._tag(known.digest, check)
+                check.cause, check.done = cause, True
 
-    def _looked(self, check: AdapterCheck) -> tuple[bytes | None, str]:
-        """(tag, why it is None)."""
-        key = (check.name, check.path)
+    def _looked(self, key: _Key) -> tuple[_Files | None, str]:
+        """What an adapter's files are, and why None."""
+        name, path = key
         if key not in self._known and len(self._known) >= MAX_ADAPTERS:
             return None, "too_many"
         known = self._known.setdefault(key, _Files())
@@ -158,31 +189,30 @@ class Adapters:
             return None, "changed"
         if known.failed_at is not None and self._clock() < known.failed_at + RETRY_S:
             return None, "unreadable"
-        path = Path(check.path).expanduser()
+        folder = Path(path).expanduser()
         try:
-            seen, _ = files_state(path)
+            seen, _ = files_state(folder)
             digest = known.digest
             if seen != known.seen:
                 digest = checkpoint_digest(
-                    path, patterns=ADAPTER_PATTERNS_OF_VLLM, timeout_s=self._timeout_s
+                    folder, patterns=ADAPTER_PATTERNS_OF_VLLM, timeout_s=self._timeout_s
                 ).hex
-                if files_state(path)[0] != seen:
-                    raise ConfigError(f"{path} was written while it was read")
+                if files_state(folder)[0] != seen:
+                    raise ConfigError(f"{folder} was written while it was read")
         except (ConfigError, NoThread, OSError) as error:
             if known.failed_at is None:
                 logger.warning(
                     "kvpool: adapter %s goes without the pool, for its files cannot be looked at: %s",
-                    check.name,
+                    name,
                     error,
                 )
             known.failed_at = self._clock()
             return None, "unreadable"
         if known.digest and digest != known.digest:
-            self._change(known, check.name, check.path)
+            self._change(known, name, path)
             return None, "changed"
         known.seen, known.digest, known.failed_at = seen, digest, None
-        check.files = AdapterFiles(check.number, check.name, check.path, seen)
-        return self._tag(digest, check), ""
+        return known, ""
 
     def _tag(self, digest: str, check: AdapterCheck) -> bytes:
         return hashlib.sha256(json.dumps([digest, self._settings, check.form]).encode()).digest()[:TAG_NBYTES]

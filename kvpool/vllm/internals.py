@@ -308,23 +308,51 @@ def watch_adapter_loads(watcher: AdapterWatcher) -> bool:
 
     managers: Any = WorkerLoRAManager
     load: Any = getattr(managers, "_load_adapter", None)
-    if load is None:
-        return False
-    if not hasattr(load, "watched_by_kvpool"):
+    if not _is_watched(load):
+        if not _is_vllms_own(load):
+            return False
 
         @functools.wraps(load)
         def watched(manager: Any, lora_request: Any) -> Any:
             name, path = str(lora_request.lora_name), str(lora_request.lora_path)
             looks = [(one, one.begins(name, path)) for one in list(_adapter_watchers)]
             loaded = load(manager, lora_request)
+            _take_from_file(loaded)
             for one, before in looks:
                 one.ended(int(lora_request.lora_int_id), name, path, before)
             return loaded
 
-        watched.watched_by_kvpool = True  # type: ignore[attr-defined]
+        watched.watched_by_kvpool = watched  # type: ignore[attr-defined]  # a wrapper's copy is another's
         managers._load_adapter = watched
     _adapter_watchers.add(watcher)
     return True
+
+
+def shows_adapter_loads() -> bool:
+    """Whether watchers are told of all loads. Trainers put a method of their own there, for tensors in memory."""
+    from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+
+    return _is_watched(getattr(LRUCacheWorkerLoRAManager, "_load_adapter", None))
+
+
+def _is_watched(load: Any) -> bool:
+    return load is not None and getattr(load, "watched_by_kvpool", None) is load
+
+
+def _is_vllms_own(load: Any) -> bool:
+    return str(getattr(load, "__globals__", {}).get("__name__", "")).startswith("vllm.")
+
+
+def _take_from_file(adapter: Any) -> None:
+    """Copy tensors that are views of their file, as safetensors makes them.
+
+    vLLM reads them again whenever an adapter comes back to a slot: of what a trainer has written there since.
+    """
+    for layer in getattr(adapter, "loras", {}).values():
+        for name in ("lora_a", "lora_b"):
+            tensor = getattr(layer, name, None)
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and not tensor.is_pinned():
+                setattr(layer, name, tensor.clone())
 
 
 def adapter_changed_in_place(request: Request) -> bool:

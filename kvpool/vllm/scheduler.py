@@ -432,7 +432,7 @@ class SchedulerHalf:
         self._adapters.other_files(*adapter)
         self._store_planner.refuse(adapter)
         for state in self._requests.values():
-            if (check := state.adapter) is not None and (check.name, check.path) == adapter:
+            if (check := state.adapter) is not None and check.key == adapter:
                 check.tag, check.cause, check.done = None, "changed", True
 
     def _sized(self, part_nbytes: Mapping[tuple[int, int], int]) -> None:

@@ -5,6 +5,7 @@ Over 400 lines because files are replaced in each way at each time, on vLLM's ma
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import os
@@ -16,6 +17,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
@@ -142,6 +145,7 @@ class Vllm:
             return SimpleNamespace(id=lora_request.lora_int_id, content=content)
 
         monkeypatch.setattr(WorkerLoRAManager, "_load_adapter", load)
+        monkeypatch.setattr(internals, "_is_vllms_own", lambda method: method is load)
         self.loads = AdapterLoads()
         self.manager: Any = LRUCacheWorkerLoRAManager.__new__(LRUCacheWorkerLoRAManager)
         self.manager._adapter_manager = Memory()
@@ -257,6 +261,32 @@ def test_a_load_that_fails_leaves_what_was_loaded(vllm: Vllm, files: Files, tmp_
         vllm.add(tmp_path / "nowhere", 2)
 
 
+def test_what_was_loaded_stays_when_its_file_is_written_over(
+    vllm: Vllm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """vLLM keeps the tensors in main memory: as views of the file, where they are not pinned."""
+    path = tmp_path / "a"
+    path.mkdir()
+    first, second = (torch.full((256, 64), float(number)) for number in (1, 2))
+    save_file({"a": first, "b": first.clone()}, path / WEIGHTS)
+
+    def load(manager: Any, lora_request: LoRARequest) -> Any:
+        with safe_open(path / WEIGHTS, framework="pt") as opened:
+            layer = SimpleNamespace(lora_a=opened.get_tensor("a"), lora_b=opened.get_tensor("b"))
+        return SimpleNamespace(id=lora_request.lora_int_id, loras={"q_proj": layer})
+
+    monkeypatch.setattr(WorkerLoRAManager, "_load_adapter", load)
+    monkeypatch.setattr(internals, "_is_vllms_own", lambda method: method is load)
+    assert internals.watch_adapter_loads(vllm.loads)
+    vllm.add(path)
+    new = tmp_path / "new"
+    save_file({"a": second, "b": second.clone()}, new)
+    (path / WEIGHTS).write_bytes(new.read_bytes())
+    held = vllm.manager._adapter_manager.held[1].loras["q_proj"]
+    assert torch.equal(held.lora_a, first)
+    assert torch.equal(held.lora_b, first)
+
+
 @pytest.mark.parametrize(
     ("age_s", "whole_seconds", "settles"),
     [(10, False, True), (0, False, True), (-30, False, False), (10, True, True), (0, True, False)],
@@ -286,6 +316,28 @@ def test_a_version_that_does_not_show_its_loads_shares_no_adapters(
     assert not AdapterLoads().may_have(files(write(tmp_path / "a", b"one")))
 
 
+@pytest.mark.parametrize("manager", [WorkerLoRAManager, LRUCacheWorkerLoRAManager])
+def test_adapters_that_code_from_outside_loads_go_without_the_pool(
+    vllm: Vllm, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, manager: Any
+) -> None:
+    """Trainers' workers take tensors from memory, and the path says nothing. A copied name does not hide them."""
+    path, other = write(tmp_path / "a", b"one"), write(tmp_path / "b", b"one")
+    vllm.add(path)
+    assert vllm.loads.has(files(path))
+    own = manager._load_adapter
+
+    @functools.wraps(own)
+    def from_memory(manager: Any, lora_request: LoRARequest) -> Any:
+        return SimpleNamespace(id=lora_request.lora_int_id)
+
+    monkeypatch.setattr(manager, "_load_adapter", from_memory)
+    for loads in (vllm.loads, AdapterLoads()):
+        vllm.add(path, in_place=True)
+        assert not loads.has(files(path))
+        assert not loads.may_have(files(path))
+        assert not loads.may_have(files(other, 2, "other"))
+
+
 def test_a_folder_of_too_many_files_has_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpool.vllm.adapters.MAX_ENTRIES", 2)
     path = write(tmp_path / "a", b"one")
@@ -293,6 +345,18 @@ def test_a_folder_of_too_many_files_has_no_state(tmp_path: Path, monkeypatch: py
     assert loads.begins("adapter", str(path)) is not None
     (path / "more").touch()
     assert loads.begins("adapter", str(path)) is None
+
+
+def test_beyond_the_adapters_that_are_remembered_none_is_taken_for_not_loaded(
+    vllm: Vllm, files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter_loads, "MAX_ADAPTERS", 1)
+    first, second = write(tmp_path / "a", b"one"), write(tmp_path / "b", b"one")
+    vllm.add(first)
+    vllm.add(second, 2, "second")
+    renamed(second)
+    assert not vllm.loads.may_have(files(second, 2, "second")), "vLLM has the files before"
+    assert vllm.loads.has(files(first))
 
 
 def test_who_is_gone_is_told_nothing(vllm: Vllm) -> None:

@@ -187,14 +187,60 @@ def test_a_disk_that_hangs_costs_its_requests_the_pool_and_nobody_waits(
     monkeypatch.setattr(adapters, "MAX_WAITING", 4)
     one = Adapters()
     try:
-        checks = [one.check(Lora(write(tmp_path / "a", 1))) for _ in range(8)]
+        checks = [one.check(Lora(write(tmp_path / "a", 1))) for _ in range(12)]
         refused = [check for check in checks if check.done]
-        assert len(refused) >= 3, "what waits has a limit"
+        assert len(refused) >= 4, "what waits has a limit"
         assert {(check.tag, check.cause) for check in checks} == {(None, "late")}
         one.close()
     finally:
         hangs.set()
     assert eventually(lambda: not one._reading)
+
+
+def test_a_disk_that_hangs_stops_no_adapter_on_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor do the many requests that wait for it."""
+    hangs, look = threading.Event(), adapters.files_state
+
+    def looks(path: Path) -> tuple[bytes, int]:
+        if path.name == "hangs":
+            hangs.wait(60)
+        return look(path)
+
+    monkeypatch.setattr(adapters, "files_state", looks)
+    monkeypatch.setattr(adapters, "MAX_WAITING", 4)
+    one = Adapters()
+    try:
+        stuck = [one.check(Lora(write(tmp_path / "hangs", 1), "hangs")) for _ in range(20)]
+        for _ in range(3):
+            assert checked(one, Lora(write(tmp_path / "a", 1))).tag is not None
+        assert not stuck[0].done
+        one.close()
+    finally:
+        hangs.set()
+    assert eventually(lambda: not one._reading)
+    assert stuck[0].tag is not None, "its own look ends, too"
+
+
+def test_requests_that_wait_together_are_answered_by_one_look(
+    engine: Callable[..., Adapters], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, look, looks = threading.Event(), adapters.files_state, [0]
+
+    def counted(path: Path) -> tuple[bytes, int]:
+        looks[0] += 1
+        held.wait(60)
+        return look(path)
+
+    monkeypatch.setattr(adapters, "files_state", counted)
+    one, path = engine(), write(tmp_path / "a", 1)
+    checks = [one.check(Lora(path, form=bool(number % 2), number=number + 1)) for number in range(6)]
+    held.set()
+    assert eventually(lambda: all(check.done for check in checks))
+    assert looks[0] < len(checks)
+    assert len({check.tag for check in checks}) == 2, "each by the form of its own"
+    assert [check.files and check.files.number for check in checks] == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("width", [16, 32, 64])
