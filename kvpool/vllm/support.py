@@ -180,6 +180,14 @@ def _refusals_of_all(config: VllmConfig) -> Iterator[str]:
                 "vLLM supports no prefix caching for this model, whose answers need all tokens of a prompt; remove "
                 "--enable-prefix-caching and --kv-transfer-config"
             )
+        items = getattr(model, "multimodal_config", None)
+        if items is not None and not (
+            items.mm_processor_cache_gb or config.cache_config.enable_prefix_caching
+        ):
+            yield (
+                "without prefix caching and a processor's cache vLLM counts images and does not hash them, so other "
+                "images have the same hash; remove --no-enable-prefix-caching, or --mm-processor-cache-gb 0"
+            )
         if kinds := _moving_ropes(model):
             yield (
                 f"the model runs on Transformers' implementation, whose rope of type {min(kinds)} follows the longest "

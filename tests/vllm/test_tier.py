@@ -398,6 +398,15 @@ def test_engines_whose_blocks_no_key_tells_apart_are_refused_by_name(
     assert "\n" not in str(caught.value)
 
 
+def test_images_that_are_counted_and_not_hashed_are_refused(engine_config: Any, server: Server) -> None:
+    """vLLM names them renderer0-mm-1-image-0 where neither of its caches is on: the next engine's first one, too."""
+    engine = with_setting(
+        engine_config(), "model_config.multimodal_config", SimpleNamespace(mm_processor_cache_gb=0)
+    )
+    with pytest.raises(EngineRefused, match=r"does not hash them.*--mm-processor-cache-gb 0"):
+        made(entry(server.url), engine=with_setting(engine, "cache_config.enable_prefix_caching", False))
+
+
 def test_states_are_refused_by_name(server: Server) -> None:
     """A page has as many bytes, whatever the type, the order and the number of its states' rows."""
     with pytest.raises(EngineRefused, match="KV-cache group 0 is of kind MambaSpec"):
