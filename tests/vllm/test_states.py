@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
@@ -126,6 +127,19 @@ def test_a_prompt_without_a_whole_block_is_found_too(store: Store) -> None:
     scheduler.allocated(asked, ([1], [2]), 12)
     (load,) = scheduler.plan(SchedulerOutput.make_empty()).loads
     assert [(one.group, one.block_ids) for one in load.blocks] == [(0, (1,)), (1, (2,))]
+
+
+def test_no_tail_is_offered_behind_what_its_hash_covers(store: Store) -> None:
+    """The sound inside of a video is in no hash until the video ends."""
+    asked = request("a", 13, hash_tokens=4)
+    for group in (0, 1):
+        assert all(store.put_many(NAMESPACE.keys(asked.block_hashes[1:3], group, 0), [b"x"] * 2))
+    asked.mm_features = [
+        MultiModalFeatureSpec(None, kind, kind, PlaceholderRange(first, 13 - first))
+        for kind, first in (("video", 6), ("audio", 8))
+    ]
+    scheduler = half(store, groups=(Group(BLOCK_TOKENS), Group(BLOCK_TOKENS, 2, state=True)), **TAILS)
+    assert answer(scheduler, asked) == 8
 
 
 # Windows of smaller blocks, of which hits need the last in front of each end.
