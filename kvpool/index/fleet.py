@@ -170,11 +170,8 @@ class Fleet:
             raise KVPoolError("the index has stopped and reads no more events; the lines above say why")
         with self._lock:
             now_s = self._clock()
-            ended = [
-                entry
-                for entry in self._present.values()
-                if entry.expires_at_s is not None and entry.expires_at_s <= now_s
-            ]
+            present = self._present.values()
+            ended = [one for one in present if one.expires_at_s is not None and one.expires_at_s <= now_s]
             for entry in ended:
                 self._forget(entry)
         for entry in ended:
@@ -336,10 +333,15 @@ class Fleet:
         if (entry := self._present.get(worker_id)) is not None:
             entry.lapses += 1
 
-    def peers(self, worker_id: str) -> set[str]:
-        """The ids of the present workers of this one's table, itself among them; empty: unknown."""
+    def peers(self, worker_id: str) -> set[Start]:
+        """The present starts of the workers of this one's model, its own among them; empty: unknown."""
         entry = self._present.get(worker_id)
-        return set() if entry is None else {rank.worker.id for rank in entry.partition.members.ranks}
+        return set() if entry is None else self.starts(entry.worker.tenant, entry.worker.model)
+
+    def starts(self, tenant: str, model: str) -> set[Start]:
+        """Of a model's workers, the present ones."""
+        partitions = self._models.get((tenant, model), ())
+        return {self.start(rank.worker.id) for partition in partitions for rank in partition.members.ranks}
 
     def read_names(self, start: Start, names: Iterable[Name]) -> None:
         """What a worker in this ``start`` serves, as it lists it now."""
@@ -385,10 +387,8 @@ class Fleet:
     def _asked(self, prompt: Prompt) -> list[tuple[Serving, Buffer]]:
         serving = self.names.serving(prompt.tenant, prompt.model)
         hashes = prompt.checked_hashes()
-        if len(prompt.multimodal) > MAX_MULTIMODAL:
-            raise ConfigError(
-                f"a prompt has at most {MAX_MULTIMODAL} multimodal items, not {len(prompt.multimodal)}"
-            )
+        if (items := len(prompt.multimodal)) > MAX_MULTIMODAL:
+            raise ConfigError(f"a prompt has at most {MAX_MULTIMODAL} multimodal items, not {items}")
         if hashes is not None:
             return [(one, hashes) for one in serving]
         asked = [(one, one.partition.hashes(prompt, one.lora)) for one in serving if one.partition.hasher]

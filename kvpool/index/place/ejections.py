@@ -20,9 +20,9 @@ from kvpool.index.place.load import EJECTED, KEEP_FAILED_S, Reservations
 from kvpool.index.rank import RankKey
 from kvpool.index.start import Start
 
-# Of a request at a worker. served: a generation, to its end. failed: the worker has answered, with a fault of its
-# engine. unreached: it has not answered, or nobody knows how.
-Judged = Literal["served", "failed", "unreached"]
+# Of a request at a worker. begun: the first of a good answer has come. served: a generation, to its end. failed: the
+# worker has answered, with a fault of its engine. unreached: it has not answered, or nobody knows how.
+Judged = Literal["begun", "served", "failed", "unreached"]
 
 FAILURES = 3  # requests in a row eject a worker
 FORGET_S = 60.0  # after which the last failure no longer counts
@@ -61,11 +61,12 @@ class _Failing:
 class Ejections:
     """Each worker is ejected by a reservation of ``EJECTED`` on its ranks.
 
-    After its time one request is its trial: a good one ends the ejection, a failure doubles its time. A good health
-    check ends one for want of an answer. A failed health check ejects at once, until the next good one or for
-    ``KEEP_FAILED_S``. Requests that failed eject half of a model's workers at most.
+    After its time one request is its trial. Once that begins to answer others go there, too: it may take minutes. A
+    served one ends the ejection, a failure doubles its time. A good health check ends one for want of an answer. A
+    failed health check ejects at once, until the next good one or for ``KEEP_FAILED_S``. Of a model's workers that
+    answer and are well, requests that failed eject half at most.
 
-    ``ranks``, ``start``, ``peers``: of a worker by its id; ``peers``: the ids of its model's workers.
+    ``ranks``, ``start``, ``peers``: of a worker by its id; ``peers``: of its model's workers.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Ejections:
         reservations: Reservations,
         ranks: Callable[[str], Iterable[RankKey]],
         start: Callable[[str], Start],
-        peers: Callable[[str], Collection[str]],
+        peers: Callable[[str], Collection[Start]],
     ) -> None:
         self._clock, self._reservations = clock, reservations
         self._ranks, self._start, self._peers = ranks, start, peers
@@ -88,6 +89,10 @@ class Ejections:
         if not start.is_same(self._start(start.worker_id)) or not (mark or judged == "unreached"):
             return
         one = self._of(start)
+        if judged == "begun":
+            if one.is_on_trial:
+                self._release(one)
+            return
         if judged == "served":
             if (first := self._first(mark)) is not None and (other := self._failing.get(first.worker_id)):
                 other.proven += mark in other.failed
@@ -140,8 +145,8 @@ class Ejections:
         if was_away and not one.fails:
             self._release(one)
 
-    def pick(self, worker_id: str) -> None:
-        """The worker was picked: as a trial, if its time is over."""
+    def try_at(self, worker_id: str) -> None:
+        """A request goes there whose outcome will be recorded: as a trial, if its time is over."""
         one = self._failing.get(worker_id)
         if one is not None and one.names and self._clock() >= one.until_s:
             self._eject(one, TRIAL_S)
@@ -193,8 +198,9 @@ class Ejections:
         if one.unreached >= FAILURES or one.is_on_trial:
             return True
         peers = self._peers(one.start.worker_id)
-        others = [other for id_ in peers if (other := self._failing.get(id_)) and other is not one]
-        return 2 * (sum(other.fails and bool(other.names) for other in others) + 1) <= len(peers)
+        others = [self._of(start) for start in peers if start.worker_id != one.start.worker_id]
+        here = [other for other in others if not other.is_ill and other.unreached < FAILURES]
+        return 2 * (sum(other.fails and bool(other.names) for other in here) + 1) <= len(here) + 1
 
     def _remember(self, one: _Failing) -> None:
         self._failing[one.start.worker_id] = one

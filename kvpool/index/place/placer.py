@@ -198,6 +198,10 @@ class Placer:
         """A target has served the request to its end, or its engine has failed it."""
         self._router.record(target.start, placement.mark, "served" if served else "failed")
 
+    def begun(self, placement: Placement, target: Target) -> None:
+        """The first of a target's good answer has come."""
+        self._router.record(target.start, placement.mark, "begun")
+
     def doubt(self, placement: Placement, target: Target) -> None:
         """A target did not serve the request, for a failure or a 404: that says nothing of its health."""
         self.names.note(f"{placement.tenant}/{target.worker}", placement.model, served=False)
@@ -449,6 +453,8 @@ class Placer:
             self._release(tenant, reservation)
             raise
         first, session = next(iter(placed.values())), ranked.request.session
+        if mark:
+            self._router.try_at(f"{tenant}/{first.worker}")
         if first is not picks[0]:
             self._release(tenant, reservation)
             reservation = ""

@@ -232,6 +232,11 @@ class Router:
         with self._lock:
             self._ejections.record(start, mark, judged)
 
+    def try_at(self, worker_id: str) -> None:
+        """See ``Ejections``."""
+        with self._lock:
+            self._ejections.try_at(worker_id)
+
     def failed_at(self, mark: bytes) -> str | None:
         """See ``Ejections``."""
         with self._lock:
@@ -305,7 +310,6 @@ class Router:
         cost = max(0, cost - credit.get(key, 0)) + round(self._costs.running)
         self._picks += 1
         self.loads.pick(key, self._picks, min(cost, MAX_COEFFICIENT))
-        self._ejections.pick(key.worker_id)
         if reserve_s is None:
             return ""
         # A known load already includes running work.

@@ -12,11 +12,14 @@ EVENTS = "text/event-stream"
 _COMMENT = b":"
 _TOLD = re.compile(rb"(?:\A|[\r\n])[^:\r\n]")  # a line that is no comment, and not blank
 
-# How vLLM tells an error after a stream's status (vllm/entrypoints/generate/base/serving.py); its end is a good one.
+# How vLLM tells an error after a stream's status (vllm/entrypoints/generate/base/serving.py; of /v1/messages
+# vllm/entrypoints/anthropic/serving.py, whose error has no code); its end is a good one.
 _FAULT = re.compile(
     rb'(?:\A|\n)(?:data: \{"error"|event: error\n)[^\n]*'
 )  # text within JSON has no such lines
-_OF_ENGINE = re.compile(rb'"code": ?5\d\d|"type": ?"InternalServerError"')
+_END_OF_EVENT = b"\n\n"
+MAX_FAULT_NBYTES = 4096  # of an event that is read in parts, from its begin on
+_OF_ENGINE = re.compile(rb'"code": ?5\d\d|"type": ?"(?:InternalServerError|internal_error)"')
 
 
 class Answer:
@@ -24,22 +27,27 @@ class Answer:
 
     def __init__(self, status: int, media: str) -> None:
         self._is_good = status // 100 == 2
-        self._has_comments = media.partition(";")[0].strip().lower() == EVENTS
+        self._has_events = media.partition(";")[0].strip().lower() == EVENTS
         self._is_amid = False  # in a comment
+        self._event = b""  # what has come of one
         self._fault: re.Match[bytes] | None = None
         self.has_begun = False
 
     def read(self, part: bytes) -> None:
         """The next bytes."""
         if not self.has_begun:
-            self.has_begun = bool(part) and (not self._has_comments or self._tells(part))
-        self._fault = self._fault or _FAULT.search(part)
+            self.has_begun = bool(part) and (not self._has_events or self._tells(part))
+        if self._has_events and self._fault is None:
+            whole, end, rest = (self._event + part).rpartition(_END_OF_EVENT)
+            self._fault = _FAULT.search(whole) if end else None
+            self._event = rest[:MAX_FAULT_NBYTES]
 
     def served(self, *, is_broken: bool) -> bool | None:
         """At its end, or where it breaks off: False: the engine has failed. None: nobody knows."""
-        if is_broken or (self._fault and _OF_ENGINE.search(self._fault[0])):
+        fault = self._fault or _FAULT.search(self._event)
+        if is_broken or (fault and _OF_ENGINE.search(fault[0])):
             return False
-        return True if self._is_good and self.has_begun and not self._fault else None
+        return True if self._is_good and self.has_begun and not fault else None
 
     def _tells(self, part: bytes) -> bool:
         lines = _COMMENT + part if self._is_amid else part

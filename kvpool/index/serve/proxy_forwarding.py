@@ -284,14 +284,14 @@ class Forwarding:
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
                 self._placer.judge(placement, target, served=False)
                 raise Refusal(502, _incomplete(target, error)) from error
-            self._read_answer(answer, target, body)
+            self._read_answer(answer, placement, target, body)
             self._judge(answer, placement, target)
             headers.pop("content-length", None)
             return web.Response(body=body, status=reply.status, reason=reply.reason, headers=headers)
         response = web.StreamResponse(status=reply.status, reason=reply.reason, headers=headers)
         await response.prepare(self._request)
         while part := await self._read_part(reply, target):
-            self._read_answer(answer, target, part)
+            self._read_answer(answer, placement, target, part)
             await response.write(part)
         self._judge(answer, placement, target)
         return response
@@ -300,11 +300,13 @@ class Forwarding:
         if (served := answer.served(is_broken=self.is_broken)) is not None:
             self._placer.judge(placement, target, served=served)
 
-    def _read_answer(self, answer: Answer, target: Target, part: bytes) -> None:
+    def _read_answer(self, answer: Answer, placement: Placement, target: Target, part: bytes) -> None:
         had_begun = answer.has_begun
         answer.read(part)
         if answer.has_begun and not had_begun:
             self._begun()
+            if answer.served(is_broken=False):
+                self._placer.begun(placement, target)
         if answer.has_begun and self._learns:
             known = self._placer.stored.learn(self._tenant, target.worker, part)
             self._learns = 0 if known else self._learns - 1

@@ -36,7 +36,13 @@ class Failing:
         self._marks = itertools.count()
 
     def first(self) -> str:
-        return order(self.router.route("m", hashes64=packed64(TEN)))[0]
+        """Where the next request goes."""
+        name = order(self.router.route("m", hashes64=packed64(TEN)))[0]
+        self.router.try_at(f"default/{name}")
+        return name
+
+    def ejected(self) -> list[str]:
+        return [name for name, one in self.router._ejections._failing.items() if one.names]
 
     def says(self, judged: Judged, mark: bytes = b"", worker: str = BAD) -> None:
         """Of a request like no other, unless it has a mark."""
@@ -165,14 +171,60 @@ def test_requests_that_fail_eject_half_of_the_workers_at_most() -> None:
     there = Failing("good", "third", "fourth")
     for name in ("bad", "good", "third", "fourth"):
         there.fail(9, f"default/{name}")
-    ejected = [name for name, one in there.router._ejections._failing.items() if one.names]
-    assert ejected == ["default/bad", "default/good"]
+    assert there.ejected() == ["default/bad", "default/good"]
     for name in ("third", "fourth"):
         for _ in range(FAILURES):
             there.says("unreached", worker=f"default/{name}")
-    assert len([one for one in there.router._ejections._failing.values() if one.names]) == 4, (
-        "these do not answer"
-    )
+    assert len(there.ejected()) == 4, "these do not answer"
+
+
+@pytest.mark.parametrize("how", ["unreached", "ill"])
+def test_workers_that_are_away_are_not_among_those_of_which_half_may_be_ejected(how: str) -> None:
+    """One that is named by a flag is away for as long as nobody takes the flag back."""
+    there = Failing("good", "third")
+    if how == "ill":
+        there.router.check(there.fleet.start("default/third"), failed=True)
+    for _ in range(FAILURES):
+        if how == "unreached":
+            there.says("unreached", worker="default/third")
+    there.fail()
+    assert there.ejected() == ["default/third", BAD]
+    there.fail(worker="default/good")
+    assert "default/good" not in there.ejected(), "it is the last one"
+
+
+def test_a_worker_whose_blocks_have_another_size_is_ejected_beside_others_of_its_model() -> None:
+    """As the first one of an update, which fails."""
+    clock = Clock()
+    fleet = a_fleet("a", "b", "c", clock=clock)
+    fleet.add(a_worker("bad", port=7000, block_tokens=32), "flag")
+    router = Router(fleet, clock=clock)
+    for number in range(FAILURES):
+        router.record(fleet.start(BAD), bytes([number]), "failed")
+    assert order(router.route("m", token_ids=list(range(640))))[-1] == "bad"
+    assert len(router._reservations) == 1
+
+
+def test_a_trial_that_has_begun_to_answer_lets_others_in() -> None:
+    """It may take minutes; it proves the engine at its end alone."""
+    there = Failing()
+    there.fail()
+    there.says("begun")
+    assert there.first() == "good", "that one was sent before"
+    there.clock.now_s += EJECT_S
+    assert [there.first(), there.first()] == ["bad", "good"]
+    there.says("begun")
+    assert {there.first() for _ in range(9)} == {"bad"}
+    there.says("failed")
+    assert there.first() == "good", "one failure is enough until one is served"
+    there.clock.now_s += 2 * EJECT_S - 0.01
+    assert there.first() == "good"
+    there.clock.now_s += 0.02
+    assert there.first() == "bad"
+    there.says("begun")
+    there.says("served")
+    there.fail(FAILURES - 1)
+    assert there.first() == "bad"
 
 
 def test_who_varies_what_fails_takes_workers_for_moments() -> None:

@@ -61,6 +61,41 @@ def test_an_answer_begins_behind_comments_and_blank_lines_however_they_are_cut(
     assert answer.has_begun
 
 
+FAULTS = [
+    b'data: {"error": {"message": "x", "type": "InternalServerError", "param": null, "code": 500}}\n\n',
+    b'event: error\ndata: {"type":"error","error":{"type":"internal_error","message":"x"}}\n\n',
+]
+
+
+@given(
+    st.lists(st.sampled_from([TOKEN, COMMENT, b"data: [DONE]\n\n"])),
+    st.sampled_from(FAULTS),
+    st.booleans(),
+    CUTS,
+)
+def test_a_fault_that_a_stream_tells_is_found_however_it_is_cut(
+    before: list[bytes], fault: bytes, ends: bool, cuts: list[int]
+) -> None:
+    told = b"".join(before) + (fault + b"data: [DONE]\n\n" if ends else fault[:-2])
+    answer = Answer(200, EVENTS)
+    for part in parts_of(told, cuts):
+        answer.read(part)
+    assert answer.served(is_broken=False) is False
+
+
+@given(
+    st.lists(
+        st.sampled_from([TOKEN, COMMENT, b'data: {"text": "event: error \\n {\\"error\\""}\n\n']), min_size=1
+    ),
+    CUTS,
+)
+def test_texts_of_a_stream_are_no_faults_however_they_are_cut(events: list[bytes], cuts: list[int]) -> None:
+    answer = Answer(200, EVENTS)
+    for part in parts_of(TOKEN + b"".join(events), cuts):
+        answer.read(part)
+    assert answer.served(is_broken=False) is True
+
+
 @pytest.mark.parametrize("media", ["application/json", "", "text/plain", "text/event-streams"])
 def test_only_event_streams_have_comments(media: str) -> None:
     answer = Answer(200, media)

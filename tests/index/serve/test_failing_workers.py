@@ -23,7 +23,15 @@ from kvpool.index.place.scraper import Scraper
 from tests.support.deadlines import eventually
 from tests.support.ext_proc import Call, calling, picking, response
 from tests.support.fleets import say
-from tests.support.fronts import ASKED, Cluster, beside, envoy_cluster, followed, proxy_cluster
+from tests.support.fronts import (
+    ASKED,
+    Cluster,
+    ProxyCluster,
+    beside,
+    envoy_cluster,
+    followed,
+    proxy_cluster,
+)
 from tests.support.http_client import TEXT, get, of_request, post, request_of
 from tests.support.openai_worker import BadWorker, ScriptedWorker, scripted
 from tests.support.placing import TEN, order
@@ -113,12 +121,16 @@ def chunk(part: bytes) -> bytes:
 STREAM = b"200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked|"
 TOKEN, DONE = chunk(b'data: {"choices": []}\n\n'), chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n"
 FAULT = b'data: {"error": {"message": "x", "type": "InternalServerError", "param": null, "code": 500}}\n\n'
+FAULT_OF_MESSAGES = (
+    b'event: error\ndata: {"type":"error","error":{"type":"internal_error","message":"x"}}\n\n'
+)
 BAD_REQUEST = FAULT.replace(b"InternalServerError", b"BadRequestError").replace(b"500", b"400")
 BROKEN = {
     "500": b"500 Internal Server Error|{}", "502": b"502 Bad Gateway|{}", "no HTTP": b"2x0|{}",
     "a short answer breaks off": b"200 OK\r\ncontent-length: 9|{", "a stream breaks off": STREAM + TOKEN,
     "a stream tells a fault": STREAM + chunk(FAULT) + DONE,
     "a stream tells a fault late": STREAM + TOKEN + chunk(FAULT) + DONE,
+    "a stream of messages tells a fault": STREAM + TOKEN + chunk(FAULT_OF_MESSAGES) + DONE,
 }  # fmt: skip
 
 
@@ -203,6 +215,45 @@ def test_a_request_that_failed_goes_to_another_worker() -> None:
         assert [post(there.url, ASKED).status for _ in range(2)] == [500, 200]
         session = {**ASKED, "session_id": "s", "max_tokens": 1}
         assert [post(there.url, session).status for _ in range(4)] == [500, 200, 200, 200]
+
+
+@contextmanager
+def before_a_trial(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProxyCluster]:
+    """Worker a, which holds the prompt, has failed and works again; its time is over."""
+    monkeypatch.setattr(ejections, "EJECT_S", 0.0)
+    monkeypatch.setattr(ejections, "TRIAL_S", 600.0)
+    with proxy_cluster("a", "b") as there:
+        there.hold("a")
+        there.workers["a"].status = 500
+        assert [post(there.url, asked(number)).status for number in range(FAILURES)] == [500] * FAILURES
+        assert ejected(there) == ["default/a"]
+        there.workers["a"].status = 200
+        yield there
+
+
+def test_a_trial_is_a_request_that_an_engine_computes_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one that no engine computes nor one that goes elsewhere, as it has failed there, takes its place."""
+    with before_a_trial(monkeypatch) as there:
+        a = there.workers["a"]
+        asked_before = len(a.bodies)
+        for _ in range(8):
+            get(f"{there.url}/version")
+        assert len(a.bodies) > asked_before
+        assert post(there.url, asked(0)).worker == "b"
+        assert post(there.url, asked(50)).worker == "a"
+        assert ejected(there) == []
+
+
+def test_a_trial_that_has_begun_to_answer_lets_others_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    with before_a_trial(monkeypatch) as there:
+        there.workers["a"].hold_parts.clear()
+        with there.connect() as client:
+            client.sendall(of_request(json.dumps(asked(50, stream=True)).encode()))
+            assert client.recv(20).startswith(b"HTTP/1.1 200")
+            assert eventually(lambda: ejected(there) == [])
+            assert post(there.url, asked(51)).worker == "a"
+            there.workers["a"].hold_parts.set()
+        assert eventually(there.ends)
 
 
 def test_connections_that_end_with_a_worker_are_not_of_its_next_start() -> None:
