@@ -37,12 +37,14 @@ class Sending(aiohttp.Payload):
 
     ``is_whole``: all of it was written, so its worker may have begun. ``is_reused``: the connection carried a
     request before; the worker may have closed it as idle. ``is_late``: the worker did not take it within ``SEND_S``.
+    ``is_again``: for such a one, on a new connection: others that are idle may have ended at the same moment.
     """
 
     _autoclose = True
 
-    def __init__(self, body: bytes) -> None:
+    def __init__(self, body: bytes, *, is_again: bool = False) -> None:
         super().__init__(body)
+        self.is_again = is_again
         self._size = len(body)
         self._transport: asyncio.Transport | None = None
         self.is_whole = not body
@@ -138,15 +140,17 @@ class WorkerConnector(aiohttp.TCPConnector):
     async def connect(
         self, req: ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
     ) -> Connection:
+        sending = req.body if isinstance(req.body, Sending) else None
+        is_again = sending is not None and sending.is_again
         while True:
             connection = await super().connect(req, traces, timeout)
             protocol = connection.protocol
             assert protocol is not None
-            if protocol not in self._used or not _has_bytes(connection.transport):
+            if protocol not in self._used or not (is_again or _has_bytes(connection.transport)):
                 break
             connection.close()
-        if isinstance(req.body, Sending):
-            req.body.begin(connection.transport, is_reused=protocol in self._used)
+        if sending is not None:
+            sending.begin(connection.transport, is_reused=protocol in self._used)
         self._used.add(protocol)
         return connection
 

@@ -152,7 +152,7 @@ class Forwarding:
         while True:
             target = left.pop(0)
             tried.add(target.worker)
-            sending = Sending(self._body)
+            sending = Sending(self._body, is_again=not may_repeat)
             retry: Retry
             try:
                 reply = await self._ask(placement, target, headers, sending)

@@ -98,9 +98,21 @@ def test_a_connection_that_its_worker_has_closed_meanwhile_costs_no_request(
         assert there.retries() == {"lost": 2}
 
 
-def test_a_request_is_sent_again_once_after_a_lost_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_well", [True, False])
+def test_a_request_is_sent_again_once_after_a_lost_connection_and_by_a_new_one(
+    is_well: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Idle connections of several workers may end at one moment."""
     monkeypatch.setattr(proxy, "WORKER_KEEP_ALIVE_S", 600.0)
-    first, second = BadWorker("first", once), BadWorker("second", once)
+    had: list[bytes] = []
+
+    def once_in_all(client: socket.socket) -> None:
+        had.append(request_of(client))
+        if len(had) == 1:
+            client.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}")
+            request_of(client)
+
+    first, second = BadWorker("first", once), BadWorker("second", once if is_well else once_in_all)
     other = TEXT[::-1]
     try:
         with proxy_cluster("a") as there:
@@ -113,8 +125,8 @@ def test_a_request_is_sent_again_once_after_a_lost_connection(monkeypatch: pytes
             for text in (TEXT, other):  # a connection to each of them
                 assert post(there.url, {"model": "m", "prompt": list(text.encode())}).status == 200
             assert (first.connections, second.connections) == (1, 1)
-            assert post(there.url, ASKED).status == 502
-            assert (first.connections, second.connections) == (1, 1)
+            assert post(there.url, ASKED).status == (200 if is_well else 502)
+            assert (first.connections, second.connections) == (1, 2)
             assert (there.retries(), there.workers["a"].bodies) == ({"lost": 1}, [])
             assert eventually(there.ends)
     finally:
