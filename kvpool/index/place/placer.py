@@ -262,7 +262,8 @@ class Placer:
         if ranked.request.prompt is not None:
             model = self._tokenizers.model_of(ranked.request.prompt, self.names)
             render = partial(self._prompt, headers, RENDER_S)
-            self._checks.offer(ranked.request, model, render, headers.get("authorization", ""))
+            starts = partial(self._fleet.starts, tenant, self.names.model(tenant, model))
+            self._checks.offer(ranked.request, model, render, starts, headers.get("authorization", ""))
         if ranked.ranking is None:
             ranked = ranked._replace(ranking=self._by_load(ranked.request))
         mark = mark_of(tenant, path, body, ranked.request.session)

@@ -2,8 +2,9 @@
 
 Only prompts that a ``--tokenizer`` makes tokens of, in the background: no request waits. A prompt that differs goes to
 workers' /render, and the next prompts are compared at once: one may be odd. If several differ, all of the model go
-there, until the last that differed is found equal, or for ``DOUBT_ENDS_S``. Each tenant has workers of its own, so
-what they say counts for its prompts alone. One event loop.
+there, until the last that differed is found equal, or for ``DOUBT_ENDS_S``. After a worker's start, which may have
+another template, the next prompt is compared. Each tenant has workers of its own, so what they say counts for its
+prompts alone. One event loop.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import logging
 import math
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +24,10 @@ from kvpool.index.place.inference_request import InferenceRequest, prompt_key
 from kvpool.index.place.tokenizers import Tokenizers
 from kvpool.index.prompt import Prompt
 from kvpool.index.request_stats import RequestStats
+from kvpool.index.start import Start
 
 CHECK_S = 600.0  # between two checks of a tenant's model: from half of it to one and a half
+STARTS_S = 10.0  # between two looks at the starts of its workers
 DIFFERENT = 3  # prompts, after which the tokenizer is what differs
 MAX_DOUBT_CHECKS = 12  # at once after a difference
 DOUBT_S = 60.0  # between those of a caller who is known and had one that differs
@@ -36,6 +39,7 @@ logger = logging.getLogger("kvpool.index")
 
 # A worker's tokens of a request. Errors: ``KVPoolError``.
 Render = Callable[[InferenceRequest], Awaitable[Prompt]]
+Starts = Callable[[], Collection[Start]]  # of the workers of a tenant's model, now
 
 
 @dataclass
@@ -46,6 +50,8 @@ class _Model:
 
     name: str
     tenant: str
+    starts: Collection[Start] = ()  # of its workers, at ``looked_s``
+    looked_s: float = -math.inf
     due_s: float = -math.inf
     doubted_s: float = -math.inf
     differ: dict[bytes, str] = field(default_factory=dict)
@@ -56,6 +62,14 @@ class _Model:
 
     def trust(self) -> None:
         self.differ, self.agree, self.checks, self.differs = {}, set(), 0, None
+
+    def look(self, now_s: float, starts: Starts) -> None:
+        """Due at once if a worker has started since the last look."""
+        if now_s < self.looked_s + STARTS_S:
+            return
+        known, self.starts, self.looked_s = self.starts, starts(), now_s
+        if not set(self.starts) <= set(known):
+            self.due_s = now_s
 
     def is_due(self, now_s: float, caller: str) -> bool:
         """In doubt at once, but for a known caller's next one: it may be alone with what differs."""
@@ -101,7 +115,9 @@ class TokenChecks:
             return model in self._tokenizers
         return known.differs is None and prompt_key(request.path, request.body) not in known.differ
 
-    def offer(self, request: InferenceRequest, name: str, render: Render, authorization: str = "") -> None:
+    def offer(
+        self, request: InferenceRequest, name: str, render: Render, starts: Starts, authorization: str = ""
+    ) -> None:
         """A request that was placed; checked if one is due. ``name``: of the model whose tokenizer it has.
         ``render``: with its ``authorization``, by which callers are told apart; empty: none is known.
         """
@@ -114,6 +130,7 @@ class TokenChecks:
         if model.differ and now_s >= model.doubted_s + DOUBT_ENDS_S:
             model.trust()
             model.due_s = now_s  # with another prompt
+        model.look(now_s, starts)
         caller = hashlib.blake2b(authorization.encode(), digest_size=16).hexdigest() if authorization else ""
         if not model.is_due(now_s, caller):
             return

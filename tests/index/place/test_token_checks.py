@@ -20,6 +20,7 @@ from kvpool.index.place.token_checks import (
     DOUBT_ENDS_S,
     DOUBT_S,
     MAX_CHECKED_NBYTES,
+    STARTS_S,
     TokenChecks,
 )
 from kvpool.index.place.tokenizers import Tokenizers
@@ -101,6 +102,37 @@ async def test_a_few_prompts_an_hour_are_compared_and_no_request_waits_for_it() 
         await there.place()
         await there.checked(same=2)
         assert there.worker.rendered == 2
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("how", ["incarnation", "lapse"])
+async def test_after_a_workers_start_the_next_prompt_is_compared(how: str) -> None:
+    """It may have another template, or the tokenizer's own at last."""
+
+    def start_again(name: str) -> None:
+        if how == "incarnation":
+            there.fleet.add(there.worker.worker(incarnation=name), "flag")
+        else:  # one that is named by a flag
+            there.fleet.lapse("default/a")
+        there.now_s += STARTS_S
+
+    async with checking() as there:
+        for _ in range(2):
+            await there.place()
+            await there.checked(same=1)
+            there.now_s += STARTS_S
+        there.worker.render = render_otherwise
+        start_again("another")
+        for number in range(1, DIFFERENT + 1):
+            await there.place()
+            await there.checked(same=1, different=number)
+        assert not there.trusts()
+        there.worker.render = render_bytes
+        start_again("a third")
+        await there.place()
+        await there.checked(same=2, different=DIFFERENT)
+        assert there.trusts()
+        assert there.now_s < CHECK_S / 2
 
 
 @pytest.mark.anyio
