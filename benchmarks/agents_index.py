@@ -159,7 +159,7 @@ class RealIndex:
         hashes = self._traffic.hashes[turn.blocks].tobytes() if by_blocks and len(turn.blocks) else NO_BLOCKS
         ranking = self._router.rank(
             Prompt(MODEL, hashes64=hashes), limit=1, reserve_s=RESERVE_S, prompt_tokens=turn.tokens,
-            session=Session.of(TENANT, f"{turn.session}") if by_session else None, until_computed=True,
+            session=Session.of(TENANT, MODEL, f"{turn.session}") if by_session else None, until_computed=True,
         )  # fmt: skip
         return ranking.unpack().picks[0].worker, ranking.reservation
 

@@ -163,7 +163,7 @@ def read_request(
         else:
             fields = _FIELDS.decode(body)
         model = _text(fields, "model") or default()
-        session = _session(fields, tenant, session_id)
+        session = _session(fields, tenant, model, session_id)
         request = InferenceRequest(path, received, tenant, workers, model, body=body, session=session)
         if path not in RENDERED:
             return request
@@ -223,13 +223,16 @@ def _prompt(request: InferenceRequest, fields: dict[str, msgspec.Raw], messages:
     )  # fmt: skip
 
 
-def _session(fields: dict[str, msgspec.Raw], tenant: str, of_header: str | None) -> Session | None:
+def _session(
+    fields: dict[str, msgspec.Raw], tenant: str, model: str, of_header: str | None
+) -> Session | None:
     """In the engine's order (``_get_session_id`` in vllm/entrypoints/generate/base/serving.py)."""
     named = _text(fields, "session_id") or of_header
     if not named and "vllm_xargs" in fields:
         value = msgspec.json.decode(fields["vllm_xargs"], type=dict[str, Any] | None) or {}
         named = value.get("session_id")
-    return Session.of(tenant, named if isinstance(named, str) else None, _text(fields, "prompt_cache_key"))
+    session_id = named if isinstance(named, str) else None
+    return Session.of(tenant, model, session_id, _text(fields, "prompt_cache_key"))
 
 
 def _text(fields: dict[str, msgspec.Raw], name: str) -> str | None:

@@ -314,7 +314,7 @@ class Placer:
         def unread() -> InferenceRequest:
             has_several = self.names.are_several(tenant)  # only then its model matters
             model = named_model(path, body) if has_several else ""
-            session = Session.of(tenant, session_id)
+            session = Session.of(tenant, model if has_several else self.names.default(tenant), session_id)
             return InferenceRequest(path, body, tenant, workers, model, session=session)
 
         if len(body) <= INLINE_NBYTES:

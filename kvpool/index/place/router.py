@@ -164,7 +164,7 @@ class Router:
             limit=limit,
             reserve_s=reserve_s,
             prompt_tokens=prompt_tokens,
-            session=Session.of(prompt.tenant, session_id, prompt_cache_key),
+            session=Session.of(prompt.tenant, prompt.model, session_id, prompt_cache_key),
         ).unpack()
 
     def rank(

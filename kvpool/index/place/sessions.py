@@ -34,19 +34,24 @@ HASH_NBYTES = 8
 
 
 class Session(NamedTuple):
-    """``stays``: its requests follow each other; False: only its name is shared, as by all users of an application."""
+    """Of one model: an agent may ask several by one name, and each has prompts of its own.
+
+    ``stays``: its requests follow each other; False: only its name is shared, as by all users of an application.
+    """
 
     tenant: str
     digest: bytes
     stays: bool = True
 
     @classmethod
-    def of(cls, tenant: str, session_id: str | None, prompt_cache_key: str | None = None) -> Session | None:
+    def of(
+        cls, tenant: str, model: str, session_id: str | None, prompt_cache_key: str | None = None
+    ) -> Session | None:
         """None: neither is named."""
         if not (name := session_id or prompt_cache_key):
             return None
-        digest = hashlib.blake2b(name.encode(errors="replace"), digest_size=16).digest()
-        return cls(tenant, digest, bool(session_id))
+        named = f"{model}\0{name}".encode(errors="replace")
+        return cls(tenant, hashlib.blake2b(named, digest_size=16).digest(), bool(session_id))
 
     @property
     def seed(self) -> int:

@@ -266,7 +266,10 @@ def decode_route_options(request: Any) -> dict[str, Any]:
         "reserve_s": request.reserve_ms / 1000 if request.reserve_ms else None,
         "prompt_tokens": request.prompt_tokens or None,
         "session": Session.of(
-            request.scope.tenant or DEFAULT_TENANT, request.session_id, request.prompt_cache_key
+            request.scope.tenant or DEFAULT_TENANT,
+            request.scope.model,
+            request.session_id,
+            request.prompt_cache_key,
         ),
         "takes_turn": not request.preview,
     }

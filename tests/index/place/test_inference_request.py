@@ -316,7 +316,7 @@ def test_a_session_is_named_as_engines_read_it(
 ) -> None:
     body = json.dumps({"model": "m", "prompt": "x", "messages": [], **fields}).encode()
     session = read_request(path, body, "t", session_id=header).session
-    assert session == (Session.of("t", named) if stays else Session.of("t", None, named))
+    assert session == (Session.of("t", "m", named) if stays else Session.of("t", "m", None, named))
 
 
 def test_a_session_changes_no_token() -> None:

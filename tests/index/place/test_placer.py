@@ -236,6 +236,33 @@ async def test_a_session_goes_on_where_its_last_request_was_answered() -> None:
         assert totals == {"first": 1, "stayed": 4, "moved": 0, "aside": 0}
 
 
+@pytest.mark.anyio
+async def test_a_session_of_two_models_has_a_home_at_each() -> None:
+    """As an agent's, which asks a large and a small one by one name."""
+    async with placing(models=MODELS) as there:
+        for turn in range(3):
+            for model in MODELS:
+                placement = await there.place(LONG[::-1] + "more " * turn, {"x-session-id": "s"}, model=model)
+                there.placer.release(placement)
+        totals = there.placer._stats.totals().sessions
+        assert totals == {"first": 2, "stayed": 4, "moved": 0, "aside": 0}
+
+
+@pytest.mark.parametrize("models", ["mm", MODELS])
+@pytest.mark.anyio
+async def test_a_request_that_nobody_reads_goes_on_at_the_home_of_its_session(models: str) -> None:
+    async with placing(models=models) as there:
+        for number in range(6):
+            session = {"x-session-id": str(number)}
+            read = await there.place(f"{number} " + LONG[::-1], session)
+            body = b'{"model": "m", "prompt": "' + b"x" * MAX_READ_NBYTES + b'"}'
+            unread = await there.placer.place("/v1/completions", session, body, "default")
+            assert (unread.promptless, unread.targets[0].worker) == ("too-large", read.targets[0].worker)
+            for placement in (read, unread):
+                there.placer.release(placement)
+        assert there.placer._stats.totals().sessions["first"] == 6
+
+
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/completions"])
 @pytest.mark.anyio
 async def test_a_session_of_a_prompt_that_nobody_reads_stays(path: str) -> None:

@@ -41,7 +41,7 @@ def ask(router: Router, session: str | None, blocks: Sequence[int], **wishes: An
 def look(router: Router, session: str | None, blocks: Sequence[int]) -> Ranking:
     """Places nothing."""
     wanted = Prompt("m", hashes64=packed64(blocks))
-    return router.rank(wanted, session=Session.of("default", session), takes_turn=False).unpack()
+    return router.rank(wanted, session=Session.of("default", "m", session), takes_turn=False).unpack()
 
 
 def first(router: Router, session: str | None, blocks: Sequence[int], **wishes: Any) -> str:

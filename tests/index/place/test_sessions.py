@@ -184,7 +184,7 @@ def test_sub_agents_spread_and_leave_the_home() -> None:
         went[order(ranking)[0]] += 1
     assert len(went) == len(NAMES)
     assert max(went.values()) <= 3
-    assert there.router._sessions.home(Session.of("default", "s")).rank[:2] == (f"default/{home}", 0)  # type: ignore
+    assert there.router._sessions.home(Session.of("default", "m", "s")).rank[:2] == (f"default/{home}", 0)  # type: ignore
 
 
 def test_what_its_home_computes_now_is_counted_once() -> None:
@@ -232,13 +232,13 @@ def test_of_a_prompt_that_differs_behind_a_block_all_but_as_much_again_is_shared
 def test_homes_are_bounded_and_a_tenant_has_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sessions, "MAX_SESSIONS", 100)
     there = Sessions(Clock(), LoadBoard(), tenant_share=0.75)
-    calm, loud = (Session.of(tenant, "s") for tenant in ("calm", "loud"))
+    calm, loud = (Session.of(tenant, "m", "s") for tenant in ("calm", "loud"))
     assert calm is not None
     assert loud is not None
     assert calm.digest == loud.digest, "tenants are apart by more than an id"
     there.place(calm, RankKey("calm/w", 0, 1), 0, NO_BLOCKS, 10)
     for number in range(1000):
-        other = Session.of("loud", f"s{number}")
+        other = Session.of("loud", "m", f"s{number}")
         assert other is not None
         there.place(other, RankKey("loud/w", 0, 1), 0, NO_BLOCKS, 10)
     assert len(there) == 76
@@ -253,7 +253,7 @@ def test_a_request_that_went_elsewhere_takes_its_session_along() -> None:
     there = Fleeting()
     home = there.first(PROMPT)
     other = next(name for name in NAMES if name != home)
-    session = Session.of("default", "s")
+    session = Session.of("default", "m", "s")
     assert session is not None
     there.router.settle(session, (f"default/{home}", 0), (f"default/{other}", 0))
     assert there.first(NEXT) == other
