@@ -21,8 +21,9 @@ from kvpool.index.rank import RankKey
 from kvpool.index.start import Start
 
 # Of a request at a worker. begun: the first of a good answer has come. served: a generation, to its end. failed: the
-# worker has answered, with a fault of its engine. unreached: it has not answered, or nobody knows how.
-Judged = Literal["begun", "served", "failed", "unreached"]
+# worker has answered, with a fault of its engine. refused: with one of the caller's. unreached: it has not answered, or
+# nobody knows how.
+Judged = Literal["begun", "served", "failed", "refused", "unreached"]
 
 FAILURES = 3  # requests in a row eject a worker
 FORGET_S = 60.0  # after which the last failure no longer counts
@@ -93,6 +94,9 @@ class Ejections:
             if one.is_on_trial:
                 self._release(one)
             return
+        if judged == "refused":
+            self._try_next(one)
+            return
         if judged == "served":
             if (first := self._first(mark)) is not None and (other := self._failing.get(first.worker_id)):
                 other.proven += mark in other.failed
@@ -109,8 +113,7 @@ class Ejections:
             if not one.fails:  # more would say no more
                 one.failed.add(mark)
         else:
-            if one.is_on_trial:  # the next request is another one
-                self._eject(one, 0.0)
+            self._try_next(one)
             return
         one.last_s = now_s
         self._remember(one)
@@ -214,6 +217,11 @@ class Ejections:
             self._reservations.add(_EJECTIONS, rank, EJECTED, seconds)
             for rank in self._ranks(one.start.worker_id)
         ]
+
+    def _try_next(self, one: _Failing) -> None:
+        """A trial said nothing: the next request is another one."""
+        if one.is_on_trial:
+            self._eject(one, 0.0)
 
     def _end(self, worker_id: str) -> None:
         if (one := self._failing.pop(worker_id, None)) is not None:

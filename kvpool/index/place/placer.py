@@ -191,6 +191,8 @@ class Placer:
             self.judge(placement, target, served=False)
         elif status == 404 or status < 300:
             self.names.note(target.start.worker_id, placement.model, served=status != 404)
+        if status is not None and 400 <= status < 500 and status != 429:
+            self._router.record(target.start, placement.mark, "refused")
         if status is not None and status < 300:
             self._settle(placement, target)
 

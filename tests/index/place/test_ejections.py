@@ -167,6 +167,22 @@ def test_a_trial_by_such_a_request_says_nothing() -> None:
     assert there.first() == "good"
 
 
+def test_a_trial_that_its_worker_refuses_for_its_callers_fault_says_nothing() -> None:
+    there = Failing()
+    there.says("refused")
+    there.fail()
+    there.says("refused")
+    assert there.first() == "good", "that one was sent before"
+    there.clock.now_s += EJECT_S
+    for _ in range(3):
+        assert [there.first(), there.first()] == ["bad", "good"]
+        there.says("refused")
+    assert there.first() == "bad"
+    there.fail(1)
+    there.clock.now_s += 2 * EJECT_S - 0.01
+    assert there.first() == "good"
+
+
 def test_requests_that_fail_eject_half_of_the_workers_at_most() -> None:
     there = Failing("good", "third", "fourth")
     for name in ("bad", "good", "third", "fourth"):

@@ -232,7 +232,7 @@ def before_a_trial(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProxyCluster]:
 
 
 def test_a_trial_is_a_request_that_an_engine_computes_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither one that no engine computes nor one that goes elsewhere, as it has failed there, takes its place."""
+    """None that no engine computes, that goes elsewhere as it has failed there, or that is refused, takes its place."""
     with before_a_trial(monkeypatch) as there:
         a = there.workers["a"]
         asked_before = len(a.bodies)
@@ -240,6 +240,9 @@ def test_a_trial_is_a_request_that_an_engine_computes_there(monkeypatch: pytest.
             get(f"{there.url}/version")
         assert len(a.bodies) > asked_before
         assert post(there.url, asked(0)).worker == "b"
+        a.status = 400
+        assert post(there.url, asked(49)).status == 400
+        a.status = 200
         assert post(there.url, asked(50)).worker == "a"
         assert ejected(there) == []
 
