@@ -218,7 +218,7 @@ class PoolConfig(_Settings):
         0.25,
         ge=0,
         le=1,
-        description="share of a near pool for what waiting requests are expected to load; 0: none",
+        description="share of a near pool, each engine's own, for what waiting requests are expected to load; 0: none",
     )
     store_decode: bool = Field(True, description="store generated tokens, or only prompts")
     weights_never_change: WeightsNeverChange = False
