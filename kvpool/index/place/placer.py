@@ -14,7 +14,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -22,6 +21,7 @@ from typing import NamedTuple
 
 from kvpool.errors import ConfigError, KVPoolError, UnknownModel
 from kvpool.index.fleet import Fleet
+from kvpool.index.limits import Work
 from kvpool.index.place.endpoints import Endpoints, Url, parse_url
 from kvpool.index.place.inference_request import (
     OPERATIONS,
@@ -65,8 +65,8 @@ RESERVE_S = 60.0  # for a reservation that is not released
 SHOWN_S = 2.0  # after which a worker's metrics show a placed request
 INLINE_NBYTES = 8 << 10  # of a body, above which a thread does the work; its text takes 2 ms at most
 INLINE_TOKENS_NBYTES = 64 << 10
-THREADS = 2
-MAX_UNDER_WAY = 64  # bodies in threads
+THREADS, THREADS_OF_LINE = 6, 2
+MAX_UNDER_WAY, MAX_UNDER_WAY_OF_LINE = 128, 64  # bodies in threads
 FAILED = frozenset((500, 502, 504))  # of an engine's fault; 429 and 503: it is full, or does not serve now
 
 logger = logging.getLogger("kvpool.index")
@@ -121,13 +121,13 @@ class Placer:
         self._shows, self.session_header = shows, session_header.lower()
         self.stored, self.names = StoredResponses(), fleet.names
         self._checks = checks or TokenChecks(tokenizers, self._stats)
-        self._threads = ThreadPoolExecutor(THREADS, "kvpool-place")
-        self._under_way = 0
+        self._threads = Work(THREADS, THREADS_OF_LINE, "kvpool-place")
+        self._under_way: Counter[str] = Counter()  # by line
 
     def close(self) -> None:
         """Blocks until running reads of bodies end."""
         self._checks.close()
-        self._threads.shutdown(cancel_futures=True)
+        self._threads.close()
 
     async def place(
         self,
@@ -322,9 +322,10 @@ class Placer:
         if len(body) <= INLINE_NBYTES:
             with suppress(NotAtOnce):
                 return read(True)
-        if self._under_way >= MAX_UNDER_WAY:
-            return _Ranked(unread(), None, "busy", f"{MAX_UNDER_WAY} other bodies are being read")
-        ranked = await self._in_thread(read, tenant, ends_s) or self._late(unread())
+        others, line = self._under_way.total(), _line(tenant, len(body))
+        if others >= MAX_UNDER_WAY or self._under_way[line] >= MAX_UNDER_WAY_OF_LINE:
+            return _Ranked(unread(), None, "busy", f"{others} other bodies are being read")
+        ranked = await self._in_thread(read, tenant, line, ends_s) or self._late(unread())
         return await self._of_long(ranked.request, ends_s) if ranked.is_long else ranked
 
     async def _rendered(
@@ -340,7 +341,7 @@ class Placer:
         assert request.prompt is not None
         model = self._tokenizers.model_of(request.prompt, self.names)
         try:
-            making = self._tokenizers.placed(request.prompt, model)
+            making = self._tokenizers.placed(request.prompt, model, len(request.body))
             prompt = await asyncio.wait_for(making, max(0.0, ends_s - time.monotonic()))
         except asyncio.TimeoutError:
             return self._late(request)
@@ -353,7 +354,8 @@ class Placer:
             with suppress(NotAtOnce):
                 return self._ranked(request, prompt, True)
         work = partial(self._ranked, request, prompt)
-        return await self._in_thread(work, request.tenant, ends_s) or self._late(request)
+        line = _line(request.tenant, prompt.nbytes)
+        return await self._in_thread(work, request.tenant, line, ends_s) or self._late(request)
 
     async def _prompt(
         self, headers: Mapping[str, str], timeout_s: float, request: InferenceRequest
@@ -417,27 +419,38 @@ class Placer:
             takes_turn=takes_turn,
         )
 
-    async def _in_thread(self, work: Callable[[bool], _Ranked], tenant: str, ends_s: float) -> _Ranked | None:
-        """``work``, not at once. None: too late; a reservation after that, or after a cancellation, is released."""
+    async def _in_thread(
+        self, work: Callable[[bool], _Ranked], tenant: str, line: str, ends_s: float
+    ) -> _Ranked | None:
+        """``work``, not at once; not begun when nobody waits for it. None: too late; a reservation after that, or after
+        a cancellation, is released.
+        """
+        is_over = False
 
-        def give_back(done: asyncio.Future[_Ranked]) -> None:
-            ranking = None if done.cancelled() or done.exception() else done.result().ranking
-            if ranking is not None:
-                self._release(tenant, ranking.reservation)
+        def begin() -> _Ranked | None:
+            return None if is_over else work(False)
 
-        def end(_: asyncio.Future[_Ranked]) -> None:
-            self._under_way -= 1
+        def give_back(done: asyncio.Future[_Ranked | None]) -> None:
+            ranked = None if done.cancelled() or done.exception() else done.result()
+            if ranked is not None and ranked.ranking is not None:
+                self._release(tenant, ranked.ranking.reservation)
 
-        self._under_way += 1
-        working = asyncio.get_running_loop().run_in_executor(self._threads, work, False)
+        def end(_: asyncio.Future[_Ranked | None]) -> None:
+            self._under_way[line] -= 1
+            self._under_way += Counter()  # without lines that have none
+
+        self._under_way[line] += 1
+        working = asyncio.ensure_future(self._threads.run(line, begin))
         working.add_done_callback(end)
         try:
             await asyncio.wait({working}, timeout=max(0.0, ends_s - time.monotonic()))
         except BaseException:
+            is_over = True
             working.add_done_callback(give_back)
             raise
         if working.done():
             return working.result()
+        is_over = True
         working.add_done_callback(give_back)
         return None
 
@@ -487,6 +500,11 @@ class Placer:
             tenant, reason, targets, prompt_blocks, ranked.detail, reservation, time.monotonic(), held_blocks,
             ranked.promptless, ranked.request.model, session, mark,
         )  # fmt: skip
+
+
+def _line(tenant: str, nbytes: int) -> str:
+    """In which the tenant's bodies of about this size wait: one of 4 MiB takes as long as a hundred of 20 KiB."""
+    return f"{tenant} {nbytes.bit_length() // 2}"
 
 
 def _without(request: InferenceRequest, error: KVPoolError) -> _Ranked:

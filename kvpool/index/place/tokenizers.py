@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -20,8 +19,8 @@ if TYPE_CHECKING:
     from kvpool.index.place.tokenizer import Tokenizer
 
 THREADS, THREADS_OF_TENANT = 4, 2  # for lookups of short texts
-LONG, LONG_OF_TENANT = 16, 12  # long texts that take turns; others wait for their place
-MAX_PLACED, MAX_PLACED_OF_TENANT = 64, 48  # of placements, with those that wait
+LONG, LONG_OF_TENANT = 16, 12  # long texts of lookups that take turns; others wait for their place
+PLACED, PLACED_OF_TENANT = 64, 48  # of placements; of more the longest goes without
 # Longer pieces come too late for a placement, and are not remembered.
 _PLACED = WHOLE._replace(piece_chars=MAX_PIECE_CHARS)
 
@@ -38,8 +37,9 @@ class Tokenizers:
         self._by_model, self._limits = by_model or {}, limits or Limits()
         self._short = Work(THREADS, THREADS_OF_TENANT, "kvpool-text")
         self._long = Work(LONG, LONG_OF_TENANT, "kvpool-long-text")
+        self._placing = Work(PLACED, PLACED_OF_TENANT, "kvpool-long-placed")
         self._turns = Turns()
-        self._placed: Counter[str] = Counter()  # under way, by tenant
+        self._placed: list[Turn] = []  # those that somebody waits for
 
     def __contains__(self, model: str) -> bool:
         return model in self._by_model
@@ -65,31 +65,43 @@ class Tokenizers:
         try:
             return await self._short.run(prompt.tenant, lambda: self.tokens(prompt, model, SHORT))
         except LongText:
-            return await self._run_long(prompt, model, WHOLE)
+            turn = Turn(self._turns, prompt.tenant, len(prompt.text or ""))
+            return await self._run(self._long, prompt, model, WHOLE, turn)
 
-    async def placed(self, prompt: Prompt, model: str) -> Prompt:
-        """The same of a long text that is placed. Cancelled, it goes on while no other long text is there: its next
-        request needs less. Errors: also ``LongText``, of a piece that never comes in time.
+    async def placed(self, prompt: Prompt, model: str, nbytes: int) -> Prompt:
+        """The same of a long text that is placed, of a body of so many bytes. Cancelled, it goes on while no other long
+        text is there: its next request needs less. Errors: also ``LongText``, of a piece that never comes in time, and
+        where shorter texts take its place.
         """
-        tenant = prompt.tenant
-        if self._placed.total() >= MAX_PLACED or self._placed[tenant] >= MAX_PLACED_OF_TENANT:
-            raise KVPoolError(f"{MAX_PLACED_OF_TENANT} other long texts wait for their tokens")
-        self._placed[tenant] += 1
+        turn = Turn(self._turns, prompt.tenant, len(prompt.text or "") or nbytes)
+        self._make_place(turn)
+        self._placed.append(turn)
         try:
-            return await self._run_long(prompt, model, _PLACED)
+            return await self._run(self._placing, prompt, model, _PLACED, turn)
         finally:
-            self._placed[tenant] -= 1
-            self._placed += Counter()  # without tenants that have none
+            if turn in self._placed:
+                self._placed.remove(turn)
 
-    async def _run_long(self, prompt: Prompt, model: str, bounds: Bounds) -> Prompt:
-        turn = Turn(self._turns, prompt.tenant, len(prompt.text or ""))
+    def _make_place(self, turn: Turn) -> None:
+        """The longest text would have its turn last: it comes too late, whoever waits. Errors: ``KVPoolError``."""
+        mine = [one for one in self._placed if one.tenant == turn.tenant]
+        if len(mine) >= PLACED_OF_TENANT:
+            longest = max(mine, key=lambda one: one.left)
+            if longest.left > turn.left:
+                self._placed.remove(longest)
+                return longest.give_up()
+        elif len(self._placed) < PLACED:
+            return None
+        raise KVPoolError(f"{len(mine)} other long texts wait for their tokens")
+
+    async def _run(self, work: Work, prompt: Prompt, model: str, bounds: Bounds, turn: Turn) -> Prompt:
         try:
-            return await self._long.run(prompt.tenant, lambda: self.tokens(prompt, model, bounds, turn))
+            return await work.run(prompt.tenant, lambda: self.tokens(prompt, model, bounds, turn))
         finally:
             turn.give_up()
 
     def close(self) -> None:
         """Blocks as long as the longest piece takes."""
         self._turns.close()
-        self._short.close()
-        self._long.close()
+        for work in (self._short, self._long, self._placing):
+            work.close()

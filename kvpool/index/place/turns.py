@@ -14,10 +14,10 @@ UNIT_CHARS = 16 << 10  # in which tenants are compared: threads change less ofte
 
 
 class Turns:
-    """Any thread. ``_moved`` guards the line and its texts."""
+    """Any thread. ``_lock`` guards the line and its texts. Each waits for itself: of 64 threads one is woken."""
 
     def __init__(self) -> None:
-        self._moved = threading.Condition()
+        self._lock = threading.Lock()
         self._line: list[Turn] = []  # in work, or waiting in a thread
         self._at_work: Turn | None = None
         self._had: dict[str, int] = {}  # characters, by tenant in the line
@@ -28,12 +28,13 @@ class Turns:
 
     def close(self) -> None:
         """All end at their next piece."""
-        with self._moved:
+        with self._lock:
             self._is_closed = True
-            self._moved.notify_all()
+            for turn in self._line:
+                turn.woken.notify()
 
     def _join(self, turn: Turn) -> None:
-        with self._moved:
+        with self._lock:
             self._had.setdefault(turn.tenant, min(self._had.values(), default=0))
             self._line.append(turn)
             try:
@@ -43,34 +44,33 @@ class Turns:
                 raise
 
     def _go_on(self, turn: Turn, left: int, cost: int) -> None:
-        with self._moved:
+        with self._lock:
             turn.left = left
             self._at_work = None
-            if self._first() is not turn:
-                self._moved.notify_all()
+            self._wake()
             self._wait(turn)
             self._had[turn.tenant] += cost
 
     def _give_up(self, turn: Turn) -> None:
-        with self._moved:
+        with self._lock:
             turn.is_given_up = True
-            self._moved.notify_all()
+            turn.woken.notify()
 
     def _leave(self, turn: Turn) -> None:
-        with self._moved:
+        with self._lock:
             self._end(turn)
 
     def _wait(self, turn: Turn) -> None:
         """Until it is at work. Errors: ``LongText``."""
         while self._at_work is not None or self._first() is not turn:
             self._check(turn)
-            self._moved.wait()
+            turn.woken.wait()
         self._check(turn)
         self._at_work = turn
 
     def _check(self, turn: Turn) -> None:
         if self._is_closed or (turn.is_given_up and len(self._line) > 1):
-            raise LongText("nobody waits for the tokens of this text, and others are waited for")
+            raise LongText("others are waited for whose tokens come sooner")
 
     def _first(self) -> Turn:
         return min(self._line, key=lambda one: (self._had[one.tenant] // UNIT_CHARS, one.left))
@@ -81,7 +81,12 @@ class Turns:
             self._at_work = None
         if all(one.tenant != turn.tenant for one in self._line):
             del self._had[turn.tenant]
-        self._moved.notify_all()
+        self._wake()
+
+    def _wake(self) -> None:
+        """The next one. If a shorter text comes before it wakes, that one works, and wakes it again."""
+        if self._at_work is None and self._line:
+            self._first().woken.notify()
 
 
 class Turn:
@@ -94,6 +99,7 @@ class Turn:
         self._turns, self.tenant = turns, tenant
         self.left = left  # characters; ``Turns`` guards both
         self.is_given_up = False
+        self.woken = threading.Condition(turns._lock)
 
     def __enter__(self) -> Turn:
         self._turns._join(self)

@@ -13,12 +13,15 @@ from typing import Any
 
 import pytest
 
+from kvpool.index.fleet import Fleet
 from kvpool.index.names import Name
 from kvpool.index.place import placer as placer_module
 from kvpool.index.place.inference_request import MAX_READ_NBYTES
+from kvpool.index.place.placer import Placer
+from kvpool.index.place.tokenizers import Tokenizers
 from kvpool.tracing import Tracing
-from tests.support.fleets import applying
-from tests.support.placing import LONG, Placing, placing
+from tests.support.fleets import a_worker, applying
+from tests.support.placing import LONG, ByteTokenizer, Placing, placer_of, placing
 
 
 @pytest.mark.parametrize(("text", "in_thread"), [(LONG, True), (LONG[:64], False)])
@@ -109,6 +112,65 @@ async def test_bodies_that_wait_to_be_read_are_bounded(monkeypatch: pytest.Monke
         assert len(done) == 2
         there.tokenizer.goes_on.set()
         assert sorted([(await task).reason for task in asked]) == ["no-tokens"] * 2 + ["prefix"] * 4
+
+
+@pytest.mark.anyio
+async def test_a_body_that_nobody_waits_for_any_more_is_not_begun() -> None:
+    """Else the line of a burst is worked on for nobody, and what comes then is late, too."""
+    async with placing(timeout_s=0.2) as there:
+        begun: list[str] = []
+        made = there.tokenizer.of_text
+
+        def of_text(text: str, work: object = None) -> Any:
+            begun.append(text[:2])
+            return made(text, work)
+
+        there.tokenizer.of_text = of_text  # type: ignore[method-assign]
+        there.tokenizer.goes_on.clear()
+        burst = [asyncio.create_task(there.place(f"{one:02}{LONG}")) for one in range(8)]
+        gone = asyncio.create_task(there.place("gone" + LONG))
+        while len(begun) < 2:
+            await asyncio.sleep(0.01)
+        gone.cancel()
+        assert {(await one).detail for one in burst} == {"its tokens were not made within 0.2 s"}
+        there.tokenizer.goes_on.set()
+        while there.placer._under_way:
+            await asyncio.sleep(0.01)
+        assert begun == ["00", "01"]
+        await asyncio.sleep(0)
+        assert there.reservations == 8, "of what was placed by load"
+
+
+@pytest.mark.parametrize("most", [1, 1000])
+@pytest.mark.parametrize(("tenant", "times"), [("other", 1), ("default", 8)], ids=["tenant", "size"])
+@pytest.mark.anyio
+async def test_bodies_wait_for_those_of_their_tenant_and_size_alone(
+    monkeypatch: pytest.MonkeyPatch, most: int, tenant: str, times: int
+) -> None:
+    monkeypatch.setattr(placer_module, "MAX_UNDER_WAY_OF_LINE", 2 * most)
+    fleet = Fleet()
+    fleet.add(a_worker("a", address="http://127.0.0.1:7000"), "flag")
+    fleet.add(a_worker("b", port=6000, tenant=tenant, model="n", address="http://127.0.0.1:7001"), "flag")
+    slow, quick = ByteTokenizer(), ByteTokenizer()
+    slow.goes_on.clear()
+    tokenizers = Tokenizers({"m": slow, "n": quick})  # type: ignore[dict-item]
+
+    async def place(placer: Placer, model: str, tenant: str, text: str) -> Any:
+        body = json.dumps({"model": model, "prompt": text}).encode()
+        return await placer.place("/v1/completions", {}, body, tenant)
+
+    async with placer_of(fleet, tokenizers) as (placer, _):
+        burst = [asyncio.create_task(place(placer, "m", "default", LONG * times)) for _ in range(9)]
+        while len(slow.threads) < 2:
+            await asyncio.sleep(0.01)
+        try:
+            for _ in range(3):
+                placed = await asyncio.wait_for(place(placer, "n", tenant, LONG), 20)
+                assert placed.prompt_blocks == len(LONG) // 16
+        finally:
+            slow.goes_on.set()
+        assert [(await one).promptless for one in burst].count("busy") == (7 if most == 1 else 0)
+        assert not placer._under_way
 
 
 class Recorder(Tracing):
