@@ -289,7 +289,8 @@ class Router:
         answer = answers[part]
         rank = answer.members.ranks[row]
         tokens = _tokens(answer, rank.worker.block_tokens, prompt_tokens)
-        return self._sessions.place(session, rank.key, rank.batches, answer.hashes, tokens)
+        model = rank.worker.model
+        return self._sessions.place(session, rank.key, rank.batches, answer.hashes, tokens, model)
 
     def _take(
         self,

@@ -8,7 +8,7 @@ Of a prompt's hashes those are kept that end at its last block and 1, 2, 4, ... 
 blocks before it. Ids are kept as digests.
 
 A session that begins goes where the homes of others leave room (``router.py``), so each rank's tokens are summed. They
-grow, so each counts at least as its tenant's sessions do on average.
+grow, so each counts at least as its tenant's sessions of that model do on average.
 One thread at a time.
 """
 
@@ -60,7 +60,8 @@ class Session(NamedTuple):
 
 class Home(NamedTuple):
     """``batches``: that the rank had told before. ``counted``: tokens that the session counts there. ``hashes``: of
-    ``blocks`` blocks, the last and those before it by powers of two; empty: nobody knew its tokens.
+    ``blocks`` blocks, the last and those before it by powers of two; empty: nobody knew its tokens. ``model``: the
+    rank's.
     """
 
     rank: RankKey
@@ -70,6 +71,7 @@ class Home(NamedTuple):
     counted: int
     blocks: int
     hashes: tuple[bytes, ...]
+    model: str = ""
 
     def shared(self, hashes: memoryview) -> int:
         """Leading blocks of these that it has, at least half as close to their end as all of them."""
@@ -92,7 +94,8 @@ class Sessions:
         self._homes: dict[str, OrderedDict[bytes, Home]] = {}  # by tenant and digest, the oldest first
         self._count = 0
         self._tokens: Counter[RankKey] = Counter()  # that they count there
-        self._said: Counter[str] = Counter()  # tokens of a tenant's homes
+        self._said: Counter[tuple[str, str]] = Counter()  # tokens of homes, by tenant and model
+        self._many: Counter[tuple[str, str]] = Counter()  # homes
 
     def __len__(self) -> int:
         return self._count
@@ -117,8 +120,10 @@ class Sessions:
         is_due = is_known and (batches != home.batches or self._clock() - home.placed_s > ANNOUNCE_S)
         return 0 if is_due else kept, kept
 
-    def place(self, session: Session, rank: RankKey, batches: int, hashes: Buffer, tokens: int) -> Placed:
-        """A request of a session goes to a rank, which has told so many batches.
+    def place(
+        self, session: Session, rank: RankKey, batches: int, hashes: Buffer, tokens: int, model: str = ""
+    ) -> Placed:
+        """A request of a session goes to a rank of a model, which has told so many batches.
 
         One of less than half its tokens (a sub-agent) changes nothing.
         """
@@ -133,14 +138,14 @@ class Sessions:
         kept = tuple(bytes(view[(end - 1) * HASH_NBYTES : end * HASH_NBYTES]) for end in _ends(blocks))
         if not blocks and former is not None and placed == "stayed":  # what its tokens once told is as true
             blocks, kept = former.blocks, former.hashes
-        counted = max(tokens, self._typical(session.tenant))
-        self._set(session, Home(rank, batches, self._clock(), tokens, counted, blocks, kept))
+        counted = max(tokens, self._typical(session.tenant, model))
+        self._set(session, Home(rank, batches, self._clock(), tokens, counted, blocks, kept, model))
         return placed
 
-    def _typical(self, tenant: str) -> int:
-        """What a session comes to: those of the tenant, with the ones that ended of late, have so many tokens."""
-        homes = self._homes.get(tenant)
-        return self._said[tenant] // len(homes) if homes else 0
+    def _typical(self, tenant: str, model: str) -> int:
+        """What a session comes to: the tenant's of the model, with those that ended of late, have so many tokens."""
+        many = self._many[tenant, model]
+        return self._said[tenant, model] // many if many else 0
 
     def settle(self, session: Session, placed: tuple[str, int], rank: RankKey, batches: int) -> None:
         """A request that was ``placed`` at one worker's rank went to another, which has told so many batches."""
@@ -171,9 +176,11 @@ class Sessions:
             del self._homes[tenant]
 
     def _add(self, tenant: str, home: Home, sign: int) -> None:
-        self._said[tenant] += sign * home.tokens
-        if not self._said[tenant]:
-            del self._said[tenant]
+        of = tenant, home.model
+        self._said[of] += sign * home.tokens
+        self._many[of] += sign
+        if not self._many[of]:
+            del self._said[of], self._many[of]
         self._tokens[home.rank] += sign * home.counted
         self._loads.house(home.rank, self._tokens[home.rank])
         if not self._tokens[home.rank]:

@@ -130,6 +130,17 @@ def test_a_session_that_begins_counts_as_what_sessions_come_to() -> None:
     assert begun.session_tokens > long.session_tokens
 
 
+def test_a_session_that_begins_counts_as_those_of_its_model_do() -> None:
+    """A tenant's small model has small sessions, whatever the large one's come to."""
+    router, _ = a_router("a")
+    router._fleet.add(a_worker("b", port=7000, model="n"), "flag")
+    for number in range(3):
+        ask(router, f"s{number}", prompt(number, 100))
+        router.route("n", hashes64=packed64(prompt(number, 1)), session_id=f"s{number}")
+    counted = {key.worker_id: tokens for key, tokens in router._sessions._tokens.items()}
+    assert counted == {"default/a": 3 * 100 * BLOCK_TOKENS, "default/b": 3 * BLOCK_TOKENS}
+
+
 def test_what_was_placed_without_a_session_takes_room_too() -> None:
     router, clock = a_router("a", "b")
     for name in "ab":
