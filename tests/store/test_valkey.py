@@ -120,7 +120,7 @@ def test_half_a_record_is_a_miss_and_goes(server: Server, store: Store, missing:
 
 def test_a_key_of_another_type_is_a_miss_and_goes(server: Server, store: Store) -> None:
     server.client.set(key(0), "somebody's text")
-    assert store.get_many_into([key(0)], [bytearray(1000)]) == [False]
+    assert store.get_many_into([key(0)], [bytearray(1000)], timeout_s=60) == [False]
     assert store.contains_many([key(0)]) == [False]
     assert store.put_many([key(0)], [bytes(1000)]) == [True]
 

@@ -100,8 +100,8 @@ class StoreConformance:
     def test_round_trip(self, store: Store, nbytes: int) -> None:
         value = payload(nbytes, nbytes)
         target = bytearray(nbytes)
-        assert store.put_many([key(1)], [value]) == [True]
-        assert store.get_many_into([key(1)], [target]) == [True]
+        assert store.put_many([key(1)], [value], timeout_s=60) == [True]
+        assert store.get_many_into([key(1)], [target], timeout_s=60) == [True]
         assert target == value
 
     def test_batch_keeps_its_order(self, store: Store) -> None:

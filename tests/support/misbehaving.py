@@ -7,6 +7,7 @@ connection, the command and the good reply, and says what it likes.
 from __future__ import annotations
 
 import contextlib
+import io
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -137,7 +138,7 @@ class Misbehaving:
     def _serve(self, connection: socket.socket, peer: Peer) -> None:
         with contextlib.suppress(OSError, HungUp), connection, connection.makefile("rb") as asked:
             while line := asked.readline():
-                words = [asked.read(int(asked.readline()[1:]) + 2)[:-2] for _ in range(int(line[1:]))]
+                words = [self._word(asked) for _ in range(int(line[1:]))]
                 harm, good = self._hear(peer, words)
                 if harm is None:
                     peer.send(good)
@@ -145,6 +146,11 @@ class Misbehaving:
                     harm(peer, words, good)
         with self._lock:
             self._peers.discard(peer)
+
+    def _word(self, asked: io.BufferedReader) -> bytes:
+        if not (line := asked.readline()):
+            raise HungUp
+        return asked.read(int(line[1:]) + 2)[:-2]
 
     def _hear(self, peer: Peer, words: Sequence[bytes]) -> tuple[Harm | None, bytes]:
         with self._lock:

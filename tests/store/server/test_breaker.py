@@ -101,7 +101,7 @@ def test_a_dead_server_costs_one_deadline_and_is_back_within_a_second(
     while store.counters()["failed_dials"] < dials:
         is_refused_at_once(store)
     assert store.counters()["up_connections"] == 0
-    assert store.counters()["refused"] >= 20
+    assert store.counters()["refused"] >= 10  # most: a call tries the server when that is due
     trouble.end()
     with ends_within(BACK_WITHIN_S):
         assert eventually(lambda: serves(store, 2))

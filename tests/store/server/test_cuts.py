@@ -16,7 +16,7 @@ from tests.support.deadlines import ends_within, eventually
 from tests.support.proxy import Harm, Proxy, Way, proxied
 from tests.support.servers import Server, with_client
 from tests.support.soak import LONG_SOAK
-from tests.support.store_traffic import ANOTHER, TIMEOUT_S, Exchange, Traffic, serves
+from tests.support.store_traffic import ANOTHER, TIMEOUT_S, Exchange, Traffic, said_undisturbed, serves
 
 # What a dial and one batch of each kind consist of, as words that must have passed before a sweep counts.
 STAGES = (
@@ -90,8 +90,7 @@ def test_a_connection_that_ends_at_every_stage(
 ) -> None:
     with proxied(server.port) as proxy:
         url = url_through(proxy, client, connections=1)
-        assert Exchange(url, direct).run() == []
-        said = proxy.passed(way)
+        said = said_undisturbed(url, direct, proxy, way)
         assert all(word in proxy.passed(Way.ASKED) for word in STAGES)
         disturbed = 0
         # Nothing is disturbed where the look at rights is cut, which is most of what is said: some of these cuts do.

@@ -111,7 +111,10 @@ def test_a_server_that_goes_in_the_middle_of_blocks_has_no_limit(tmp_path: Path)
         names = keys(count)
         # A connection for puts is dialled at its first.
         assert eventually(
-            lambda: all(store.put_many(names, blocks)) and store.counters()["up_connections"] == 2 * count
+            lambda: (
+                all(store.put_many(names, blocks, timeout_s=60))
+                and store.counters()["up_connections"] == 2 * count
+            )
         )
         own.stop()
         batch = store.submit_put(names, blocks, timeout_s=60)

@@ -67,7 +67,8 @@ def test_a_thin_link_full_of_puts_carries_loads_and_hangs_up_on_nobody(
     ):
         flood = Flood(store, value_nbytes=value_nbytes)
         with flood.flowing():
-            assert eventually(lambda: flood.batches == 1)
+            assert eventually(lambda: flood.batches >= 1)
+            before = store.counters()  # on a busy machine its first puts come before a connection stands
             for _ in range(10):
                 targets = [bytearray(VALUE_NBYTES) for _ in names]
                 assert store.get_many_into(names, targets, timeout_s=60) == [True] * 4
@@ -75,7 +76,8 @@ def test_a_thin_link_full_of_puts_carries_loads_and_hangs_up_on_nobody(
             assert eventually(lambda: flood.batches >= 2)
         counters = store.counters()
         assert counters["timed_out"] > 0, "the link carried all: nothing was tried"
-        assert (counters["disconnections"], counters["refused"], counters["damaged"]) == (0, 0, 0)
+        assert counters["disconnections"] == counters["damaged"] == 0
+        assert counters["refused"] == before["refused"]
         assert counters["get_hits"] == 40
 
 
