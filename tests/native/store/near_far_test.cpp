@@ -385,6 +385,13 @@ TEST(near_far_a_fault_of_near_is_passed_over_and_counted_as_nears) {
   CHECK(counter(*pools.both, "near_faults") == 1 && counter(*pools.both, "far_faults") == 0);
 }
 
+TEST(near_far_no_answer_of_far_about_presence_is_a_miss) {
+  const BeforeShards pools;
+  for (auto& way : pools.shards->ways) way = FarShards::Way::kDead;
+  for (const Op op : {Op::kTouch, Op::kContains}) CHECK(run_one(*pools.both, op, 1) == Status::kMiss);
+  CHECK(run_one(*pools.both, Op::kGet, 1, Bytes(kNbytes)) == Status::kFault);
+}
+
 TEST(near_far_shards_that_take_nothing_hold_up_no_other) {
   using Way = FarShards::Way;
   for (const Way way : {Way::kDead, Way::kSilent, Way::kRefuses, Way::kFull}) {
