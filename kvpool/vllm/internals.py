@@ -431,6 +431,13 @@ def covered_tokens(request: Request) -> int:
     return covered
 
 
+def mixes_adapters() -> bool:
+    """Whether tokens without an adapter get the last slot's in a step that has adapters: vLLM's kernels for CPUs take
+    -1, which stands for none, as an index.
+    """
+    return bool(current_platform.device_type == "cpu")
+
+
 def is_resumable(request: Request) -> bool:
     """Whether it is a streaming session, whose last token is replaced by what is said next."""
     return bool(getattr(request, "resumable", False))

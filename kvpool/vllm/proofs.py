@@ -30,6 +30,9 @@ _OF_OTHERS = (
     "vLLM)"
 )
 _OF_LESS = "leaves out what KV depends on (sound inside of a video, an adapter's encoder, a token 0 among embeddings)"
+_BESIDE_ADAPTERS = (
+    "says of no adapter, though on a CPU vLLM computes with one what is in a step beside adapters"
+)
 MIN_PRUNED = 1 << 16  # false hashes; beyond it those are forgotten that the engine's cache no longer has
 
 
@@ -95,6 +98,14 @@ class HashProofs:
             proof.placed, proof.spoilt = True, self._first_false(request.block_hashes, held_tokens)
             proof.told = 0
             self._tell(proof, request)
+
+    def spoil(self, request: Request, before: int) -> None:
+        """What a proven request computes behind ``before`` tokens is not what its hashes say, though they are true."""
+        proof = self._proofs[request.request_id]
+        first = before // self._block_tokens
+        proof.spoilt, proof.told = min(first, proof.spoilt if proof.spoilt is not None else first), 0
+        self._tell(proof, request)
+        self._say(request, first, _BESIDE_ADAPTERS)
 
     def proven_tokens(self, request: Request) -> int:
         """Up to where the request's blocks hold the KV of the tokens in their hashes."""

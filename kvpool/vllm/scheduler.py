@@ -158,6 +158,7 @@ class SchedulerHalf:
             counters=self.counters,
         )
         self._proofs = HashProofs(hash_algorithm, hash_block_tokens, self._is_cached)
+        self._mixes_adapters = internals.mixes_adapters()
         self._store_planner = StorePlanner(
             config,
             self._groups,
@@ -312,12 +313,14 @@ class SchedulerHalf:
             for request_id, computed_tokens in internals.scheduled_tokens(output)
             if (state := self._requests.get(request_id)) is not None
         ]
+        beside_adapters = self._mixes_adapters and any(state.request.lora_request for state, _ in states)
         for state, computed_tokens in states:
             self._prove(state.request, computed_tokens)
         for state, computed_tokens in states:
-            self._look_behind(
-                state.request, computed_tokens - output.num_scheduled_tokens[state.request.request_id]
-            )
+            before = computed_tokens - output.num_scheduled_tokens[state.request.request_id]
+            self._look_behind(state.request, before)
+            if beside_adapters and state.request.lora_request is None:
+                self._spoil(state.request, before)
         scheduled = [(state, computed_tokens) for state, computed_tokens in states if state.params.store]
         self._store_planner.begin(step)
         for state, computed_tokens in sorted(scheduled, key=lambda each: each[0].params.priority):
@@ -334,6 +337,10 @@ class SchedulerHalf:
     @guarded(None, request="store")
     def _look_behind(self, request: Request, before: int) -> None:
         self._proofs.look_behind(request, self._store_planner.held_tokens(request, before))
+
+    @guarded(None, request="store")
+    def _spoil(self, request: Request, before: int) -> None:
+        self._proofs.spoil(request, before)
 
     @guarded(None, request="store")
     def _plan_request(

@@ -197,6 +197,33 @@ def test_what_is_computed_in_the_step_of_a_false_hash_is_spoilt_too(store: Store
     assert scheduler.plan(both).stores == []
 
 
+@pytest.mark.parametrize("mixes", [True, False])
+def test_what_a_cpu_computes_beside_adapters_is_stored_for_adapters_alone(store: Store, mixes: bool) -> None:
+    """vLLM's kernels there compute tokens without an adapter with the last slot's."""
+    scheduler = half(store)
+    assert scheduler._mixes_adapters, "these tests run on a CPU"
+    scheduler._mixes_adapters = mixes
+    adapted = request_with("adapted", lora=("adapter", "unknown"))
+    plain = request("plain")
+    for one in (adapted, plain):
+        scheduler.allocated(one, TABLE, 0)
+    assert steps(scheduler, plain, 40) == plain.block_hashes[:2], "alone"
+    step = output(plain, 32, TABLE)
+    other = output(adapted, 32, TABLE)
+    step.num_scheduled_tokens |= other.num_scheduled_tokens
+    cached, more = step.scheduled_cached_reqs, other.scheduled_cached_reqs
+    for name in ("req_ids", "new_block_ids", "num_computed_tokens", "num_output_tokens"):
+        getattr(cached, name).extend(getattr(more, name))
+    stored = [block.block_hash for block in scheduler.plan(step).stores]
+    assert stored == ([] if mixes else plain.block_hashes[2:4])
+    plain.num_computed_tokens = 72
+    assert steps(scheduler, plain, 24) == ([] if mixes else plain.block_hashes[4:6]), "it goes on from there"
+    again = request("again")
+    scheduler.allocated(again, TABLE, 0)
+    again.num_computed_tokens = 64
+    assert len(steps(scheduler, again, 32)) == (0 if mixes else 2), "and so does who begins with it"
+
+
 def test_a_request_that_stores_nothing_spoils_no_other_one(store: Store) -> None:
     scheduler, asked = half(store), session()
     asked.kv_transfer_params = {"kvpool": {"store": False}}
