@@ -26,6 +26,7 @@ PRESENT: int  # put absent: the value was there, or another put of its key that 
 NEAR: int  # OK of a get or a question of presence, of the nearer of two pools
 
 RECORD_HEADER_NBYTES: int
+MIN_CAPACITY_NBYTES: int  # of a file pool; less is none
 
 # token_ids: ints from 0 to 2**64 - 1, or a contiguous buffer of 16, 32 or 64 bit integers in native byte order
 # (bytes are refused: cast them). extras: block index to its extra keys as CBOR; an index behind the
@@ -170,7 +171,7 @@ def open_file_executor(
     root: str, capacity_nbytes: int | None, threads: int, lock_patience_s: float = 0.5
 ) -> IoExecutor: ...
 
-# Of a pool that is there, for all its processes: kvpool/_native/store/pool_capacity.h. 1 to 2^63 - 2.
+# Of a pool that is there, for all its processes: kvpool/_native/store/pool_capacity.h. MIN_CAPACITY_NBYTES to 2^63 - 2.
 def set_pool_capacity(root: str, nbytes: int) -> None: ...
 
 # Makes an empty or missing directory a pool; of one that is a pool already, what is missing in it.

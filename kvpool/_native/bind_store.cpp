@@ -286,7 +286,8 @@ PyIoExecutor open_file_executor(const std::string& root, std::optional<std::uint
 
 void set_pool_capacity(const std::string& root, std::uint64_t nbytes) {
   refuse_zeros({root});
-  if (nbytes == 0 || nbytes >= kUnlimited) throw std::invalid_argument("a capacity is at least 1 byte");
+  if (nbytes < kLeastCapacity || nbytes >= kUnlimited)
+    throw std::invalid_argument("a capacity is at least 1 MiB");
   with_os_errors([&] {
     if (const int error = write_capacity(root, find_pool(root).file_mode, nbytes); error != 0)
       fail("cannot write", root + "/capacity", error);
@@ -399,6 +400,7 @@ PyIoExecutor open_near_far_executor(const PyIoExecutor& near, const PyIoExecutor
 }  // namespace
 
 void bind_store(nb::module_& m) {
+  m.attr("MIN_CAPACITY_NBYTES") = kLeastCapacity;
   m.attr("PUT") = static_cast<int>(Op::kPut);
   m.attr("GET") = static_cast<int>(Op::kGet);
   m.attr("CONTAINS") = static_cast<int>(Op::kContains);

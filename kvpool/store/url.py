@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from urllib.parse import unquote
 
+from kvpool import _native
 from kvpool.errors import ConfigError
 from kvpool.files import read_file
 from kvpool.store.tls import Tls
@@ -21,7 +22,7 @@ MANY_SERVERS = ("valkey+cluster", "valkey+sentinel")
 SERVER_SCHEMES = ("redis", "valkey", "valkey+unix", *TLS_SCHEMES, *MANY_SERVERS)
 SCHEMES = ("file", *SERVER_SCHEMES)
 AVAILABLE = "file:///dir, valkey://host:6379, valkeys://host:6379 or valkey+unix:///socket"
-MIN_CAPACITY_NBYTES = 1 << 20
+MIN_CAPACITY_NBYTES = _native.MIN_CAPACITY_NBYTES
 DEFAULT_FILE_CAPACITY = "10GiB"
 DEFAULT_THREADS = 2
 MAX_THREADS = 64

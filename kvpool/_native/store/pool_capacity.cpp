@@ -42,7 +42,7 @@ std::optional<std::uint64_t> read_capacity(const std::string& root) {
   std::uint64_t nbytes = 0;
   const auto [behind, error] = std::from_chars(text.data(), end, nbytes);
   if (error != std::errc{} || behind == end || *behind != '\n') return std::nullopt;
-  if (nbytes == 0 || nbytes >= kUnlimited) return std::nullopt;
+  if (nbytes < kLeastCapacity || nbytes >= kUnlimited) return std::nullopt;
   return nbytes;
 }
 

@@ -4,7 +4,7 @@
 //
 // Where none stands (a new pool, one of an older kvpool, which ignores the file), the first process writes its own,
 // or what the pool holds if that is more: one process's word evicts nothing of the others. Writers rename, readers take
-// what makes no sense for none.
+// what makes no sense for none, also one that no URL may say: in a pool of a byte nothing would be stored.
 #pragma once
 
 #include <sys/types.h>
@@ -18,6 +18,7 @@
 
 namespace kvpool {
 
+constexpr std::uint64_t kLeastCapacity = std::uint64_t{1} << 20;
 constexpr std::uint64_t kUnlimited = std::numeric_limits<std::int64_t>::max();
 
 // What stands in the pool; nothing if none.
