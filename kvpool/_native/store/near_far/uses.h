@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <ratio>
 #include <string_view>
 #include <vector>
 
@@ -65,7 +66,7 @@ class Uses {
     std::uint32_t due = 0;  // ticks
 
     bool is(std::uint64_t hash) const { return (mark & ~kWasFar) == mark_of(hash); }
-    // Times are compared around the wrap, after 49 days.
+    // Times are compared around the wrap: one is past for 3.4 years.
     std::int32_t left(std::uint32_t now) const { return static_cast<std::int32_t>(due - now); }
   };
 
@@ -73,9 +74,10 @@ class Uses {
   static std::uint32_t mark_of(std::uint64_t hash) {
     return (static_cast<std::uint32_t>(hash >> 32) | kUsed) & ~kWasFar;
   }
+  // Of a twentieth of a second: of a millisecond, one would be to come again after 25 days.
   static std::uint32_t ticks(Clock::time_point at) {
-    return static_cast<std::uint32_t>(
-        std::chrono::duration_cast<std::chrono::milliseconds>(at.time_since_epoch()).count());
+    using Tick = std::chrono::duration<std::int64_t, std::ratio<1, 20>>;
+    return static_cast<std::uint32_t>(std::chrono::duration_cast<Tick>(at.time_since_epoch()).count());
   }
   std::array<Place, 4>& set_of(std::uint64_t hash) { return sets_[hash % kSets]; }
   const std::array<Place, 4>& set_of(std::uint64_t hash) const { return sets_[hash % kSets]; }
