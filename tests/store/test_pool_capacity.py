@@ -93,8 +93,8 @@ def test_a_smaller_capacity_holds_at_the_next_opening(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [None, b"", b"0\n", b"1\n", b"1048575\n", b"-5\n", b"9223372036854775807\n", b"99999999999999999999\n", b"8MiB\n", b"8388608",
-                b"\xff\xfe\n", b"\0" * 5000],
+    "content", [None, b"", b"0\n", b"1\n", b"1048575\n", b"-5\n", b"9223372036854775807\n",
+                b"99999999999999999999\n", b"8MiB\n", b"8388608", b"\xff\xfe\n", b"\0" * 5000],
 )  # fmt: skip
 def test_a_pool_without_a_capacity_keeps_what_it_holds(root: Path, content: bytes | None) -> None:
     """As an older kvpool left it, or damaged."""

@@ -1,9 +1,9 @@
 """``bound``: a compiled chat template counts what it reads and makes in the thread's ``TextWork``, before it is made.
 
 A template is its model's, and trusted; the values in it are callers'. In a body of half a MiB one of them is repeated
-for each of 800 messages. Counted are output, concatenations (``~``, ``+``, ``*``), set blocks and macros, the filters
-and methods ``join`` and ``replace``, indented JSON, and each value read by name or key. Frequent kinds of
-values need no checks of Jinja's sandbox, which take 4 us each, of which a chat has a thousand.
+for each of 800 messages. Counted are output, concatenations (``~``, ``+``, ``*``), set blocks and macros, filters and
+methods that make more than they are given (``join``, ``replace``, ``center``, …), and each value read by name or key.
+Frequent kinds of values need no checks of Jinja's sandbox, which take 4 us each, of which a chat has a thousand.
 """
 
 from __future__ import annotations
@@ -26,25 +26,30 @@ from kvpool.index.place.tool_arguments import Arguments, dumping
 # What Jinja's sandbox lets any template read.
 _OF_MAPS = frozenset(dir(dict))
 _PADDING = ("center", "expandtabs", "ljust", "rjust", "zfill")
-_GROWING = ("join", "replace", *_PADDING)
+_GROWING = ("join", "replace", "translate", *_PADDING)
+_FORMATS = ("format", "format_map")
 _OF_TEXTS = frozenset(name for name in dir(str) if name[0] != "_" and not name.startswith("format"))
 _OF_JINJA = frozenset((LoopContext, Namespace))  # what is in a name without a leading "_"
 _PLAIN = frozenset((bool, dict, float, int, list, str, type(None)))  # as a value: no function
 _MAX_EXPONENT = 64
 _MAX_WIDTH = 1024
 _IS_WIDE = re.compile(r"%[^a-zA-Z%]*(\*|\d{4})")
+_IS_WIDE_FIELD = re.compile(r":[^{}]*(\{|\d{4})")
 
 
 def bound(compiled: Any, source: str) -> None:
     """``compiled``: from ``source``; compiled anew in its own environment, which counts."""
     environment = compiled.environment
-    environment.getattr, environment.getitem = _attributes(environment), _items(environment)
+    environment.getattr = _attributes(environment)
+    environment.getitem = _items(environment)
     environment.concat = _concat
     environment.joined = lambda values: _concat(map(str, values))
     filters = environment.filters
     filters["tojson"] = dumping(_writing(filters["tojson"]))
     filters["join"] = _joining(environment, filters["join"])
     filters["replace"] = _replacing(filters["replace"])
+    for name, check in _CHECKS.items():
+        filters[name] = _checked(filters[name], check)
     environment.intercepted_binops = frozenset(_OPERATORS)
     environment.call_binop = _operate
     environment.code_generator_class = _Generator
@@ -89,14 +94,61 @@ def _operate(_: Any, sign: str, left: Any, right: Any) -> Any:
     elif sign == "**":
         if isinstance(right, int) and right > _MAX_EXPONENT:
             raise TooMuchText(f"the chat template raises a number to the power of {right:.3g}")
-    elif isinstance(left, str) and _IS_WIDE.search(left):
-        raise TooMuchText("the chat template pads a text to a thousand characters")
+    elif isinstance(left, str):
+        _check_format(left, _IS_WIDE)
     return _OPERATORS[sign](left, right)
 
 
 _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "+": operator.add, "*": operator.mul, "**": operator.pow, "%": operator.mod,
 }  # fmt: skip
+
+
+def _check_format(text: str, wide: re.Pattern[str]) -> None:
+    if wide.search(text):
+        raise TooMuchText("the chat template pads a text to a thousand characters")
+
+
+def _check_width(width: int) -> None:
+    if width > _MAX_WIDTH:
+        raise TooMuchText(f"the chat template pads a text to more than {_MAX_WIDTH} characters")
+
+
+def _count_indent(text: Any, width: int | str = 4, *_: Any, **__: Any) -> None:
+    chars = len(width) if isinstance(width, str) else max(0, width)
+    _make(len(str(text)) + (str(text).count("\n") + 1) * chars)
+
+
+def _count_rows(_: Any, linecount: int, fill_with: Any = None) -> None:
+    if fill_with is not None:
+        _make(max(0, linecount))
+
+
+def _count_slices(_: Any, slices: int, fill_with: Any = None) -> None:
+    if (work := active.work) is not None:
+        work.step(max(0, slices))
+
+
+# Before a filter, with its arguments, by Jinja's names.
+_CHECKS: dict[str, Callable[..., None]] = {
+    "batch": _count_rows,
+    "center": lambda _, width=80: _check_width(width),
+    "format": lambda text, *_, **__: _check_format(str(text), _IS_WIDE),
+    "indent": _count_indent,
+    "slice": _count_slices,
+}
+
+
+def _checked(run: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
+    contexts = 1 if hasattr(run, "jinja_pass_arg") else 0  # which Jinja passes first
+
+    @wraps(run)
+    def checked(*args: Any, **options: Any) -> Any:
+        if active.work is not None:
+            check(*args[contexts:], **options)
+        return run(*args, **options)
+
+    return checked
 
 
 def _replaced_chars(text: str, old: str, new: str, count: int) -> int:
@@ -163,10 +215,12 @@ def _grown(text: str, name: str, *args: Any, **options: Any) -> Any:
         args = (list(args[0]),)
         if all(isinstance(one, str) for one in args[0]):
             _make(_joined_chars(text, args[0]))
+    elif name == "translate" and args and isinstance(args[0], dict):
+        lengths = [len(one) for one in args[0].values() if isinstance(one, str)]
+        _make(len(text) * max([1, *lengths]))
     elif name in _PADDING:
         widths = [one for one in (*args, *options.values()) if isinstance(one, int)]
-        if max(widths, default=0) > _MAX_WIDTH:
-            raise TooMuchText(f"the chat template pads a text to more than {_MAX_WIDTH} characters")
+        _check_width(max(widths, default=0))
         if name == "expandtabs":
             _make(len(text) + text.count("\t") * (widths or [8])[0])
     return getattr(text, name)(*args, **options)
@@ -184,6 +238,8 @@ def _attributes(environment: Any) -> Callable[[Any, str], Any]:
             return value[name] if name in value else environment.undefined(obj=value, name=name)
         if kind is str and name in _OF_TEXTS:
             return partial(_grown, value, name) if name in _GROWING else getattr(value, name)
+        if kind is str and name in _FORMATS and active.work is not None:
+            _check_format(value, _IS_WIDE_FIELD)
         if kind in _OF_JINJA and name[:1] != "_" and type(found := getattr(value, name, ...)) in _PLAIN:
             return found
         return checked(value, name)
@@ -193,7 +249,7 @@ def _attributes(environment: Any) -> Callable[[Any, str], Any]:
 
 def _items(environment: Any) -> Callable[[Any, Any], Any]:
     """``environment.getitem``: what ``message['role']`` is."""
-    checked = type(environment).getitem.__get__(environment)
+    checked, attribute = type(environment).getitem.__get__(environment), environment.getattr
 
     def item(value: Any, key: Any) -> Any:
         if (work := active.work) is not None:
@@ -201,6 +257,6 @@ def _items(environment: Any) -> Callable[[Any, Any], Any]:
         try:
             return value[key]
         except (TypeError, LookupError):
-            return checked(value, key)
+            return attribute(value, key) if type(value) is type(key) is str else checked(value, key)
 
     return item

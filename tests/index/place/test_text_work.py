@@ -92,8 +92,26 @@ MULTIPLIES = {
     "power": "{{ 10 ** eos | length }}",
     "padded": "{{ 'a'.center(2 * eos | length) | length }}",
     "formatted": "{{ '%*d' % (eos | length, 1) }}",
+    "formatted by a filter": "{{ '%*d' | format(eos | length, 1) }}",
+    "formatted by a method": "{{ '{:>{}}'.format(1, eos | length) }}",
+    "formatted by a name": "{{ '{:>{}}'['format'](1, eos | length) }}",
+    "formatted by a map": "{{ '{a:>1000000}'.format_map({'a': 1}) }}",
+    "centred": "{{ 'a' | center(2 * eos | length) | length }}",
+    "indented": "{{ lines | indent(eos | length) | length }}",
+    "indented by a text": "{% for m in messages %}{% set x = lines | indent(lines) %}{% endfor %}",
+    "rows": "{{ messages | batch(1000000000, 'x') | list | length }}",
+    "columns": "{{ messages | slice(1000000000) | list | length }}",
+    "translated": "{{ eos.translate({101: eos}) | length }}",
     "JSON": "{{ deep | tojson(indent=4) | length }}",
 }
+ALWAYS_TOO_MUCH = {"lists", "padded", "formatted", "rows", "columns"} | {
+    f"formatted by a {what}" for what in ("filter", "method", "map", "name")
+}
+FEW = """{{ '%5d' | format(1) }}{{ '{:>5}'.format(1) }}{{ '{a:>5}'.format_map({'a': 1}) }}{{ 'a' | center(5) }}
+{{ 'a\\nb' | indent }}{{ 'a\\nb' | indent('>', true) }}{{ messages | batch(2, 'x') | list }}
+{{ messages | slice(slices=2) | list }}
+{{ messages | batch(linecount=2) | list }}{{ 'b' | center(width=4) }}
+{{ 'abc'.translate({97: 'xy'}) }}{{ 'abc'['upper']() }}"""
 
 
 @pytest.mark.parametrize("name", MULTIPLIES)
@@ -106,25 +124,34 @@ def test_a_template_that_repeats_a_callers_value_ends_before_it_is_large(name: s
     with rendering(MULTIPLIES[name], TextWork(limits=limits)) as render:
         tracemalloc.start()
         try:
-            with pytest.raises(KVPoolError, match=r"chat template|no room"):
-                render(messages=messages, eos=LARGE, deep=deep)
+            with pytest.raises(KVPoolError, match=r"its template|chat template|no room"):
+                render(messages=messages, eos=LARGE, deep=deep, lines="\n" * 4000)
             assert tracemalloc.get_traced_memory()[1] < 32 * MIB
         finally:
             tracemalloc.stop()
     assert limits.used_nbytes == 0
 
 
-@pytest.mark.parametrize("name", sorted(MULTIPLIES.keys() - {"lists", "padded", "formatted"}))
+@pytest.mark.parametrize("name", sorted(MULTIPLIES.keys() - ALWAYS_TOO_MUCH))
 def test_what_is_counted_is_made_as_before(name: str) -> None:
+    check_as_before(MULTIPLIES[name])
+
+
+def test_a_few_are_made_as_before() -> None:
+    check_as_before(FEW)
+
+
+def check_as_before(source: str) -> None:
     from transformers.utils import chat_template_utils
 
     values = {
         "messages": [{"role": "user", "content": "xé"}] * 3,
         "eos": "ee",
         "deep": [1, {"a": [2, []]}, "b"],
+        "lines": "a\nb",
     }
-    plain: Any = chat_template_utils._cached_compile_jinja_template(MULTIPLIES[name])
-    with rendering(MULTIPLIES[name], TextWork()) as render:
+    plain: Any = chat_template_utils._cached_compile_jinja_template(source)
+    with rendering(source, TextWork()) as render:
         assert render(**values) == plain.render(**values)
 
 
