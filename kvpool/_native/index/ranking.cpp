@@ -200,7 +200,8 @@ Ranking::Pick Ranking::score(std::uint32_t part, std::uint32_t row, const Option
     const bool is_roomy =
         load != nullptr && load->capacity_tokens && beside + pick.fresh <= *load->capacity_tokens;
     if (const auto& home = options.session->home) {
-      pick.crowd = home->part == part && home->row == row ? 0 : 1;  // of equal ones it stays
+      const bool is_home = home->part == part && home->row == row;
+      pick.crowd = is_home ? 0 : 1 + (options.session->by_hash ? 0 : beside);  // of equal ones it stays
       pick.turn = rendezvous(options.session->seed, rank);
     } else if (options.session->stays) {
       pick.crowd = beside;

@@ -100,6 +100,22 @@ def test_of_workers_that_have_all_of_its_blocks_a_session_stays_at_its_own() -> 
     assert {number: first(router, f"s{number}", prompt(number)) for number in homes} == homes
 
 
+def test_a_session_that_leaves_its_home_goes_where_the_fewest_are() -> None:
+    """Of workers that cost the same; whichever its hash prefers."""
+    router, _ = a_router("a", "b", "c")
+    names = [f"s{number}" for number in range(9)]
+    homes = {name: first(router, name, prompt(number)) for number, name in enumerate(names)}
+    full, empty, left = "abc"
+    for number in range(20):
+        router._sessions.place(
+            Session("default", bytes([number])), *router._fleet.ranks_of(f"default/{full}"), 1, NO_BLOCKS, 99
+        )
+    busy = [Load(left, queued_tokens=100_000), Load(full, queued_tokens=0), Load(empty, queued_tokens=0)]
+    movers = [number for number, name in enumerate(names) if homes[name] == left]
+    assert len(movers) > 1
+    assert {first(router, names[number], prompt(number), loads=busy) for number in movers} == {empty}
+
+
 def test_a_session_begins_where_the_homes_leave_room() -> None:
     """A worker holds 100 blocks. 95 of them are homes', so 10 more displace 5: at half of 0.5 tokens each."""
     router, _ = a_router("a", "b", namespace=NAMESPACE)
