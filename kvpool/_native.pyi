@@ -419,7 +419,7 @@ class Ranking:
         keep_s: float,
         keep_failed_s: float,
         limit: int | None,
-        session: tuple[int, bool, bool, tuple[int, int, int, int] | None] | None = None,
+        session: tuple[int, bool, bool, tuple[int, int, int, int, int] | None] | None = None,
     ) -> None: ...
     def __len__(self) -> int: ...
     # Part and row of the first, what it costs to compute and to fetch there, and tokens that its device memory lacks.

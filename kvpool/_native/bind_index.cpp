@@ -204,7 +204,7 @@ nb::object py_known(const RankLoad& load, double now_s, double keep_s) {
 class PyRanking {
  public:
   using Numbers = std::tuple<double, double, double, double, double, double, double, bool, bool, bool, bool>;
-  using Home = std::tuple<std::uint32_t, std::uint32_t, std::uint64_t, std::uint64_t>;
+  using Home = std::tuple<std::uint32_t, std::uint32_t, std::uint64_t, std::uint64_t, std::uint64_t>;
   using Session = std::tuple<std::uint64_t, bool, bool, std::optional<Home>>;
 
   PyRanking(const nb::list& parts, const Numbers& costs, std::optional<std::uint64_t> prompt_tokens,
@@ -228,11 +228,11 @@ class PyRanking {
       const auto& [seed, stays, by_hash, home] = *session;
       options.session = Ranking::Session{seed, stays, by_hash, std::nullopt};
       if (home) {
-        const auto& [part, row, kept, kept_if_stale] = *home;
+        const auto& [part, row, kept, kept_if_stale, counted] = *home;
         if (part >= native.size() || row >= native[part].rows->size()) {
           throw std::invalid_argument("a home is one of the rows");
         }
-        options.session->home = Ranking::Session::Home{part, row, kept, kept_if_stale};
+        options.session->home = Ranking::Session::Home{part, row, kept, kept_if_stale, counted};
       }
     }
     ranking_ = std::make_unique<Ranking>(std::move(native), options);

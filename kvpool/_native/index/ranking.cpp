@@ -151,7 +151,7 @@ void Ranking::choose_home(Options& options) const {
       const std::uint64_t turn = rendezvous(options.session->seed, (*parts_[part].rows)[row]);
       if (least && turn >= *least) continue;
       least = turn;
-      options.session->home = Session::Home{part, row, tokens, tokens};
+      options.session->home = Session::Home{part, row, tokens, tokens, 0};
     }
   }
 }
@@ -200,8 +200,10 @@ Ranking::Pick Ranking::score(std::uint32_t part, std::uint32_t row, const Option
     const bool is_roomy =
         load != nullptr && load->capacity_tokens && beside + pick.fresh <= *load->capacity_tokens;
     if (const auto& home = options.session->home) {
+      // Among equal ones it stays where others take no more than elsewhere; of unknown tokens at home.
       const bool is_home = home->part == part && home->row == row;
-      pick.crowd = is_home ? 0 : 1 + (options.session->by_hash ? 0 : beside);  // of equal ones it stays
+      const std::uint64_t others = beside - (is_home ? std::min(beside, home->counted) : 0);
+      pick.crowd = 2 * (options.session->by_hash ? 0 : others) + (is_home ? 0 : 1);
       pick.turn = rendezvous(options.session->seed, rank);
     } else if (options.session->stays) {
       pick.crowd = beside;

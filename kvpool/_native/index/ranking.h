@@ -83,11 +83,12 @@ class Ranking {
   };
   // Of a request. `seed`: orders equal ranks, in all indexes alike. `stays`: its requests follow each other; else only
   // its name is shared. `by_hash`: nobody knows its tokens, and the home is the rank that the seed chooses. Of a home
-  // `kept`: tokens of the prompt that it holds, whatever its events told; `kept_if_stale`: unless they tell the truth.
+  // `kept`: tokens of the prompt that it holds, whatever its events told; `kept_if_stale`: unless they tell the truth;
+  // `counted`: tokens that the session counts there.
   struct Session {
     struct Home {
       std::uint32_t part, row;
-      std::uint64_t kept, kept_if_stale;
+      std::uint64_t kept, kept_if_stale, counted;
     };
     std::uint64_t seed;
     bool stays;

@@ -259,7 +259,7 @@ class Router:
         answers: Sequence[Answer],
         prompt_tokens: int | None,
         credit: Mapping[RankKey, int],
-    ) -> tuple[int, bool, bool, tuple[int, int, int, int] | None]:
+    ) -> tuple[int, bool, bool, tuple[int, int, int, int, int] | None]:
         """As ``_native.Ranking`` takes it."""
         home = self._sessions.home(session) if session.stays else None
         if session.stays and _are_unknown(answers) and (home is None or not home.hashes):
@@ -275,7 +275,7 @@ class Router:
                     kept = self._sessions.kept(home, rank.batches, answer.hashes, size, tokens)
                     # What is computed there now is credited to its reservation.
                     kept = kept if home.rank not in credit else (0, 0)
-                    return session.seed, True, False, (part, row, *kept)
+                    return session.seed, True, False, (part, row, *kept, home.counted)
         return session.seed, session.stays, False, None
 
     def _place(

@@ -103,12 +103,12 @@ def test_of_workers_that_have_all_of_its_blocks_a_session_stays_at_its_own() -> 
 def test_a_session_that_leaves_its_home_goes_where_the_fewest_are() -> None:
     """Of workers that cost the same; whichever its hash prefers."""
     router, _ = a_router("a", "b", "c")
-    names = [f"s{number}" for number in range(9)]
+    names = [f"s{number}" for number in range(40)]
     homes = {name: first(router, name, prompt(number)) for number, name in enumerate(names)}
     full, empty, left = "abc"
     for number in range(20):
         router._sessions.place(
-            Session("default", bytes([number])), *router._fleet.ranks_of(f"default/{full}"), 1, NO_BLOCKS, 99
+            Session("default", bytes([number])), *router._fleet.ranks_of(f"default/{full}"), 1, NO_BLOCKS, 99_999
         )
     busy = [Load(left, queued_tokens=100_000), Load(full, queued_tokens=0), Load(empty, queued_tokens=0)]
     movers = [number for number, name in enumerate(names) if homes[name] == left]
