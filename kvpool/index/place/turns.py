@@ -1,7 +1,8 @@
 """``Turns``: long texts are made into tokens in turns, a piece at a time, so that none holds up the others.
 
-One is at work. The tenant that has had the fewest characters goes first; of its texts the one with the fewest left.
-So a short one waits for a piece of a huge one, not for all of it.
+One is at work. The tenant that has had the fewest characters goes first; of its texts the one with the fewest left,
+less what the tenant has had since it came. So a short one waits for a piece of a huge one, not for all of it, and a
+huge one for about its own length of others.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Turns:
 
     def _join(self, turn: Turn) -> None:
         with self._lock:
-            self._had.setdefault(turn.tenant, min(self._had.values(), default=0))
+            turn.came_at = self._had.setdefault(turn.tenant, min(self._had.values(), default=0))
             self._line.append(turn)
             try:
                 self._wait(turn)
@@ -73,7 +74,11 @@ class Turns:
             raise LongText("others are waited for whose tokens come sooner")
 
     def _first(self) -> Turn:
-        return min(self._line, key=lambda one: (self._had[one.tenant] // UNIT_CHARS, one.left))
+        def due(one: Turn) -> tuple[int, int]:
+            had = self._had[one.tenant]
+            return had // UNIT_CHARS, one.left - (had - one.came_at)
+
+        return min(self._line, key=due)
 
     def _end(self, turn: Turn) -> None:
         self._line.remove(turn)
@@ -97,7 +102,8 @@ class Turn:
     def __init__(self, turns: Turns, tenant: str, left: int = 0) -> None:
         """``left``: characters, as far as they are known."""
         self._turns, self.tenant = turns, tenant
-        self.left = left  # characters; ``Turns`` guards both
+        self.left = left  # characters; ``Turns`` guards all three
+        self.came_at = 0  # that the tenant had
         self.is_given_up = False
         self.woken = threading.Condition(turns._lock)
 

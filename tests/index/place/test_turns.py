@@ -60,6 +60,16 @@ def test_of_a_tenants_texts_the_one_with_the_fewest_characters_left_goes_first(t
     assert texts.go() == "bbaaa" + "h" * 9
 
 
+def test_a_long_text_waits_for_about_its_own_length_of_shorter_ones(texts: Texts) -> None:
+    with Turn(texts.turns, "t") as first:
+        texts.add("h", 9)
+        first.go_on(0, 8 * UNIT_CHARS)
+        texts.add("a", 1)
+        first.go_on(0, 2 * UNIT_CHARS)
+        texts.add("b", 1)
+    assert texts.go() == "h" * 9 + "ab"
+
+
 def test_tenants_share_the_time_however_many_and_long_their_texts_are(texts: Texts) -> None:
     for name, pieces, tenant in (("a", 2, "t"), ("b", 2, "t"), ("c", 2, "t"), ("u", 6, "u")):
         texts.add(name, pieces, tenant)
