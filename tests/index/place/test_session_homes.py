@@ -106,10 +106,9 @@ def test_a_session_that_leaves_its_home_goes_where_the_fewest_are() -> None:
     names = [f"s{number}" for number in range(40)]
     homes = {name: first(router, name, prompt(number)) for number, name in enumerate(names)}
     full, empty, left = "abc"
+    at_full = router._fleet.ranks_of(f"default/{full}")
     for number in range(20):
-        router._sessions.place(
-            Session("default", bytes([number])), *router._fleet.ranks_of(f"default/{full}"), 1, NO_BLOCKS, 99_999
-        )
+        router._sessions.place(Session("default", bytes([number])), *at_full, 1, NO_BLOCKS, 99_999)
     busy = [Load(left, queued_tokens=100_000), Load(full, queued_tokens=0), Load(empty, queued_tokens=0)]
     movers = [number for number, name in enumerate(names) if homes[name] == left]
     assert len(movers) > 1
