@@ -255,7 +255,7 @@ TEST(a_put_over_something_strange_works_or_says_why) {
   fs::remove(path_of(root, 1));
   fs::create_directories(path_of(root, 1) / "inside");
   std::string error;
-  CHECK(put(*engine, 1, 100, &error) == Status::kFault);
+  CHECK(put(*engine, 1, 100, &error) == Status::kRefused);
   CHECK(error == "put " + path_of(root, 1).string() + ": Is a directory");
   CHECK(get(*engine, 1, 100) == Status::kMiss);
   CHECK(fs::exists(path_of(root, 1) / "inside"));
