@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 PROMPT, OTHER = prompt(90, 1500), prompt(91, 1500)
 WHOLE = (len(PROMPT) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 BLOCKS = len(PROMPT) // BLOCK_TOKENS
-DECODED_TOKENS = 200  # of the request that is computed meanwhile
+DECODED_TOKENS = 600  # of the request that is computed meanwhile, on a busy machine, too
 
 
 def test_a_near_pool_serves_its_host_and_the_far_one_the_fleet(llama: Path, tmp_path: Path) -> None:
