@@ -37,9 +37,7 @@ TAG_NBYTES = 16
 DIGEST_TIMEOUT_S = 10.0
 RETRY_S = 30.0  # pause before unreadable files are tried again
 MAX_READERS = 16  # adapters that are looked at, at once
-MAX_WAITING = (
-    1024  # checks of one adapter; of all ``MAX_READERS`` times as many. Beyond it requests skip the pool
-)
+MAX_WAITING = 1024  # checks of one adapter; of all adapters ``MAX_READERS`` times as many. More skip the pool
 MAX_ADAPTERS = 4096
 MAX_ENTRIES = 4096  # of one adapter's folder
 _OF_ADAPTERS = (*ADAPTER_PATTERNS_OF_VLLM, ".json")
@@ -120,14 +118,14 @@ class Adapters:
 
     def _start(self) -> None:
         try:
-            start_thread(threading.Thread(target=self._read, name="kvpool-adapters", daemon=True))
+            start_thread(
+                threading.Thread(
+                    target=self._answer, args=(self._looked,), name="kvpool-adapters", daemon=True
+                )
+            )
         except NoThread as error:  # never reaches the engine
             logger.warning("kvpool: adapters go without the pool: %s", error)
-            key: _Key | None = None
-            while (found := self._next(key)) is not None:
-                key, checks = found
-                for check in checks:
-                    check.tag, check.cause, check.done = None, "unreadable", True
+            self._answer(lambda _: (None, "unreadable"))
 
     def other_files(self, name: str, path: str) -> None:
         """A worker has loaded an adapter of other files than its digest is of."""
@@ -164,12 +162,13 @@ class Adapters:
             self._waits -= len(checks)
             return key, checks
 
-    def _read(self) -> None:
+    def _answer(self, look: Callable[[_Key], tuple[_Files | None, str]]) -> None:
+        """All that waits, as a reader."""
         key: _Key | None = None
         while (found := self._next(key)) is not None:
             key, checks = found
             try:
-                known, cause = self._looked(key)
+                known, cause = look(key)
             except Exception as error:  # never reaches the engine
                 logger.warning("kvpool: adapter %s: %s: %s", key[0], type(error).__name__, error)
                 known, cause = None, "unreadable"

@@ -8,8 +8,8 @@ import threading
 import time
 import warnings
 from array import array
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import pytest
@@ -230,11 +230,11 @@ async def test_a_long_text_that_is_late_is_made_for_the_next_request() -> None:
         await until(lambda: tokenizer.made >= len(LONG))  # a check makes it, too
 
 
-@pytest.mark.anyio
-async def test_a_huge_text_that_is_late_leaves_its_place_to_others_and_what_was_made_of_it_stays(
+@contextmanager
+def held_pieces(
     loaded: Tokenizer,
-) -> None:
-    """Nobody has to wait until the whole of it is made."""
+) -> Iterator[tuple[Tokenizers, list[str], threading.Event, threading.Event]]:
+    """With the pieces of long texts as they are made, whether one has begun, and what lets them go on."""
     pieces: list[str] = []
     begun, goes_on = threading.Event(), threading.Event()
     plain = loaded._cache._encode
@@ -248,9 +248,22 @@ async def test_a_huge_text_that_is_late_leaves_its_place_to_others_and_what_was_
 
     loaded._cache._encode = encode
     tokenizers = Tokenizers({"m": loaded})
+    try:
+        yield tokenizers, pieces, begun, goes_on
+    finally:
+        goes_on.set()
+        tokenizers.close()
+        loaded._cache._encode = plain
+
+
+@pytest.mark.anyio
+async def test_a_huge_text_that_is_late_leaves_its_place_to_others_and_what_was_made_of_it_stays(
+    loaded: Tokenizer,
+) -> None:
+    """Nobody has to wait until the whole of it is made."""
     huge = " ".join(f"huge {'abcdefghij'[one % 10]}" * (one % 7) for one in range(100_000))
     honest = " ".join(f"honest {'abcdefghij'[one % 10]}" for one in range(12_000))
-    try:
+    with held_pieces(loaded) as (tokenizers, pieces, begun, goes_on):
         enemy = asyncio.ensure_future(tokenizers.placed(Prompt("m", text=huge), "m", 0))
         await until(begun.is_set)
         waits = asyncio.ensure_future(tokenizers.placed(Prompt("m", text=honest), "m", 0))
@@ -265,28 +278,11 @@ async def test_a_huge_text_that_is_late_leaves_its_place_to_others_and_what_was_
         await tokenizers.placed(Prompt("m", text=huge[:400_000]), "m", 0)
         assert pieces
         assert not set(of_huge) & set(pieces), "known"
-    finally:
-        goes_on.set()
-        tokenizers.close()
-        loaded._cache._encode = plain
 
 
 @pytest.mark.anyio
 async def test_a_huge_text_that_is_waited_for_lets_a_shorter_one_go_first(loaded: Tokenizer) -> None:
-    begun, goes_on = threading.Event(), threading.Event()
-    pieces: list[str] = []
-    plain = loaded._cache._encode
-
-    def encode(text: str) -> list[int]:
-        if threading.current_thread().name.startswith("kvpool-long"):
-            pieces.append(text[:4])
-            begun.set()
-            assert goes_on.wait(WAIT_S)
-        return plain(text)
-
-    loaded._cache._encode = encode
-    tokenizers = Tokenizers({"m": loaded})
-    try:
+    with held_pieces(loaded) as (tokenizers, pieces, begun, goes_on):
         huge = "".join(f" vast {'abcdefghij'[one % 10]}" * (one % 7) for one in range(50_000))
         both = [asyncio.ensure_future(tokenizers.in_tokens(Prompt("m", text=huge), "m"))]
         await until(begun.is_set)
@@ -295,12 +291,9 @@ async def test_a_huge_text_that_is_waited_for_lets_a_shorter_one_go_first(loaded
         await until(lambda: len(tokenizers._turns) == 2)
         goes_on.set()
         await asyncio.gather(*both)
-        last = len(pieces) - pieces[::-1].index(" som")
-        assert pieces[:last].count(" vas") <= 2, "what was at work, and one that is as long as a piece"
-    finally:
-        goes_on.set()
-        tokenizers.close()
-        loaded._cache._encode = plain
+        starts = [one[:4] for one in pieces]
+        last = len(starts) - starts[::-1].index(" som")
+        assert starts[:last].count(" vas") <= 2, "what was at work, and one that is as long as a piece"
 
 
 @pytest.mark.parametrize(("max_memory_nbytes", "promptless"), [(64 << 20, "busy"), (None, "too-large")])
