@@ -199,14 +199,12 @@ Ranking::Pick Ranking::score(std::uint32_t part, std::uint32_t row, const Option
     const std::uint64_t beside = load != nullptr ? filled(*load, options) : 0;
     const bool is_roomy =
         load != nullptr && load->capacity_tokens && beside + pick.fresh <= *load->capacity_tokens;
-    if (const auto& home = options.session->home) {
-      // Among equal ones it stays where others take no more than elsewhere; of unknown tokens at home.
-      const bool is_home = home->part == part && home->row == row;
+    if (options.session->stays) {
+      // Among equal ones it goes where others take least, and stays if that is its home; of unknown tokens at home.
+      const auto& home = options.session->home;
+      const bool is_home = home && home->part == part && home->row == row;
       const std::uint64_t others = beside - (is_home ? std::min(beside, home->counted) : 0);
       pick.crowd = 2 * (options.session->by_hash ? 0 : others) + (is_home ? 0 : 1);
-      pick.turn = rendezvous(options.session->seed, rank);
-    } else if (options.session->stays) {
-      pick.crowd = beside;
       pick.turn = rendezvous(options.session->seed, rank);
     } else if (is_roomy) {
       pick.turn = rendezvous(options.session->seed, rank);

@@ -114,7 +114,7 @@ class Ranking {
     std::uint64_t prefill = 0, fetch = 0, queue = 0, move = 0, reserved = 0;
     std::uint64_t work = 0;    // prefill and fetch, in tokens that this rank computes
     std::uint64_t fresh = 0;   // tokens of the prompt that are not in its device memory
-    std::uint64_t crowd = 0;   // tokens of sessions beside one that begins
+    std::uint64_t crowd = 0;   // of equal costs the least first: score()
     std::uint64_t turn = 0;    // orders equal picks
     std::optional<Load> load;  // nothing: unknown
     std::uint64_t cost() const { return prefill + fetch + queue + move; }

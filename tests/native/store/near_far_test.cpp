@@ -44,6 +44,15 @@ struct Pools {
     return std::make_shared<IoExecutor>(
         std::make_unique<FileBackend>((root / name).string(), nbytes, Patience(60s)), 2);
   }
+  // `near` or `far` anew, with a backend of the test's own.
+  template <class Own>
+  Own& replace(std::shared_ptr<IoExecutor>& pool, unsigned threads = 1) {
+    auto backend = std::make_unique<Own>();
+    Own& own = *backend;
+    pool = std::make_shared<IoExecutor>(std::move(backend), threads);
+    both = std::make_unique<IoExecutor>(std::make_unique<NearFarBackend>(near, far, true), 1);
+    return own;
+  }
 
   Directory root;  // goes last
   std::shared_ptr<IoExecutor> near, far;
@@ -228,10 +237,7 @@ struct HeldGets : Backend {
 
 TEST(near_far_who_joins_a_copy_that_all_others_gave_up_gets_it) {
   Pools pools;
-  auto backend = std::make_unique<HeldGets>();
-  HeldGets& far = *backend;
-  pools.far = std::make_shared<IoExecutor>(std::move(backend), 1);
-  pools.both = std::make_unique<IoExecutor>(std::make_unique<NearFarBackend>(pools.near, pools.far, true), 1);
+  HeldGets& far = pools.replace<HeldGets>(pools.far);
   const auto first = prefetch(*pools.both, 1);
   CHECK(eventually([&] { return far.gets == 1; }));
   first->cancel();
@@ -348,12 +354,7 @@ struct FarShards : Backend {
 };
 
 struct BeforeShards : Pools {
-  BeforeShards() {
-    auto backend = std::make_unique<FarShards>();
-    shards = backend.get();
-    far = std::make_shared<IoExecutor>(std::move(backend), 2);
-    both = std::make_unique<IoExecutor>(std::make_unique<NearFarBackend>(near, far, true), 1);
-  }
+  BeforeShards() { shards = &replace<FarShards>(far, 2); }
   void put(unsigned first, unsigned count) const {
     std::vector<unsigned> numbers;
     std::vector<Bytes> values;
@@ -375,10 +376,7 @@ struct BeforeShards : Pools {
 
 TEST(near_far_a_fault_of_near_is_passed_over_and_counted_as_nears) {
   Pools pools;
-  auto backend = std::make_unique<FarShards>();
-  for (auto& way : backend->ways) way = FarShards::Way::kDead;
-  pools.near = std::make_shared<IoExecutor>(std::move(backend), 1);
-  pools.both = std::make_unique<IoExecutor>(std::make_unique<NearFarBackend>(pools.near, pools.far, true), 1);
+  for (auto& way : pools.replace<FarShards>(pools.near).ways) way = FarShards::Way::kDead;
   CHECK(run_one(*pools.far, Op::kPut, 1, value_of(1)) == Status::kOk);
   std::vector<Bytes> read{Bytes(kNbytes)};
   CHECK(run(*pools.both, Op::kGet, {1}, read)[0] == Status::kOk && read[0] == value_of(1));
@@ -484,10 +482,7 @@ TEST(near_far_a_value_that_far_refused_is_not_asked_for_at_each_use) {
 
 TEST(near_far_a_question_ends_in_its_own_time_beside_those_that_wait_longer) {
   BeforeShards pools;
-  auto backend = std::make_unique<FarShards>();
-  FarShards& near = *backend;
-  pools.near = std::make_shared<IoExecutor>(std::move(backend), 1);
-  pools.both = std::make_unique<IoExecutor>(std::make_unique<NearFarBackend>(pools.near, pools.far, true), 1);
+  FarShards& near = pools.replace<FarShards>(pools.near);
   for (FarShards* both : {&near, pools.shards}) {
     for (auto& way : both->ways) way = FarShards::Way::kSilent;
   }

@@ -215,7 +215,7 @@ void Behind::write_ended(Task& task, const Batch& batch) {
   Copy copy = std::move(*task.copy);
   const bool deleted = task.deleted;
   end(task);
-  if (is_fault(status) && status != Status::kRefused) {
+  if (is_broken(status)) {
     if (deleted) return;
     backend_.add(Count::kFarFaults);
     shard.failed(now);
@@ -274,7 +274,7 @@ void Behind::ask(Shard& shard, Clock::time_point now) {
 void Behind::ask_ended(Task& task, const Batch& batch) {
   Shard& shard = *task.shard;
   --shard.asking;
-  if (const Status status = batch.results()[0]; is_fault(status) && status != Status::kRefused) {
+  if (is_broken(batch.results()[0])) {
     shard.failed(Clock::now());
   } else {
     shard.answered();
@@ -354,7 +354,7 @@ void Behind::tell_ended(Task& task, const Batch& batch) {
   for (std::size_t i = 0; i < task.uses.size(); ++i) {
     Use& use = task.uses[i];
     const Status status = batch.results()[i];
-    answered = answered || !is_fault(status) || status == Status::kRefused;
+    answered = answered || !is_broken(status);
     if (is_fault(status)) {
       lose(use);
       continue;

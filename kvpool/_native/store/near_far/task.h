@@ -66,9 +66,10 @@ struct Task {
 };
 
 inline bool is_found(Status status) { return status == Status::kOk || status == Status::kPresent; }
-inline bool is_fault(Status status) {
-  return status == Status::kFault || status == Status::kRefused || status == Status::kTimedOut ||
-         status == Status::kCancelled;
+// A fault that is not the key's own: others may meet it, too.
+inline bool is_broken(Status status) {
+  return status == Status::kFault || status == Status::kTimedOut || status == Status::kCancelled;
 }
+inline bool is_fault(Status status) { return is_broken(status) || status == Status::kRefused; }
 
 }  // namespace kvpool
