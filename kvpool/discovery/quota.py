@@ -1,8 +1,8 @@
 """``Standing``: the bytes of records that a tenant may hold in a pool, its quota, and those that it holds.
 
 Both are documents of the pool: an operator writes the quota (``kvpool quota``), an index what it has counted. Their
-keys belong to no tenant, so that a server's access rules let its user read them and not write. A quota that was taken
-back is written as none: one that is not there was lost, and an index that has read it writes it again.
+keys belong to no tenant, so that a server's access rules let a tenant's user read them and not write. Removing a quota
+writes none. A missing document means loss; an index that has read it writes it again.
 """
 
 from __future__ import annotations

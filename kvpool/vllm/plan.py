@@ -26,7 +26,7 @@ class Group:
     ``parts``: that a rank makes of its heads in each record, one key each (``kvpool.vllm.parts``).
     ``reads_ahead``: drafts' layers compute a token with the next one, which a block's hash does not cover. So a block
     is stored, and a hit ends in front of it, when the token behind it is known. ``scratch``: its blocks are one
-    request's alone: a ring, or a window that the engine fills again behind each hit. The pool has none of them.
+    request's alone: a ring, or a window that the engine fills again behind each hit. Never stored.
     """
 
     block_tokens: int

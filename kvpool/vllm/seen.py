@@ -1,8 +1,8 @@
 """``SeenRecords``: what this engine knows of records that the pool lacks.
 
-Of a record it knows whether a request had it before, and when the pool last did: a lookup found it, or this engine
-stored it. Each hash has one slot, which the newest record takes; a forgotten one is new again. What others stored, and
-lost before this engine looked, is new, too.
+It knows whether an earlier request had a record, and when the pool last had it: a lookup found it, or this engine
+stored it. Each hash has one slot, which the newest record takes. Records that this engine never saw, or forgot, count
+as new.
 
 Threads: the engine's scheduler thread only.
 """

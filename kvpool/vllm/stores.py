@@ -1,7 +1,7 @@
 """``StorePlanner``: chooses records for the pool, and when to offer them to the queue (``store_queue``).
 
-Candidates are records that a request computed, or held although its lookup missed them. The request and the
-settings (prompts only, number of requests) must allow it, and its hash must be that of its tokens (``proofs``).
+Candidates: records that a request computed, and records it holds that the pool lacks. The request and the settings
+(prompts only, number of requests) must allow it, and the record's hash must be that of its tokens (``proofs``).
 A record is offered at once; with ``write_back``, when its blocks are next to be evicted.
 
 Over 400 lines because every reason to store a record, or not, stands together.

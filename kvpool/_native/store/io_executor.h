@@ -78,8 +78,8 @@ enum class Status : std::uint8_t {
 };
 inline constexpr std::size_t kStatusCount = 9;
 
-// Whose a kFault is: of a connection that ended or of time, so nobody knows; or of the part of the store that the key
-// lives in, whatever the key.
+// The cause of a kFault. kStore: the part of the store that has the key fails, for every key. kUnknown: a connection
+// ended or time ran out, which may be this key's fault.
 enum class Blame : std::uint8_t { kUnknown, kStore };
 
 // What a store learned of a present value, for who copies it on. The checksum is the record's own: a copy that is put

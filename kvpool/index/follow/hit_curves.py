@@ -1,8 +1,8 @@
 """``HitCurves``: the hit rates of pools of any size, from what a pool's engines sampled of their requests.
 
-One curve counts all engines as one stream of requests, one each those of a tenant. A request waits for ``HOLD_S``,
-until all engines have written theirs of that time; then they are in order. A curve lives twice as long as ``LIFE_S``:
-shown is the older of two, which has ``LIFE_S`` behind it once the index has run for so long. It begins without blocks.
+One curve counts all engines as one stream of requests; each tenant has a curve of its own. A request waits for
+``HOLD_S``, until all engines have written theirs of that time; then they are in order. A curve begins without blocks
+and lives for twice ``LIFE_S``. Two overlap; the older is shown, so at least ``LIFE_S`` of history counts.
 
 Bounds: ``MAX_TENANTS`` curves beside that of all, two lives each of ``reuse.MOST_BLOCKS`` blocks (13 MB); of a tenant
 ``MAX_ENGINES`` documents a round; of a curve ``BLOCKS_PER_S`` sampled uses a second, about 5 us each in a life: a

@@ -259,7 +259,7 @@ class Placer:
             except NoTokens as error:
                 detail = f"{ranked.detail}; {error}" if ranked.detail else str(error)
                 ranked = ranked._replace(promptless=error.reason, detail=detail)
-                if ranked.has_own:  # up to where they differ they find what is there
+                if ranked.has_own:  # tokens that differ still match up to the first difference
                     ranked = await self._read(path, body, tenant, workers, session_id, ends_s, trusts=True)
         if ranked.request.prompt is not None:
             model = self._tokenizers.model_of(ranked.request.prompt, self.names)
@@ -422,8 +422,9 @@ class Placer:
     async def _in_thread(
         self, work: Callable[[bool], _Ranked], tenant: str, line: str, ends_s: float
     ) -> _Ranked | None:
-        """``work``, not at once; not begun when nobody waits for it. None: too late; a reservation after that, or after
-        a cancellation, is released.
+        """The result of ``work`` on a thread; None: ``ends_s`` came first.
+
+        After that, or after a cancellation, ``work`` does not begin; if it had, its reservation is released.
         """
         is_over = False
 

@@ -34,9 +34,9 @@ HASH_NBYTES = 8
 
 
 class Session(NamedTuple):
-    """Of one model: an agent may ask several by one name, and each has prompts of its own.
+    """A session's name with its model: one name for two models is two sessions, since their prompts differ.
 
-    ``stays``: its requests follow each other; False: only its name is shared, as by all users of an application.
+    ``stays``: its requests follow each other. False: they share only a name, as all users of an application do.
     """
 
     tenant: str
@@ -59,9 +59,9 @@ class Session(NamedTuple):
 
 
 class Home(NamedTuple):
-    """``batches``: that the rank had told before. ``counted``: tokens that the session counts there. ``hashes``: of
-    ``blocks`` blocks, the last and those before it by powers of two; empty: nobody knew its tokens. ``model``: the
-    rank's.
+    """``batches``: events of the rank before the placement. ``counted``: tokens that the session counts there.
+    ``hashes``: of ``blocks`` blocks, the last one's and those at distances of 1, 2, 4, ... before it; empty: its tokens
+    were unknown. ``model``: the rank's.
     """
 
     rank: RankKey
