@@ -148,7 +148,7 @@ test-parts: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(TEST_NEEDS)
 
 test-benchmarks: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(VENV)/.stamp-bare $(SERVERS)/.stamp $(ENVOY)/.stamp $(FRONT_PEERS)
 	$(RUN_PYTEST) $(BY_FILE) 3 -m "not e2e and not soak" --durations=5 \
-	  $(or $(PYTEST),tests/benchmarks tests/docs/test_peers.py)
+	  $(or $(PYTEST),tests/benchmarks tests/examples/test_peers.py)
 
 # One process: Playwright's calls must come from one thread, and the tests share a fleet.
 test-pages: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(SERVERS)/.stamp $(PAGES)/.stamp docs

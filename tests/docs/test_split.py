@@ -1,5 +1,5 @@
-"""The recipes of ``docs/how-to/routing.md`` for engines that split the work, run by a real Envoy with an index, and by
-``kvpool router``, with scripted workers."""
+"""The recipes of ``docs/how-to/prefill-decode.md``, run by a real Envoy with an index, and by ``kvpool router``, with
+scripted workers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.fleets import Served, say, serving
 from tests.support.fronts import followed
 from tests.support.http_client import TEXT, post
 from tests.support.openai_worker import ScriptedWorker, scripted
-from tests.support.recipes import SPLIT_HEADING, SPLIT_PAGE, put_in, recipe, split_chat, split_front, started
+from tests.support.recipes import SPLIT_PAGE, put_in, recipe, split_chat, split_front, started
 from tests.support.wire import batch, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
@@ -129,7 +129,9 @@ def test_two_routers_serve_a_group_each(tmp_path: Path) -> None:
                     store, one.worker(publishers=(publisher,), incarnation="one", namespace="ab" * 16), 10
                 )
             )
-        for line, one in zip(recipe(SPLIT_PAGE, SPLIT_HEADING, "sh", 1).splitlines(), workers, strict=True):
+        for line, one in zip(
+            recipe(SPLIT_PAGE, "## Behind kvpool router", "sh").splitlines(), workers, strict=True
+        ):
             (port,) = free_ports(1)
             listen = "0.0.0.0:8081" if one.name == "p" else "0.0.0.0:8080"
             network = "10.0.0.0/24" if one.name == "p" else "10.0.1.0/24"

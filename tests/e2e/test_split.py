@@ -1,6 +1,6 @@
 """Two engines that split the work: one computes prompts and stores them, the other loads them and generates.
 
-They are OpenAI-compatible servers behind Envoy with an index, by the recipe of ``docs/how-to/routing.md``.
+They are OpenAI-compatible servers behind Envoy with an index, by the recipe of ``docs/how-to/prefill-decode.md``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Recipes of ``docs/``: their code blocks, the programs they start, and the Envoy in front of prefill and decode."""
+"""Recipes of ``docs/`` and ``examples/routers``: their text, the programs they start, and the Envoy in front of prefill
+and decode."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from tests.support import envoy
 from tests.support.deadlines import answers, eventually
 
 DOCS = Path(__file__).parents[2] / "docs"
+ROUTERS = DOCS.parent / "examples" / "routers"
 
 
 def recipe(page: str, heading: str, language: str, number: int = 0) -> str:
@@ -53,7 +55,7 @@ def started(command: Sequence[str], log: Path, ready: str) -> Iterator[subproces
             process.wait(60)
 
 
-SPLIT_PAGE, SPLIT_HEADING = "how-to/routing.md", "## Prefill and decode apart"
+SPLIT_PAGE = "how-to/prefill-decode.md"
 
 
 def split_front(prefill: Sequence[str], decode: Sequence[str], picker: str, listen: int, admin: int) -> str:
@@ -62,7 +64,7 @@ def split_front(prefill: Sequence[str], decode: Sequence[str], picker: str, list
         "10.0.0.1:8000,10.0.0.2:8000": ",".join(prefill),
         "10.0.1.1:8000,10.0.1.2:8000": ",".join(decode),
     }
-    said = yaml.safe_load(put_in(recipe(SPLIT_PAGE, SPLIT_HEADING, "yaml"), groups))
+    said = yaml.safe_load(put_in(recipe(SPLIT_PAGE, "## Behind Envoy", "yaml"), groups))
 
     def clusters(workers: Sequence[str]) -> Any:
         return yaml.safe_load(envoy.configured(workers, [picker], listen=listen, admin=admin, duplex=False))
@@ -90,5 +92,6 @@ def split_front(prefill: Sequence[str], decode: Sequence[str], picker: str, list
 def split_chat() -> Callable[..., Any]:
     """The page's function of that name: it sends a chat to both groups."""
     names: dict[str, Any] = {}
-    exec(compile(recipe(SPLIT_PAGE, SPLIT_HEADING, "python"), SPLIT_PAGE, "exec"), names)
+    text = recipe(SPLIT_PAGE, "## Send each request twice", "python")
+    exec(compile(text, SPLIT_PAGE, "exec"), names)
     return names["chat"]  # type: ignore[no-any-return]

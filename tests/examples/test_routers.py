@@ -1,4 +1,4 @@
-"""The recipes of ``docs/how-to/routing.md`` for NGINX and Envoy, run by these in front of scripted workers."""
+"""``examples/routers`` for NGINX and Envoy, run by these in front of scripted workers."""
 
 from __future__ import annotations
 
@@ -25,17 +25,16 @@ from tests.support.fronts import followed
 from tests.support.http_client import TEXT, get, post
 from tests.support.index_process import running
 from tests.support.openai_worker import ScriptedWorker, scripted
-from tests.support.recipes import put_in, recipe, started
+from tests.support.recipes import ROUTERS, put_in, started
 from tests.support.servers import find
 from tests.support.wire import batch, stored
 
-PAGE = "how-to/routing.md"
 ASKED = {"model": "m", "prompt": TEXT}
 WORKERS = ("10.0.0.1:8000", "10.0.0.2:8000")
 
 
 def nginx_config() -> str:
-    return recipe(PAGE, "## NGINX", "nginx")
+    return (ROUTERS / "nginx.conf").read_text()
 
 
 @contextmanager
@@ -61,7 +60,7 @@ def nginx(folder: Path, config: str, places: dict[str, str]) -> Iterator[str]:
 
 @contextmanager
 def envoy_without_index(folder: Path, workers: list[ScriptedWorker]) -> Iterator[str]:
-    said = yaml.safe_load(recipe(PAGE, "## Envoy without an index", "yaml"))
+    said = yaml.safe_load((ROUTERS / "envoy-without-index.yaml").read_text())
     config = yaml.safe_load(envoy.CONFIG.read_text())
     resources = config["static_resources"]
     manager = resources["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
@@ -166,7 +165,7 @@ def test_a_prompt_of_a_mebibyte_and_paths_of_engines(front: str) -> None:
 
 @pytest.mark.usefixtures("grpc_started")
 def test_nginx_before_routers_places_by_prefix(tmp_path: Path, workers: list[ScriptedWorker]) -> None:
-    upstream = recipe(PAGE, "## NGINX", "nginx", 1)
+    upstream = (ROUTERS / "nginx-before-routers.conf").read_text()
     config, count = re.subn(
         r"  upstream workers \{\n.*?\n  \}\n", lambda _: upstream, nginx_config(), flags=re.DOTALL
     )
@@ -188,8 +187,7 @@ def test_nginx_before_routers_places_by_prefix(tmp_path: Path, workers: list[Scr
 
 
 def test_llm_ds_envoy_takes_the_index_as_its_picker(tmp_path: Path, workers: list[ScriptedWorker]) -> None:
-    heading = "## llm-d's router"
-    words = shlex.split(recipe(PAGE, heading, "sh"))
+    words = shlex.split((ROUTERS / "llm-d-index.sh").read_text(), comments=True)
     place = [word for at, word in enumerate(words) if "--place" in word or "--place" in words[at - 1]]
     assert place == ["--place-timeout", "1", "--place-endpoints", "1"]
     with ExitStack() as parts:
@@ -204,7 +202,7 @@ def test_llm_ds_envoy_takes_the_index_as_its_picker(tmp_path: Path, workers: lis
             envoy.configured([workers[0].at], picker, listen=listen, admin=admin, duplex=True)
         )
         clusters = config["static_resources"]["clusters"]
-        clusters[:] = [yaml.safe_load(recipe(PAGE, heading, "yaml")), *clusters[1:]]
+        clusters[:] = [yaml.safe_load((ROUTERS / "llm-d-cluster.yaml").read_text()), *clusters[1:]]
         front = parts.enter_context(
             envoy.started(tmp_path, yaml.safe_dump(config), listen=listen, admin=admin)
         )

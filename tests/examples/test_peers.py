@@ -1,5 +1,5 @@
-"""The recipes of ``docs/`` for others' routers, run by these in front of scripted workers. ``make bench-peers`` gets
-them."""
+"""``examples/routers`` and ``docs/how-to/prefill-decode.md`` for others' routers, run by these in front of scripted
+workers. ``make bench-peers`` gets them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ from tests.support.deadlines import eventually
 from tests.support.feeds import misbehaving
 from tests.support.http_client import TEXT, post
 from tests.support.openai_worker import ScriptedWorker, scripted
-from tests.support.recipes import put_in, recipe, started
+from tests.support.recipes import ROUTERS, SPLIT_PAGE, put_in, recipe, started
 from tests.support.wire import batch, stored
 
 PEERS = Path(__file__).parents[2] / ".cache/peers"
-PAGE = "how-to/routing.md"
 POOL = {
     "medium": "STORAGE",
     "locality": "REMOTE",
@@ -34,7 +33,8 @@ def command_of(text: str, places: Mapping[str, str]) -> tuple[list[str], str]:
     """The command of a recipe, for the program in its environment, with other addresses; and its URL."""
     listen, metrics = free_ports(2)
     words = shlex.split(
-        put_in(text, {**places, "0.0.0.0": "127.0.0.1", "8080": str(listen)}).replace("\\\n", " ")
+        put_in(text, {**places, "0.0.0.0": "127.0.0.1", "8080": str(listen)}).replace("\\\n", " "),
+        comments=True,
     )
     program = PEERS / words[0] / "bin" / words[0]
     if not program.exists():
@@ -85,7 +85,7 @@ def events(text: str, medium: Mapping[str, str]) -> bytes:
 def test_sglangs_router_goes_by_what_it_has_sent(tmp_path: Path) -> None:
     with (
         scripted("a", "b") as workers,
-        routed(tmp_path, recipe(PAGE, "## SGLang's router", "sh"), at(workers)) as url,
+        routed(tmp_path, (ROUTERS / "smg.sh").read_text(), at(workers)) as url,
     ):
         first = ask(url, TEXT)
         assert {ask(url, TEXT + " and more") for _ in range(6)} == {first}
@@ -104,7 +104,7 @@ def test_vllms_router_follows_the_events_of_kvpools_workers(tmp_path: Path) -> N
         for number, one in enumerate(publishers, 1):
             places[f"tcp://10.0.0.{number}:5557"] = one.publisher.events
             places[f"tcp://10.0.0.{number}:5657"] = one.publisher.replay
-        text = recipe(PAGE, "## vLLM's router", "sh")
+        text = (ROUTERS / "vllm-router.sh").read_text()
         url = parts.enter_context(routed(tmp_path, text, places))
         for number, (name, medium) in enumerate([("a", {}), ("b", {}), ("a", POOL), ("b", POOL)]):
             prompt = f"{number} {TEXT}"
@@ -124,9 +124,7 @@ def test_vllms_router_sends_a_prompt_to_one_group_and_the_request_to_the_other(t
     with scripted("p1", "p2", "d1", "d2") as workers:
         ends = ("10.0.0.1", "10.0.0.2", "10.0.1.1", "10.0.1.2")
         places = {f"{end}:8000": worker.at for end, worker in zip(ends, workers, strict=True)}
-        with routed(
-            tmp_path, recipe("how-to/routing.md", "## Prefill and decode apart", "sh"), places
-        ) as url:
+        with routed(tmp_path, recipe(SPLIT_PAGE, "## Behind vLLM's router", "sh"), places) as url:
             for worker in workers:
                 worker.bodies.clear()
             for number in range(4):
