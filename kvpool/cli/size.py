@@ -1,6 +1,6 @@
 """``kvpool size``: what a larger or a smaller pool would hold of requests: of those that an index knows, or of a trace.
 
-docs/how-to/valkey.md, "Size a pool".
+docs/how-to/size-a-pool.md.
 """
 
 from __future__ import annotations

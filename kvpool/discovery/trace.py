@@ -1,7 +1,7 @@
 """``Trace``: recorded requests, which name the blocks of their prompts by number.
 
 Two forms of lines, plain or gzip: a session of an agent as an object with ``turns``, and a request as a list. Both name
-blocks by runs of numbers, ``[first, count]`` (docs/how-to/valkey.md, "Size a pool"). A few digits name many blocks, so
+blocks by runs of numbers, ``[first, count]`` (docs/how-to/size-a-pool.md). A few digits name many blocks, so
 only one prompt's blocks are in memory at a time.
 """
 
