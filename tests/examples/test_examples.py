@@ -140,7 +140,11 @@ def test_curl() -> None:
         first, held, placed = ran.stdout.splitlines()
         assert first == "the index serves"
         assert json.loads(held)["device_blocks"] == [3], held
+        assert json.loads(held)["prompt_blocks"] == [65], "blocks of 128 tokens find whole ones, too"
         assert json.loads(placed)["rows"]["worker"] == ["w"], placed
+        (worker,) = parts.enter_context(scripted("w"))
+        assert run("sh", EXAMPLES / "curl.sh", door, "m", f"http://{worker.at}").returncode == 0
+        assert json.loads(worker.bodies[-1])["prompt"] == TOKENS * 13
         ran = run("sh", EXAMPLES / "curl.sh", door, "another")
         assert ran.returncode != 0
         assert "error" in ran.stdout
