@@ -19,7 +19,7 @@ from benchmarks.agents_traffic import Traffic
 from benchmarks.agents_turns import SimulatedTurns
 from benchmarks.contest import percentile
 from benchmarks.placing_policies import Bounded, Fewest, Hashed, Kvpool, LeastLoad, Policy
-from kvpool.index.place.router import Costs
+from kvpool.index.cost.router import Costs
 
 SLOW = 10.0  # times as long as others takes a slow worker
 

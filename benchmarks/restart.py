@@ -23,9 +23,9 @@ from demo.engine_process import child_environment, free_ports
 from kvpool.errors import IndexUnavailable, UnknownModel
 from kvpool.index import Publisher, Worker
 from kvpool.index.client.client import IndexClient
-from kvpool.index.fleet import Fleet
+from kvpool.index.fleet.fleet import Fleet
+from kvpool.index.fleet.snapshot import Snapshot, pack
 from kvpool.index.follow import snapshot_file
-from kvpool.index.snapshot import Snapshot, pack
 from kvpool.key.hashing import seed_id
 
 MODEL = "bench"

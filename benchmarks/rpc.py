@@ -152,7 +152,7 @@ def main() -> None:
 async def _serve(blocks: int, workers: int) -> None:
     import grpc.aio
 
-    from kvpool.index.fleet import Fleet
+    from kvpool.index.fleet.fleet import Fleet
     from kvpool.index.serve.service import IndexServer
 
     fleet = Fleet()

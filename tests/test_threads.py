@@ -23,7 +23,7 @@ def test_a_name_that_no_thread_can_look_up_is_unresolved_and_tried_again_later()
         "print(resolver.resolve('localhost').exception())\n"
         "print(resolver.resolve('localhost').exception(), resolver._running)"
     )
-    said = said_under("threads", body, f"{IMPORTS}; from kvpool.index.resolver import Resolver")
+    said = said_under("threads", body, f"{IMPORTS}; from kvpool.index.net.resolver import Resolver")
     first, second = said.splitlines()
     assert first.startswith("the name localhost is not looked up: no thread could be started")
     assert second == f"{first} Counter()"

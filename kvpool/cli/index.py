@@ -24,30 +24,30 @@ from kvpool.discovery.worker import DEFAULT_TENANT, Worker
 from kvpool.environment import hash_seed
 from kvpool.errors import ConfigError, IndexUnavailable, SnapshotRefused
 from kvpool.index.client.channel import check_target
-from kvpool.index.client.tls import ServerTls, trusting
-from kvpool.index.fleet import Fleet
+from kvpool.index.cost.router import Router
+from kvpool.index.fleet.fleet import Fleet
+from kvpool.index.fleet.snapshot import Snapshot, unpack
 from kvpool.index.follow import snapshot_file
 from kvpool.index.follow.pool_follower import PoolFollower
+from kvpool.index.follow.scraper import Scraper
 from kvpool.index.follow.snapshot_file import SnapshotFile
 from kvpool.index.follow.subscriber import Subscriber
-from kvpool.index.place.endpoints import Endpoints, parse_url
-from kvpool.index.place.placer import Placer
-from kvpool.index.place.renderer import Renderer
-from kvpool.index.place.router import Router
-from kvpool.index.place.scraper import Scraper
-from kvpool.index.place.tokenizer import Tokenizer
-from kvpool.index.place.tokenizers import Tokenizers
+from kvpool.index.front.endpoints import Endpoints, parse_url
+from kvpool.index.front.ext_proc import ExtProcServer
+from kvpool.index.front.placer import Placer
+from kvpool.index.front.proxy import Proxy
+from kvpool.index.front.renderer import Renderer
+from kvpool.index.net.listener import is_loopback
+from kvpool.index.net.resolver import Resolver
+from kvpool.index.net.tls import ServerTls, trusting
 from kvpool.index.request_stats import ProxyStats, RequestStats
-from kvpool.index.resolver import Resolver
 from kvpool.index.serve.auth import TokenAuth
-from kvpool.index.serve.ext_proc import ExtProcServer
 from kvpool.index.serve.http import HttpServer
-from kvpool.index.serve.listener import is_loopback
 from kvpool.index.serve.metrics import Exporter
-from kvpool.index.serve.proxy import Proxy
 from kvpool.index.serve.service import IndexServer
 from kvpool.index.serve.status import Status
-from kvpool.index.snapshot import Snapshot, unpack
+from kvpool.index.tokens.tokenizer import Tokenizer
+from kvpool.index.tokens.tokenizers import Tokenizers
 from kvpool.text import counted, make_printable, parse_nbytes, redact
 from kvpool.tracing import Tracing
 

@@ -9,8 +9,8 @@ from dataclasses import fields
 
 from kvpool.discovery.worker import DEFAULT_ALGORITHM, DEFAULT_TENANT, Publisher, Worker, check_worker
 from kvpool.errors import ConfigError
-from kvpool.index.place.router import Costs
-from kvpool.index.place.tokenizer import Tokenizer
+from kvpool.index.cost.router import Costs
+from kvpool.index.tokens.tokenizer import Tokenizer
 from kvpool.text import unknown
 
 _FIELDS = ("model", "block", "replay", "tenant", "hash", "address", "ranks")

@@ -81,7 +81,7 @@ class Worker:
 
 
 class Position(NamedTuple):
-    """Number and digest (``kvpool.index.rank``) of the last applied batch of a rank."""
+    """Number and digest (``kvpool.index.fleet.rank``) of the last applied batch of a rank."""
 
     sequence: int
     batch_digest: int

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from kvpool.discovery.worker import Publisher, Worker
 from kvpool.index.answer import FleetStatus, HitCurve, IndexStatus, Lookup, PublisherStatus, Row, WorkerStatus
-from kvpool.index.place.load import Load
-from kvpool.index.place.ranking import Pick, Ranking
+from kvpool.index.cost.load import Load
+from kvpool.index.cost.ranking import Pick, Ranking
+from kvpool.index.fleet.table import Applied, Match, Matches, PrefixIndex, Tier
 from kvpool.index.prompt import Chat, Prompt
-from kvpool.index.table import Applied, Match, Matches, PrefixIndex, Tier
 
 __all__ = [
     "Applied",

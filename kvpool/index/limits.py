@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 
 from kvpool import _native
 from kvpool.errors import ConfigError, KVPoolError
-from kvpool.index.snapshot import MAX_NBYTES as MAX_SNAPSHOT_NBYTES
+from kvpool.index.fleet.snapshot import MAX_NBYTES as MAX_SNAPSHOT_NBYTES
 from kvpool.text import MAX_NBYTES
 
 Value = TypeVar("Value")

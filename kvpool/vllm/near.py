@@ -1,8 +1,8 @@
 """``NearBlocks``: what the near pool of this host holds, as KV events.
 
 Its directory is listed by a thread, natively, since other engines of the host store into it and evict from it. All of
-them tell the same; an index keeps it once for the host (``kvpool.index.rank.near_holder``). An idle engine publishes
-nothing: what changed meanwhile is told with its next step, and by the others with theirs.
+them tell the same; an index keeps it once for the host (``near_holder`` of ``kvpool.index.fleet.rank``). An idle engine
+publishes nothing: what changed meanwhile is told with its next step, and by the others with theirs.
 
 Threads: ``kvpool-near`` lists; the engine's scheduler thread calls the rest.
 """

@@ -24,8 +24,8 @@ from benchmarks.route_fronts import DIRECT, Running
 from benchmarks.route_traffic import BLOCK_TOKENS, MODEL, TOKENIZER_FILE, Traffic, number_of
 from benchmarks.route_worker import CHUNKS, PrefixCache, Settings, Worker
 from kvpool.errors import ConfigError, KVPoolError
-from kvpool.index.place.tokenizer import Tokenizer
 from kvpool.index.prompt import Chat
+from kvpool.index.tokens.tokenizer import Tokenizer
 from kvpool.key.hashing import BlockHasher
 from tests.support.command_line import benchmark, benchmark_refused
 from tests.support.deadlines import eventually

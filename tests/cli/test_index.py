@@ -27,7 +27,7 @@ from kvpool.cli.lookup import read_numbers, run_lookup
 from kvpool.cli.options import IndexConnection
 from kvpool.cli.settings import LookupOptions
 from kvpool.index import Publisher
-from kvpool.index.fleet import Fleet
+from kvpool.index.fleet.fleet import Fleet
 from kvpool.key.hashing import seed_id
 from tests.support.announced_workers import announced
 from tests.support.command_line import kvpool, kvpool_process, refused

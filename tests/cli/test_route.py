@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvpool import BlockHasher, IndexClient
-from kvpool.index.place.metrics_page import EngineLoad
+from kvpool.index.follow.metrics_page import EngineLoad
 from tests.support.command_line import kvpool, refused
 from tests.support.deadlines import eventually
 from tests.support.feeds import misbehaving
@@ -87,6 +87,6 @@ def _tokens(folder: Path) -> list[int]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from kvpool.index import Chat
-        from kvpool.index.place.tokenizer import Tokenizer
+        from kvpool.index.tokens.tokenizer import Tokenizer
 
         return Tokenizer.load("m", str(folder)).of_chat(Chat.of_request(CHAT))

@@ -30,7 +30,7 @@ from kvpool.cli.top import Look, rates_of, rows_of
 from kvpool.discovery.quota import Standing
 from kvpool.index import FleetStatus, IndexStatus, Publisher, PublisherStatus, Worker, WorkerStatus
 from kvpool.index.client.client import IndexClient
-from kvpool.index.fleet import Fleet
+from kvpool.index.fleet.fleet import Fleet
 from kvpool.key.hashing import seed_id
 from tests.support.command_line import kvpool, kvpool_process, refused
 from tests.support.deadlines import eventually

@@ -221,7 +221,7 @@ def test_it_works_at_the_lowest_versions(tmp_path: Path) -> None:
                 check=arguments[0] != "doctor", timeout=120, capture_output=True,
             )  # fmt: skip
     environment.run(
-        "-I", "-c", "import kvpool.index.place.tokenizer, kvpool.tracing as t; t.Tracing.to('http://[::1]:1', 'x').close()"
+        "-I", "-c", "import kvpool.index.tokens.tokenizer, kvpool.tracing as t; t.Tracing.to('http://[::1]:1', 'x').close()"
     )
     with serving() as served:
         listed = subprocess.run(

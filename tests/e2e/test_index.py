@@ -12,7 +12,7 @@ from kvpool import BlockHasher, open_store
 from kvpool.config import hash_seed
 from kvpool.discovery.worker import Publisher, Worker
 from kvpool.index.answer import Row
-from kvpool.index.fleet import Fleet
+from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.follow.subscriber import Subscriber
 from kvpool.key.hashing import seed_id
 from kvpool.key.key import parse_facts_key

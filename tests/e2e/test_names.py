@@ -10,7 +10,7 @@ import pytest
 
 from demo.engine_process import free_ports
 from kvpool.index import Publisher, Worker
-from kvpool.index.fleet import Fleet
+from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.follow.subscriber import Subscriber
 from kvpool.key.hashing import seed_id
 from tests.support.api_server import BLOCK_TOKENS, NAME, ApiServer

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.index import resolver
+from kvpool.index.net import resolver
 from tests.support.deadlines import eventually
 from tests.support.networks import Names
 

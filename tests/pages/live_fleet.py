@@ -26,7 +26,7 @@ from kvpool.discovery.announcer import Announcer, TrafficAnnouncer
 from kvpool.discovery.quota import write_quota
 from kvpool.discovery.traffic import Traffic
 from kvpool.discovery.worker import Publisher, Worker
-from kvpool.index.place.metrics_page import EngineLoad
+from kvpool.index.follow.metrics_page import EngineLoad
 from kvpool.key.hashing import seed_id
 from kvpool.store.store import Store
 from tests.support.deadlines import eventually

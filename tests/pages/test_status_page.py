@@ -217,7 +217,7 @@ def test_it_goes_on_by_itself_and_says_when_the_index_is_away(browser: Any, flee
 
 
 def test_with_tokens_it_asks_for_one_and_keeps_it_in_the_tab(browser: Any, tmp_path: Path) -> None:
-    from kvpool.index.fleet import Fleet
+    from kvpool.index.fleet.fleet import Fleet
     from kvpool.index.serve.auth import TokenAuth
 
     tokens = write_tokens(tmp_path / "tokens.toml", me=(["read"], ["a"]))

@@ -26,7 +26,7 @@ from kvpool import BlockHasher
 from kvpool._native import RECORD_HEADER_NBYTES, pack_header
 from kvpool.discovery.worker_watch import WorkerWatch
 from kvpool.index.answer import Row
-from kvpool.index.fleet import Fleet
+from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.follow.subscriber import END, Subscriber
 from kvpool.store.store import Store
 from tests.support.deadlines import eventually

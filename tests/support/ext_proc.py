@@ -11,9 +11,9 @@ from typing import Any
 import grpc
 
 from kvpool import BlockHasher
-from kvpool.index.fleet import Fleet
-from kvpool.index.place.router import Router
-from kvpool.index.serve import ext_proc
+from kvpool.index.cost.router import Router
+from kvpool.index.fleet.fleet import Fleet
+from kvpool.index.front import ext_proc
 from kvpool.v1 import ext_proc_pb2 as pb
 from tests.support.fleets import Served, a_worker, say, serving
 from tests.support.wire import batch, stored

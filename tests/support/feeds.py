@@ -14,8 +14,8 @@ import zmq
 from demo.engine_process import free_ports
 from kvpool.discovery.worker import Position, Publisher, Worker
 from kvpool.errors import MalformedEvents
+from kvpool.index.fleet.sequence import Sequence
 from kvpool.index.follow.subscriber import END, Subscriber
-from kvpool.index.sequence import Sequence
 from kvpool.key.hashing import seed_id
 from tests.support.deadlines import eventually
 

@@ -12,20 +12,20 @@ from typing import Any
 import pytest
 
 from kvpool.index import Publisher, Worker
-from kvpool.index.fleet import Fleet
+from kvpool.index.cost.router import Router
+from kvpool.index.fleet.fleet import Fleet
+from kvpool.index.front.endpoints import Endpoints
+from kvpool.index.front.ext_proc import ExtProcServer
+from kvpool.index.front.placer import Placer
+from kvpool.index.front.proxy import Proxy
+from kvpool.index.front.renderer import Renderer
 from kvpool.index.limits import INFERENCE
-from kvpool.index.place.endpoints import Endpoints
-from kvpool.index.place.placer import Placer
-from kvpool.index.place.renderer import Renderer
-from kvpool.index.place.router import Router
-from kvpool.index.place.tokenizers import Tokenizers
+from kvpool.index.net.resolver import Resolver
 from kvpool.index.request_stats import ProxyStats, RequestStats
-from kvpool.index.resolver import Resolver
-from kvpool.index.serve.ext_proc import ExtProcServer
 from kvpool.index.serve.http import HttpServer
-from kvpool.index.serve.proxy import Proxy
 from kvpool.index.serve.service import IndexServer
 from kvpool.index.serve.status import Status
+from kvpool.index.tokens.tokenizers import Tokenizers
 from kvpool.key.hashing import seed_id
 from tests.support.wire import batch
 

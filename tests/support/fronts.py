@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from kvpool import BlockHasher
-from kvpool.index.fleet import Fleet
-from kvpool.index.place.router import Router
+from kvpool.index.cost.router import Router
+from kvpool.index.fleet.fleet import Fleet
 from tests.support import envoy
 from tests.support.deadlines import eventually
 from tests.support.fleets import Served, say, serving

@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 
-from kvpool.index.place.metrics_page import EngineLoad
+from kvpool.index.follow.metrics_page import EngineLoad
 from kvpool.index.serve.metrics import Exporter
 
 

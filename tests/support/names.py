@@ -7,9 +7,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from kvpool.index.fleet import Fleet
-from kvpool.index.place.load import LoadBoard
-from kvpool.index.place.scraper import Scraper
+from kvpool.index.cost.load import LoadBoard
+from kvpool.index.fleet.fleet import Fleet
+from kvpool.index.follow.scraper import Scraper
 
 
 @contextmanager

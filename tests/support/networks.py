@@ -23,7 +23,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from kvpool.index.resolver import Addresses, Resolver, Unresolved
+from kvpool.index.net.resolver import Addresses, Resolver, Unresolved
 from tests.support.deadlines import eventually
 from tests.support.servers import find
 

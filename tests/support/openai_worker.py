@@ -15,7 +15,7 @@ from typing import Any
 from aiohttp import web
 
 from kvpool.index import Worker
-from kvpool.index.place.metrics_page import EngineLoad
+from kvpool.index.follow.metrics_page import EngineLoad
 from tests.support.fleets import a_worker
 from tests.support.metrics_pages import page
 

@@ -9,15 +9,15 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from kvpool.index.fleet import Fleet
-from kvpool.index.place.endpoints import Endpoints
-from kvpool.index.place.placer import INLINE_NBYTES, Placer
-from kvpool.index.place.ranking import Ranking
-from kvpool.index.place.renderer import Renderer
-from kvpool.index.place.router import Costs, Router
-from kvpool.index.place.token_checks import TokenChecks
-from kvpool.index.place.tokenizers import Tokenizers
-from kvpool.index.resolver import Resolver
+from kvpool.index.cost.ranking import Ranking
+from kvpool.index.cost.router import Costs, Router
+from kvpool.index.fleet.fleet import Fleet
+from kvpool.index.front.endpoints import Endpoints
+from kvpool.index.front.placer import INLINE_NBYTES, Placer
+from kvpool.index.front.renderer import Renderer
+from kvpool.index.front.token_checks import TokenChecks
+from kvpool.index.net.resolver import Resolver
+from kvpool.index.tokens.tokenizers import Tokenizers
 from kvpool.key.hashing import BlockHasher
 from tests.support.fleets import a_worker, say
 from tests.support.wire import batch, stored

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvpool import Namespace
-from kvpool.index.fleet import Fleet
+from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.follow.pool_reconciler import PoolReconciler
 from kvpool.store.store import Store
 from tests.support.deadlines import eventually

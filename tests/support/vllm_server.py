@@ -20,7 +20,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from kvpool.index.place.renderer import without_pixels
+from kvpool.index.front.renderer import without_pixels
 from tests.support.chat_shapes import templates
 
 

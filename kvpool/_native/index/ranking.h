@@ -1,5 +1,5 @@
 // Ranks of some answers sorted by the prompt's cost there, and RouteResponse packed from them
-// (protos/kvpool/v1/index.proto). kvpool/index/place/router.py has the formula.
+// (protos/kvpool/v1/index.proto). kvpool/index/cost/router.py has the formula.
 //
 // No locks: the inputs do not change meanwhile.
 #pragma once

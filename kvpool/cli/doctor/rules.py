@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from kvpool.index.rank import LOOKAHEAD, LOOKAHEAD_OFF, ONE_SEED, UNHASHED
+from kvpool.index.fleet.rank import LOOKAHEAD, LOOKAHEAD_OFF, ONE_SEED, UNHASHED
 from kvpool.store.server.notices import ADVICE
 from kvpool.store.server.server import COSTS
 

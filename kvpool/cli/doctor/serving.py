@@ -20,7 +20,7 @@ from kvpool.errors import ConfigError
 from kvpool.text import redact
 
 REASON = (
-    "x-kvpool-reason"  # of a response that a picker saw; kvpool.index.place.placement, too, takes an extra
+    "x-kvpool-reason"  # of a response that a picker saw; kvpool.index.front.placement, too, takes an extra
 )
 # A sample without its labels: NAME{LABELS} VALUE.
 _SAMPLE = re.compile(r"(kvpool_\w+)(\{.*\})? ([-+0-9.eE]+)")

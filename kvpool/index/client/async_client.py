@@ -17,10 +17,10 @@ from kvpool.index.client import calls, channel
 from kvpool.index.client.calls import Answer, Call
 from kvpool.index.client.channel import Access
 from kvpool.index.client.stream import LookupStream  # async only
-from kvpool.index.place.load import Load
-from kvpool.index.place.ranking import Ranking
+from kvpool.index.cost.load import Load
+from kvpool.index.cost.ranking import Ranking
+from kvpool.index.fleet.snapshot import MAX_NBYTES as MAX_SNAPSHOT_NBYTES
 from kvpool.index.prompt import Prompt, PromptFields, as_prompt
-from kvpool.index.snapshot import MAX_NBYTES as MAX_SNAPSHOT_NBYTES
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -191,7 +191,7 @@ class AsyncIndexClient:
         return await self._answer(calls.remove_call(name, tenant), timeout_s)
 
     async def snapshot(self, *, timeout_s: float | None = None, max_nbytes: int | None = None) -> bytearray:
-        """The index's state, for ``kvpool.index.snapshot.unpack``; its bytes are not checked here.
+        """The index's state, for ``kvpool.index.fleet.snapshot.unpack``; its bytes are not checked here.
 
         For a starting index. Errors: also ``IndexUnavailable`` if not warm, or above ``max_nbytes``.
         """

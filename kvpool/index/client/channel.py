@@ -13,7 +13,7 @@ from kvpool.discovery.worker import PUSH_GONE
 from kvpool.errors import AccessDenied, ConfigError, IndexUnavailable, KVPoolError, UnknownModel
 from kvpool.index.answer import Lookup
 from kvpool.index.client.calls import Answer, Call
-from kvpool.index.client.tls import channel_credentials
+from kvpool.index.net.tls import channel_credentials
 from kvpool.index.protocol.messages import (
     MAX_REPLY_NBYTES,
     MAX_REQUEST_NBYTES,

@@ -20,7 +20,7 @@ from kvpool.discovery.traffic import Seen
 from kvpool.discovery.worker_watch import WorkerWatch
 from kvpool.errors import AnnouncementsRefused, KVPoolError, StoreUnavailable
 from kvpool.index.answer import HitCurve
-from kvpool.index.fleet import Fleet
+from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.follow.hit_curves import ALL, HitCurves
 from kvpool.index.follow.pool_reconciler import DEFAULT_KEYS_PER_S, PoolReconciler, ReconcilerTotals
 from kvpool.index.follow.quota_keeper import QuotaKeeper

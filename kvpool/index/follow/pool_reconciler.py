@@ -28,8 +28,8 @@ import msgpack
 
 from kvpool.discovery.facts import announced_namespaces
 from kvpool.errors import AnnouncementsRefused, ConfigError, KVPoolError, RepliesTooLarge
-from kvpool.index.fleet import Fleet
-from kvpool.index.partition import Pool
+from kvpool.index.fleet.fleet import Fleet
+from kvpool.index.fleet.partition import Pool
 from kvpool.key.key import KEY_PREFIX, Fact, FoundKey, namespace_prefix, rank_key, split_key, tenant_prefix
 from kvpool.store.store import LOOK_KEYS, Notices, Store
 from kvpool.threads import start_thread

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from kvpool.errors import ConfigError, KVPoolError, SnapshotRefused
 from kvpool.files import open_file
-from kvpool.index.snapshot import MAX_NBYTES, Snapshot, unpack
+from kvpool.index.fleet.snapshot import MAX_NBYTES, Snapshot, unpack
 from kvpool.threads import start_thread
 
 DEFAULT_EVERY_S = 60.0

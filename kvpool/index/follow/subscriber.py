@@ -23,12 +23,12 @@ from typing import Any
 import anyio
 
 from kvpool.discovery.worker import Publisher, Worker
-from kvpool.index.follow.dialler import Dialler, Line, OfAnotherTenant
-from kvpool.index.follow.zmtp import Connection, Lost, Silent
+from kvpool.index.fleet.rank import Rank
+from kvpool.index.fleet.sequence import Sequence
 from kvpool.index.limits import Limits
-from kvpool.index.rank import Rank
-from kvpool.index.resolver import Resolver
-from kvpool.index.sequence import Sequence
+from kvpool.index.net.dialler import Dialler, Line, OfAnotherTenant
+from kvpool.index.net.resolver import Resolver
+from kvpool.index.net.zmtp import Connection, Lost, Silent
 from kvpool.threads import start_thread
 
 PROBE_S = 1.0  # period of replay requests to an idle publisher

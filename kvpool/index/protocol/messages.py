@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 from kvpool.discovery.quota import Standing
 from kvpool.discovery.worker import DEFAULT_ALGORITHM, DEFAULT_TENANT, Publisher, Worker
 from kvpool.errors import ConfigError
-from kvpool.index import bounded_json
 from kvpool.index.answer import FleetStatus, HitCurve, IndexStatus, Lookup, PublisherStatus, Row, WorkerStatus
-from kvpool.index.place.load import Load
-from kvpool.index.place.ranking import Pick, Ranking, named_pick
-from kvpool.index.place.sessions import Session
+from kvpool.index.cost.load import Load
+from kvpool.index.cost.ranking import Pick, Ranking, named_pick
+from kvpool.index.cost.sessions import Session
 from kvpool.index.prompt import TOKEN_NBYTES, Chat, Prompt, PromptFields, reasoning_of, text_parts
+from kvpool.index.protocol import bounded_json
 from kvpool.key.hashing import len_tokens
 from kvpool.v1 import index_pb2 as pb
 

@@ -10,11 +10,11 @@ import grpc.aio
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
 from kvpool.errors import ConfigError
-from kvpool.index.client.tls import ServerTls
+from kvpool.index.net.listener import open_listening
+from kvpool.index.net.tls import ServerTls
 from kvpool.index.protocol.messages import MAX_REPLY_NBYTES, MAX_REQUEST_NBYTES, SERVICE
 from kvpool.index.serve.calls import Calls
 from kvpool.index.serve.health import HEALTH
-from kvpool.index.serve.listener import open_listening
 from kvpool.v1 import health_pb2, index_pb2, reflection_pb2
 
 REFLECTION = "grpc.reflection.v1alpha.ServerReflection"

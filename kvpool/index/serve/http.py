@@ -17,15 +17,9 @@ from aiohttp import web
 from google.protobuf import json_format
 
 from kvpool.errors import ConfigError
-from kvpool.index import bounded_json, limits
-from kvpool.index.client.tls import ServerTls
+from kvpool.index import limits
 from kvpool.index.limits import CallMemory, Work
-from kvpool.index.protocol import json_message
-from kvpool.index.protocol.messages import REPLIES
-from kvpool.index.serve import pages
-from kvpool.index.serve.auth import EVERYTHING, Permissions
-from kvpool.index.serve.calls import owner_of, take_reply
-from kvpool.index.serve.listener import (
+from kvpool.index.net.listener import (
     JSON,
     HttpListener,
     HttpRequest,
@@ -34,6 +28,12 @@ from kvpool.index.serve.listener import (
     json_reply,
     refused_reply,
 )
+from kvpool.index.net.tls import ServerTls
+from kvpool.index.protocol import bounded_json, json_message
+from kvpool.index.protocol.messages import REPLIES
+from kvpool.index.serve import pages
+from kvpool.index.serve.auth import EVERYTHING, Permissions
+from kvpool.index.serve.calls import owner_of, take_reply
 from kvpool.index.serve.service import IndexServer
 from kvpool.index.serve.status import Status, file_replies
 

@@ -16,11 +16,11 @@ import grpc.aio
 
 from kvpool.discovery.worker import DEFAULT_TENANT
 from kvpool.errors import ConfigError, KVPoolError
-from kvpool.index.fleet import Fleet
+from kvpool.index.cost.router import Router
+from kvpool.index.fleet.fleet import Fleet
+from kvpool.index.fleet.partition import merged
+from kvpool.index.fleet.table import NotAtOnce
 from kvpool.index.limits import CallMemory, Work
-from kvpool.index.partition import merged
-from kvpool.index.place.router import Router
-from kvpool.index.place.tokenizers import Tokenizers
 from kvpool.index.prompt import Prompt
 from kvpool.index.protocol.messages import MAX_REQUESTS, decode_prompt, decode_route_options, encode_lookup
 from kvpool.index.protocol.packed import (
@@ -34,7 +34,7 @@ from kvpool.index.protocol.packed import (
 from kvpool.index.request_stats import Matched, result_of
 from kvpool.index.serve.auth import Permissions
 from kvpool.index.serve.calls import SMALL_NBYTES, Calls, Method, take_reply
-from kvpool.index.table import NotAtOnce
+from kvpool.index.tokens.tokenizers import Tokenizers
 from kvpool.v1 import index_pb2 as pb
 
 if TYPE_CHECKING:

@@ -18,12 +18,12 @@ from kvpool import metrics
 from kvpool.discovery.quota import Standing
 from kvpool.discovery.traffic import Seen
 from kvpool.index.answer import HitCurve
-from kvpool.index.fleet import Fleet
+from kvpool.index.fleet.fleet import Fleet
+from kvpool.index.fleet.table import TIERS
 from kvpool.index.follow.hit_curves import ALL
 from kvpool.index.follow.pool_follower import PoolFollower
+from kvpool.index.net.listener import SERVER, HttpListener, refused_reply
 from kvpool.index.request_stats import Histogram, ProxyStats, ProxyTotals, RequestStats
-from kvpool.index.serve.listener import SERVER, HttpListener, refused_reply
-from kvpool.index.table import TIERS
 from kvpool.metrics import Metric
 from kvpool.store.store import Usage
 

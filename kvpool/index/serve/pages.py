@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Collection, Mapping
 
-from kvpool.index.serve.listener import JSON
+from kvpool.index.net.listener import JSON
 
 # Of names without an authority on the internet: no site has one.
 _PRIVATE = (".localhost", ".local", ".internal", ".svc")

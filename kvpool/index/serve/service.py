@@ -21,11 +21,12 @@ import grpc.aio
 from kvpool.discovery.worker import DEFAULT_TENANT, PUSH_GONE, check_name
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.index.answer import IndexStatus
-from kvpool.index.client.tls import ServerTls
-from kvpool.index.fleet import Fleet
+from kvpool.index.cost.router import Router
+from kvpool.index.fleet.fleet import Fleet
+from kvpool.index.fleet.snapshot import Snapshot
 from kvpool.index.follow.pool_follower import PoolFollower
-from kvpool.index.place.router import Router
-from kvpool.index.place.tokenizers import Tokenizers
+from kvpool.index.net.listener import is_loopback
+from kvpool.index.net.tls import ServerTls
 from kvpool.index.protocol.messages import (
     MAX_REQUEST_NBYTES,
     REPLIES,
@@ -39,9 +40,8 @@ from kvpool.index.serve.auth import ALL_TENANTS, Permissions, Right, TokenAuth
 from kvpool.index.serve.calls import Calls, Method, NotTaken, NotWarm
 from kvpool.index.serve.grpc_server import REFLECTION, open_server, reflection_handlers
 from kvpool.index.serve.health import HEALTH, Health
-from kvpool.index.serve.listener import is_loopback
 from kvpool.index.serve.lookup_calls import LookupCalls
-from kvpool.index.snapshot import Snapshot
+from kvpool.index.tokens.tokenizers import Tokenizers
 from kvpool.key.key import check_tenant
 from kvpool.tracing import Tracing
 from kvpool.v1 import index_pb2 as pb

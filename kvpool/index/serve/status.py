@@ -28,19 +28,19 @@ from kvpool.discovery.worker import DEFAULT_TENANT
 from kvpool.errors import ConfigError
 from kvpool.index import limits
 from kvpool.index.answer import HitCurve
-from kvpool.index.fleet import Fleet
+from kvpool.index.cost.ranking import Pick
+from kvpool.index.cost.router import Router
+from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.follow.hit_curves import ALL
 from kvpool.index.follow.pool_follower import PoolFollower, total
-from kvpool.index.place.ranking import Pick
-from kvpool.index.place.router import Router
-from kvpool.index.place.tokenizers import Tokenizers
+from kvpool.index.net.listener import SERVER, HttpRequest, Refused, json_reply
 from kvpool.index.prompt import Prompt
 from kvpool.index.protocol.messages import MAX_U32
 from kvpool.index.request_stats import PlacedRequests, RequestStats, Reuse
 from kvpool.index.serve.auth import ALL_TENANTS, Permissions
-from kvpool.index.serve.listener import SERVER, HttpRequest, Refused, json_reply
 from kvpool.index.serve.lookup_calls import in_tokens
 from kvpool.index.serve.worker_pages import HEALTHS, WorkerRow, page_of, rows_of
+from kvpool.index.tokens.tokenizers import Tokenizers
 from kvpool.key.hashing import len_tokens
 from kvpool.store.server.connection import library_version
 

@@ -11,8 +11,8 @@ from typing import Any, Literal, NamedTuple, get_args
 from kvpool.discovery.quota import Standing
 from kvpool.errors import ConfigError
 from kvpool.index.answer import IndexStatus, PublisherStatus, WorkerStatus
-from kvpool.index.fleet import Fleet
-from kvpool.index.place.load import KEEP_S, KnownLoad, LoadBoard
+from kvpool.index.cost.load import KEEP_S, KnownLoad, LoadBoard
+from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.protocol import messages
 from kvpool.index.serve.auth import Permissions
 from kvpool.v1 import index_pb2 as pb

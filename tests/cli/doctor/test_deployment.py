@@ -17,8 +17,8 @@ from kvpool.cli.doctor.serving import REASON, front_findings, samples
 from kvpool.cli.doctor.workers import Workers
 from kvpool.discovery.facts import announce_facts
 from kvpool.discovery.worker import Publisher
-from kvpool.index.fleet import Fleet
-from kvpool.index.place import placement
+from kvpool.index.fleet.fleet import Fleet
+from kvpool.index.front import placement
 from tests.support.command_line import kvpool, refused
 from tests.support.doctor import announced, examined, sentences, worker
 from tests.support.feeds import misbehaving

@@ -23,7 +23,7 @@ from kvpool.discovery.facts import announce_facts
 from kvpool.discovery.quota import write_held, write_quota
 from kvpool.discovery.worker import Publisher
 from kvpool.errors import StoreUnavailable
-from kvpool.index.rank import UNHASHED
+from kvpool.index.fleet.rank import UNHASHED
 from kvpool.key.key import quota_keys
 from kvpool.store.file_system import FileSystem
 from kvpool.store.url import StoreURL

@@ -16,10 +16,10 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvpool import AsyncIndexClient, ConfigError, IndexClient, UnknownModel
 from kvpool.errors import AccessDenied
-from kvpool.index.fleet import Fleet
+from kvpool.index.fleet.fleet import Fleet
+from kvpool.index.fleet.snapshot import Snapshot, unpack
 from kvpool.index.protocol.messages import SERVICE
 from kvpool.index.serve.auth import TokenAuth
-from kvpool.index.snapshot import Snapshot, unpack
 from kvpool.v1 import index_pb2 as pb
 from tests.support.credentials import write_tokens
 from tests.support.deadlines import eventually, raises

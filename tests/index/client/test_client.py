@@ -41,7 +41,7 @@ from kvpool.index import (
 )
 from kvpool.index.client.calls import lookup_call, register_call
 from kvpool.index.client.channel import error_of
-from kvpool.index.fleet import Fleet
+from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.prompt import Prompt
 from kvpool.index.protocol.messages import (
     decode_curve,

@@ -17,7 +17,7 @@ from kvpool import AsyncIndexClient, ConfigError, IndexClient, IndexUnavailable,
 from kvpool.index import Prompt
 from kvpool.index.client import stream as lookup_stream
 from kvpool.index.client.stream import LookupStream
-from kvpool.index.fleet import Fleet
+from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.protocol.messages import MAX_REQUESTS, SERVICE
 from kvpool.index.serve import service
 from kvpool.v1 import index_pb2 as pb

@@ -13,9 +13,9 @@ import zmq
 
 from kvpool.discovery.worker import Publisher
 from kvpool.index.follow import subscriber as module
-from kvpool.index.follow import zmtp
 from kvpool.index.follow.subscriber import Subscriber
 from kvpool.index.limits import Limits
+from kvpool.index.net import zmtp
 from tests.support.deadlines import eventually
 from tests.support.feeds import (
     WITHIN_S,
@@ -56,7 +56,7 @@ def test_a_name_that_does_not_resolve_makes_only_its_own_rank_stale(names: Names
 def test_a_publisher_that_has_another_address_is_found_by_its_name(
     names: Names, short: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvpool.index.resolver.FRESH_S", 0.1)
+    monkeypatch.setattr("kvpool.index.net.resolver.FRESH_S", 0.1)
     heard = Heard()
     with misbehaving() as first, closing(Subscriber()) as feed:
         names.known["a.test"] = "127.0.0.1"
@@ -106,7 +106,7 @@ def test_a_publisher_without_replay_whose_path_goes_silent_is_stale(
     short: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     silent_s = 4.0  # a busy machine may hold up its signs of life for nearly as long
-    monkeypatch.setattr("kvpool.index.follow.zmtp.SILENT_S", silent_s)
+    monkeypatch.setattr("kvpool.index.net.zmtp.SILENT_S", silent_s)
     heard = Heard()
     with (
         misbehaving(replay=False) as publisher,
@@ -237,7 +237,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it waits for, shorter; the order of the waits is the same."""
     for name, value in (("PROBE_S", 0.2), ("ANSWER_S", 0.5)):
         monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr("kvpool.index.follow.dialler.CONNECT_S", 0.5)
+    monkeypatch.setattr("kvpool.index.net.dialler.CONNECT_S", 0.5)
     for name, value in (("HEARTBEAT_S", 0.3), ("SILENT_S", 1.0)):
-        monkeypatch.setattr(f"kvpool.index.follow.zmtp.{name}", value)
+        monkeypatch.setattr(f"kvpool.index.net.zmtp.{name}", value)
     monkeypatch.setattr("kvpool.index.limits.ROOM_TIMEOUT_S", 0.5)

@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
-from kvpool.index.fleet import Fleet
-from kvpool.index.rank import LOOKAHEAD
+from kvpool.index.fleet.fleet import Fleet
+from kvpool.index.fleet.rank import LOOKAHEAD
 from tests.support.fleets import a_worker, say
 from tests.support.wire import batch, packed64, stored
 

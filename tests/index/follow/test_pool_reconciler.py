@@ -19,7 +19,7 @@ import pytest
 from kvpool import ConfigError, Namespace, StoreUnavailable, open_store
 from kvpool.discovery.facts import announce_facts
 from kvpool.discovery.worker_watch import WorkerWatch
-from kvpool.index.fleet import Fleet
+from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.follow import pool_reconciler as module
 from kvpool.index.follow.pool_reconciler import PoolReconciler
 from kvpool.store.server import notices as server_notices

@@ -15,7 +15,7 @@ import pytest
 from kvpool.discovery.sample import SampleWindow
 from kvpool.discovery.traffic import Traffic, pack_traffic
 from kvpool.index.answer import HitCurve
-from kvpool.index.fleet import Fleet
+from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.follow import hit_curves, pool_follower
 from kvpool.index.follow.hit_curves import ALL
 from kvpool.index.follow.pool_follower import PoolFollower

@@ -10,7 +10,7 @@ import pytest
 
 from kvpool import Namespace, open_store
 from kvpool.discovery.facts import announce_facts
-from kvpool.index.fleet import Fleet
+from kvpool.index.fleet.fleet import Fleet
 from kvpool.store.server import notices
 from kvpool.store.server.connection import MAX_REPLIES_NBYTES
 from tests.support.deadlines import eventually

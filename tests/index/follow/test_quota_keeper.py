@@ -13,7 +13,7 @@ import pytest
 from kvpool import Namespace, open_store
 from kvpool.discovery.quota import Standing, read_standings, write_quota
 from kvpool.errors import RepliesTooLarge, StoreUnavailable
-from kvpool.index.fleet import Fleet
+from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.follow import quota_keeper
 from kvpool.index.follow.pool_follower import PoolFollower
 from kvpool.index.follow.quota_keeper import MIN_LEASE_S, QuotaKeeper

@@ -17,10 +17,10 @@ from kvpool.discovery import announcer, worker_watch
 from kvpool.discovery.announcer import Announcer
 from kvpool.discovery.worker import Publisher, Worker
 from kvpool.discovery.worker_watch import WorkerWatch
-from kvpool.index.fleet import Fleet
+from kvpool.index.fleet.fleet import Fleet
+from kvpool.index.fleet.sequence import Sequence
 from kvpool.index.follow import subscriber as feed
 from kvpool.index.follow.subscriber import Subscriber
-from kvpool.index.sequence import Sequence
 from kvpool.key.hashing import seed_id
 from kvpool.store.store import Store
 from tests.support.deadlines import eventually

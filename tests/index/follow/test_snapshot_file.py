@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from kvpool import ConfigError, SnapshotRefused
-from kvpool.index.fleet import Fleet
+from kvpool.index.fleet.fleet import Fleet
+from kvpool.index.fleet.snapshot import Snapshot, pack
 from kvpool.index.follow import snapshot_file as module
 from kvpool.index.follow.snapshot_file import SnapshotFile, age, lock, read, write
-from kvpool.index.snapshot import Snapshot, pack
 from tests.support.deadlines import ends_within, eventually
 from tests.support.fleets import a_worker, say
 from tests.support.wire import batch, stored

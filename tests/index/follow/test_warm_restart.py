@@ -9,10 +9,10 @@ from contextlib import contextmanager
 import pytest
 
 from kvpool.discovery.worker import Worker
-from kvpool.index.fleet import Fleet
+from kvpool.index.fleet.fleet import Fleet
+from kvpool.index.fleet.snapshot import Snapshot, pack, unpack
 from kvpool.index.follow import subscriber as feed_module
 from kvpool.index.follow.subscriber import Subscriber
-from kvpool.index.snapshot import Snapshot, pack, unpack
 from tests.support.deadlines import eventually
 from tests.support.feeds import Misbehaving, misbehaving, worker_of
 from tests.support.wire import batch, packed64, stored

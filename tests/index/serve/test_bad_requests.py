@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from kvpool.errors import ConfigError
-from kvpool.index.fleet import Fleet
-from kvpool.index.place.ejections import FAILURES
+from kvpool.index.cost.ejections import FAILURES
+from kvpool.index.fleet.fleet import Fleet
 from tests.support import envoy
 from tests.support.deadlines import eventually, raises
 from tests.support.fleets import serving

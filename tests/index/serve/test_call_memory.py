@@ -19,14 +19,14 @@ from kvpool import IndexClient, IndexUnavailable
 from kvpool.discovery.worker import Publisher
 from kvpool.errors import SnapshotRefused
 from kvpool.index import limits
-from kvpool.index.fleet import Fleet
+from kvpool.index.fleet.fleet import Fleet
+from kvpool.index.fleet.snapshot import Snapshot
 from kvpool.index.follow import snapshot_file
 from kvpool.index.follow.snapshot_file import SnapshotFile
 from kvpool.index.limits import PACK_BLOCK_NBYTES
 from kvpool.index.protocol.messages import MAX_REQUEST_NBYTES, SERVICE
 from kvpool.index.serve import calls
 from kvpool.index.serve.auth import TokenAuth
-from kvpool.index.snapshot import Snapshot
 from kvpool.v1 import index_pb2 as pb
 from tests.support.credentials import write_tokens
 from tests.support.deadlines import eventually

@@ -16,9 +16,9 @@ import pytest
 
 import kvpool
 from kvpool.errors import IndexUnavailable
-from kvpool.index.client.tls import ServerTls
-from kvpool.index.fleet import Fleet
-from kvpool.index.place.router import Router
+from kvpool.index.cost.router import Router
+from kvpool.index.fleet.fleet import Fleet
+from kvpool.index.net.tls import ServerTls
 from kvpool.index.serve.auth import TokenAuth
 from tests.support import envoy
 from tests.support.deadlines import eventually

@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2
 from kvpool import AsyncIndexClient, IndexClient
 from kvpool.errors import MalformedEvents
 from kvpool.index import Publisher, limits
-from kvpool.index.fleet import Fleet
+from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.protocol.messages import MAX_REQUEST_NBYTES, SERVICE
 from kvpool.index.serve import calls
 from kvpool.index.serve.auth import TokenAuth

@@ -28,12 +28,12 @@ from hypothesis import strategies as st
 
 from kvpool import BlockHasher, ConfigError
 from kvpool.index import limits
-from kvpool.index.client.tls import ServerTls
-from kvpool.index.fleet import Fleet
+from kvpool.index.fleet.fleet import Fleet
+from kvpool.index.net import listener as listener_module
+from kvpool.index.net.tls import ServerTls
 from kvpool.index.protocol.messages import REPLIES, SERVICE
 from kvpool.index.request_stats import RequestStats
 from kvpool.index.serve import http as http_module
-from kvpool.index.serve import listener as listener_module
 from kvpool.index.serve.auth import TokenAuth
 from kvpool.index.serve.http import HttpServer
 from kvpool.index.serve.service import IndexServer

@@ -8,7 +8,7 @@ from contextlib import closing
 import grpc
 import pytest
 
-from kvpool.index.fleet import Fleet
+from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.serve import grpc_server
 from kvpool.v1 import health_pb2
 from tests.support.deadlines import eventually

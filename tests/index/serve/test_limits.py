@@ -10,7 +10,7 @@ import pytest
 
 from kvpool import AsyncIndexClient, IndexClient, IndexUnavailable
 from kvpool.index import limits
-from kvpool.index.fleet import Fleet
+from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.protocol.messages import SERVICE
 from kvpool.index.request_stats import RequestStats
 from kvpool.v1 import index_pb2 as pb

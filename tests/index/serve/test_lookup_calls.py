@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvpool.index.fleet import Fleet
+from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.protocol.messages import MAX_REQUESTS, SERVICE
 from kvpool.index.request_stats import RequestStats
 from kvpool.index.serve import lookup_calls

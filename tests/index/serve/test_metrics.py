@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvpool.index.fleet import Fleet
+from kvpool.index.fleet.fleet import Fleet
+from kvpool.index.net import listener as listener_module
 from kvpool.index.request_stats import Matched, RequestStats
-from kvpool.index.serve import listener as listener_module
 from kvpool.index.serve import metrics as exporter_module
 from kvpool.index.serve.metrics import Exporter
 from tests.support.deadlines import eventually

@@ -18,16 +18,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from kvpool import ConfigError, IndexClient, IndexUnavailable, KVPoolError
-from kvpool.index import workers
 from kvpool.index.client import client as client_module
-from kvpool.index.fleet import Fleet
+from kvpool.index.fleet import workers
+from kvpool.index.fleet.fleet import Fleet
+from kvpool.index.fleet.snapshot import Snapshot, pack, unpack
 from kvpool.index.prompt import MAX_PROMPT_BLOCKS
 from kvpool.index.protocol.messages import SERVICE, encode_worker
 from kvpool.index.request_stats import RequestStats
 from kvpool.index.serve import calls
 from kvpool.index.serve import service as service_module
 from kvpool.index.serve.service import IndexServer
-from kvpool.index.snapshot import Snapshot, pack, unpack
 from kvpool.v1 import index_pb2 as pb
 from kvpool.v1 import index_pb2_grpc
 from tests.support.calls import WAIT_S, raw, refused

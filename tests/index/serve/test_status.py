@@ -24,15 +24,15 @@ from kvpool.discovery.traffic import Seen
 from kvpool.discovery.worker import Publisher
 from kvpool.index import limits
 from kvpool.index.answer import HitCurve
-from kvpool.index.fleet import Fleet
+from kvpool.index.cost.load import Load
+from kvpool.index.cost.router import Router
+from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.follow.hit_curves import ALL
-from kvpool.index.place.load import Load
-from kvpool.index.place.router import Router
-from kvpool.index.place.tokenizer import Tokenizer
-from kvpool.index.place.tokenizers import Tokenizers
 from kvpool.index.request_stats import Matched, RequestStats
 from kvpool.index.serve import status
 from kvpool.index.serve.auth import TokenAuth
+from kvpool.index.tokens.tokenizer import Tokenizer
+from kvpool.index.tokens.tokenizers import Tokenizers
 from tests.support.credentials import write_tokens
 from tests.support.deadlines import eventually
 from tests.support.fleets import Clock, Served, a_worker, joined, say, serving

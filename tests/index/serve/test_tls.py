@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvpool import ConfigError, IndexClient, IndexUnavailable
-from kvpool.index.client.tls import ServerTls
+from kvpool.index.net.tls import ServerTls
 from tests.support.credentials import Authority, Pair
 from tests.support.deadlines import eventually
 from tests.support.fleets import serving

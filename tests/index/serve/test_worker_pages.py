@@ -11,7 +11,7 @@ import pytest
 
 from kvpool import IndexClient, IndexUnavailable
 from kvpool.index.client import calls
-from kvpool.index.fleet import Fleet
+from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.protocol.messages import SERVICE
 from kvpool.index.serve import worker_pages
 from kvpool.index.serve.auth import TokenAuth

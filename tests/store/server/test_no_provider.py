@@ -33,11 +33,11 @@ WAYS = {
     "many servers": "kvpool.open_store('valkey+cluster://127.0.0.1:1?tls=true')",
     "redis-py": "kvpool.open_store('valkeys://127.0.0.1:1?client=redis')",
     "documents": "kvpool.store.tls.Tls().context()",
-    "workers": "kvpool.index.client.tls.trusting('--worker-tls-ca', '/dev/null')",
-    "an index": "kvpool.index.client.tls.channel_credentials('/dev/null')",
+    "workers": "kvpool.index.net.tls.trusting('--worker-tls-ca', '/dev/null')",
+    "an index": "kvpool.index.net.tls.channel_credentials('/dev/null')",
 }
 PROGRAM = """
-import kvpool, kvpool.store.tls, kvpool.index.client.tls
+import kvpool, kvpool.store.tls, kvpool.index.net.tls
 try:
     {}
 except kvpool.ConfigError as error:

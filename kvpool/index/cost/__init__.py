@@ -1,0 +1,1 @@
+"""What a prompt costs at each worker, and who gets it."""

@@ -1,0 +1,1 @@
+"""Who holds which blocks, and who serves which names."""

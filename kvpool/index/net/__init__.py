@@ -1,0 +1,1 @@
+"""Connections: addresses, ports, TLS, sockets of publishers and workers."""
