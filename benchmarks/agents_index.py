@@ -18,15 +18,13 @@ from benchmarks.agents_pool import TENANT, RealPool
 from benchmarks.agents_traffic import Traffic, Turn
 from kvpool.discovery.worker import Publisher, Worker
 from kvpool.errors import KVPoolError
-from kvpool.index.cost.load import Load
 from kvpool.index.cost.router import Costs, Router
-from kvpool.index.cost.sessions import Session
 from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.fleet.sequence import Sequence as BatchSequence
 from kvpool.index.follow.metrics_page import GateCounters, LoadCosts
 from kvpool.index.follow.pool_reconciler import MAX_KEYS_PER_S, PoolReconciler
 from kvpool.index.front.placer import RESERVE_S
-from kvpool.index.prompt import NO_BLOCKS, Prompt
+from kvpool.index.prompt import NO_BLOCKS, Load, Prompt, Session
 from kvpool.key.hashing import seed_id
 
 MODEL = "agents"

@@ -1,4 +1,7 @@
-"""The floors of the tree, read from its imports: they only go down, and some things stand on one alone."""
+"""The floors of the tree, read from its imports: they only go down, and some things stand on one alone.
+
+Over 400 lines because each rule stands beside a tree that breaks it.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,11 @@ FLOORS = (
     {"store.__init__"},
     {"discovery"},
     {"transfer", "index"},
+    {"index.request_stats", "index.net", "index.fleet", "index.protocol", "index.tokens"},
+    {"index.cost", "index.client"},
+    {"index.follow"},
+    {"index.serve"},
+    {"index.front"},
     {"index.__init__"},
     {"__init__"},  # the public names
     {"vllm", "sglang"},
@@ -48,6 +56,11 @@ FLOORS = (
     {"benchmarks"},
 )
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+ROOMED = {"index"}  # whose rooms and files import nothing of another one on their own floor
+# Room -> what its files import nothing of, though it is below.
+WALLS = {
+    "index.front": {f"index.fleet.{name}" for name in ("partition", "rank", "sequence", "table", "workers")},
+}
 STRANGERS = ({"transfer", "index"}, {"vllm", "sglang"}, {"vllm", "index"}, {"sglang", "index"})
 
 # Foreign package -> the only parts of kvpool that may import it.
@@ -104,6 +117,11 @@ def part_of(module: str) -> str:
     """The name below kvpool, of the whole package or file; or that of a package beside it."""
     package, _, below = module.partition(".")
     return below.partition(".")[0] if package == "kvpool" else package
+
+
+def room_of(module: str) -> str:
+    """A part's name and that of the room or file in it, below kvpool."""
+    return ".".join(module.removeprefix("kvpool.").split(".")[:2])
 
 
 def sources(root: Path) -> list[Source]:
@@ -174,6 +192,11 @@ def import_faults(source: Source, modules: set[str], packages: set[str]) -> Iter
         elif own is not None:
             if floor > own:
                 yield f"{where}: {source.module} imports {module}, which is above it"
+            rooms = {room_of(module), room_of(source.module)}
+            if floor == own and part == target and part in ROOMED and len(rooms) > 1:
+                yield f"{where}: {source.module} imports {module}, which is beside it"
+            if module.removeprefix("kvpool.") in WALLS.get(room_of(source.module), ()):
+                yield f"{where}: {source.module} must not see {module}"
             if target != part and any({target, part} <= strangers for strangers in STRANGERS):
                 yield f"{where}: {part} must not see {target}"
 
@@ -362,6 +385,13 @@ def test_a_good_tree_has_no_faults(tmp_path: Path) -> None:
         ("store/file.py", "from ..transfer import engine", "which is above it"),
         ("index/fleet/table.py", "from kvpool.transfer.mover import x", "index must not see transfer"),
         ("transfer/mover.py", "from kvpool.index import x", "transfer must not see index"),
+        ("index/cost/load.py", "from kvpool.index.client import x", "kvpool.index.client, which is beside it"),
+        ("index/limits.py", "from kvpool.index.fleet import snapshot", "kvpool.index.fleet, which is above it"),
+        (
+            "index/front/placer.py",
+            "from kvpool.index.fleet.table import x",
+            "kvpool.index.front.placer must not see kvpool.index.fleet.table",
+        ),
         ("store/file.py", "import torch", "torch may only be imported in"),
         ("store/file.py", "def f():\n    from torch import nn", "torch may only be imported in"),
         ("transfer/mover.py", "import vllm", "vllm may only be imported in ['benchmarks', 'demo', 'vllm']"),

@@ -26,13 +26,13 @@ from kvpool.errors import ConfigError, IndexUnavailable, SnapshotRefused
 from kvpool.index.client.channel import check_target
 from kvpool.index.cost.router import Router
 from kvpool.index.fleet.fleet import Fleet
-from kvpool.index.fleet.snapshot import Snapshot, unpack
+from kvpool.index.fleet.snapshot import MAX_NBYTES, Snapshot, unpack
 from kvpool.index.follow import snapshot_file
 from kvpool.index.follow.pool_follower import PoolFollower
 from kvpool.index.follow.scraper import Scraper
 from kvpool.index.follow.snapshot_file import SnapshotFile
 from kvpool.index.follow.subscriber import Subscriber
-from kvpool.index.front.endpoints import Endpoints, parse_url
+from kvpool.index.front.endpoints import Endpoints
 from kvpool.index.front.ext_proc import ExtProcServer
 from kvpool.index.front.placer import Placer
 from kvpool.index.front.proxy import Proxy
@@ -40,6 +40,7 @@ from kvpool.index.front.renderer import Renderer
 from kvpool.index.net.listener import is_loopback
 from kvpool.index.net.resolver import Resolver
 from kvpool.index.net.tls import ServerTls, trusting
+from kvpool.index.net.worker_url import parse_url
 from kvpool.index.request_stats import ProxyStats, RequestStats
 from kvpool.index.serve.auth import TokenAuth
 from kvpool.index.serve.http import HttpServer
@@ -308,7 +309,7 @@ def _warm_up(
     fleet: Fleet, file: Path | None, bootstrap: str | None, flags: Collection[str], life: str | None
 ) -> None:
     """Begin with a warm peer's snapshot, else with the file's, else empty. Blocking."""
-    max_nbytes = fleet.limits.max_snapshot_nbytes
+    max_nbytes = fleet.limits.limit_of_snapshot_nbytes(MAX_NBYTES)
 
     def of_peer() -> Snapshot | None:
         if bootstrap is None:

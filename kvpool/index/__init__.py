@@ -6,11 +6,19 @@
 from __future__ import annotations
 
 from kvpool.discovery.worker import Publisher, Worker
-from kvpool.index.answer import FleetStatus, HitCurve, IndexStatus, Lookup, PublisherStatus, Row, WorkerStatus
-from kvpool.index.cost.load import Load
-from kvpool.index.cost.ranking import Pick, Ranking
+from kvpool.index.answer import (
+    FleetStatus,
+    HitCurve,
+    IndexStatus,
+    Lookup,
+    Pick,
+    PublisherStatus,
+    Ranking,
+    Row,
+    WorkerStatus,
+)
 from kvpool.index.fleet.table import Applied, Match, Matches, PrefixIndex, Tier
-from kvpool.index.prompt import Chat, Prompt
+from kvpool.index.prompt import Chat, Load, Prompt
 
 __all__ = [
     "Applied",

@@ -1,14 +1,19 @@
-"""Replies of the index: ``Lookup`` of a prompt, ``WorkerStatus`` of each worker. Immutable."""
+"""Replies of the index: ``Lookup`` of a prompt, ``Ranking`` of its workers, ``WorkerStatus`` of each. Immutable."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from kvpool.discovery.quota import Standing
 from kvpool.discovery.worker import Worker
+
+LoadSource = Literal["none", "reported", "scraped"]
+LOAD_SOURCES: dict[int, LoadSource] = {0: "none", 1: "reported", 2: "scraped"}  # by the native core's number
+Trust = Literal["exact", "degraded", "fallback"]
+TRUSTS: dict[int, Trust] = {1: "exact", 2: "degraded", 3: "fallback"}  # by the native core's number
 
 
 class Row(NamedTuple):
@@ -65,6 +70,64 @@ class Lookup:
 
     def __iter__(self) -> Iterator[Row]:
         return map(Row._make, zip(*(getattr(self, one.name) for one in fields(self)), strict=True))
+
+
+class Pick(NamedTuple):
+    """One data-parallel rank of one worker, and the cost of a prompt there, in tokens to compute.
+
+    ``cost`` is the sum of ``prefill_cost`` (tokens in no tier), ``fetch_cost`` (tokens in the worker's other
+    tiers or the pool), ``queue_cost`` (earlier work) and ``move_cost`` (what a session's blocks displace). Of the
+    queue: ``running`` and ``waiting`` requests, ``queued_tokens`` (0 also if unknown), ``kv_usage_permille`` and
+    ``reserved_cost``; ``load_source`` and ``load_age_ms`` are their origin.
+
+    ``trust``: ``exact``: blocks are known; ``degraded``: stale, device and local blocks count as 0; ``fallback``:
+    nothing is known. ``asleep``: its engine serves no requests now. ``unreachable``: stale and silent.
+    """
+
+    row: Row
+    trust: Trust
+    cost: int
+    prefill_cost: int
+    fetch_cost: int
+    queue_cost: int
+    running: int
+    waiting: int
+    queued_tokens: int
+    kv_usage_permille: int
+    reserved_cost: int
+    load_source: LoadSource
+    load_age_ms: int
+    asleep: bool
+    unreachable: bool
+    move_cost: int = 0
+
+    @property
+    def worker(self) -> str:
+        return self.row.worker
+
+    @property
+    def dp_rank(self) -> int:
+        return self.row.dp_rank
+
+    @property
+    def address(self) -> str:
+        """Where it serves requests; empty: unknown."""
+        return self.row.address
+
+
+def named_pick(packed: Sequence[Any]) -> Pick:
+    """Of values in ``Pick``'s order, with numbers for trust and source. Errors: ``LookupError`` for unnamed ones."""
+    row, trust, *costs, source, age_ms, asleep, unreachable, move_cost = packed
+    named = (TRUSTS[trust], *costs, LOAD_SOURCES[source])
+    return Pick._make((Row._make(row), *named, age_ms, asleep, unreachable, move_cost))
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """``picks``: the best first; empty: the model has no worker. ``reservation``: for ``release``; empty: none."""
+
+    picks: tuple[Pick, ...] = ()
+    reservation: str = ""
 
 
 @dataclass(frozen=True)

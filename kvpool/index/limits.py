@@ -18,10 +18,13 @@ from weakref import WeakValueDictionary
 
 from kvpool import _native
 from kvpool.errors import ConfigError, KVPoolError
-from kvpool.index.fleet.snapshot import MAX_NBYTES as MAX_SNAPSHOT_NBYTES
 from kvpool.text import MAX_NBYTES
 
 Value = TypeVar("Value")
+
+
+class NotAtOnce(KVPoolError):
+    """An answer waits for a batch, or takes too long for an event loop: call again in a thread."""
 
 
 class Kind(NamedTuple):
@@ -167,12 +170,11 @@ class Limits:
 
     # ---- snapshots
 
-    @property
-    def max_snapshot_nbytes(self) -> int:
-        """Largest snapshot at the start, when memory is still free."""
+    def limit_of_snapshot_nbytes(self, most_nbytes: int) -> int:
+        """Largest snapshot at the start, when memory is still free, up to ``most_nbytes``."""
         if self.tables_nbytes is None:
-            return MAX_SNAPSHOT_NBYTES
-        return min(MAX_SNAPSHOT_NBYTES, (self.tables_nbytes + self.limit_nbytes) // READ_COPIES)
+            return most_nbytes
+        return min(most_nbytes, (self.tables_nbytes + self.limit_nbytes) // READ_COPIES)
 
     @contextmanager
     def snapshot(

@@ -1,10 +1,11 @@
-"""``Prompt``: of a lookup or route, also as the ``Chat`` of a request. Pure."""
+"""``Prompt``: of a lookup or route, also as a request's ``Chat``; its ``Session``; ``Load`` beside it. Pure."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 from kvpool.discovery.worker import DEFAULT_TENANT, MAX_WORKERS
 from kvpool.errors import ConfigError
@@ -17,6 +18,8 @@ TOKEN_NBYTES = 4  # of a token in a request
 MAX_PROMPT_BLOCKS = 1 << 22
 NO_BLOCKS = memoryview(b"")  # hashes64 of a request that is placed by load
 MAX_PROMPT_TOKENS = 1 << 22
+_MOST = (1 << 32) - 1
+_MOST_TOKENS = (1 << 53) - 1
 # Fields of a request that its template reads beside messages and tools. Of equal names vLLM takes the request's, not
 # ``chat_template_kwargs``'; the first two have a default, which counts, too.
 _WITH_DEFAULT = ("add_generation_prompt", "continue_final_message")
@@ -188,3 +191,58 @@ def as_prompt(model: str | Prompt, fields: PromptFields) -> Prompt:
     if fields:
         raise ConfigError(f"a Prompt says all; leave out {', '.join(fields)}")
     return model
+
+
+class Session(NamedTuple):
+    """A session's name with its model: one name for two models is two sessions, since their prompts differ.
+
+    ``stays``: its requests follow each other. False: they share only a name, as all users of an application do.
+    """
+
+    tenant: str
+    digest: bytes
+    stays: bool = True
+
+    @classmethod
+    def of(
+        cls, tenant: str, model: str, session_id: str | None, prompt_cache_key: str | None = None
+    ) -> Session | None:
+        """None: neither is named."""
+        if not (name := session_id or prompt_cache_key):
+            return None
+        named = f"{model}\0{name}".encode(errors="replace")
+        return cls(tenant, hashlib.blake2b(named, digest_size=16).digest(), bool(session_id))
+
+    @property
+    def seed(self) -> int:
+        return int.from_bytes(self.digest[:8], "little")
+
+
+@dataclass(frozen=True)
+class Load:
+    """Work of one data-parallel rank of one worker.
+
+    ``running``, ``waiting``: requests. ``queued_tokens``: prompt tokens that wait; None: unknown.
+    ``kv_usage``: 0 to 1 (the KV cache is full). Errors: ``ConfigError``.
+    """
+
+    worker: str
+    dp_rank: int = 0
+    running: int = 0
+    waiting: int = 0
+    queued_tokens: int | None = None
+    kv_usage: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, most in (
+            ("dp_rank", _MOST), ("running", _MOST), ("waiting", _MOST), ("queued_tokens", _MOST_TOKENS),
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if not (value is None and name == "queued_tokens") and (
+                type(value) is not int or not 0 <= value <= most
+            ):
+                raise ConfigError(f"load of {self.worker:.80}: {name} is a whole number, not {value!r:.40}")
+        if isinstance(self.kv_usage, bool) or not 0 <= self.kv_usage <= 1:
+            raise ConfigError(
+                f"load of {self.worker:.80}: kv_usage is from 0 to 1, not {self.kv_usage!r:.40}"
+            )

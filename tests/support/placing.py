@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from kvpool.index.cost.ranking import Ranking
+from kvpool.index.answer import Ranking
 from kvpool.index.cost.router import Costs, Router
 from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.front.endpoints import Endpoints

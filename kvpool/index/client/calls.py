@@ -7,10 +7,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from kvpool.discovery.worker import Worker
 from kvpool.errors import ConfigError
-from kvpool.index.answer import FleetStatus, HitCurve, Lookup
-from kvpool.index.cost.load import Load
-from kvpool.index.cost.ranking import Ranking
-from kvpool.index.prompt import Prompt
+from kvpool.index.answer import FleetStatus, HitCurve, Lookup, Ranking
+from kvpool.index.prompt import Load, Prompt
 from kvpool.index.protocol.messages import (
     MAX_PROMPT_NBYTES,
     MAX_REQUESTS,

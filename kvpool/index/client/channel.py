@@ -17,6 +17,7 @@ from kvpool.index.net.tls import channel_credentials
 from kvpool.index.protocol.messages import (
     MAX_REPLY_NBYTES,
     MAX_REQUEST_NBYTES,
+    MAX_TOKEN_CHARS,
     REPLIES,
     SERVICE,
     decode_lookup,
@@ -27,7 +28,6 @@ from kvpool.v1 import index_pb2 as pb
 DEFAULT_TIMEOUT_S = 1.0
 MAX_TIMEOUT_S = 3600.0
 MAX_DETAIL_CHARS = 300
-MAX_TOKEN_CHARS = 1024
 PICKER = "envoy.service.ext_proc.v3.ExternalProcessor"
 
 OPTIONS = (

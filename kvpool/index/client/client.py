@@ -14,14 +14,12 @@ import grpc
 
 from kvpool.discovery.worker import DEFAULT_TENANT, Worker
 from kvpool.errors import ConfigError, IndexUnavailable, KVPoolError
-from kvpool.index.answer import FleetStatus, HitCurve, Lookup, WorkerStatus
+from kvpool.index.answer import FleetStatus, HitCurve, Lookup, Ranking, WorkerStatus
 from kvpool.index.client import calls, channel
 from kvpool.index.client.calls import Answer, Call
 from kvpool.index.client.channel import Access
-from kvpool.index.cost.load import Load
-from kvpool.index.cost.ranking import Ranking
 from kvpool.index.fleet.snapshot import MAX_NBYTES as MAX_SNAPSHOT_NBYTES
-from kvpool.index.prompt import Prompt, PromptFields, as_prompt
+from kvpool.index.prompt import Load, Prompt, PromptFields, as_prompt
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -1,5 +1,4 @@
-"""``Load``: how busy a worker's rank is; ``LoadBoard``: the last of each. Beside it ``Reservations`` and
-prompts ``InFlight``.
+"""``LoadBoard``: how busy each worker's rank was last. Beside it ``Reservations`` and prompts ``InFlight``.
 
 Any thread; nothing blocks. ``_lock`` guards ``_ranks`` and changes of its members; a ranking reads them without.
 """
@@ -15,18 +14,15 @@ from bisect import bisect
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvpool import _native
-from kvpool.errors import ConfigError
+from kvpool.index.answer import LOAD_SOURCES, LoadSource
 from kvpool.index.fleet.rank import Rank, RankKey
+from kvpool.index.prompt import Load
 
 if TYPE_CHECKING:
     from kvpool.index.fleet.partition import Answer
-
-LoadSource = Literal["none", "reported", "scraped"]
-LOAD_SOURCES: dict[int, LoadSource] = {0: "none", 1: "reported", 2: "scraped"}  # by the native core's number
 
 KEEP_S = 10.0  # of a load; unknown after
 KEEP_FAILED_S = 30.0  # of a failed page; pages are read again within 12 s
@@ -38,40 +34,7 @@ MAX_ALIKE = 64  # prompts in flight with the same first block
 MAX_IN_FLIGHT_NBYTES = 16 << 20
 ENTRY_NBYTES = 512  # of a prompt, beside its hashes
 
-_MOST = (1 << 32) - 1
-_MOST_TOKENS = (1 << 53) - 1
-
 logger = logging.getLogger("kvpool.index")
-
-
-@dataclass(frozen=True)
-class Load:
-    """Work of one data-parallel rank of one worker.
-
-    ``running``, ``waiting``: requests. ``queued_tokens``: prompt tokens that wait; None: unknown.
-    ``kv_usage``: 0 to 1 (the KV cache is full). Errors: ``ConfigError``.
-    """
-
-    worker: str
-    dp_rank: int = 0
-    running: int = 0
-    waiting: int = 0
-    queued_tokens: int | None = None
-    kv_usage: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name, most in (
-            ("dp_rank", _MOST), ("running", _MOST), ("waiting", _MOST), ("queued_tokens", _MOST_TOKENS),
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if not (value is None and name == "queued_tokens") and (
-                type(value) is not int or not 0 <= value <= most
-            ):
-                raise ConfigError(f"load of {self.worker:.80}: {name} is a whole number, not {value!r:.40}")
-        if isinstance(self.kv_usage, bool) or not 0 <= self.kv_usage <= 1:
-            raise ConfigError(
-                f"load of {self.worker:.80}: kv_usage is from 0 to 1, not {self.kv_usage!r:.40}"
-            )
 
 
 class KnownLoad(NamedTuple):

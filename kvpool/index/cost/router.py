@@ -38,22 +38,16 @@ from typing import TYPE_CHECKING
 
 from kvpool import _native
 from kvpool.errors import ConfigError
+from kvpool.index.answer import Ranking
 from kvpool.index.cost.ejections import Ejections, Judged
-from kvpool.index.cost.load import (
-    KEEP_FAILED_S,
-    KEEP_S,
-    InFlight,
-    Load,
-    LoadBoard,
-    Reservations,
-)
-from kvpool.index.cost.ranking import NativeRanking, Ranking
-from kvpool.index.cost.sessions import Session, Sessions
+from kvpool.index.cost.load import KEEP_FAILED_S, KEEP_S, InFlight, LoadBoard, Reservations
+from kvpool.index.cost.ranking import NativeRanking
+from kvpool.index.cost.sessions import Sessions
 from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.fleet.partition import Answer
 from kvpool.index.fleet.rank import RankKey
 from kvpool.index.fleet.start import Start
-from kvpool.index.prompt import Prompt, PromptFields, as_prompt
+from kvpool.index.prompt import Load, Prompt, PromptFields, Session, as_prompt
 from kvpool.index.request_stats import Placed
 from kvpool.key.hashing import len_tokens
 

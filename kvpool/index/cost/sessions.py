@@ -14,13 +14,13 @@ One thread at a time.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvpool.index.cost.load import LoadBoard
 from kvpool.index.fleet.rank import RankKey
+from kvpool.index.prompt import Session
 from kvpool.index.request_stats import Placed
 
 if TYPE_CHECKING:
@@ -31,31 +31,6 @@ ANNOUNCE_S = 30.0  # after a placement, until its blocks' events must have come
 KEEP_S = 900.0  # of a home
 ENDED_AT_ONCE = 8  # homes that a call drops at most, of those that are over
 HASH_NBYTES = 8
-
-
-class Session(NamedTuple):
-    """A session's name with its model: one name for two models is two sessions, since their prompts differ.
-
-    ``stays``: its requests follow each other. False: they share only a name, as all users of an application do.
-    """
-
-    tenant: str
-    digest: bytes
-    stays: bool = True
-
-    @classmethod
-    def of(
-        cls, tenant: str, model: str, session_id: str | None, prompt_cache_key: str | None = None
-    ) -> Session | None:
-        """None: neither is named."""
-        if not (name := session_id or prompt_cache_key):
-            return None
-        named = f"{model}\0{name}".encode(errors="replace")
-        return cls(tenant, hashlib.blake2b(named, digest_size=16).digest(), bool(session_id))
-
-    @property
-    def seed(self) -> int:
-        return int.from_bytes(self.digest[:8], "little")
 
 
 class Home(NamedTuple):

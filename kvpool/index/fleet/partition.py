@@ -19,7 +19,8 @@ from kvpool.discovery.worker import Worker
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.index.answer import Lookup
 from kvpool.index.fleet.rank import ONE_SEED, Rank, RankKey, near_holder, pool_holder
-from kvpool.index.fleet.table import REFUSED, NotAtOnce, PrefixIndex, refusal
+from kvpool.index.fleet.table import REFUSED, PrefixIndex, refusal
+from kvpool.index.limits import NotAtOnce
 from kvpool.index.prompt import Prompt
 from kvpool.key.hashing import BlockHasher, seed_id
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from kvpool import _native
 from kvpool.discovery.worker import MAX_DP_RANK
 from kvpool.errors import ConfigError, KVPoolError, MalformedEvents, SnapshotRefused
+from kvpool.index.limits import NotAtOnce
 from kvpool.key.hashing import MAX_BLOCK_TOKENS
 from kvpool.text import unknown
 
@@ -34,10 +35,6 @@ REFUSED = (_native.TooMuchWork, _native.NotAtOnce, ValueError, TypeError, Buffer
 
 class ClearedTooOften(MalformedEvents):
     """A batch stores and clears in turns, a walk over the table each time: its worker's blocks are dropped."""
-
-
-class NotAtOnce(KVPoolError):
-    """An answer waits for a batch, or takes too long for an event loop: call again in a thread."""
 
 
 def malformed(error: _native.MalformedEvents) -> MalformedEvents:

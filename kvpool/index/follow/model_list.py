@@ -1,4 +1,4 @@
-"""``read_names``: the names in a worker's ``GET /v1/models``; ``denies_model``: an answer for a name beside them. Pure.
+"""``read_names``: the names in a worker's ``GET /v1/models``. Pure.
 
 vLLM lists its served names, and each LoRA adapter with its path as ``root`` and its model as ``parent``
 (``vllm/entrypoints/openai/models/serving.py``).
@@ -6,7 +6,6 @@ vLLM lists its served names, and each LoRA adapter with its path as ``root`` and
 
 from __future__ import annotations
 
-import re
 from typing import Annotated
 
 import msgspec
@@ -17,9 +16,6 @@ from kvpool.index.follow.metrics_page import BadPage
 from kvpool.index.protocol import bounded_json
 
 MAX_CONTAINERS = 16 * MAX_READ  # vLLM's cards have three; a page of 2 MiB, 5,000 cards
-
-# vllm/entrypoints/serve/engine/serving.py. Whole: an answer may repeat a caller's words, but not its quotes.
-_NO_MODEL = re.compile(rb'"message"\s*:\s*"The model `[^`]{0,8192}` does not exist')
 
 
 class _Card(msgspec.Struct):
@@ -46,8 +42,3 @@ def read_names(page: bytes) -> list[Name]:
     return [
         Name(card.id, (card.root or "") if card.parent else "", card.max_model_len or 0) for card in cards
     ]
-
-
-def denies_model(body: bytes) -> bool:
-    """Of an answer with status 404: whether it is for the request's model, not for its path or response."""
-    return _NO_MODEL.search(body) is not None

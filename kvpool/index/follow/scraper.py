@@ -20,16 +20,16 @@ import aiohttp
 import anyio
 from yarl import URL
 
-from kvpool.index.cost.load import Load, LoadBoard
+from kvpool.index.cost.load import LoadBoard
 from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.fleet.start import Start
 from kvpool.index.follow.metrics_page import BadPage, LoadCosts, read_page
 from kvpool.index.follow.model_list import read_names
-from kvpool.index.front.endpoints import parse_url
-from kvpool.index.front.renderer import KEEP_ALIVE_S
 from kvpool.index.limits import Work
 from kvpool.index.net.resolver import Resolver
-from kvpool.index.net.worker_connection import WorkerConnector, why_not
+from kvpool.index.net.worker_connection import KEEP_ALIVE_S, WorkerConnector, why_not
+from kvpool.index.net.worker_url import parse_url
+from kvpool.index.prompt import Load
 
 INTERVAL_S = 1.0
 # Between readings of names: with MAX_BACKOFF_S and DEADLINE_S below 25 s. A doubted worker is read sooner.

@@ -6,68 +6,22 @@ One event loop. Known names keep their last addresses, so a hanging name server 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
-from functools import lru_cache
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 from kvpool.discovery.worker import Worker
-from kvpool.errors import ConfigError, KVPoolError
-from kvpool.index.cost.ranking import Pick
+from kvpool.errors import KVPoolError
+from kvpool.index.answer import Pick
 from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.front.placement import Refusal
 from kvpool.index.net.resolver import Addresses, Resolver, Unresolved
-from kvpool.text import redact
+from kvpool.index.net.worker_url import MAX_NAMES, Url, numeric, parse_url
 
-MAX_NAMES = 16384  # with remembered addresses
 MAX_TENANTS = 64  # with remembered endpoints
 PLACES_S = 1.0  # lifetime of a tenant's endpoints; names are looked up every 5 s at most
-
-
-class Url(NamedTuple):
-    """Of a worker. ``host``: a name or a numeric address. ``endpoint``: ``IP:PORT``; empty: the host is a name."""
-
-    is_tls: bool
-    host: str
-    port: int
-    endpoint: str
-
-    @property
-    def scheme(self) -> str:
-        return "https" if self.is_tls else "http"
-
-    @property
-    def authority(self) -> str:
-        """For the header ``Host``: always with the port."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-@lru_cache(MAX_NAMES)
-def parse_url(address: str) -> Url:
-    """Errors: ``ConfigError`` for an address that cannot serve requests."""
-    if not address:
-        raise ConfigError("its address is not known: say where it serves requests, address=http://HOST:PORT")
-    try:
-        parts = urlsplit(address)
-        port = parts.port
-    except ValueError as error:
-        raise ConfigError(f"{redact(address):.200}: {error}") from error
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"{redact(address):.200}: requests are served at http://HOST:PORT")
-    if parts.path not in ("", "/") or parts.query or parts.fragment or parts.username is not None:
-        raise ConfigError(
-            f"{redact(address):.200}: an address has no user, path or query: write {parts.scheme}://HOST:PORT"
-        )
-    port = port or (443 if parts.scheme == "https" else 80)
-    try:
-        endpoint = _numeric(parts.hostname, port)
-    except ValueError:
-        endpoint = ""
-    return Url(parts.scheme == "https", parts.hostname, port, endpoint)
 
 
 class _Places(NamedTuple):
@@ -172,15 +126,10 @@ class Endpoints:
                 raise error
         if known is None:
             raise _NotYet(f"the name {url.host} is not resolved within {waited_s:g} s")
-        return _numeric(known[0], url.port)
+        return numeric(known[0], url.port)
 
     def _remember(self, key: tuple[str, str], addresses: Addresses) -> None:
         self._known[key] = addresses
         self._known.move_to_end(key)
         if len(self._known) > MAX_NAMES:
             self._known.popitem(last=False)
-
-
-@lru_cache(MAX_NAMES)
-def _numeric(address: str, port: int) -> str:
-    return f"[{address}]:{port}" if ipaddress.ip_address(address).version == 6 else f"{address}:{port}"

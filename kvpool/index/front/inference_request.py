@@ -16,8 +16,7 @@ import msgspec
 
 from kvpool.discovery.worker import DEFAULT_TENANT
 from kvpool.errors import ConfigError
-from kvpool.index.cost.sessions import Session
-from kvpool.index.prompt import TOKEN_NBYTES, Chat, Prompt
+from kvpool.index.prompt import TOKEN_NBYTES, Chat, Prompt, Session
 from kvpool.index.protocol import bounded_json
 from kvpool.index.request_stats import Promptless
 from kvpool.index.tokens.token_estimate import FORM, estimate

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import msgspec
 
 from kvpool.errors import KVPoolError
+from kvpool.index.answer import Pick
 from kvpool.index.cost.load import EJECTED
-from kvpool.index.cost.ranking import Pick
-from kvpool.index.cost.sessions import Session
 from kvpool.index.fleet.start import Start
 from kvpool.index.limits import INFERENCE, Limits
+from kvpool.index.prompt import Session
 from kvpool.index.request_stats import Outcome, Promptless
 
 # Headers of requests and responses.

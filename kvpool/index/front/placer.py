@@ -22,11 +22,9 @@ from typing import NamedTuple
 from kvpool.errors import ConfigError, KVPoolError, UnknownModel
 from kvpool.index.cost.ranking import NativeRanking
 from kvpool.index.cost.router import Router
-from kvpool.index.cost.sessions import Session
 from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.fleet.start import Start
-from kvpool.index.fleet.table import NotAtOnce
-from kvpool.index.front.endpoints import Endpoints, Url, parse_url
+from kvpool.index.front.endpoints import Endpoints
 from kvpool.index.front.inference_request import (
     OPERATIONS,
     InferenceRequest,
@@ -51,8 +49,9 @@ from kvpool.index.front.placement import (
 from kvpool.index.front.renderer import RENDER_S, NoTokens, Renderer
 from kvpool.index.front.stored_responses import StoredResponses
 from kvpool.index.front.token_checks import TokenChecks
-from kvpool.index.limits import Work
-from kvpool.index.prompt import NO_BLOCKS, Prompt
+from kvpool.index.limits import NotAtOnce, Work
+from kvpool.index.net.worker_url import Url, parse_url
+from kvpool.index.prompt import NO_BLOCKS, Prompt, Session
 from kvpool.index.request_stats import Outcome, Promptless, RequestStats, outcome_of
 from kvpool.index.tokens.text_work import INLINE, SHORT, LongText, TooMuchText
 from kvpool.index.tokens.tokenizers import Tokenizers
@@ -262,7 +261,7 @@ class Placer:
                 if ranked.has_own:  # tokens that differ still match up to the first difference
                     ranked = await self._read(path, body, tenant, workers, session_id, ends_s, trusts=True)
         if ranked.request.prompt is not None:
-            model = self._tokenizers.model_of(ranked.request.prompt, self.names)
+            model = self._tokenizers.model_of(ranked.request.prompt, self.names.model)
             render = partial(self._prompt, headers, RENDER_S)
             starts = partial(self._fleet.starts, tenant, self.names.model(tenant, model))
             self._checks.offer(ranked.request, model, render, starts, headers.get("authorization", ""))
@@ -298,7 +297,7 @@ class Placer:
             has_own = False
             try:
                 if prompt is not None and prompt.token_ids is None:
-                    model = self._tokenizers.model_of(prompt, self.names)
+                    model = self._tokenizers.model_of(prompt, self.names.model)
                     has_own = model in self._tokenizers and not trusts
                     makes = trusts or self._checks.trusts(request, model)
                     bounds = INLINE if at_once else SHORT
@@ -339,7 +338,7 @@ class Placer:
     async def _of_long(self, request: InferenceRequest, ends_s: float) -> _Ranked:
         """By its tokens, if they come in time."""
         assert request.prompt is not None
-        model = self._tokenizers.model_of(request.prompt, self.names)
+        model = self._tokenizers.model_of(request.prompt, self.names.model)
         try:
             making = self._tokenizers.placed(request.prompt, model, len(request.body))
             prompt = await asyncio.wait_for(making, max(0.0, ends_s - time.monotonic()))

@@ -27,7 +27,7 @@ from kvpool.index.limits import Kind, Limits
 from kvpool.index.net import header_bytes
 from kvpool.index.net.listener import SERVER, HttpListener
 from kvpool.index.net.tls import ServerTls
-from kvpool.index.net.worker_connection import WorkerConnector
+from kvpool.index.net.worker_connection import KEEP_ALIVE_S, WorkerConnector
 from kvpool.index.request_stats import ProxyStats
 from kvpool.index.serve import pages
 from kvpool.index.serve.health import Health
@@ -36,7 +36,6 @@ from kvpool.tracing import Span, Tracing
 HEALTH, MODELS = "/health", "/v1/models"
 CONNECTIONS = Kind("connections", "keep fewer open", 8192, 4096, 8192)  # a load balancer is one host
 CONNECT_S = 1.0  # for a worker to accept a connection, before the next one is tried
-WORKER_KEEP_ALIVE_S = 4.0  # less than the 5 s after which vLLM closes an idle connection
 LIST_S = 1.0  # lifetime of a list of models
 MAX_LISTED = 4096  # names beside them
 
@@ -88,7 +87,7 @@ class Proxy:
         header_bytes.keep()
         # limits: of requests under way; auto_decompress: bytes pass as they are; cookies are the clients' own
         self._session = aiohttp.ClientSession(
-            connector=WorkerConnector(keepalive_s=WORKER_KEEP_ALIVE_S, tls=self._worker_tls),
+            connector=WorkerConnector(keepalive_s=KEEP_ALIVE_S, tls=self._worker_tls),
             timeout=self._timeout,
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,

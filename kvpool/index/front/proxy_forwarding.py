@@ -15,17 +15,16 @@ from aiohttp import web
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
-from kvpool.index.follow.model_list import denies_model
-from kvpool.index.front.endpoints import parse_url
 from kvpool.index.front.inference_request import engine_path
 from kvpool.index.front.placement import MAX_BODY_NBYTES, OURS, RANK, Placement, Refusal, Target, hold
 from kvpool.index.front.placer import Placer
 from kvpool.index.front.stored_responses import is_of_responses
-from kvpool.index.front.worker_answer import Answer
+from kvpool.index.front.worker_answer import Answer, denies_model
 from kvpool.index.limits import INFERENCE, Limits
 from kvpool.index.net.header_bytes import has_control
 from kvpool.index.net.listener import HttpConnection, ask_for_body
 from kvpool.index.net.worker_connection import Sending, why_not
+from kvpool.index.net.worker_url import parse_url
 from kvpool.index.request_stats import ProxyStats, Retry
 
 BODY_S = 30.0  # for a body to arrive: 16 MiB at 4.5 Mbit/s

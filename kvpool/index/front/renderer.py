@@ -25,11 +25,11 @@ import msgspec
 from kvpool import _native
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.index.fleet.start import Start
-from kvpool.index.follow.model_list import denies_model
-from kvpool.index.front.endpoints import Url
 from kvpool.index.front.inference_request import RENDERED, InferenceRequest, prompt_key
+from kvpool.index.front.worker_answer import denies_model
 from kvpool.index.limits import INFERENCE, Limits, Work
-from kvpool.index.net.worker_connection import WorkerConnector, why_not
+from kvpool.index.net.worker_connection import KEEP_ALIVE_S, WorkerConnector, why_not
+from kvpool.index.net.worker_url import Url
 from kvpool.index.prompt import MAX_PROMPT_TOKENS, Prompt
 from kvpool.index.protocol import bounded_json
 from kvpool.index.request_stats import Promptless
@@ -42,7 +42,6 @@ RENDER_S = 10.0  # of a worker's reply; a request waits less
 # For a connection: leaves time for another, where a request may wait for a second.
 CONNECT_S = 0.25
 HANDSHAKE_S = 1.0  # the same with TLS: vLLM shakes hands between the steps of its API server
-KEEP_ALIVE_S = 4.0  # less than the 5 s after which vLLM closes an idle connection
 MAX_RENDERED_NBYTES = 32 << 20
 INLINE_NBYTES = 64 << 10  # of a reply, above which a thread decodes it: 10,000 tokens, in 1 ms
 MAX_KEPT_NBYTES = 64 << 20  # of remembered tokens

@@ -1,5 +1,6 @@
 """``Answer``: of a worker to one request, as its bytes come: whether it has begun, and what it tells of its engine.
-Pure.
+
+``denies_model``: of its answer with status 404. Pure.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ _FAULT = re.compile(
 _END_OF_EVENT = b"\n\n"
 MAX_FAULT_NBYTES = 4096  # of an event that is read in parts, from its begin on
 _OF_ENGINE = re.compile(rb'"code": ?5\d\d|"type": ?"(?:InternalServerError|internal_error)"')
+
+# vllm/entrypoints/serve/engine/serving.py. Whole: an answer may repeat a caller's words, but not its quotes.
+_NO_MODEL = re.compile(rb'"message"\s*:\s*"The model `[^`]{0,8192}` does not exist')
 
 
 class Answer:
@@ -53,3 +57,8 @@ class Answer:
         lines = _COMMENT + part if self._is_amid else part
         self._is_amid = not lines.endswith((b"\r", b"\n"))
         return _TOLD.search(lines) is not None
+
+
+def denies_model(body: bytes) -> bool:
+    """Of an answer with status 404: whether it is for the request's model, not for its path or response."""
+    return _NO_MODEL.search(body) is not None

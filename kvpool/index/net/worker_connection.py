@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from aiohttp.connector import Connection
     from aiohttp.tracing import Trace
 
+KEEP_ALIVE_S = 4.0  # less than the 5 s after which vLLM closes an idle connection
 SEND_S = 30.0  # for a worker to take a body
 PART_NBYTES = 1 << 20  # of a body, written at once: more would hold the event loop up
 MAX_INTERIM = 16  # responses of 1xx before the response

@@ -1,7 +1,7 @@
 """Converts between the index's values and the messages of ``protos/kvpool/v1/index.proto``, for both sides. Pure.
 
 Messages come from another process: form is checked here, content in ``Fleet``. Errors: ``ConfigError``, where
-no other is named.
+no other is named. Over 400 lines because both ways of each message stand together.
 """
 
 from __future__ import annotations
@@ -16,11 +16,28 @@ from typing import TYPE_CHECKING, Any
 from kvpool.discovery.quota import Standing
 from kvpool.discovery.worker import DEFAULT_ALGORITHM, DEFAULT_TENANT, Publisher, Worker
 from kvpool.errors import ConfigError
-from kvpool.index.answer import FleetStatus, HitCurve, IndexStatus, Lookup, PublisherStatus, Row, WorkerStatus
-from kvpool.index.cost.load import Load
-from kvpool.index.cost.ranking import Pick, Ranking, named_pick
-from kvpool.index.cost.sessions import Session
-from kvpool.index.prompt import TOKEN_NBYTES, Chat, Prompt, PromptFields, reasoning_of, text_parts
+from kvpool.index.answer import (
+    FleetStatus,
+    HitCurve,
+    IndexStatus,
+    Lookup,
+    Pick,
+    PublisherStatus,
+    Ranking,
+    Row,
+    WorkerStatus,
+    named_pick,
+)
+from kvpool.index.prompt import (
+    TOKEN_NBYTES,
+    Chat,
+    Load,
+    Prompt,
+    PromptFields,
+    Session,
+    reasoning_of,
+    text_parts,
+)
 from kvpool.index.protocol import bounded_json
 from kvpool.key.hashing import len_tokens
 from kvpool.v1 import index_pb2 as pb
@@ -35,6 +52,7 @@ MAX_REPLY_NBYTES = 64 << 20
 MAX_REQUESTS = 256  # prompts in one message
 MAX_U32 = (1 << 32) - 1
 MAX_TEXT_NBYTES = 4 << 20  # of a prompt as text or chat
+MAX_TOKEN_CHARS = 1024  # of a caller's token, in a call's metadata
 MAX_LOADS = 32_768  # in a request
 
 REPLIES: dict[str, Any] = {

@@ -24,8 +24,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from kvpool.environment import read_toml
 from kvpool.errors import AccessDenied, ConfigError
-from kvpool.index.client.channel import MAX_TOKEN_CHARS
 from kvpool.index.net.tls import file_state
+from kvpool.index.protocol.messages import MAX_TOKEN_CHARS
 from kvpool.key.key import check_tenant
 from kvpool.text import unknown
 

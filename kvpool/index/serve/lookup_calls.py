@@ -19,8 +19,7 @@ from kvpool.errors import ConfigError, KVPoolError
 from kvpool.index.cost.router import Router
 from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.fleet.partition import merged
-from kvpool.index.fleet.table import NotAtOnce
-from kvpool.index.limits import CallMemory, Work
+from kvpool.index.limits import CallMemory, NotAtOnce, Work
 from kvpool.index.prompt import Prompt
 from kvpool.index.protocol.messages import MAX_REQUESTS, decode_prompt, decode_route_options, encode_lookup
 from kvpool.index.protocol.packed import (
@@ -182,7 +181,7 @@ async def in_tokens(prompt: Prompt, fleet: Fleet, tokenizers: Tokenizers) -> Pro
     if prompt.text is None and prompt.chat is None:
         return prompt
     fleet.names.check(prompt.tenant, prompt.model)
-    if (model := tokenizers.model_of(prompt, fleet.names)) not in tokenizers:
+    if (model := tokenizers.model_of(prompt, fleet.names.model)) not in tokenizers:
         raise ConfigError(
             f'this index has no tokenizer for "{model}": start it with '
             f"--tokenizer {model}=FOLDER, or send token_ids"

@@ -27,8 +27,7 @@ from kvpool.discovery.traffic import Seen
 from kvpool.discovery.worker import DEFAULT_TENANT
 from kvpool.errors import ConfigError
 from kvpool.index import limits
-from kvpool.index.answer import HitCurve
-from kvpool.index.cost.ranking import Pick
+from kvpool.index.answer import HitCurve, Pick
 from kvpool.index.cost.router import Router
 from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.follow.hit_curves import ALL

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -15,7 +15,6 @@ from kvpool.index.tokens.token_cache import MAX_PIECE_CHARS
 from kvpool.index.tokens.turns import Turn, Turns
 
 if TYPE_CHECKING:
-    from kvpool.index.fleet.names import Names
     from kvpool.index.tokens.tokenizer import Tokenizer
 
 THREADS, THREADS_OF_TENANT = 4, 2  # for lookups of short texts
@@ -44,9 +43,12 @@ class Tokenizers:
     def __contains__(self, model: str) -> bool:
         return model in self._by_model
 
-    def model_of(self, prompt: Prompt, names: Names) -> str:
-        """The model whose tokens the prompt has; they are made here if it is one of these. Any thread."""
-        return prompt.model if prompt.model in self else names.model(prompt.tenant, prompt.model)
+    def model_of(self, prompt: Prompt, named: Callable[[str, str], str]) -> str:
+        """The model whose tokens the prompt has; they are made here if it is one of these. Any thread.
+
+        ``named``: ``Names.model``.
+        """
+        return prompt.model if prompt.model in self else named(prompt.tenant, prompt.model)
 
     def tokens(self, prompt: Prompt, model: str, bounds: Bounds, turn: Turn | None = None) -> Prompt:
         """The prompt in tokens of ``model``. Any thread. ``turn``: of a long text. Errors: ``ConfigError``; those of

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool import BlockHasher, ConfigError, Load
-from kvpool.index.answer import Row
+from kvpool.index.answer import Pick, Row
 from kvpool.index.cost.load import KEEP_S
-from kvpool.index.cost.ranking import Pick
 from kvpool.index.cost.router import Costs, Router
 from kvpool.index.prompt import Prompt
 from kvpool.index.protocol.messages import decode_route

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from kvpool import Load
+from kvpool.index.answer import Pick, Ranking
 from kvpool.index.cost import sessions
 from kvpool.index.cost.load import LoadBoard
-from kvpool.index.cost.ranking import Pick, Ranking
 from kvpool.index.cost.router import Costs, Router
-from kvpool.index.cost.sessions import ENDED_AT_ONCE, KEEP_S, Session, Sessions
+from kvpool.index.cost.sessions import ENDED_AT_ONCE, KEEP_S, Sessions
 from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.fleet.rank import RankKey
-from kvpool.index.prompt import NO_BLOCKS, Prompt
+from kvpool.index.prompt import NO_BLOCKS, Prompt, Session
 from tests.support.fleets import Clock, a_fleet, a_worker, say
 from tests.support.placing import NAMESPACE, order
 from tests.support.wire import batch, packed64, stored

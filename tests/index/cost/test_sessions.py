@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from kvpool import Load
+from kvpool.index.answer import Ranking
 from kvpool.index.cost import sessions
 from kvpool.index.cost.load import LoadBoard
-from kvpool.index.cost.ranking import Ranking
 from kvpool.index.cost.router import Costs, Router
-from kvpool.index.cost.sessions import ANNOUNCE_S, KEEP_S, Home, Session, Sessions
+from kvpool.index.cost.sessions import ANNOUNCE_S, KEEP_S, Home, Sessions
 from kvpool.index.fleet.rank import RankKey
-from kvpool.index.prompt import NO_BLOCKS
+from kvpool.index.prompt import NO_BLOCKS, Session
 from tests.support.fleets import Clock, a_fleet, say
 from tests.support.placing import NAMESPACE, order
 from tests.support.wire import batch, packed64, removed, stored

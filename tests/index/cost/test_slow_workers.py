@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpool import Load
-from kvpool.index.cost.ranking import Pick
+from kvpool.index.answer import Pick
 from kvpool.index.cost.router import Costs, Router
 from kvpool.index.follow.metrics_page import HALF_LIFE_S, MIN_TOKENS, GateCounters, LoadCosts
 from kvpool.index.prompt import Prompt

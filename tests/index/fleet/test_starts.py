@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvpool import Load
-from kvpool.index.cost.ranking import Pick
+from kvpool.index.answer import Pick
 from kvpool.index.cost.router import Costs, Router
 from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.fleet.sequence import Sequence

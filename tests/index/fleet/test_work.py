@@ -11,7 +11,8 @@ from kvpool import ConfigError, KVPoolError, PrefixIndex
 from kvpool.errors import MalformedEvents
 from kvpool.index.fleet import partition as module
 from kvpool.index.fleet.fleet import Fleet
-from kvpool.index.fleet.table import ClearedTooOften, NotAtOnce
+from kvpool.index.fleet.table import ClearedTooOften
+from kvpool.index.limits import NotAtOnce
 from tests.support.fleets import a_worker, joined, say
 from tests.support.wire import batch, cleared, packed64, stored
 

@@ -10,7 +10,8 @@ import pytest
 from kvpool.errors import ConfigError
 from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.front import endpoints
-from kvpool.index.front.endpoints import Endpoints, parse_url
+from kvpool.index.front.endpoints import Endpoints
+from kvpool.index.net.worker_url import parse_url
 from tests.support.fleets import a_worker
 from tests.support.networks import KnownNames
 

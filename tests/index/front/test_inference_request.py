@@ -16,7 +16,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvpool.errors import ConfigError
-from kvpool.index.cost.sessions import Session
 from kvpool.index.front.inference_request import (
     BATCH,
     CHAT,
@@ -28,7 +27,7 @@ from kvpool.index.front.inference_request import (
     prompt_key,
     read_request,
 )
-from kvpool.index.prompt import Chat
+from kvpool.index.prompt import Chat, Session
 from tests.support.deadlines import eventually
 
 SPEECH = "/v1/audio/transcriptions"

@@ -88,7 +88,7 @@ def test_a_request_that_breaks_its_worker_is_sent_to_no_other(has_next: bool) ->
 def test_a_connection_that_its_worker_has_closed_meanwhile_costs_no_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(proxy, "WORKER_KEEP_ALIVE_S", 600.0)
+    monkeypatch.setattr(proxy, "KEEP_ALIVE_S", 600.0)
     bad = BadWorker("bad", once)
     with beside(bad, "a") as there:
         there.index.fleet.remove("default/a")
@@ -103,7 +103,7 @@ def test_a_request_is_sent_again_once_after_a_lost_connection_and_by_a_new_one(
     is_well: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Idle connections of several workers may end at one moment."""
-    monkeypatch.setattr(proxy, "WORKER_KEEP_ALIVE_S", 600.0)
+    monkeypatch.setattr(proxy, "KEEP_ALIVE_S", 600.0)
     had: list[bytes] = []
 
     def once_in_all(client: socket.socket) -> None:

@@ -15,10 +15,10 @@ import pytest
 
 from kvpool.index.fleet.start import Start
 from kvpool.index.front import renderer
-from kvpool.index.front.endpoints import Url, parse_url
 from kvpool.index.front.inference_request import CHAT, RENDERED, read_request
 from kvpool.index.front.renderer import NoTokens, Renderer
 from kvpool.index.limits import Limits
+from kvpool.index.net.worker_url import Url, parse_url
 from kvpool.index.prompt import Prompt
 from kvpool.index.protocol import bounded_json
 from tests.support.deadlines import until

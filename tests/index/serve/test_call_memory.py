@@ -20,7 +20,7 @@ from kvpool.discovery.worker import Publisher
 from kvpool.errors import SnapshotRefused
 from kvpool.index import limits
 from kvpool.index.fleet.fleet import Fleet
-from kvpool.index.fleet.snapshot import Snapshot
+from kvpool.index.fleet.snapshot import MAX_NBYTES, Snapshot
 from kvpool.index.follow import snapshot_file
 from kvpool.index.follow.snapshot_file import SnapshotFile
 from kvpool.index.limits import PACK_BLOCK_NBYTES
@@ -325,5 +325,5 @@ def test_a_snapshot_that_is_too_large_is_not_read(
     with pytest.raises(SnapshotRefused, match="raise --max-memory to read it"):
         snapshot_file.read(tmp_path / "snapshot", max_nbytes=len(packed) - 1)
     limited = Fleet(max_memory_nbytes=7 * MiB)
-    assert limited.limits.max_snapshot_nbytes == MiB
-    assert Fleet().limits.max_snapshot_nbytes > 1 << 35
+    assert limited.limits.limit_of_snapshot_nbytes(MAX_NBYTES) == MiB
+    assert Fleet().limits.limit_of_snapshot_nbytes(MAX_NBYTES) > 1 << 35

@@ -24,10 +24,10 @@ from kvpool.discovery.traffic import Seen
 from kvpool.discovery.worker import Publisher
 from kvpool.index import limits
 from kvpool.index.answer import HitCurve
-from kvpool.index.cost.load import Load
 from kvpool.index.cost.router import Router
 from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.follow.hit_curves import ALL
+from kvpool.index.prompt import Load
 from kvpool.index.request_stats import Matched, RequestStats
 from kvpool.index.serve import status
 from kvpool.index.serve.auth import TokenAuth
