@@ -37,12 +37,18 @@ from kvpool.index.front.ext_proc import ExtProcServer
 from kvpool.index.front.placer import Placer
 from kvpool.index.front.proxy import Proxy
 from kvpool.index.front.renderer import Renderer
+from kvpool.index.front.settings import PlacingSettings, ProxySettings
+from kvpool.index.front.token_checks import TokenChecks
+from kvpool.index.front.token_makers import TokenMakers
+from kvpool.index.net.connections import Connections
 from kvpool.index.net.listener import is_loopback
 from kvpool.index.net.resolver import Resolver
 from kvpool.index.net.tls import ServerTls, trusting
 from kvpool.index.net.worker_url import parse_url
 from kvpool.index.request_stats import ProxyStats, RequestStats
 from kvpool.index.serve.auth import TokenAuth
+from kvpool.index.serve.calls import Calls
+from kvpool.index.serve.health import Health
 from kvpool.index.serve.http import HttpServer
 from kvpool.index.serve.metrics import Exporter
 from kvpool.index.serve.service import IndexServer
@@ -193,20 +199,16 @@ async def _serve(
         proxy_stats = None if settings.proxy is None else ProxyStats()
         exporter = Exporter(fleet, stats, pool, proxy_stats)
         parts.push_async_callback(exporter.close)
+        connections = Connections(tls, settings.max_connection_age, settings.max_connection_grace)
         server = IndexServer(
             fleet,
-            stats,
+            Calls(auth, stats, fleet.limits, None if settings.traces is None else tracing),
             router=router,
             tokenizers=tokenizers,
             pool=pool,
-            is_warm=is_warm,
-            warm_up_s=settings.warm_up,
             take=take,
-            auth=auth,
-            tls=tls,
-            max_connection_age_s=settings.max_connection_age,
-            max_connection_grace_s=settings.max_connection_grace,
-            tracing=None if settings.traces is None else tracing,
+            health=Health(is_warm, settings.warm_up),
+            connections=connections,
         )
         parts.push_async_callback(server.stop)
         if not settings.no_scrape:
@@ -222,7 +224,7 @@ async def _serve(
             parts.push_async_callback(status.close)
             status.start()
             http_server = HttpServer(
-                server, tls=tls, status=status, max_connection_age_s=settings.max_connection_age,
+                server, connections=connections, status=status,
                 names=[*settings.http_name, settings.http.rpartition(":")[0]],
             )  # fmt: skip
             parts.push_async_callback(http_server.stop)
@@ -236,33 +238,33 @@ async def _serve(
             placer = Placer(
                 fleet,
                 router,
-                tokenizers,
-                renderer,
+                TokenMakers(tokenizers, renderer, TokenChecks(tokenizers, stats)),
                 Endpoints(fleet, resolver),
+                PlacingSettings(
+                    timeout_s=settings.place_timeout,
+                    max_waiting=settings.max_waiting,
+                    max_endpoints=settings.place_endpoints,
+                    shows=not settings.no_place_headers,
+                    session_header=settings.session_header,
+                ),
                 stats=stats,
                 serves=lambda: server.health.serves,
                 tracing=tracing,
-                timeout_s=settings.place_timeout,
-                max_waiting=settings.max_waiting,
-                max_endpoints=settings.place_endpoints,
-                shows=not settings.no_place_headers,
-                session_header=settings.session_header,
             )
             parts.callback(placer.close)
         if settings.ext_proc is not None:
-            picker = ExtProcServer(
-                placer, fleet.limits, server.calls, server.health, tls=tls,
-                max_connection_age_s=settings.max_connection_age,
-                max_connection_grace_s=settings.max_connection_grace,
-            )  # fmt: skip
+            picker = ExtProcServer(placer, server.calls, server.health, connections)
             parts.push_async_callback(picker.stop)
             shown += f", ext_proc on port {await picker.start(settings.ext_proc)}"
         if settings.proxy is not None and proxy_stats is not None:
             proxy = Proxy(
                 placer, fleet.limits, server.health, proxy_stats,
-                tenant=(settings.tenants or [DEFAULT_TENANT])[0], tls=tls,
-                names=[*settings.http_name, settings.proxy.rpartition(":")[0]], worker_tls=worker_tls,
-                response_s=settings.response_timeout, tracing=tracing,
+                ProxySettings(
+                    tenant=(settings.tenants or [DEFAULT_TENANT])[0],
+                    names=[*settings.http_name, settings.proxy.rpartition(":")[0]],
+                    response_s=settings.response_timeout,
+                ),
+                tls=tls, worker_tls=worker_tls, tracing=tracing,
             )  # fmt: skip
             parts.push_async_callback(proxy.stop)
             if port:

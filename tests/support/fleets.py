@@ -19,9 +19,16 @@ from kvpool.index.front.ext_proc import ExtProcServer
 from kvpool.index.front.placer import Placer
 from kvpool.index.front.proxy import Proxy
 from kvpool.index.front.renderer import Renderer
+from kvpool.index.front.settings import PlacingSettings, ProxySettings
+from kvpool.index.front.token_checks import TokenChecks
+from kvpool.index.front.token_makers import TokenMakers
 from kvpool.index.limits import INFERENCE
+from kvpool.index.net.connections import Connections
 from kvpool.index.net.resolver import Resolver
 from kvpool.index.request_stats import ProxyStats, RequestStats
+from kvpool.index.serve.auth import TokenAuth
+from kvpool.index.serve.calls import Calls
+from kvpool.index.serve.health import Health
 from kvpool.index.serve.http import HttpServer
 from kvpool.index.serve.service import IndexServer
 from kvpool.index.serve.status import Status
@@ -102,15 +109,22 @@ class Served:
         self.proxy = ""  # where it sends requests on; empty: nowhere
         self.proxy_stats = ProxyStats()
         self.held_nbytes = lambda: 0  # of bodies of requests
-        self._place = place  # options of Placer
-        self._proxy_options = proxy  # of Proxy
+        self._place = place  # fields of PlacingSettings; tokenizers, resolver
+        self._proxy_options = proxy  # fields of ProxySettings; worker_tls
         if feed is not None:
             fleet.feed = feed
         self.target = target
         self.http = ""  # where it speaks HTTP; empty: nowhere
         self._stats = stats or RequestStats()
         self._with_http = http
-        self._options = options  # of IndexServer
+        # Of IndexServer; of its calls, its health and its connections.
+        auth, tracing = options.pop("auth", None), options.pop("tracing", None)
+        self._calls = Calls(auth or TokenAuth(), self._stats, fleet.limits, tracing)
+        self._health = {name: options.pop(name) for name in ("is_warm", "warm_up_s") if name in options}
+        names = {"tls": "tls", "max_connection_age_s": "age_s", "max_connection_grace_s": "grace_s"}
+        given = {names[name]: options.pop(name) for name in names if name in options}
+        self._connections = Connections(**given)
+        self._options = options
         self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._server: IndexServer | None = None  # while it runs: gRPC's threads end with it
@@ -138,17 +152,18 @@ class Served:
         self._loop, self._done = asyncio.get_running_loop(), asyncio.Event()
         self._options.setdefault("router", Router(self.fleet))
         self._options.setdefault("tokenizers", Tokenizers())
-        self._server = server = IndexServer(self.fleet, self._stats, **self._options)
+        self._server = server = IndexServer(
+            self.fleet,
+            self._calls,
+            health=Health(**self._health),
+            connections=self._connections,
+            **self._options,
+        )
         status = Status(
             self.fleet, self._options["router"], self._options["tokenizers"], self._stats,
             self._options.get("pool"), server.health.is_serving, every_s=self._every_s,
         )  # fmt: skip
-        http = HttpServer(
-            server,
-            tls=self._options.get("tls"),
-            status=status,
-            max_connection_age_s=self._options.get("max_connection_age_s", 0.0),
-        )
+        http = HttpServer(server, connections=self._connections, status=status)
         parts = AsyncExitStack()
         try:
             self.target = f"127.0.0.1:{await server.start(self.target or '127.0.0.1:0')}"
@@ -177,31 +192,23 @@ class Served:
         parts.push_async_callback(renderer.close)
         router = self._options.get("router") or Router(self.fleet)
         endpoints = Endpoints(self.fleet, options.pop("resolver", None) or Resolver())
+        makers = TokenMakers(tokenizers, renderer, TokenChecks(tokenizers, self._stats))
         placer = Placer(
-            self.fleet, router, tokenizers, renderer, endpoints,
-            stats=self._stats, serves=lambda: server.health.serves, **options,
+            self.fleet, router, makers, endpoints, PlacingSettings(**options),
+            stats=self._stats, serves=lambda: server.health.serves,
         )  # fmt: skip
         parts.callback(placer.close)
         self.held_nbytes = lambda: self.fleet.limits._used_by[INFERENCE]
         if self._proxy_options is not None:
+            chosen = dict(self._proxy_options)
+            tls = {"tls": self._connections.tls, "worker_tls": chosen.pop("worker_tls", None)}
             proxy = Proxy(
-                placer,
-                self.fleet.limits,
-                server.health,
-                self.proxy_stats,
-                **{"tenant": "default", "tls": self._options.get("tls"), **self._proxy_options},
+                placer, self.fleet.limits, server.health, self.proxy_stats, ProxySettings(**chosen), **tls
             )
             parts.push_async_callback(proxy.stop)
             self.proxy = f"127.0.0.1:{await proxy.start('127.0.0.1:0')}"
             return
-        of_door = ("tls", "max_connection_age_s", "max_connection_grace_s")
-        picker = ExtProcServer(
-            placer,
-            self.fleet.limits,
-            server.calls,
-            server.health,
-            **{name: self._options[name] for name in of_door if name in self._options},
-        )
+        picker = ExtProcServer(placer, server.calls, server.health, self._connections)
         parts.push_async_callback(picker.stop)
         self.ext_proc = f"127.0.0.1:{await picker.start('127.0.0.1:0')}"
 
@@ -210,8 +217,8 @@ class Served:
 def serving(fleet: Fleet | None = None, **options: Any) -> Iterator[Served]:
     """An index, on a free port unless one is given, until the end of the block; ``options``: of ``Served``.
 
-    ``place``: options of a ``Placer``, for an endpoint picker beside it; None: there is none. ``proxy``: those of a
-    ``Proxy``, which is then there in the place of the picker.
+    ``place``: fields of ``PlacingSettings``, for an endpoint picker beside it; None: there is none. ``proxy``: those of
+    ``ProxySettings``: a proxy is then there in the place of the picker.
     """
     served = Served(fleet or Fleet(), **options)
     try:

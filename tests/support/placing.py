@@ -15,8 +15,11 @@ from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.front.endpoints import Endpoints
 from kvpool.index.front.placer import INLINE_NBYTES, Placer
 from kvpool.index.front.renderer import Renderer
+from kvpool.index.front.settings import PlacingSettings
 from kvpool.index.front.token_checks import TokenChecks
+from kvpool.index.front.token_makers import TokenMakers
 from kvpool.index.net.resolver import Resolver
+from kvpool.index.request_stats import RequestStats
 from kvpool.index.tokens.tokenizers import Tokenizers
 from kvpool.key.hashing import BlockHasher
 from tests.support.fleets import a_worker, say
@@ -63,8 +66,10 @@ async def placer_of(
 ) -> AsyncIterator[tuple[Placer, Router]]:
     """``tls``: of the workers that make tokens."""
     router, renderer, tokenizers = Router(fleet), Renderer(tls=tls), tokenizers or Tokenizers()
-    endpoints = Endpoints(fleet, Resolver())
-    placer = Placer(fleet, router, tokenizers, renderer, endpoints, timeout_s=timeout_s, checks=checks)
+    stats, endpoints = RequestStats(), Endpoints(fleet, Resolver())
+    makers = TokenMakers(tokenizers, renderer, checks or TokenChecks(tokenizers, stats))
+    settings = PlacingSettings(timeout_s=timeout_s)
+    placer = Placer(fleet, router, makers, endpoints, settings, stats=stats)
     try:
         yield placer, router
     finally:

@@ -37,7 +37,7 @@ from kvpool.index.front.placement import (
 from kvpool.index.front.placer import Placer
 from kvpool.index.front.stored_responses import is_of_responses
 from kvpool.index.limits import INFERENCE, Limits
-from kvpool.index.net.tls import ServerTls
+from kvpool.index.net.connections import PLAIN, Connections
 from kvpool.index.protocol.packed import check_fields
 from kvpool.index.serve.calls import Calls
 from kvpool.index.serve.grpc_server import open_server
@@ -74,23 +74,18 @@ logger = logging.getLogger("kvpool.index")
 class ExtProcServer:
     """One event loop: ``start``, ``stop``.
 
-    ``calls``, ``health``: of the index. ``max_connection_age_s``, ``max_connection_grace_s``: as in ``IndexServer``.
+    ``calls``, ``health``: of the index.
     """
 
     def __init__(
         self,
         placer: Placer,
-        limits: Limits,
         calls: Calls,
         health: Health,
-        *,
-        tls: ServerTls | None = None,
-        max_connection_age_s: float = 0.0,
-        max_connection_grace_s: float = 0.0,
+        connections: Connections = PLAIN,
     ) -> None:
-        self._placer, self._limits, self._tls = placer, limits, tls
-        self._calls, self._health = calls, health
-        self._ages_s = (max_connection_age_s, max_connection_grace_s)
+        self._placer, self._limits, self._calls, self._health = placer, calls.limits, calls, health
+        self._connections = connections
         self._server: grpc.aio.Server | None = None
 
     async def start(self, listen: str) -> int:
@@ -106,11 +101,9 @@ class ExtProcServer:
         self._server, port = open_server(
             listen,
             handlers,
-            self._tls,
+            self._connections,
             calls_of_connection=CALLS_OF_CONNECTION,
             request_nbytes=MAX_MESSAGE_NBYTES,
-            age_s=self._ages_s[0],
-            grace_s=self._ages_s[1],
         )
         await self._server.start()
         return port

@@ -68,7 +68,7 @@ def hold(limits: Limits, have_nbytes: int, nbytes: int, host: str) -> None:
 
 
 def fit(picks: Sequence[Pick], max_waiting: int | None) -> Sequence[Pick]:
-    """Candidates for a request. ``max_waiting``: as in ``Placer``. Errors: ``Refusal``."""
+    """Candidates for a request. ``max_waiting``: as in ``PlacingSettings``. Errors: ``Refusal``."""
     awake = [pick for pick in picks if not pick.asleep]
     if not awake:
         raise Refusal(503, "all workers sleep" if picks else "no worker has joined the index")

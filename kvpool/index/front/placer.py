@@ -39,27 +39,24 @@ from kvpool.index.front.placement import (
     BLOCKS,
     MATCHED,
     REASON,
-    SESSION,
     WORKER,
     Placement,
     Refusal,
     Target,
     fit,
 )
-from kvpool.index.front.renderer import RENDER_S, NoTokens, Renderer
+from kvpool.index.front.renderer import RENDER_S, NoTokens
+from kvpool.index.front.settings import PlacingSettings
 from kvpool.index.front.stored_responses import StoredResponses
-from kvpool.index.front.token_checks import TokenChecks
+from kvpool.index.front.token_makers import TokenMakers
 from kvpool.index.limits import NotAtOnce, Work
 from kvpool.index.net.worker_url import Url, parse_url
 from kvpool.index.prompt import NO_BLOCKS, Prompt, Session
 from kvpool.index.request_stats import Outcome, Promptless, RequestStats, outcome_of
 from kvpool.index.tokens.text_work import INLINE, SHORT, LongText, TooMuchText
-from kvpool.index.tokens.tokenizers import Tokenizers
 from kvpool.tracing import Tracing
 
-MAX_ENDPOINTS = 4  # the best, and a proxy's next tries
 MAX_PICKS = 16  # ranks of a worker share its endpoint
-PLACE_S = 0.15  # Envoy waits 0.2 s for a picker by default
 RESERVE_S = 60.0  # for a reservation that is not released
 SHOWN_S = 2.0  # after which a worker's metrics show a placed request
 INLINE_NBYTES = 8 << 10  # of a body, above which a thread does the work; its text takes 2 ms at most
@@ -88,38 +85,27 @@ class _Ranked(NamedTuple):
 class Placer:
     """Places requests on the workers of ``fleet``, and counts them in ``stats``.
 
-    ``tokenizers``: by model; workers render other models' tokens. ``serves``: whether the index is warm;
-    until then a request without a worker may go to any. ``timeout_s``: of a whole placement. ``max_waiting``:
-    waiting requests at which a worker takes no more; None: any number. ``max_endpoints``: of a placement,
-    1 to ``MAX_ENDPOINTS``. ``shows``: whether ``headers`` name a request's worker and reason. ``session_header``:
-    names a request's session where its body does not. ``checks``: None: its own.
+    ``serves``: whether the index is warm; until then a request without a worker may go to any. The caller closes
+    the makers of tokens, but for their checks.
     """
 
     def __init__(
         self,
         fleet: Fleet,
         router: Router,
-        tokenizers: Tokenizers,
-        renderer: Renderer,
+        makers: TokenMakers,
         endpoints: Endpoints,
+        settings: PlacingSettings,
         *,
         stats: RequestStats | None = None,
         serves: Callable[[], bool] = lambda: True,
         tracing: Tracing | None = None,
-        timeout_s: float = PLACE_S,
-        max_waiting: int | None = None,
-        max_endpoints: int = MAX_ENDPOINTS,
-        shows: bool = True,
-        session_header: str = SESSION,
-        checks: TokenChecks | None = None,
     ) -> None:
-        self._fleet, self._router, self._endpoints = fleet, router, endpoints
-        self._tokenizers, self._renderer = tokenizers, renderer
+        self._fleet, self._router, self._endpoints, self._settings = fleet, router, endpoints, settings
+        self._tokenizers, self._renderer, self._checks = makers
         self._stats, self._serves, self._tracing = stats or RequestStats(), serves, tracing or Tracing()
-        self._timeout_s, self._max_waiting, self._max_endpoints = timeout_s, max_waiting, max_endpoints
-        self._shows, self.session_header = shows, session_header.lower()
+        self.session_header = settings.session_header.lower()
         self.stored, self.names = StoredResponses(), fleet.names
-        self._checks = checks or TokenChecks(tokenizers, self._stats)
         self._threads = Work(THREADS, THREADS_OF_LINE, "kvpool-place")
         self._under_way: Counter[str] = Counter()  # by line
 
@@ -173,7 +159,7 @@ class Placer:
 
     def headers(self, placement: Placement, target: Target | None = None) -> list[tuple[str, str]]:
         """Worker and reason, for the request and its response. ``target``: None: the best, if any."""
-        if not self._shows:
+        if not self._settings.shows:
             return []
         headers: list[tuple[str, str]] = [(REASON, placement.reason)]
         if target := target or next(iter(placement.targets), None):
@@ -240,12 +226,12 @@ class Placer:
         tenant: str,
         subset: frozenset[str] | None,
     ) -> Placement:
-        ends_s = time.monotonic() + self._timeout_s
+        ends_s = time.monotonic() + self._settings.timeout_s
         path, body = engine_path(path), engine_json(body)
         session_id = headers.get(self.session_header)
         workers: Sequence[str] | None = None
         if subset is not None:
-            workers = await self._endpoints.names_at(subset, tenant, self._timeout_s)
+            workers = await self._endpoints.names_at(subset, tenant, self._settings.timeout_s)
             if not workers:
                 raise Refusal(503, "no worker is known at any of the endpoints that may serve this request")
         keeper = self.stored.worker(tenant, path, body)
@@ -365,7 +351,9 @@ class Placer:
         )
 
     def _late(self, request: InferenceRequest) -> _Ranked:
-        return _Ranked(request, None, "late", f"its tokens were not made within {self._timeout_s:g} s")
+        return _Ranked(
+            request, None, "late", f"its tokens were not made within {self._settings.timeout_s:g} s"
+        )
 
     async def _renders(
         self, request: InferenceRequest, without: Collection[str], renders: Counter[str]
@@ -378,7 +366,9 @@ class Placer:
             if pick.unreachable:
                 continue
             with suppress(KVPoolError):
-                endpoint = await self._endpoints.resolve(pick.address, request.tenant, self._timeout_s)
+                endpoint = await self._endpoints.resolve(
+                    pick.address, request.tenant, self._settings.timeout_s
+                )
                 if endpoint not in without:
                     start = self._fleet.start(f"{request.tenant}/{pick.worker}")
                     return parse_url(pick.address)._replace(endpoint=endpoint), start
@@ -461,10 +451,10 @@ class Placer:
         assert ranking is not None
         picks, reservation = (unpacked := ranking.unpack()).picks, unpacked.reservation
         try:
-            fitting = fit(picks, self._max_waiting)
+            fitting = fit(picks, self._settings.max_waiting)
             if mark and (failed_at := self._router.failed_at(mark)):  # another worker is its second opinion
                 fitting = sorted(fitting, key=lambda pick: f"{tenant}/{pick.worker}" == failed_at)
-            placed = await self._endpoints.of_picks(fitting, tenant, ends_s, self._max_endpoints)
+            placed = await self._endpoints.of_picks(fitting, tenant, ends_s, self._settings.max_endpoints)
         except BaseException:
             self._release(tenant, reservation)
             raise

@@ -10,7 +10,6 @@ import asyncio
 import math
 import ssl
 import time
-from collections.abc import Collection
 from typing import Any
 
 import aiohttp
@@ -22,7 +21,8 @@ from kvpool.index import limits
 from kvpool.index.fleet.names import Name
 from kvpool.index.front.placement import Refusal
 from kvpool.index.front.placer import Placer
-from kvpool.index.front.proxy_forwarding import RESPONSE_S, Forwarding
+from kvpool.index.front.proxy_forwarding import Forwarding
+from kvpool.index.front.settings import ProxySettings
 from kvpool.index.limits import Kind, Limits
 from kvpool.index.net import header_bytes
 from kvpool.index.net.listener import SERVER, HttpListener
@@ -43,10 +43,8 @@ MAX_LISTED = 4096  # names beside them
 class Proxy:
     """One event loop: ``start``, ``leave`` and ``finish`` before its end, ``stop``.
 
-    ``health``: of the index, for ``/health``. ``tenant``: of the workers. ``names``: by which browsers' pages may
-    ask, beside addresses and private names. ``tls``: None: without.
-    ``worker_tls``: for workers at https; None: the system's authorities. ``response_s``: longest silence of a
-    worker. ``tracing``: of requests, each until the end of its response.
+    ``health``: of the index, for ``/health``. ``tls``: None: without. ``worker_tls``: for workers at https; None: the
+    system's authorities. ``tracing``: of requests, each until the end of its response.
     """
 
     def __init__(
@@ -55,19 +53,19 @@ class Proxy:
         limits: Limits,
         health: Health,
         stats: ProxyStats,
+        settings: ProxySettings,
         *,
-        tenant: str,
-        names: Collection[str] = (),
         tls: ServerTls | None = None,
         worker_tls: ssl.SSLContext | None = None,
-        response_s: float = RESPONSE_S,
         tracing: Tracing | None = None,
     ) -> None:
         self._placer, self._limits, self._health, self._stats = placer, limits, health, stats
-        self._tenant, self._worker_tls = tenant, worker_tls
-        self._names = {name.lower() for name in names}
+        self._tenant, self._worker_tls = settings.tenant, worker_tls
+        self._names = {name.lower() for name in settings.names}
         self._tracing = tracing or Tracing()
-        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=response_s)
+        self._timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=CONNECT_S, sock_read=settings.response_s
+        )
         self._listed, self._listed_s = b"", -math.inf  # of models, and when it was made
         self._under_way = 0
         self._idle = asyncio.Event()

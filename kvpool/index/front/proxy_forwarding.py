@@ -28,7 +28,6 @@ from kvpool.index.net.worker_url import parse_url
 from kvpool.index.request_stats import ProxyStats, Retry
 
 BODY_S = 30.0  # for a body to arrive: 16 MiB at 4.5 Mbit/s
-RESPONSE_S = 600.0  # longest silence of a worker: a prompt may wait for long
 LEARNS = 8  # parts of a response that are searched for its name
 WHOLE_NBYTES = 64 << 10  # a response of a length up to this is sent as one
 

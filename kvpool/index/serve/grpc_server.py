@@ -10,8 +10,8 @@ import grpc.aio
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
 from kvpool.errors import ConfigError
+from kvpool.index.net.connections import Connections
 from kvpool.index.net.listener import open_listening
-from kvpool.index.net.tls import ServerTls
 from kvpool.index.protocol.messages import MAX_REPLY_NBYTES, MAX_REQUEST_NBYTES, SERVICE
 from kvpool.index.serve.calls import Calls
 from kvpool.index.serve.health import HEALTH
@@ -40,18 +40,14 @@ Handlers = Mapping[str, Mapping[str, grpc.RpcMethodHandler]]  # by service and m
 def open_server(
     listen: str,
     handlers: Handlers,
-    tls: ServerTls | None,
+    connections: Connections,
     *,
     calls_of_connection: int = MAX_CALLS_OF_CONNECTION,
     request_nbytes: int = MAX_REQUEST_NBYTES,
-    age_s: float = 0.0,
-    grace_s: float = 0.0,
 ) -> tuple[grpc.aio.Server, int]:
     """A server on ``HOST:PORT``, not started, and its port.
 
-    ``request_nbytes``: of the largest message; gRPC refuses larger ones by their first bytes. ``age_s``:
-    after so long a caller is asked to reconnect; ``grace_s``: its streams end so much later; 0, of either:
-    never. Errors: ``ConfigError``.
+    ``request_nbytes``: of the largest message; gRPC refuses larger ones by their first bytes. Errors: ``ConfigError``.
     """
     # gRPC prints lines of its own when it cannot listen, and says less.
     open_listening(listen, "listen on").close()
@@ -70,7 +66,7 @@ def open_server(
         ("grpc.http2.min_ping_interval_without_data_ms", round(PING_S * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
     ]
-    for name, seconds in (("age", age_s), ("age_grace", grace_s)):
+    for name, seconds in (("age", connections.age_s), ("age_grace", connections.grace_s)):
         if seconds:
             options.append((f"grpc.max_connection_{name}_ms", max(1, round(seconds * 1000))))
     server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_CALLS)
@@ -78,9 +74,9 @@ def open_server(
         [grpc.method_handlers_generic_handler(name, calls) for name, calls in handlers.items()]
     )
     try:
-        if tls is None:
+        if connections.tls is None:
             return server, int(server.add_insecure_port(listen))
-        return server, int(server.add_secure_port(listen, tls.credentials()))
+        return server, int(server.add_secure_port(listen, connections.tls.credentials()))
     except RuntimeError as error:
         raise ConfigError(f"cannot listen on {listen}: {error}") from error
 

@@ -26,6 +26,7 @@ from kvpool.v1 import health_pb2
 HEALTH = "grpc.health.v1.Health"
 
 MAX_REQUEST_NBYTES = 1024
+WARM_UP_S = 15.0  # longest time until health reports "serving"
 # Names that probes and proxies ask an endpoint picker for, by proposal 004 of the Gateway API inference extension.
 LIVENESS = "liveness"
 NAMES_OF_PICKER = ("readiness", "envoy.service.ext_proc.v3.ExternalProcessor")
@@ -39,7 +40,7 @@ class Health:
     ``serves``: the last state.
     """
 
-    def __init__(self, is_warm: Callable[[], bool], warm_up_s: float) -> None:
+    def __init__(self, is_warm: Callable[[], bool] = lambda: True, warm_up_s: float = WARM_UP_S) -> None:
         self._is_warm, self._warm_up_s = is_warm, warm_up_s
         self._serves_at_s = 0.0  # at the latest
         self.serves = False

@@ -19,6 +19,7 @@ from google.protobuf import json_format
 from kvpool.errors import ConfigError
 from kvpool.index import limits
 from kvpool.index.limits import CallMemory, Work
+from kvpool.index.net.connections import PLAIN, Connections
 from kvpool.index.net.listener import (
     JSON,
     HttpListener,
@@ -28,7 +29,6 @@ from kvpool.index.net.listener import (
     json_reply,
     refused_reply,
 )
-from kvpool.index.net.tls import ServerTls
 from kvpool.index.protocol import bounded_json, json_message
 from kvpool.index.protocol.messages import REPLIES
 from kvpool.index.serve import pages
@@ -65,23 +65,24 @@ HttpCall = Callable[[HttpRequest, Permissions], Awaitable[web.Response]]
 class HttpServer:
     """The index over HTTP. One event loop: ``start``, ``stop``.
 
-    ``tls``, ``max_connection_age_s``: as in ``HttpListener``. ``status``: None: no page; the caller starts
-    and closes it. ``names``: by which callers may ask an index without tokens, beside addresses and private names.
+    ``status``: None: no page; the caller starts and closes it. ``names``: by which callers may ask
+    an index without tokens, beside addresses and private names.
     """
 
     def __init__(
         self,
         index: IndexServer,
         *,
-        tls: ServerTls | None = None,
-        max_connection_age_s: float = 0.0,
+        connections: Connections = PLAIN,
         status: Status | None = None,
         names: Collection[str] = (),
     ) -> None:
         self._index, self._names = index, {name.lower() for name in names}
         self._limits, self._stats = index.calls.limits, index.calls.stats
         self._work = Work(THREADS, THREADS_OF_OWNER, "kvpool-http")
-        self._listener = HttpListener(self._answer, self._limits, tls=tls, max_age_s=max_connection_age_s)
+        self._listener = HttpListener(
+            self._answer, self._limits, tls=connections.tls, max_age_s=connections.age_s
+        )
         self._calls: dict[str, tuple[str, HttpCall]] = {HEALTH: ("GET", self._health)}
         self._calls |= {path: ("POST", partial(self._call, name)) for path, name in CALLS.items()}
         self._files: dict[str, Callable[[], web.Response]] = {}

@@ -25,8 +25,8 @@ from kvpool.index.cost.router import Router
 from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.fleet.snapshot import Snapshot
 from kvpool.index.follow.pool_follower import PoolFollower
+from kvpool.index.net.connections import PLAIN, Connections
 from kvpool.index.net.listener import is_loopback
-from kvpool.index.net.tls import ServerTls
 from kvpool.index.protocol.messages import (
     MAX_REQUEST_NBYTES,
     REPLIES,
@@ -43,16 +43,13 @@ from kvpool.index.serve.health import HEALTH, Health
 from kvpool.index.serve.lookup_calls import LookupCalls
 from kvpool.index.tokens.tokenizers import Tokenizers
 from kvpool.key.key import check_tenant
-from kvpool.tracing import Tracing
 from kvpool.v1 import index_pb2 as pb
 
 THREADS = 4
 TICK_S = 0.25  # delay after the end of a lease
 STOP_TIMEOUT_S = 5.0
-MAX_CONNECTION_AGE_S = 1800.0  # gRPC adds or takes off up to a tenth
 CHUNK_NBYTES = 1 << 20  # of a snapshot
 CHUNK_TIMEOUT_S = 30.0  # for a caller to take one chunk
-WARM_UP_S = 15.0  # longest time until health reports "serving"
 
 Value = TypeVar("Value")
 
@@ -62,46 +59,35 @@ logger = logging.getLogger("kvpool.index")
 class IndexServer:
     """Serves ``fleet``. One event loop: ``start``, ``wait``, ``stop``.
 
-    ``stats``: may be shared with other counters. ``router``: of the same fleet; None: its only loads are those that
-    routers report. ``tokenizers``: for prompts as text; the caller closes them. ``is_warm``: until true, and for at
-    most ``warm_up_s`` seconds, health reports "not serving"; calls are answered all the same. ``take``: makes a
-    snapshot, in any thread. ``auth``: None: every caller may do everything. ``tls``: None: without. Files of both are
-    reloaded. ``max_connection_age_s``: after so long a caller is asked to reconnect, so that a new replica gets its
-    part; calls go on. ``max_connection_grace_s``: its streams end so much later. 0, of either: never. ``tracing``: of
-    calls with one request; None: off. ``calls``, ``methods``, ``health``: for other ports of the same index.
+    ``calls``: None: every caller may do everything, and nothing is traced. ``router``: of the same fleet; None: its
+    only loads are those that routers report. ``tokenizers``: for prompts as text; the caller closes them. ``take``:
+    makes a snapshot, in any thread. ``health``: None: it serves at once. Files of tokens and of TLS are reloaded.
+    ``calls``, ``methods``, ``health``: for other ports of the same index.
     """
 
     def __init__(
         self,
         fleet: Fleet,
-        stats: RequestStats | None = None,
+        calls: Calls | None = None,
         *,
         router: Router | None = None,
         tokenizers: Tokenizers | None = None,
         pool: PoolFollower | None = None,
-        is_warm: Callable[[], bool] = lambda: True,
-        warm_up_s: float = WARM_UP_S,
         take: Callable[[], Snapshot] | None = None,
-        auth: TokenAuth | None = None,
-        tls: ServerTls | None = None,
-        max_connection_age_s: float = MAX_CONNECTION_AGE_S,
-        max_connection_grace_s: float = 0.0,
-        tracing: Tracing | None = None,
+        health: Health | None = None,
+        connections: Connections = PLAIN,
     ) -> None:
         self._fleet = fleet
-        self._stats = stats or RequestStats()
+        self.calls = calls or Calls(TokenAuth(), RequestStats(), fleet.limits)
+        self._stats, self._auth = self.calls.stats, self.calls.auth
         self._router = router or Router(fleet)
-        self._pool = pool
-        self._auth = auth or TokenAuth()
-        self._tls = tls
-        self._ages_s = (max_connection_age_s, max_connection_grace_s)
-        self.calls = Calls(self._auth, self._stats, fleet.limits, tracing)
+        self._pool, self._connections = pool, connections
         self._lookups = LookupCalls(self.calls, fleet, self._router, tokenizers or Tokenizers())
         self.methods = self._methods()
         self._instance_id = uuid.uuid4().hex
         self._server: grpc.aio.Server | None = None
         self._ticker: asyncio.Task[None] | None = None
-        self.health = Health(is_warm, warm_up_s)
+        self.health = health or Health()
         self._threads = ThreadPoolExecutor(THREADS, "kvpool-index")
         self._take = take
         self._taking = asyncio.Lock()
@@ -127,10 +113,8 @@ class IndexServer:
         self._server, bound = open_server(
             listen,
             handlers,
-            self._tls,
+            self._connections,
             request_nbytes=most_nbytes,
-            age_s=self._ages_s[0],
-            grace_s=self._ages_s[1],
         )
         self._warn(listen)
         return bound
@@ -175,7 +159,7 @@ class IndexServer:
                 "--tokens, or keep the port behind a network policy",
                 listen,
             )
-        elif self._tls is None:
+        elif self._connections.tls is None:
             logger.warning(
                 "tokens cross the network in the clear to %s: give it --tls-cert and --tls-key", listen
             )
@@ -190,8 +174,8 @@ class IndexServer:
     def _tend(self) -> None:
         self._fleet.expire()
         self._auth.reload()
-        if self._tls is not None:
-            self._tls.reload()
+        if self._connections.tls is not None:
+            self._connections.tls.reload()
 
     # ---- calls
 

@@ -35,6 +35,7 @@ from kvpool.index.protocol.messages import REPLIES, SERVICE
 from kvpool.index.request_stats import RequestStats
 from kvpool.index.serve import http as http_module
 from kvpool.index.serve.auth import TokenAuth
+from kvpool.index.serve.health import Health
 from kvpool.index.serve.http import HttpServer
 from kvpool.index.serve.service import IndexServer
 from kvpool.v1 import index_pb2 as pb
@@ -665,7 +666,7 @@ def test_it_ends_while_somebody_drips(served: Served) -> None:
 
 def test_health_is_that_of_the_index() -> None:
     async def check() -> bytes:
-        index = IndexServer(Fleet(), is_warm=lambda: False)
+        index = IndexServer(Fleet(), health=Health(lambda: False))
         server = HttpServer(index)
         try:
             port = await server.start("127.0.0.1:0")
