@@ -36,7 +36,7 @@ FLOORS = (
     {"index.follow"},
     {"index.serve"},
     {"index.front"},
-    {"index.__init__"},
+    {"index.index", "index.__init__"},
     {"__init__"},  # the public names
     {"vllm", "sglang"},
     {"vllm.internals"},
