@@ -7,6 +7,7 @@ import re
 import struct
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from kvpool.cli.options import IndexConnection
@@ -18,6 +19,7 @@ from kvpool.index import Chat, Lookup, Pick, Prompt, Ranking, Row
 from kvpool.index.prompt import PromptFields
 
 MAX_FILE_NBYTES = 128 << 20
+STANDARD_INPUT = ("-", "@-")
 MAX_U32, MAX_U64 = (1 << 32) - 1, (1 << 64) - 1
 BAR_CELLS = 20
 
@@ -52,7 +54,9 @@ def run_lookup(options: LookupOptions, index: IndexConnection) -> None:
 
 def _prompt(of: LookupOptions) -> Prompt:
     if sum(given is not None for given in (of.token_ids, of.hashes, of.text, of.chat)) != 1:
-        raise ConfigError("give the prompt as --token-ids, --hashes, --text or --chat FILE, and only once")
+        raise ConfigError(
+            "give the prompt as --text WORDS, --token-ids, --hashes or --chat, or as @FILE of one, and only once"
+        )
     if (of.lora_name is None) != (of.lora_path is None):
         raise ConfigError("--lora-name and --lora-path go together: both are in the hash")
     if of.hashes is not None and (of.lora_name is not None or of.cache_salt is not None):
@@ -73,26 +77,24 @@ def _prompt(of: LookupOptions) -> Prompt:
 
 
 def _chat(source: str, option: str) -> Chat:
-    """The chat in a file; ``-``: standard input. Blocking. Errors: ``ConfigError``."""
-    text = _text(source, option)
+    """The chat as ``_text`` reads it. Blocking. Errors: ``ConfigError``."""
+    where, text = _where(source, option), _text(source, option)
     try:
         return Chat.of_request(json.loads(text))
     except json.JSONDecodeError as error:
-        where = f"{_where(source)}, line {error.lineno}, column {error.colno}"
-        raise ConfigError(f"{where}: {error.msg}") from error
+        raise ConfigError(f"{where}, line {error.lineno}, column {error.colno}: {error.msg}") from error
     except RecursionError as error:
-        raise ConfigError(f"{_where(source)} is nested too deeply for a chat") from error
+        raise ConfigError(f"{where} is nested too deeply for a chat") from error
     except ConfigError as error:
-        raise ConfigError(f"{_where(source)}: {error}") from error
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def read_numbers(source: str, option: str, what: str, most: int) -> list[int]:
-    """The whole numbers from 0 to ``most`` in a file; ``-``: standard input.
+    """The whole numbers from 0 to ``most`` in what ``_text`` reads.
 
     JSON, or decimal and 0x numbers between spaces, lines or commas. Blocking. Errors: ``ConfigError``.
     """
-    where = _where(source)
-    text = _text(source, option)
+    where, text = _where(source, option), _text(source, option)
     if text.lstrip().startswith("["):
         numbers = _of_json(text, where, what, most)
     else:
@@ -103,7 +105,7 @@ def read_numbers(source: str, option: str, what: str, most: int) -> list[int]:
                 line = text.count("\n", 0, word.start()) + 1
                 column = word.start() - text.rfind("\n", 0, word.start())
                 raise ConfigError(
-                    f"{where}, line {line}, column {column}: {_shown(word[0])} is no {what}{_hint(word[0], most)}"
+                    f"{where}, line {line}, column {column}: {_shown(word[0])} is no {what}{_hint(most, where)}"
                 )
             numbers.append(number)
     if not numbers:
@@ -111,17 +113,28 @@ def read_numbers(source: str, option: str, what: str, most: int) -> list[int]:
     return numbers
 
 
-def _where(source: str) -> str:
-    return "standard input" if source == "-" else source
+def _where(source: str, option: str) -> str:
+    return "standard input" if source in STANDARD_INPUT else source[1:] if source.startswith("@") else option
 
 
 def _text(source: str, option: str) -> str:
-    where = _where(source)
+    """``source`` itself; ``@FILE``: the file's text; ``-``: that of standard input. As curl's ``--data``.
+
+    Blocking. Errors: ``ConfigError``, also for words that name a file: earlier versions took its name alone.
+    """
+    where = _where(source, option)
     try:
-        if source == "-":
+        if source in STANDARD_INPUT:
             raw = sys.stdin.buffer.read(MAX_FILE_NBYTES + 1)
+        elif source.startswith("@"):
+            raw = read_file(where, MAX_FILE_NBYTES)
+        elif _is_file(source):
+            raise ConfigError(
+                f"{option} {source} names a file: write {option} @{source} for what is in it, or send these very "
+                f"words by standard input with {option} -"
+            )
         else:
-            raw = read_file(source, MAX_FILE_NBYTES)
+            return source
     except OSError as error:
         raise ConfigError(f"{option} {source}: {error.strerror}") from error
     if len(raw) > MAX_FILE_NBYTES:
@@ -130,6 +143,13 @@ def _text(source: str, option: str) -> str:
         return raw.decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{where}, byte {error.start + 1}: this is not text") from error
+
+
+def _is_file(words: str) -> bool:
+    try:
+        return Path(words).exists() and not Path(words).is_dir()
+    except (OSError, ValueError):  # longer than a name may be, or with a null byte
+        return False
 
 
 def _of_json(text: str, where: str, what: str, most: int) -> list[int]:
@@ -145,7 +165,7 @@ def _of_json(text: str, where: str, what: str, most: int) -> list[int]:
         if isinstance(item, str):
             number = _number(item, most)
         if number is None:
-            raise ConfigError(f"{where}, item {place + 1}: {_shown(item)} is no {what}{_hint(item, most)}")
+            raise ConfigError(f"{where}, item {place + 1}: {_shown(item)} is no {what}{_hint(most, where)}")
         numbers.append(number)
     return numbers
 
@@ -165,9 +185,10 @@ def _shown(item: object) -> str:
     return repr(text if len(text) <= 40 else text[:39] + "…")
 
 
-def _hint(item: object, most: int) -> str:
+def _hint(most: int, where: str) -> str:
     of_hashes = ", or hexadecimal with 0x in front" if most > MAX_U32 else ""
-    return f": write whole numbers from 0 to {most}{of_hashes}"
+    of_files = ", or @FILE" if where.startswith("--") else ""
+    return f": write whole numbers from 0 to {most}{of_hashes}{of_files}"
 
 
 def _print(model: str, rows: Sequence[Row], answer: Lookup, most: int) -> None:

@@ -226,15 +226,15 @@ class RouterSettings(FleetSettings):
 @dataclass(frozen=True, kw_only=True)
 class LookupOptions:
     model: Annotated[str, option(PROMPT, "MODEL", "The model, by the name that requests use.")]
-    token_ids: Annotated[str | None, option(PROMPT, "FILE",
-        "The prompt's token ids: JSON, or separated by spaces or commas; -: standard input.")] = None
-    hashes: Annotated[str | None, option(PROMPT, "FILE",
-        "The prompt's 64-bit block hashes, decimal or 0x...; -: standard input.")] = None
-    text: Annotated[str | None, option(PROMPT, "FILE",
-        "The prompt's text, for an index with a --tokenizer; -: standard input.")] = None
-    chat: Annotated[str | None, option(PROMPT, "FILE",
-        "The prompt as a chat: JSON, messages or the body of a request for /v1/chat/completions; -: standard "
+    text: Annotated[str | None, option(PROMPT, "WORDS",
+        "The prompt's text, for an index with a --tokenizer. Of each form: @FILE reads it from a file, - from standard "
         "input.")] = None
+    token_ids: Annotated[str | None, option(PROMPT, "IDS",
+        "The prompt's token ids: JSON, or separated by spaces or commas.")] = None
+    hashes: Annotated[str | None, option(PROMPT, "HASHES",
+        "The prompt's 64-bit block hashes, decimal or 0x....")] = None
+    chat: Annotated[str | None, option(PROMPT, "JSON",
+        "The prompt as a chat: messages, or the body of a request for /v1/chat/completions.")] = None
     lora_name: Annotated[str | None, option(PROMPT, "NAME",
         "Name of the request's LoRA adapter; needs --lora-path.")] = None
     lora_path: Annotated[str | None, option(PROMPT, "PATH", "Path of the adapter, as on its worker.")] = None

@@ -92,7 +92,7 @@ def test_completion_knows_commands_options_and_values() -> None:
         (["nothing"], 2, "UsageError"),
         (["bench", "nothing"], 2, "UsageError"),
         (["lookup", "--model", "m"], 2, "ConfigError"),
-        (["lookup", "--model", "m", "--token-ids", "/nowhere/x"], 1, "ConfigError"),
+        (["lookup", "--model", "m", "--token-ids", "@/nowhere/x"], 1, "ConfigError"),
         (["top", "--once", "--index", "127.0.0.1:1"], 1, "IndexUnavailable"),
         (["purge", "--pool", "file:///nowhere/x", "--everything", "--yes"], 1, "ConfigError"),
         (["purge", "--pool", "valkey://127.0.0.1:1", "--everything", "--yes"], 1, "StoreUnavailable"),

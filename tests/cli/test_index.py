@@ -463,9 +463,16 @@ def test_wrong_use_of_index(arguments: list[str], says: str, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "given", "says"),
     [
-        ([], "", "give the prompt as --token-ids, --hashes"),
+        ([], "", "give the prompt as --text WORDS, --token-ids, --hashes or --chat"),
         (["--token-ids", "-", "--hashes", "-"], "", "and only once"),
-        (["--token-ids", "HERE/x"], "", "--token-ids HERE/x: No such file or directory"),
+        (["--token-ids", "@HERE/x"], "", "--token-ids @HERE/x: No such file or directory"),
+        (["--text", "@HERE"], "", "--text @HERE: Is a directory"),
+        (["--text", "x" * 5000, "--index", "127.0.0.1:1"], "", "no index answers on 127.0.0.1:1"),
+        (["--token-ids", "[1, 2.5]"], "", "--token-ids, item 2: '2.5' is no token id"),
+        (["--token-ids", "1 x"], "", "--token-ids, line 1, column 3: 'x' is no token id"),
+        (["--token-ids", "HERE/x"], "", "is no token id: write whole numbers from 0 to 4294967295, or @FILE"),
+        (["--chat", "hello"], "", "--chat, line 1, column 1: Expecting value"),
+        (["--token-ids", "@-"], "1 x", "standard input, line 1, column 3: 'x' is no token id"),
         (["--token-ids", "-"], "", "standard input holds no token id"),
         (["--token-ids", "-"], "1, 2\n3 four", "standard input, line 2, column 3: 'four' is no token id"),
         (["--token-ids", "-"], "1 0x2", "column 3: '0x2' is no token id"),
@@ -492,7 +499,16 @@ def test_wrong_use_of_lookup(arguments: list[str], given: str, says: str, tmp_pa
 def test_what_is_no_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokens").write_bytes(b"1 2 \xff")
     with pytest.raises(ConfigError, match="byte 5: this is not text"):
-        read_numbers(str(tmp_path / "tokens"), "--token-ids", "token id", 9)
+        read_numbers(f"@{tmp_path}/tokens", "--token-ids", "token id", 9)
+
+
+@pytest.mark.parametrize("option", ["--text", "--token-ids", "--hashes", "--chat"])
+def test_the_name_of_a_file_is_no_prompt(option: str, tmp_path: Path) -> None:
+    (tmp_path / "prompt").write_text("1")
+    assert refused("lookup", "--model", "m", option, f"{tmp_path}/prompt") == (
+        f"kvpool: {option} {tmp_path}/prompt names a file: write {option} @{tmp_path}/prompt for what is in it, or "
+        f"send these very words by standard input with {option} -"
+    )
 
 
 def test_a_worker_with_everything() -> None:

@@ -14,10 +14,10 @@ from tests.support.credentials import Authority
 LOOKUP = ("lookup", "--index", "127.0.0.1:1", "--model", "m")
 INDEX = ("index", "--listen", "127.0.0.1:0")
 NAMED = {
-    "a prompt's text": (*LOOKUP, "--text", "{}"),
-    "its tokens": (*LOOKUP, "--token-ids", "{}"),
-    "its hashes": (*LOOKUP, "--hashes", "{}"),
-    "a chat": (*LOOKUP, "--chat", "{}"),
+    "a prompt's text": (*LOOKUP, "--text", "@{}"),
+    "its tokens": (*LOOKUP, "--token-ids", "@{}"),
+    "its hashes": (*LOOKUP, "--hashes", "@{}"),
+    "a chat": (*LOOKUP, "--chat", "@{}"),
     "a caller's token": ("top", "--index", "127.0.0.1:1", "--token-file", "{}"),
     "an index's authority": ("top", "--index", "127.0.0.1:1", "--tls-ca", "{}"),
     "a caller's certificate": (

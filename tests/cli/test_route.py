@@ -36,7 +36,7 @@ def test_a_ranking_of_a_chat(tmp_path: Path) -> None:
         costs = ["--route-cost=waiting=500", "--route-cost=speed=0"]  # what waits is not less a moment later
         with running(*options, f"--tokenizer=m={folder}", *costs) as index:
             asked = ["lookup", "--index", index.target, "--model", "m", "--timeout", "30"]
-            chat = [*asked, "--chat", str(tmp_path / "chat.json")]
+            chat = [*asked, "--chat", f"@{tmp_path}/chat.json"]
             rows = json.loads(kvpool(*chat, "--json").stdout)["rows"]
             blocks = rows[0]["prompt_blocks"]
             assert blocks > 3
@@ -70,15 +70,22 @@ def test_a_ranking_of_a_chat(tmp_path: Path) -> None:
             assert re.search(line, table), table
             assert re.search(r"w-2 .* 0/0/0 +\? +\? +(fallback|unreachable)", table), table
 
-            text = kvpool(*asked, "--text", "-", "--json", stdin="a tool says 42 " * 12)
-            assert json.loads(text.stdout)["rows"][0]["prompt_blocks"] == 3
+            words = "a tool says 42 " * 12
+            (tmp_path / "words").write_text(words)
+            for given in (words, "-", "@-", f"@{tmp_path}/words"):
+                text = kvpool(*asked, "--text", given, "--json", stdin=words)
+                assert json.loads(text.stdout)["rows"][0]["prompt_blocks"] == 3
+            assert "shorter than a block" in kvpool(*asked, "--text", "hi").stdout
+            assert (
+                kvpool(*asked, "--chat", json.dumps(CHAT), "--json").stdout == kvpool(*chat, "--json").stdout
+            )
             assert refused(*asked, "--chat", "-", stdin="{") == (
                 "kvpool: standard input, line 1, column 2: Expecting property name enclosed in double quotes"
             )
             assert refused(*asked, "--chat", "-", stdin="{}") == (
                 'kvpool: standard input: a chat is a list of messages, or an object with "messages"'
             )
-            assert "give the prompt as --token-ids, --hashes, --text or --chat" in refused(*asked)
+            assert "give the prompt as --text WORDS, --token-ids, --hashes or --chat" in refused(*asked)
 
 
 def _tokens(folder: Path) -> list[int]:
