@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from kvpool import __version__
 from kvpool.cli.commands import (
@@ -33,9 +34,28 @@ EPILOG = "\n\n".join((
 ))  # fmt: skip
 
 
+class _Untyped:
+    """No ``<bool>`` behind flags in --help."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for one in found:
+            if one.metavar is None and getattr(one, "is_flag", False):
+                one.metavar = ""
+        return found
+
+
+class _Command(_Untyped, TyperCommand):
+    pass
+
+
+class _Group(_Untyped, TyperGroup):
+    pass
+
+
 def _group(name: str, text: str, epilog: str | None = None) -> typer.Typer:
     return typer.Typer(
-        name=name, help=text, epilog=epilog, invoke_without_command=True, pretty_exceptions_enable=False,
+        name=name, cls=_Group, help=text, epilog=epilog, invoke_without_command=True, pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]}, rich_markup_mode="rich",
     )  # fmt: skip
 
@@ -59,14 +79,14 @@ for command, panel, text in (
     (capacity, MAINTAIN, "Say how many bytes a directory may hold."),
     (token, MAINTAIN, "Make a bearer token for callers of an index."),
 ):
-    app.command(rich_help_panel=panel, short_help=text)(command)
+    app.command(cls=_Command, rich_help_panel=panel, short_help=text)(command)
 # Options behind "serve" are vLLM's, with or without the --.
 app.command(
-    rich_help_panel=SERVE, short_help="Start a vLLM worker that shares a pool.",
+    cls=_Command, rich_help_panel=SERVE, short_help="Start a vLLM worker that shares a pool.",
     context_settings={"allow_extra_args": True, "allow_interspersed_args": False},
     options_metavar="[--pool URL] -- serve MODEL [OPTION]...",
 )(vllm)  # fmt: skip
-bench.command("store", short_help="Puts, gets and existence in a pool, by value size.")(bench_store)
+bench.command("store", cls=_Command, short_help="Puts, gets and existence by value size.")(bench_store)
 app.add_typer(bench, rich_help_panel=MAINTAIN, short_help="Measure a pool.")
 
 

@@ -41,7 +41,7 @@ def test_help_is_whole_in_80_columns(command: tuple[str, ...]) -> None:
     assert max(map(len, page.splitlines())) <= 80
     assert "…" not in page, "no text is cut"
     assert "--help" in page
-    assert not any(kind in page for kind in ("<int", "<list", " TEXT ", " INTEGER ")), "units, and no types"
+    assert not any(kind in page for kind in ("<int", "<list", "<bool", " TEXT ", " INTEGER ")), "units, and no types"
 
 
 @pytest.mark.parametrize("command", ["index", "router"])
