@@ -45,6 +45,15 @@ REMOVED_OPTIONS = {
     ("kvpool bench store", "--plot"): _CHECKOUT.format("store --plot"),
 }
 
+# Commands of other programs, tried by habit, with ours.
+_LOOK = "kvpool top shows an index and its workers, kvpool doctor examines a deployment"
+HABITS = {
+    "status": _LOOK,
+    "stats": _LOOK,
+    "ping": "kvpool doctor says whether a pool, an index or a front answers",
+    "version": "kvpool --version prints it",
+}
+
 _NO_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
 # An argument of an index's clients in Python, as their errors name it; no part of a path.
 _ARGUMENT = re.compile(r"(?<![\w/.-])tls_(ca|cert|key)(?![\w/.-])")
@@ -80,6 +89,8 @@ def _run(app: typer.Typer, program: str) -> NoReturn:
     for name, instead in REMOVED_COMMANDS.items() if program == "kvpool" else ():
         if sys.argv[1:][: len(name.split())] == name.split():
             end(f"{name} is not in the package any more: {instead}", EXIT_USAGE, "UsageError")
+    if program == "kvpool" and (habit := " ".join(sys.argv[1:2])) in HABITS:
+        end(f"{habit} is no command: {HABITS[habit]}", EXIT_USAGE, "UsageError")
     try:
         # The code of a command's typer.Exit; Ctrl-C comes as 130.
         code = app(prog_name=program, standalone_mode=False)

@@ -232,7 +232,7 @@ class LookupOptions:
     token_ids: Annotated[str | None, option(PROMPT, "IDS",
         "The prompt's token ids: JSON, or separated by spaces or commas.")] = None
     hashes: Annotated[str | None, option(PROMPT, "HASHES",
-        "The prompt's 64-bit block hashes, decimal or 0x....")] = None
+        "The prompt's 64-bit block hashes, decimal, or hexadecimal with 0x.")] = None
     chat: Annotated[str | None, option(PROMPT, "JSON",
         "The prompt as a chat: messages, or the body of a request for /v1/chat/completions.")] = None
     lora_name: Annotated[str | None, option(PROMPT, "NAME",

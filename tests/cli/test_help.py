@@ -41,7 +41,8 @@ def test_help_is_whole_in_80_columns(command: tuple[str, ...]) -> None:
     assert max(map(len, page.splitlines())) <= 80
     assert "…" not in page, "no text is cut"
     assert "--help" in page
-    assert not any(kind in page for kind in ("<int", "<list", "<bool", " TEXT ", " INTEGER ")), "units, and no types"
+    types = ("<int", "<list", "<bool", " TEXT ", " INTEGER ")
+    assert not any(kind in page for kind in types), "units, and no types"
 
 
 @pytest.mark.parametrize("command", ["index", "router"])
@@ -57,6 +58,20 @@ def test_options_of_a_service_are_in_groups(command: str) -> None:
 def test_an_option_that_said_the_default_is_refused(command: str, option: str) -> None:
     line = refused(command, option)
     assert line == f"kvpool: {option} is no option any more: it is the default; leave it out"
+
+
+@pytest.mark.parametrize(
+    ("habit", "says"),
+    [
+        ("status", "kvpool top shows an index and its workers, kvpool doctor examines a deployment"),
+        ("stats", "kvpool top shows an index and its workers, kvpool doctor examines a deployment"),
+        ("ping", "kvpool doctor says whether a pool, an index or a front answers"),
+        ("version", "kvpool --version prints it"),
+    ],
+)
+def test_a_command_by_habit_is_answered_with_ours(habit: str, says: str) -> None:
+    assert refused(habit) == refused(habit, "--json") == f"kvpool: {habit} is no command: {says}"
+    assert kvpool(habit).returncode == EXIT_USAGE
 
 
 @pytest.mark.parametrize("command", [(), ("bench",)], ids=" ".join)
