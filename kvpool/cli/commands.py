@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Annotated
 
 import typer
 
 from kvpool.cli.exits import EXIT_FAILED
-from kvpool.cli.options import IndexConnection, Json, option, takes
+from kvpool.cli.options import IndexConnection, Json, default_pool, option, takes
 from kvpool.cli.settings import (
     BatchBytes,
     CapacityOptions,
@@ -103,10 +104,12 @@ def doctor(options: DoctorOptions) -> None:
     all else is only read.
     """
     if options.pool is None and not (options.index or options.front or options.picker):
-        raise ConfigError(
-            "name what to examine: --pool URL (or KVPOOL_POOL), --index HOST:PORT (or KVPOOL_INDEX), --front URL, "
-            "--picker HOST:PORT"
-        )
+        if (pool := default_pool()) is None:
+            raise ConfigError(
+                "name what to examine: --pool URL (or KVPOOL_POOL), --index HOST:PORT (or KVPOOL_INDEX), --front URL, "
+                "--picker HOST:PORT"
+            )
+        options = replace(options, pool=pool)
     from kvpool.cli.doctor.doctor import run_doctor
 
     if not run_doctor(options):

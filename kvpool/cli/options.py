@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_type_hints
 
 import typer
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     from kvpool.index.client.client import IndexClient
 
 ACCESS = "Access to the index"
+DEFAULT_DIRECTORY = "/dev/shm/kvpool"  # noqa: S108 - where kvpool vllm has its pool without a URL
 MAX_TOKEN_FILE_NBYTES = 4096
 
 _Options = TypeVar("_Options")
@@ -79,6 +82,24 @@ def _read_by(parse: Callable[[str], object]) -> Callable[..., Any]:
         return value
 
     return check
+
+
+def default_pool() -> str | None:
+    """The URL of ``DEFAULT_DIRECTORY`` if that is there, which a line on standard error then says; else None."""
+    if not Path(DEFAULT_DIRECTORY).is_dir():
+        return None
+    print(
+        f"kvpool: without --pool this is about file://{DEFAULT_DIRECTORY}, the pool of kvpool vllm",
+        file=sys.stderr,
+    )
+    return f"file://{DEFAULT_DIRECTORY}"
+
+
+def pool_or_default(value: str) -> str:
+    """A callback of ``--pool``: ``default_pool`` in place of an empty one. Errors: ``ConfigError``."""
+    if pool := value or default_pool():
+        return pool
+    raise ConfigError(f"name the pool: --pool URL, or KVPOOL_POOL; there is no {DEFAULT_DIRECTORY}")
 
 
 is_address, is_size, is_sized = _read_by(parse_address), _read_by(parse_nbytes), _read_by(parse_sized)

@@ -11,6 +11,7 @@ import typer
 
 from kvpool.cli.options import (
     ACCESS,
+    DEFAULT_DIRECTORY,
     Index,
     IndexConnection,
     Json,
@@ -23,6 +24,7 @@ from kvpool.cli.options import (
     is_size,
     is_sized,
     option,
+    pool_or_default,
 )
 
 # The groups of options in --help.
@@ -33,6 +35,7 @@ PROMPT = "Prompt, in one of four forms"
 ANSWER = "Answer"
 PARTS = "What is examined"
 TRACE = "In place of an index, recorded requests"
+ELSE_DEFAULT = f"Without it: {DEFAULT_DIRECTORY}, if it is there."
 ORDERS = ("name", "device", "host", "disk", "batches", "lag", "gaps", "resets")
 
 
@@ -284,7 +287,8 @@ BatchBytes = Annotated[str, option(None, "SIZE",
 @dataclass(frozen=True, kw_only=True)
 class DoctorOptions:
     pool: Annotated[str | None, option(PARTS, "URL",
-        "The pool, its servers and settings, and the workers that announce themselves there.",
+        "The pool, its servers and settings, and the workers that announce themselves there. Where no part is named: "
+        f"{DEFAULT_DIRECTORY}, if it is there.",
         envvar="KVPOOL_POOL")] = None
     index: Annotated[list[str], option(PARTS, "HOST:PORT",
         "An index; once for each of its replicas, to compare them.", envvar="KVPOOL_INDEX",
@@ -323,8 +327,8 @@ class QuotaOptions:
         help="Whose quota. Without it: those of all tenants that have one.")] = None
     size: Annotated[str | None, typer.Argument(metavar="SIZE", show_default=False, callback=is_sized,
         help="What the tenant may hold, such as 50GiB. Without it: show the quota.")] = None
-    pool: Annotated[str, option(None, "URL", "The pool; of a near and a far one, the far one.",
-        envvar="KVPOOL_POOL")]
+    pool: Annotated[str, option(None, "URL", f"The pool; of a near and a far one, the far one. {ELSE_DEFAULT}",
+        envvar="KVPOOL_POOL", callback=pool_or_default, show_default=False)] = ""
     remove: Annotated[bool, flag(None, "--remove", "Take the tenant's quota back.")] = False
     as_json: Json = False
 
@@ -333,8 +337,8 @@ class QuotaOptions:
 class CapacityOptions:
     size: Annotated[str | None, typer.Argument(metavar="SIZE", show_default=False, callback=is_sized,
         help="Most bytes of the directory, such as 200GiB, for all its processes. Without it: show it.")] = None
-    pool: Annotated[str, option(None, "URL", "The directory; of a near and a far one, the near one.",
-        envvar="KVPOOL_POOL")]
+    pool: Annotated[str, option(None, "URL", f"The directory; of a near and a far one, the near one. {ELSE_DEFAULT}",
+        envvar="KVPOOL_POOL", callback=pool_or_default, show_default=False)] = ""
     as_json: Json = False
 
 

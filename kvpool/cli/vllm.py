@@ -15,13 +15,13 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 
-from kvpool.cli.options import option
+from kvpool.cli.options import DEFAULT_DIRECTORY, option
 from kvpool.environment import CONFIG_VARIABLE, HASH_SEED_VARIABLE, MAX_CONFIG_FILE_NBYTES
 from kvpool.errors import ConfigError
 from kvpool.files import read_file
 from kvpool.text import redact
 
-DEFAULT_POOL = "file:///dev/shm/kvpool?capacity=10GiB"
+DEFAULT_POOL = f"file://{DEFAULT_DIRECTORY}?capacity=10GiB"
 CPU_KV_CACHE = "2G"  # vLLM would take 92 % of the memory
 HASHES = ("sha256_cbor", "xxhash_cbor")
 HTTP_PORT, EVENTS_PORT, PORTS = 8000, 5557, 100  # of events; replays stand so many above
