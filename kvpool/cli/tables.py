@@ -27,7 +27,8 @@ LEAST = 6  # columns for it when no other is left
 
 @dataclass
 class Column:
-    """One column. ``drop``: the highest is left out first on a narrow terminal; 0: never.
+    """One column. ``drop``: the highest is left out first on a narrow terminal, before it all that are 0 in each row;
+    0: never.
 
     ``wraps``: text over several lines; others never wrap, except names in the first column.
     """
@@ -42,6 +43,10 @@ class Column:
     def width(self) -> int:
         natural = max(map(cell_len, (self.name, *self.cells)))
         return min(natural, LEAST_WRAPPED) if self.wraps else natural
+
+    @property
+    def is_zero(self) -> bool:
+        return self.drop > 0 and set(self.cells) == {"0"}
 
 
 class _Console(Console):
@@ -84,17 +89,23 @@ def add_row(columns: Sequence[Column], *cells: object) -> None:
         column.cells.append(str(cell))
 
 
-def fitted(columns: Sequence[Column], width: int) -> list[RenderableType]:
-    """A table of at most ``width`` columns, and a line that names those left out, if any."""
-    kept = list(columns)
-    while len(kept) > 1 and _taken(kept) > width:
-        least = max(kept, key=lambda one: one.drop)
+def kept(columns: Sequence[Column], width: int) -> list[Column]:
+    """Those for which ``width`` has room."""
+    left = list(columns)
+    while len(left) > 1 and _taken(left) > width:
+        least = max(left, key=lambda one: (one.is_zero, one.drop))
         if not least.drop:
             break
-        kept.remove(least)
-    over = max(0, _taken(kept) - width)
+        left.remove(least)
+    return left
+
+
+def fitted(columns: Sequence[Column], width: int) -> list[RenderableType]:
+    """A table of at most ``width`` columns, and a line that names those left out, if any."""
+    shown = kept(columns, width)
+    over = max(0, _taken(shown) - width)
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for number, one in enumerate(kept):
+    for number, one in enumerate(shown):
         folds = one.wraps or number == 0
         least_width = min(one.width, 12) if number == 0 else max(LEAST, one.width - over)
         table.add_column(
@@ -104,11 +115,16 @@ def fitted(columns: Sequence[Column], width: int) -> list[RenderableType]:
             overflow="fold",
             min_width=least_width if folds else one.width,
         )
-    for cells in zip(*(one.cells for one in kept), strict=True):
+    for cells in zip(*(one.cells for one in shown), strict=True):
         table.add_row(*map(Text, cells))
-    names = {one.name for one in kept}
-    missing = [one.name for one in columns if one.name not in names]
-    return [table, Text(f"no room for {', '.join(missing)}; --json has all")] if missing else [table]
+    names = {one.name for one in shown}
+    missing = [one for one in columns if one.name not in names]
+    if not missing:
+        return [table]
+    zeros = ", ".join(one.name for one in missing if one.is_zero)
+    others = [one.name for one in missing if not one.is_zero]
+    said = ", ".join([*([f"{zeros} (0 in all rows)"] if zeros else []), *others])
+    return [table, Text(f"no room for {said}; --json has all")]
 
 
 def _taken(columns: Sequence[Column]) -> int:

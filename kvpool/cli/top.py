@@ -18,7 +18,7 @@ from kvpool.cli.exits import code_of, error_object, in_options
 from kvpool.cli.options import IndexConnection
 from kvpool.cli.quota import said
 from kvpool.cli.settings import TopOptions
-from kvpool.cli.tables import Column, add_row, console, fitted, show
+from kvpool.cli.tables import Column, add_row, console, fitted, kept, show
 from kvpool.discovery.quota import Standing, fullest_first
 from kvpool.errors import ConfigError, IndexUnavailable
 from kvpool.index.answer import FleetStatus, IndexStatus, PublisherStatus, WorkerStatus
@@ -170,8 +170,10 @@ class _Watch:
         if not rows:
             parts.append(Text(self._no_rows()))
             return parts
-        table, *missing = fitted(_columns(rows, most), width)
-        parts.append(table)
+        columns = _columns(rows, most)
+        problems = _problems_below(columns, width)
+        table, *missing = fitted(columns, width)
+        parts += [table, *problems]
         if most and len(rows) > most:
             stale = sum(row.stale and row.publishes for row in rows[most:])
             parts.append(Text(f"and {len(rows) - most} more ranks, {stale} of them stale"))
@@ -316,6 +318,15 @@ def _columns(rows: Sequence[RankRow], most: int) -> list[Column]:
             row.problem,
         )  # fmt: skip
     return [column for column in columns if column.name not in ("address", "problem") or any(column.cells)]
+
+
+def _problems_below(columns: list[Column], width: int) -> list[Text]:
+    """Lines in place of the last column, which is taken out, where it would leave the addresses no room."""
+    named, left = ({one.name for one in each} for each in (columns, kept(columns, width)))
+    if not {"address", "problem"} <= named or "address" in left:
+        return []
+    problems = columns.pop().cells
+    return [Text(f"{worker}: {one}") for worker, one in zip(columns[0].cells, problems, strict=True) if one]
 
 
 def _address(row: RankRow) -> str:

@@ -26,6 +26,7 @@ from rich.console import Console
 
 from kvpool.cli import top
 from kvpool.cli.settings import TopOptions
+from kvpool.cli.tables import show
 from kvpool.cli.top import Look, rates_of, rows_of
 from kvpool.discovery.quota import Standing
 from kvpool.index import FleetStatus, IndexStatus, Publisher, PublisherStatus, Worker, WorkerStatus
@@ -81,6 +82,48 @@ def test_once(served: Served) -> None:
     whole = kvpool_process("top", "--index", served.target, "--once", env=piped)
     assert "no room" not in whole.stdout
     assert re.search(r"w-1 rank 1 +w-1:8000 .* 0 +0 +0 +not heard from yet", whole.stdout), whole.stdout
+
+
+def screen(width: int, *ranks: PublisherStatus) -> str:
+    """Of a worker for each of ``ranks``, with a name and an address as in Kubernetes."""
+    workers = tuple(
+        WorkerStatus(
+            replace(a_worker(f"vllm-7c9d8f6b5-x2x4{n}"), address=f"http://10.244.12.{n}:8000"),
+            "pool",
+            0,
+            (one,),
+        )
+        for n, one in enumerate(ranks)
+    )
+    status = FleetStatus(IndexStatus(), workers)
+    watch = top._Watch(cast(IndexClient, SimpleNamespace(status=lambda **_: status)), TopOptions())
+    watch.look()
+    out = Console(file=io.StringIO(), width=width)
+    show(out, *watch.parts(width, 0))
+    assert isinstance(out.file, io.StringIO)
+    return out.file.getvalue()
+
+
+def test_what_is_0_for_all_has_no_room_first() -> None:
+    page = screen(80, PublisherStatus(0, device_blocks=5), PublisherStatus(0, device_blocks=6, gaps=4))
+    head = next(line.split() for line in page.splitlines() if line.startswith("worker"))
+    assert head == ["worker", "address", "state", "device", "batch/s", "lag", "gaps"]
+    assert page.endswith("no room for host, disk, replays, resets (0 in all rows); --json has all\n")
+    narrow = screen(60, PublisherStatus(0, device_blocks=5), PublisherStatus(0, device_blocks=6, gaps=4))
+    said = "no room for host, disk, replays, resets (0 in all rows), batch/s, gaps; --json has all"
+    assert " ".join(narrow.split()).endswith(said)
+
+
+def test_a_problem_hides_no_address() -> None:
+    problem = "it does not answer at tcp://10.244.12.1:5557: connection refused"
+    ranks = (PublisherStatus(0, device_blocks=5), PublisherStatus(0, stale=True, problem=problem))
+    narrow, wide = screen(80, *ranks), screen(200, *ranks)
+    assert max(map(len, narrow.splitlines())) <= 80
+    for page in (narrow, wide):
+        assert "10.244.12.0:8000" in page
+        assert "10.244.12.1:8000" in page
+    assert f"vllm-7c9d8f6b5-x2x41: {problem}" in " ".join(narrow.split())
+    assert re.search(rf"x2x41 .* {problem}\n", wide), wide
 
 
 @pytest.mark.usefixtures("grpc_started")
