@@ -54,6 +54,13 @@ HABITS = {
     "version": "kvpool --version prints it",
 }
 
+HABITS_OF_OPTIONS = {
+    (
+        "kvpool purge",
+        "--all",
+    ): "write --everything; --dry-run alone shows what is there, by tenant and namespace",
+}
+
 _NO_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
 # An argument of an index's clients in Python, as their errors name it; no part of a path.
 _ARGUMENT = re.compile(r"(?<![\w/.-])tls_(ca|cert|key)(?![\w/.-])")
@@ -117,6 +124,8 @@ def _run(app: typer.Typer, program: str) -> NoReturn:
         option = str(getattr(error, "option_name", ""))
         if (page, option) in REMOVED_OPTIONS:
             end(f"{option} is no option any more: {REMOVED_OPTIONS[page, option]}", EXIT_USAGE, "UsageError")
+        if (page, option) in HABITS_OF_OPTIONS:
+            end(f"{option} is no option: {HABITS_OF_OPTIONS[page, option]}", EXIT_USAGE, "UsageError")
         sentence = " ".join(error.format_message().split()).rstrip(".")
         end(f"{sentence} (see {page} --help)", EXIT_USAGE, "UsageError")
 

@@ -73,16 +73,19 @@ class Plan:
 
 
 def run_purge(options: PurgeOptions) -> None:
-    """Scan, ask, delete; prints a table, or JSON at the end.
+    """Scan, ask, delete; prints a table, or JSON at the end. With ``dry_run`` it scans and prints.
 
     Blocking, for two scans of the pool. Errors: ``ConfigError`` for the arguments, and without a terminal to
     ask; ``NothingThere``; ``StoreUnavailable``; ``typer.Abort`` for "no".
     """
-    tenant, namespace, everything = options.tenant, options.namespace, options.everything
+    tenant, namespace, dry_run = options.tenant, options.namespace, options.dry_run
     pool, yes, as_json = redact(options.pool), options.yes, options.as_json
-    if everything == (tenant is not None or namespace is not None):
+    is_part = tenant is not None or namespace is not None
+    everything = options.everything or (dry_run and not is_part)
+    if everything == is_part:
         raise ConfigError(
-            "say what to delete: --tenant T, --namespace HEX (of one --tenant T), or --everything"
+            "say what to delete: --tenant T, --namespace HEX (of one --tenant T), or --everything; --dry-run alone "
+            "shows what is there"
         )
     if namespace is not None and not _DIGITS.fullmatch(namespace):
         raise ConfigError(f'--namespace "{namespace}": write 8 to 32 lowercase hex digits')
@@ -97,15 +100,15 @@ def run_purge(options: PurgeOptions) -> None:
         plan.near_pools = len(near - {pool_id(url.path) for url in urls if url.scheme == "file"})
         if not plan.parts and not plan.announcements and not everything:
             raise NothingThere(f"{pool}: {_not_there(stores, tenant, namespace, parts)}")
-        if not yes and not sys.stdin.isatty():
+        if not (dry_run or yes or sys.stdin.isatty()):
             raise ConfigError(
                 f"{pool}: would delete {plan}; there is no terminal to ask on: add --yes to do it"
             )
-        if not (yes and as_json):
+        if not (as_json and (dry_run or yes)):
             _print(plan, pool, shown)
-        if not yes:
+        if not (dry_run or yes):
             typer.confirm("Delete this?", abort=True, err=as_json)
-        blocks, announcements = _delete(stores, plan)
+        blocks, announcements = (0, 0) if dry_run else _delete(stores, plan)
     if as_json:
         left_out = {"pool"} if len(stores) == 1 else set()
         parts_of = [
@@ -115,6 +118,8 @@ def run_purge(options: PurgeOptions) -> None:
         report = {"pool": pool, "namespaces": parts_of}
         deleted = {"deleted_blocks": blocks, "deleted_announcements": announcements}
         print(json.dumps(report | deleted | {"near_pools_left": plan.near_pools}))
+    elif dry_run:
+        shown.print("Nothing was deleted: --dry-run.", highlight=False)
     else:
         shown.print(
             f"Deleted {counted(blocks, 'block')} and {counted(announcements, 'announcement')}.",

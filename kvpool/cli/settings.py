@@ -317,6 +317,8 @@ class PurgeOptions:
     namespace: Annotated[str | None, option(None, "HEX",
         "Delete this namespace; its first 8 digits do, 32 are all of them.")] = None
     everything: Annotated[bool, flag(None, "--everything", "Delete all blocks of all tenants.")] = False
+    dry_run: Annotated[bool, flag(None, "--dry-run", "Show what would be deleted, and delete nothing. Alone: show "
+        "all that is there.")] = False
     yes: Annotated[bool, flag(None, "--yes", "Do not ask. Needed where there is no terminal.")] = False
     as_json: Json = False
 

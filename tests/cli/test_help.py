@@ -74,6 +74,13 @@ def test_a_command_by_habit_is_answered_with_ours(habit: str, says: str) -> None
     assert kvpool(habit).returncode == EXIT_USAGE
 
 
+def test_who_purges_all_is_told_everything_and_how_to_look() -> None:
+    look = "--dry-run alone shows what is there"
+    line = refused("purge", "--pool", "file:///nowhere", "--all")
+    assert line == f"kvpool: --all is no option: write --everything; {look}, by tenant and namespace"
+    assert look in refused("purge", "--pool", "file:///nowhere")
+
+
 @pytest.mark.parametrize("command", [(), ("bench",)], ids=" ".join)
 def test_without_a_command_there_is_help(command: tuple[str, ...]) -> None:
     ended = kvpool(*command)

@@ -253,6 +253,15 @@ def test_without_a_terminal_nothing_goes_before_yes(pool: Pool) -> None:
     assert len(pool.store.announcements()) == 4
 
 
+def test_a_dry_run_shows_and_deletes_nothing(pool: Pool) -> None:
+    for asked, count in (((), 3), (("--everything", "--yes"), 3), (("--tenant", "alpha"), 2)):
+        said = " ".join(kvpool("purge", "--pool", pool.url, "--dry-run", *asked).stdout.split())
+        in_all = rf"In all: {count * BLOCKS:,} blocks .* in {count} namespaces, "
+        assert re.search(rf"{in_all}.* Nothing was deleted: --dry-run\.$", said), said
+        assert purged("--pool", pool.url, "--dry-run", *asked)["deleted_blocks"] == 0
+    assert left(pool.store) == [BLOCKS] * 3
+
+
 @pytest.mark.parametrize(("answer", "code"), [(b"n\n", 130), (b"\n", 130), (b"y\n", 0)])
 def test_at_a_terminal_it_asks(tmp_path: Path, answer: bytes, code: int) -> None:
     url = f"file://{tmp_path}/pool"
