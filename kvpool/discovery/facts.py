@@ -22,6 +22,18 @@ from kvpool.store.store import Store
 LEASE_S = 30 * 86400.0
 KEEP_EVERY_S = 60.0  # a server that evicts what is not used takes facts long before their lease ends
 _VERSION = 1
+# What sets a fact, in the order of a sentence; facts that are not here, such as sizes and digests, follow from these.
+_SET_BY = {
+    "kv_dtype": "--kv-cache-dtype, else --dtype",
+    "weights_dtype": "--dtype",
+    "quantization": "--quantization",
+    "revision": "--revision",
+    "hash_algorithm": "--prefix-caching-hash-algo",
+    "hash_seed": "PYTHONHASHSEED",
+    "hash_block_tokens": "--block-size",
+    "tensor_parallel": "--tensor-parallel-size",
+    "pipeline_parallel": "--pipeline-parallel-size",
+}
 
 
 def announce_facts(store: Store, namespace: Namespace, model: str) -> list[str]:
@@ -65,7 +77,11 @@ def announced_namespaces(store: Store, tenant: str) -> dict[str, list[Namespace]
 
 
 def describe_differences(here: Namespace, there: Namespace) -> str:
-    return "; ".join(_difference(*one) for one in differing_facts(here.facts, there.facts))
+    """The facts that differ: first those that an option sets, with the option."""
+    order = {name: place for place, name in enumerate(_SET_BY)}
+    differing = differing_facts(here.facts, there.facts)
+    differing.sort(key=lambda one: order.get(one[0], len(order)))
+    return "; ".join(_difference(*one) for one in differing)
 
 
 def _described(tenant: str, document: bytes) -> tuple[str, Namespace] | None:
@@ -86,14 +102,11 @@ def _described(tenant: str, document: bytes) -> tuple[str, Namespace] | None:
 
 
 def _difference(name: str, here: Fact | None, there: Fact | None) -> str:
-    if there is None:
-        return f"{name} is {_shown(here)} here and absent there"
-    if here is None:
-        return f"{name} is absent here and {_shown(there)} there"
-    return f"{name} is {_shown(here)} here and {_shown(there)} there"
+    ours, theirs = ("absent" if one is None else _shown(one) for one in (here, there))
+    return f"{name} is {ours} here and {theirs} there" + (f" ({_SET_BY[name]})" if name in _SET_BY else "")
 
 
-def _shown(fact: Fact | None) -> str:
+def _shown(fact: Fact) -> str:
     if isinstance(fact, bool):
         return "true" if fact else "false"
     return str(fact) if isinstance(fact, int) else f'"{fact}"'

@@ -26,8 +26,32 @@ def test_the_facts_that_differ_are_named(store: Store) -> None:
     (sentence,) = announce_facts(store, Namespace("t", OURS), "m")
     assert sentence == (
         f'namespace {other.hex[:8]} of model "m" holds blocks that this worker cannot share: '
-        'isa is "avx512" here and absent there; kv_dtype is "bfloat16" here and "fp8_e4m3" there; '
+        'kv_dtype is "bfloat16" here and "fp8_e4m3" there (--kv-cache-dtype, else --dtype); '
+        'isa is "avx512" here and absent there; '
         "prefix is true here and false there; rope is absent here and 10000 there"
+    )
+
+
+def test_the_option_that_differs_leads_and_what_follows_from_it_is_behind(store: Store) -> None:
+    """bfloat16 beside float32 led with a size and a digest."""
+    ours = {
+        "kv_dtype": "bfloat16",
+        "weights_dtype": "bfloat16",
+        "rope": "09af",
+        "group0.payload_nbytes": 4096,
+    }
+    theirs = {
+        "kv_dtype": "float32",
+        "weights_dtype": "float32",
+        "rope": "17bc",
+        "group0.payload_nbytes": 8192,
+    }
+    announce_facts(store, Namespace("t", theirs), "m")
+    (sentence,) = announce_facts(store, Namespace("t", ours), "m")
+    assert sentence.partition("cannot share: ")[2] == (
+        'kv_dtype is "bfloat16" here and "float32" there (--kv-cache-dtype, else --dtype); '
+        'weights_dtype is "bfloat16" here and "float32" there (--dtype); '
+        'group0.payload_nbytes is 4096 here and 8192 there; rope is "09af" here and "17bc" there'
     )
 
 
