@@ -142,7 +142,10 @@ def capacity(options: CapacityOptions) -> None:
 
 @takes(SizeOptions)
 def size(options: SizeOptions) -> None:
-    """What a pool of any size would have held of the engines' requests, or of a trace: the hit rate against blocks."""
+    """What a pool of any size would have held of the engines' requests, or of a trace: the hit rate against blocks.
+
+    With --model: the bytes of a token, tokens of a GiB, and the network for them.
+    """
     from kvpool.cli.size import run_size
 
     run_size(options, _index(options))

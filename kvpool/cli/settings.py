@@ -35,6 +35,7 @@ PROMPT = "Prompt, in one of four forms"
 ANSWER = "Answer"
 PARTS = "What is examined"
 TRACE = "In place of an index, recorded requests"
+MODEL = "In place of an index, a model"
 ELSE_DEFAULT = f"Without it: {DEFAULT_DIRECTORY}, if it is there."
 ORDERS = ("name", "device", "host", "disk", "batches", "lag", "gaps", "resets")
 
@@ -354,6 +355,9 @@ class SizeOptions:
         "KV cache of a token, such as 128KiB, for bytes in the table. Without it: as the index knows them.",
         callback=is_size)] = None
     as_json: Json = False
+    model: Annotated[str | None, option(MODEL, "MODEL",
+        "What its KV cache takes: a folder with config.json, such a file, or ORG/MODEL of the Hugging Face hub. No "
+        "weights are read. With --trace: the bytes of its table.")] = None
     trace: Annotated[Path | None, option(TRACE, "FILE",
         "Requests and their blocks, a session or a request a line; no index is asked then.")] = None
     apart: Annotated[float, option(TRACE, "SECONDS", "Between the beginnings of two sessions.", min=0, max=1e9)] = 60.0

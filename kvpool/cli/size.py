@@ -12,12 +12,13 @@ from typing import Any
 
 from rich.text import Text
 
+from kvpool.cli.model import print_kv_cache, read_kv_cache
 from kvpool.cli.options import IndexConnection
 from kvpool.cli.settings import SizeOptions
 from kvpool.cli.tables import Column, add_row, console, fitted, progress_bar, show
 from kvpool.discovery.reuse import Point, ReuseCurve
 from kvpool.discovery.trace import prompts, read_trace
-from kvpool.errors import IndexUnavailable
+from kvpool.errors import ConfigError, IndexUnavailable
 from kvpool.text import counted, format_size, parse_nbytes
 
 TIMEOUT_S = 5.0
@@ -26,8 +27,16 @@ SIZES = {"a quarter": 0.25, "half": 0.5, "as it is": 1.0, "twice": 2.0, "four ti
 
 
 def run_size(options: SizeOptions, index: IndexConnection) -> None:
-    """Print the curve as a table or JSON. Errors: ``ConfigError`` for the options and the file; of ``IndexClient``."""
+    """Print a table or JSON. Errors: ``ConfigError`` for the options and the files; of ``IndexClient``."""
     token_nbytes = parse_nbytes(options.token_bytes) if options.token_bytes is not None else 0
+    if options.model is not None:
+        if options.token_bytes is not None:
+            raise ConfigError("--model says what a token takes: leave --token-bytes out")
+        cache = read_kv_cache(options.model)
+        if options.trace is None:
+            print_kv_cache(options.model, cache, as_json=options.as_json)
+            return
+        token_nbytes = cache.token_nbytes[0]
     if options.trace is None:
         _live(options, index, token_nbytes)
         return
