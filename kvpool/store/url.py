@@ -65,7 +65,7 @@ _DURATION = re.compile(r"([0-9]{1,9})([smhd]?)")
 _UNIT_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StoreURL:
     """The parts of a store URL.
 
@@ -80,8 +80,8 @@ class StoreURL:
     """
 
     scheme: str
-    path: str
-    capacity_nbytes: int
+    path: str = ""
+    capacity_nbytes: int = 0
     threads: int = DEFAULT_THREADS
     host: str = ""
     port: int = 0
@@ -186,8 +186,14 @@ class StoreURL:
         capacity_nbytes = _capacity(url, query)
         if (far := query.get("far", "")) not in ("", *FAR):
             raise ConfigError(f"{redact(url)}: {_unknown('choice of far', far, FAR)}")
-        threads = _threads(url, query, "threads")
-        return cls(scheme, path, capacity_nbytes, threads, far=far, says_capacity="capacity" in query)
+        return cls(
+            scheme=scheme,
+            path=path,
+            capacity_nbytes=capacity_nbytes,
+            says_capacity="capacity" in query,
+            threads=_threads(url, query, "threads"),
+            far=far,
+        )
 
     @classmethod
     def _near_and_far(cls, urls: Sequence[str]) -> StoreURL:
@@ -318,6 +324,9 @@ def _server(url: str, scheme: str, host: str, path: str, query: Mapping[str, str
     client = query.get("client", CLIENTS[0])
     if client not in CLIENTS:
         raise ConfigError(f"{redact(url)}: {_unknown('client', client, CLIENTS)}")
+    common = StoreURL(
+        scheme=scheme, user=user, password=password, threads=threads, ttl_s=ttl_s, client=client
+    )
     if scheme == "valkey+unix":
         if host or not path.strip("/"):
             raise ConfigError(
@@ -329,19 +338,18 @@ def _server(url: str, scheme: str, host: str, path: str, query: Mapping[str, str
             )
         path = _decoded(url, "a socket's path", path)
         database = _whole(url, query, "db", 0, 0, MAX_DATABASE)
-        return StoreURL(scheme, path, 0, threads, "", 0, user, password, database, ttl_s, client)
+        return replace(common, path=path, database=database)
     if scheme in MANY_SERVERS:
         if client != CLIENTS[0]:
             raise ConfigError(f"{redact(url)}: client={client} knows one server only; leave client away")
-        return _many_servers(
-            url, host, path, query, StoreURL(scheme, "", 0, threads, "", 0, user, password, 0, ttl_s)
-        )
+        return _many_servers(url, host, path, query, common)
     found = _host(host, DEFAULT_PORT)
     if found is None:
         raise ConfigError(f"{redact(url)}: write {scheme}://host:{DEFAULT_PORT}, with a port from 1 to 65535")
+    name, port = found
     database = _database(url, path[1:])
     tls = _tls(url, query) if scheme in TLS_SCHEMES else None
-    return StoreURL(scheme, "", 0, threads, *found, user, password, database, ttl_s, client, tls)
+    return replace(common, host=name, port=port, database=database, tls=tls)
 
 
 def _many_servers(url: str, hosts: str, path: str, query: Mapping[str, str], common: StoreURL) -> StoreURL:

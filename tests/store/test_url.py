@@ -14,14 +14,14 @@ GIB = 1 << 30
 
 
 def of_files(path: str, capacity_nbytes: int = 10 * GIB, threads: int = 2) -> StoreURL:
-    return StoreURL("file", path, capacity_nbytes, threads)
+    return StoreURL(scheme="file", path=path, capacity_nbytes=capacity_nbytes, threads=threads)
 
 
 def on_server(scheme: str, host: str = "", port: int | None = None, **more: Any) -> StoreURL:
     """One that keeps values for a day, on the usual port of its host."""
     if port is None:
         port = 6379 if host else 0
-    return StoreURL(scheme, more.pop("path", ""), 0, host=host, port=port, **{"ttl_s": 86400, **more})
+    return StoreURL(scheme=scheme, host=host, port=port, **{"ttl_s": 86400, **more})
 
 
 @pytest.mark.parametrize(
