@@ -50,7 +50,7 @@ def run_doctor(options: DoctorOptions) -> bool:
     workers.ask()
     findings += workers.findings()
     for look in looks:
-        findings += index_findings(look, workers, options.tenant)
+        findings += index_findings(look, workers)
     for replica in indexes[1:]:
         findings += replica_findings(indexes[0], replica, workers)
     there = [worker for worker in workers.by_id.values() if not workers.is_away(worker)]

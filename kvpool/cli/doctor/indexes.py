@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import NamedTuple
 
-from kvpool.cli.doctor import rules
+from kvpool.cli.doctor import rules, subjects
 from kvpool.cli.doctor.rules import Finding, judge
 from kvpool.cli.doctor.workers import Workers
 from kvpool.cli.exits import in_options
@@ -41,9 +40,7 @@ def look_at(index: IndexConnection) -> IndexLook:
         except (AccessDenied, IndexUnavailable) as error:
             denied = isinstance(error, AccessDenied)
             says = str(error) if denied else in_options(without_advice(error))
-            away = SimpleNamespace(
-                target=index.target, denied=denied, says=says, nothing_listens=says.endswith(NOTHING_LISTENS)
-            )
+            away = subjects.IndexAway(index.target, denied, says, says.endswith(NOTHING_LISTENS))
             return IndexLook(index, [], list(judge("index", rules.INDEX_AWAY, away, first=True)))
 
 
@@ -53,13 +50,13 @@ def add_followed(look: IndexLook, workers: Workers) -> None:
         workers.add_followed(look.connection.target, status.worker, well=well)
 
 
-def index_findings(look: IndexLook, workers: Workers, tenant: str) -> Iterator[Finding]:
+def index_findings(look: IndexLook, workers: Workers) -> Iterator[Finding]:
     """``workers``: have been asked; those that answer nowhere have their finding already. Blocking."""
     if look.found:
         yield from look.found
         return
     index, statuses = look.connection, look.statuses
-    state = SimpleNamespace(
+    state = subjects.Index(
         target=index.target,
         workers=counted(len(statuses), "worker"),
         ranks=counted(sum(len(status.publishers) for status in statuses), "rank"),
@@ -81,7 +78,7 @@ def index_findings(look: IndexLook, workers: Workers, tenant: str) -> Iterator[F
                 yield from judge("index", rules.INDEX_HASHING, str(error))
     for worker in workers.announced.values():
         if worker.id not in known and not workers.is_away(worker):
-            yield from judge("index", rules.INDEX_LACKS, SimpleNamespace(label=worker.label, tenant=tenant))
+            yield from judge("index", rules.INDEX_LACKS, worker)
 
 
 def _serves(index: IndexConnection) -> bool:
@@ -96,7 +93,7 @@ def _ranks(status: WorkerStatus, workers: Workers) -> Iterator[Finding]:
     for one in status.publishers:
         if one.stale and workers.has_finding(status.worker):
             continue
-        rank = SimpleNamespace(
+        rank = subjects.Rank(
             label=status.worker.label, dp_rank=one.dp_rank, problem=one.problem, stale=one.stale, resets=one.resets,
             events=events.get(one.dp_rank, ""),
         )  # fmt: skip
@@ -132,29 +129,29 @@ def replica_findings(one: IndexConnection, other: IndexConnection, workers: Work
                     differing[rank] = (here[rank].blocks, there[rank].blocks)
             if not differing and compared >= both - full:
                 break
-    ends = {"here": one.target, "there": other.target}
+    ends = one.target, other.target
     for (worker_id, _, dp_rank), blocks in sorted(differing.items()):
-        rank_pair = SimpleNamespace(worker=workers.name(worker_id), dp_rank=dp_rank, blocks=blocks, **ends)
+        rank_pair = subjects.ReplicaRank(*ends, workers.name(worker_id), dp_rank, blocks)
         yield from judge("replicas", rules.REPLICA_RANK, rank_pair)
     for worker_id in sorted({rank[0] for rank in here.keys() ^ there.keys()}):
         if (worker := workers.by_id.get(worker_id)) is None or not workers.is_away(worker):
-            pair = SimpleNamespace(worker=workers.name(worker_id), **ends)
-            yield from judge("replicas", rules.REPLICA_WORKER, pair)
-    pair = SimpleNamespace(
-        full=full and counted(len(full), "rank"),
-        differing=differing,
+            worker_pair = subjects.ReplicaWorker(*ends, workers.name(worker_id))
+            yield from judge("replicas", rules.REPLICA_WORKER, worker_pair)
+    pair = subjects.Replicas(
+        *ends,
+        full=counted(len(full), "rank") if full else "",
+        is_same=not differing,
         compared=counted(len(compared), "rank"),
-        **ends,
     )
     yield from judge("replicas", rules.REPLICAS, pair)
 
 
 def picker_findings(picker: IndexConnection) -> Iterator[Finding]:
-    state = SimpleNamespace(target=picker.target, away="", serves=False)
     try:
-        state.serves = picker.is_serving(picker=True, timeout_s=CALL_S)
+        state = subjects.Picker(picker.target, serves=picker.is_serving(picker=True, timeout_s=CALL_S))
     except KVPoolError as error:
-        state.away = in_options(without_advice(error)).replace("no index answers", "no picker answers")
+        away = in_options(without_advice(error)).replace("no index answers", "no picker answers")
+        state = subjects.Picker(picker.target, away)
     yield from judge("picker", rules.PICKER, state, first=True)
 
 

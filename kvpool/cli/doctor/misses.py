@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from types import SimpleNamespace
 
 from kvpool import metrics
-from kvpool.cli.doctor.rules import Finding, Rule, always, judge
+from kvpool.cli.doctor.rules import Finding, Rule, Rules, always, judge
+from kvpool.cli.doctor.subjects import Misses
 from kvpool.discovery.worker import Worker
 
 FEW = 0.1  # of the prompts' tokens
 ENOUGH_REQUESTS = 100  # for advice: the first prompts of a fleet are all new
 
 # By the reason of most missed tokens; the first that applies.
-_FEW = Rule("ok", lambda of: of.share < FEW, "{of.figures}")
-_EARLY = Rule("ok", lambda of: of.requests < ENOUGH_REQUESTS, "{of.figures}. Advice needs "
+_FEW: Rule[Misses] = Rule("ok", lambda of: of.share < FEW, "{of.figures}")
+_EARLY: Rule[Misses] = Rule("ok", lambda of: of.requests < ENOUGH_REQUESTS, "{of.figures}. Advice needs "
               f"{ENOUGH_REQUESTS} requests; these were {{of.requests:,.0f}}")  # fmt: skip
-MISSES: dict[str, tuple[Rule, ...]] = {reason: (_FEW, *rules) for reason, rules in {
+_RULES: dict[str, Rules[Misses]] = {
     "new": (
         Rule("warn", lambda of: of.apart, '{of.figures}. Workers of model "{it}" are in several namespaces: blocks of '
              "one are new to another", "make the same what differs: the lines about sharing say what"),
@@ -86,7 +86,8 @@ MISSES: dict[str, tuple[Rule, ...]] = {reason: (_FEW, *rules) for reason, rules 
         Rule("warn", always, "{of.figures}. Most met an error inside kvpool, or a load that was broken off",
              "report it, with the stack from the workers' log"),
     ),
-}.items()}  # fmt: skip
+}  # fmt: skip
+MISSES = {reason: (_FEW, *rules) for reason, rules in _RULES.items()}
 
 
 def miss_findings(sums: Mapping[str, Mapping[str, float]], workers: Sequence[Worker]) -> Iterator[Finding]:
@@ -102,7 +103,7 @@ def miss_findings(sums: Mapping[str, Mapping[str, float]], workers: Sequence[Wor
     namespaces: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
     for worker in workers:
         namespaces[worker.model, worker.tenant] |= {worker.namespace} - {""}
-    subject = SimpleNamespace(
+    subject = Misses(
         share=lost / tokens,
         requests=sum(sums.get(metrics.REQUESTS.name, {}).values()),
         figures=f"{lost / tokens:.0%} of {tokens:,.0f} prompt tokens were computed, where a pool might have had them: "

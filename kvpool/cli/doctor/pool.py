@@ -7,11 +7,11 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 from kvpool.cli.doctor import rules
 from kvpool.cli.doctor.rules import Finding, judge
 from kvpool.cli.doctor.server import host_findings, server_findings
+from kvpool.cli.doctor.subjects import Directory, Pool, Quota, Sharing, Trial
 from kvpool.discovery.facts import announced_namespaces, describe_differences
 from kvpool.discovery.quota import Standing, read_standings
 from kvpool.discovery.worker import Worker
@@ -42,17 +42,14 @@ def _near_findings(url: StoreURL) -> list[Finding]:
             found = list(_directory(url, store.counters()))
             return [one._replace(about="near pool") for one in found]
     except KVPoolError as error:
-        state = SimpleNamespace(error=str(error), unreadable="", tenant="")
-        return list(judge("near pool", rules.POOL, state))
+        return list(judge("near pool", rules.POOL, Pool(error=str(error))))
 
 
 def _findings(url: StoreURL, name: str, tenant: str) -> tuple[list[Finding], list[Worker] | None]:
-    state = SimpleNamespace(error="", unreadable="", tenant=tenant)
     try:
         store = open_for_inspection(url)
     except KVPoolError as error:
-        state.error = str(error)
-        return list(judge("pool", rules.POOL, state)), None
+        return list(judge("pool", rules.POOL, Pool(tenant, error=str(error)))), None
     with store:
         if url.scheme == "file":
             found = list(_directory(url, store.counters()))
@@ -67,29 +64,25 @@ def _findings(url: StoreURL, name: str, tenant: str) -> tuple[list[Finding], lis
             found += _sharing(store, tenant, workers)
             found += _quota(store, tenant)
         except StoreUnavailable as error:
-            state.unreadable = str(error)
-            return [*found, *judge("pool", rules.POOL, state)], None
+            return [*found, *judge("pool", rules.POOL, Pool(tenant, unreadable=str(error)))], None
     return [*found, *_worker_findings(workers, problems, tenant)], workers
 
 
-def _trial(store: Store, name: str, tenant: str) -> SimpleNamespace:
+def _trial(store: Store, name: str, tenant: str) -> Trial:
     """Put, find, get and delete one block of random bytes under a key of its own."""
     namespace = Namespace(tenant, {"doctor": secrets.token_hex(16)})
     keys = [namespace.key(secrets.token_bytes(32), 0, 0)]
     value, copy = os.urandom(TRIAL_NBYTES), bytearray(TRIAL_NBYTES)
-    trial = SimpleNamespace(error="", kept=False, found=False, name=name, tenant=tenant)
     started = time.perf_counter()
     try:
-        trial.kept = store.put_many(keys, [value])[0]
-        if trial.kept:
-            trial.found = (
-                store.contains_many(keys)[0] and store.get_many_into(keys, [copy])[0] and copy == value
-            )
-            trial.took_ms = (time.perf_counter() - started) * 1e3
-            store.delete_many(keys)
+        if not store.put_many(keys, [value])[0]:
+            return Trial(name, tenant)
+        found = store.contains_many(keys)[0] and store.get_many_into(keys, [copy])[0] and copy == value
+        took_ms = (time.perf_counter() - started) * 1e3
+        store.delete_many(keys)
+        return Trial(name, tenant, kept=True, found=found, took_ms=took_ms)
     except StoreUnavailable as error:
-        trial.error = str(error)
-    return trial
+        return Trial(name, tenant, error=str(error))
 
 
 def _directory(url: StoreURL, counters: Mapping[str, int]) -> Iterator[Finding]:
@@ -99,7 +92,7 @@ def _directory(url: StoreURL, counters: Mapping[str, int]) -> Iterator[Finding]:
     )  # of a pool of an older kvpool: each process has its own
     folders = (Path(url.path), *(Path(url.path) / part for part in ("tmp", "blocks")))
     system = FileSystem.of(url.path)
-    directory = SimpleNamespace(
+    directory = Directory(
         path=url.path,
         closed=", ".join(str(one) for one in folders if not os.access(one, os.R_OK | os.W_OK | os.X_OK)),
         stored_mib=stored_nbytes / 2**20,
@@ -132,7 +125,7 @@ def _sharing(store: Store, tenant: str, workers: Sequence[Worker]) -> Iterator[F
         model = " and ".join(f'"{name}"' for name in names)
         for other in (*others[:MAX_DIFFERENCES_SHOWN],) or (None,):
             differences = "" if other is None else describe_differences(first, other)
-            pair = SimpleNamespace(model=model, first=first, other=other, differences=differences)
+            pair = Sharing(model, first, other, differences)
             yield from judge("sharing", rules.SHARING, pair, first=True)
         if len(others) > MAX_DIFFERENCES_SHOWN:
             more = len(others) - MAX_DIFFERENCES_SHOWN
@@ -145,7 +138,7 @@ def _quota(store: Store, tenant: str) -> Iterator[Finding]:
         standing = read_standings(store, [tenant])[tenant]
     except StoreUnavailable as refused:  # a user of rules before there were quotas
         error = str(refused)
-    subject = SimpleNamespace(
+    subject = Quota(
         tenant=tenant,
         error=error,
         standing=standing,
@@ -167,6 +160,7 @@ def _announced(store: Store, tenant: str) -> tuple[list[Worker], list[str]]:
 
 def _worker_findings(workers: list[Worker], problems: list[str], tenant: str) -> Iterator[Finding]:
     """Of their records alone."""
-    yield from judge("workers", rules.WORKERS, SimpleNamespace(workers=workers, tenant=tenant))
+    if not workers:
+        yield from judge("workers", rules.WORKERS, tenant)
     for sentence in problems:
         yield from judge("workers", rules.RECORD, sentence)

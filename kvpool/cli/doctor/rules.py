@@ -1,20 +1,26 @@
 """Each finding of ``kvpool doctor``: its level, condition, sentence and remedy.
 
-``fail``: absent or broken. ``warn``: costs speed, memory or knowledge. Other modules gather the subjects.
-Rules of a server's settings agree with ``deploy/valkey.conf``, as a test of real servers proves.
+``fail``: absent or broken. ``warn``: costs speed, memory or knowledge. ``subjects.py`` has what they
+judge; other modules gather it. Rules of a server's settings agree with ``deploy/valkey.conf``, as a test of real
+servers proves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Generic, Literal, NamedTuple, TypeVar
 
+from kvpool.cli.doctor import subjects
+from kvpool.discovery.worker import Worker
 from kvpool.index.fleet.rank import LOOKAHEAD, LOOKAHEAD_OFF, ONE_SEED, UNHASHED
+from kvpool.store.file_system import FileSystem
 from kvpool.store.server.notices import ADVICE
-from kvpool.store.server.server import COSTS
+from kvpool.store.server.server import COSTS, MissingRight
 
 Level = Literal["ok", "warn", "fail"]  # as in --json; a table has OK, WARN and FAIL
 MIB = 1 << 20
+Subject = TypeVar("Subject")
 
 
 class Finding(NamedTuple):
@@ -26,16 +32,20 @@ class Finding(NamedTuple):
     change: str = ""
 
 
-class Rule(NamedTuple):
+@dataclass(frozen=True)
+class Rule(Generic[Subject]):
     """``when``: applies to a subject. In the sentences ``of`` is the subject, ``it`` the value of ``when``."""
 
     level: Level
-    when: Callable[[Any], object]
+    when: Callable[[Subject], object]
     says: str
     change: str = ""
 
 
-def judge(about: str, rules: Sequence[Rule], subject: object, *, first: bool = False) -> Iterator[Finding]:
+Rules = Sequence[Rule[Subject]]
+
+
+def judge(about: str, rules: Rules[Subject], subject: Subject, *, first: bool = False) -> Iterator[Finding]:
     """The findings of all rules that apply, or of the first."""
     for rule in rules:
         if it := rule.when(subject):
@@ -57,18 +67,18 @@ EVENTS_ON = (
     '"replay_endpoint": "tcp://*:5657"}}\', with ports of its own for each engine of a host'
 )
 
-POOL = (
+POOL: Rules[subjects.Pool] = (
     Rule("fail", lambda of: of.error, "{it}", "run the doctor again then: nothing else of the pool was examined"),
     Rule("fail", lambda of: of.unreadable, "announcements cannot be read: {it}", _ACL),
 )  # fmt: skip
-TRIAL = (
+TRIAL: Rules[subjects.Trial] = (
     Rule("fail", lambda of: of.error, "a block cannot be put and read back: {it}", _ACL),
     Rule("fail", lambda of: not of.kept, "it is full and keeps nothing new", "raise its capacity, or let it evict"),
     Rule("fail", lambda of: not of.found, "a block that was just put is not there", "see whether it has any memory "
          "left"),
     Rule("ok", always, "{of.name:.200} keeps blocks: 64 KiB written and read back in {of.took_ms:.1f} ms"),
 )  # fmt: skip
-DIRECTORY = (
+DIRECTORY: Rules[subjects.Directory] = (
     Rule("fail", lambda of: of.closed, "this user cannot write in {it}", "run as the user of the workers, or give "
          "this one the right; mount it writable"),
     Rule("ok", lambda of: not of.closed, "{of.path} is a pool, with {of.stored_mib:,.1f} MiB in it"),
@@ -87,7 +97,7 @@ DIRECTORY = (
          "which a pool leaves {of.reserve_gib:,.2f} GiB to others"),
 )  # fmt: skip
 _REMOUNT = "mount -o remount,huge=within_size {of.place} (and the same option where it is mounted at boot)"
-FILE_SYSTEM = (
+FILE_SYSTEM: Rules[FileSystem] = (
     Rule("warn", lambda of: of.kind != "tmpfs", "it is on a disk", "a folder on tmpfs, such as one in /dev/shm, is "
          "as fast as memory"),
     Rule("warn", lambda of: of.huge == "always", "{of.place} is mounted with huge=always: a block smaller than 2 MiB "
@@ -96,14 +106,14 @@ FILE_SYSTEM = (
     Rule("warn", lambda of: of.huge != "within_size", "{of.place} is mounted with huge={of.huge}: with larger pages "
          "than 4 KiB, puts of 512 KiB or more were 2.5 times as fast, and gets twice", _REMOUNT),
 )  # fmt: skip
-SHARING = (
+SHARING: Rules[subjects.Sharing] = (
     Rule("ok", lambda of: of.other is None, 'workers of model {of.model} have one namespace, {of.first.hex:.8}: '
          "they share"),
     Rule("warn", always, 'model {of.model} has workers that do not share, in namespaces {of.first.hex:.8} (here) '
          "and {of.other.hex:.8} (there): {of.differences}", "make these the same where they should share; records of "
          "past set-ups go after 30 days"),
 )  # fmt: skip
-QUOTA = (
+QUOTA: Rules[subjects.Quota] = (
     Rule("warn", lambda of: of.error, "it cannot be read whether tenant {of.tenant} has a quota, so there is no limit: "
          "{it}", "allow this user to read kvpool-quota:{of.tenant}:* (docs/how-to/valkey.md has the rule)"),
     Rule("warn", lambda of: of.standing.is_unreadable and not of.standing.is_said, "the quota of tenant {of.tenant} "
@@ -117,7 +127,7 @@ QUOTA = (
     Rule("ok", lambda of: of.standing.quota_nbytes is not None, "tenant {of.tenant} holds {of.held} of a quota of "
          "{of.quota}"),
 )  # fmt: skip
-HOST = (
+HOST: Rules[str] = (
     # Measured on one host: 2 MiB puts 2.2 GB/s against 2.5 with cubic, gets 2.9 against 3.4; 512 KiB gets 2.1
     # against 3.1.
     Rule("warn", lambda of: of.startswith("bbr") and of, "TCP on this host uses {it}, which paces what is sent: in a "
@@ -126,7 +136,7 @@ HOST = (
          "server's"),
 )  # fmt: skip
 
-WORKER = (
+WORKER: Rules[subjects.Announcement] = (
     Rule("warn", lambda of: not of.has_events, "worker {of.worker.label} publishes no KV events, so no index knows "
          "what it holds", EVENTS_ON),
     Rule("fail", lambda of: of.silent, "worker {of.worker.label} announces its events at {it}, where nothing answers",
@@ -137,24 +147,26 @@ WORKER = (
     Rule("ok", always, 'worker {of.worker.label} of model "{of.worker.model}": blocks of {of.worker.block_tokens} '
          "tokens, {of.worker.hash_algorithm}, events at {of.events}"),
 )  # fmt: skip
-AWAY = (
+AWAY: Rules[subjects.Away] = (
     Rule("warn", lambda of: of.follower, "worker {of.name} answers nowhere from this host: {of.places}. The index {it} "
          "hears it", "run the doctor on a host that reaches the workers, or open their ports to this one"),
     Rule("fail", always, "worker {of.name} answers nowhere: {of.places}", 'start it again. If it runs: its '
          '"advertise_host" is a name that other hosts reach, its "http_port", if set, the number of its --port; open '
          "both ports. If it is to stay away: it is forgotten when its lease ends, one of --worker with the flag"),
 )  # fmt: skip
-WORKERS = (
-    Rule("fail", lambda of: not of.workers, "no worker of tenant {of.tenant} has announced itself in the pool",
+WORKERS: Rules[str] = (
+    Rule("fail", always, "no worker of tenant {of} has announced itself in the pool",
          "start vLLM with KVPoolConnector and this pool (docs/how-to/vllm.md), or name the --tenant of those that "
          "run; a record lasts for its lease only"),
 )  # fmt: skip
-RECORD = (Rule("fail", lambda of: of, "{it}", "see docs/explanation/prefix-index.md#how-it-finds-workers"),)
-HASHING = (
+RECORD: Rules[str] = (
+    Rule("fail", lambda of: of, "{it}", "see docs/explanation/prefix-index.md#how-it-finds-workers"),
+)
+HASHING: Rules[subjects.Hashing] = (
     Rule("fail", lambda of: of.differing, 'workers {of.one.label} and {of.other.label} of model "{of.model}" hash '
          "in different ways, so they never share", "give them the same {it}"),
 )  # fmt: skip
-SERVING = (
+SERVING: Rules[subjects.Served] = (
     Rule("warn", lambda of: not of.worker.address, "worker {of.worker.name} does not say where it serves requests: "
          "no router can send it any", "address=http://HOST:PORT in its --worker"),
     Rule("warn", lambda of: of.away, "{of.where} does not answer: {it}; no router can send it requests",
@@ -168,7 +180,7 @@ SERVING = (
          "which; the lines about the pool and the server above may say why"),
     Rule("ok", always, "{of.where}: {of.figures}; no fault"),
 )  # fmt: skip
-FRONT = (
+FRONT: Rules[subjects.Front] = (
     Rule("fail", lambda of: of.away, "{of.url} does not answer: {it}", "start it, or correct the URL"),
     Rule("warn", lambda of: of.status in (401, 403), "{of.url} answers, and wants a key ({of.status})",
          "ask it for /v1/models with the key"),
@@ -177,17 +189,17 @@ FRONT = (
     Rule("fail", lambda of: of.models is None, "{of.url} is no front of vLLM workers: {of.excerpt}", "correct the URL"),
     Rule("ok", always, "{of.url} answers; models: {of.names}"),
 )  # fmt: skip
-FRONT_UNASKED = (
+FRONT_UNASKED: Rules[subjects.Front] = (
     Rule("warn", always, "{of.url} answers, and no picker placed its request, so prompts go to any worker", "name the "
          "index as its picker: an InferencePool without endpointPickerRef asks none. Under --no-place-headers this "
          "cannot be told"),
 )  # fmt: skip
-FRONT_MODEL = (
+FRONT_MODEL: Rules[subjects.FrontModel] = (
     Rule("warn", always, '{of.url} does not list "{of.model}", which workers announce', "send the requests of this "
          "model to a front that has it, or add its workers to this one"),
 )  # fmt: skip
 _WARMS_UP = "ask again in some seconds; its log says for whom it waits"
-PICKER = (
+PICKER: Rules[subjects.Picker] = (
     Rule("fail", lambda of: of.away, "{it}", "start kvpool index with --ext-proc, or correct the address; until then "
          "requests are placed without prefixes"),
     Rule("fail", lambda of: not of.serves, "{of.target} says that it does not serve: it warms up, or is ending",
@@ -195,31 +207,31 @@ PICKER = (
     Rule("ok", always, "{of.target} picks endpoints"),
 )  # fmt: skip
 
-INDEX_AWAY = (
+INDEX_AWAY: Rules[subjects.IndexAway] = (
     Rule("fail", lambda of: of.denied, "{of.says}", "give a token with the right to read: --token-file"),
     Rule("fail", lambda of: of.nothing_listens, "{of.says}", "start it: kvpool index --listen {of.target} --pool "
          "URL; or correct --index"),
     Rule("fail", lambda of: of.says.startswith("no index answers"), "{of.says}", "correct --index"),
     Rule("fail", always, "{of.says}", "see what runs there and its log; or correct --index and the options of TLS"),
 )  # fmt: skip
-INDEX = (
+INDEX: Rules[subjects.Index] = (
     Rule("ok", always, "{of.target} answers: it follows {of.workers} with {of.ranks}"),
     Rule("fail", lambda of: not of.followed, "it follows no worker, so it cannot place prompts", "name the pool of "
          "the workers with its --pool, or each stock vLLM with --worker"),
     Rule("warn", lambda of: of.followed and not of.serves, "{of.target} says that it does not serve yet: it warms "
          "up, or is ending", _WARMS_UP),
 )  # fmt: skip
-INDEX_MUTE = (
+INDEX_MUTE: Rules[Worker] = (
     Rule("warn", always, "worker {of.label} publishes no KV events: it is known and not followed", EVENTS_ON),
 )
-INDEX_HASHING = (Rule("fail", lambda of: of, "{it}", "or ask it by block hashes"),)
-INDEX_LACKS = (
+INDEX_HASHING: Rules[str] = (Rule("fail", lambda of: of, "{it}", "or ask it by block hashes"),)
+INDEX_LACKS: Rules[Worker] = (
     Rule("fail", always, "worker {of.label} of tenant {of.tenant} is in the pool and not in the index",
          "start the index with the same --pool; it looks every second. If it has, its log says why it does not "
          "follow this worker (docs/explanation/prefix-index.md)"),
 )  # fmt: skip
 _RANK = "rank {of.dp_rank} of worker {of.label}"
-RANK = (
+RANK: Rules[subjects.Rank] = (
     Rule("fail", lambda of: of.problem == LOOKAHEAD and LOOKAHEAD_OFF, _RANK + ": {of.problem}", "{it}"),
     Rule("fail", lambda of: of.stale and of.events and (of.problem or "it was not heard from"),
          _RANK + " is stale: {it}", "see whether its events are on and {of.events} can be reached from the index; "
@@ -232,22 +244,22 @@ RANK = (
     Rule("warn", lambda of: of.problem, _RANK + ": {it}", "it tells all it holds in its next step where it is asked; "
          "stock vLLM cannot be asked"),
 )  # fmt: skip
-REPLICA_RANK = (
+REPLICA_RANK: Rules[subjects.ReplicaRank] = (
     Rule("fail", always, "after the same batch of rank {of.dp_rank} of worker {of.worker}, {of.here} knows of "
          "{of.blocks[0]} blocks and {of.there} of {of.blocks[1]}, and not of the same", "the one that has missed "
          "batches (resets in ListWorkers) knows less: start it anew with --bootstrap of the other"),
 )  # fmt: skip
-REPLICA_WORKER = (
+REPLICA_WORKER: Rules[subjects.ReplicaWorker] = (
     Rule("warn", always, "worker {of.worker} is not followed well, or as the same start, by both {of.here} and "
          "{of.there}", "give both the same --pool and --worker"),
 )  # fmt: skip
-REPLICAS = (
+REPLICAS: Rules[subjects.Replicas] = (
     Rule("warn", lambda of: of.full, "not compared are {it}: an index that is full has forgotten blocks of theirs",
          "raise its --max-blocks or --max-memory"),
-    Rule("ok", lambda of: not of.differing, "{of.here} and {of.there} know the same of {of.compared}"),
+    Rule("ok", lambda of: of.is_same, "{of.here} and {of.there} know the same of {of.compared}"),
 )  # fmt: skip
 
-SERVER = (
+SERVER: Rules[subjects.Server] = (
     Rule("ok", always, "{of.name}"),
     Rule("fail", lambda of: of.info.get("role") == "slave", "it is a replica, which takes no writes",
          "name its primary in the pool's URL"),
@@ -262,17 +274,17 @@ SERVER = (
 NO_INFO = Finding(
     "warn", "", "INFO is not allowed to this user, so nothing is known of its memory", "allow +info"
 )
-SHARDS = (
+SHARDS: Rules[subjects.Shards] = (
     Rule("ok", lambda of: of.slots == of.all_slots, "{of.shards} shards serve all {of.slots:,} slots of the cluster"),
     Rule("fail", always, "{of.shards} shards serve {of.slots:,} of {of.all_slots:,} slots: keys of the others are "
          "misses", "start the nodes that are missing, or assign their slots (CLUSTER NODES shows who has which)"),
 )  # fmt: skip
-RIGHT = (
+RIGHT: Rules[MissingRight] = (
     Rule("fail", lambda of: COSTS[of.command].startswith("nothing") and of.command.lower(), "{of.says}",
          "allow +{it} to this user"),
     Rule("warn", lambda of: of.command.lower(), "{of.says}", "allow +{it} to this user"),
 )  # fmt: skip
-NOTICES = (
+NOTICES: Rules[str] = (
     Rule("warn", lambda of: of, "it does not tell this user which keys change ({it}): an index with this user sees "
          "evictions later, when it looks through the pool", f"for the user of an index, {ADVICE}"),
 )  # fmt: skip
@@ -293,7 +305,7 @@ _LEAST_VALUE_NBYTES = 16 * MIB
 _MOST_LISTPACK_NBYTES = 4096
 
 
-def _reply_limits(of: Any) -> tuple[int, int] | None:
+def _reply_limits(of: subjects.Setting) -> tuple[int, int] | None:
     words = of.value.split()
     if "normal" not in words:
         return None
@@ -301,12 +313,12 @@ def _reply_limits(of: Any) -> tuple[int, int] | None:
     return hard, soft
 
 
-def _short_mib(of: Any) -> str:
+def _short_mib(of: subjects.Setting) -> str:
     """A limit of values below a block's size; else empty."""
     return f"{int(of.value) / MIB:.3g}" if int(of.value) < _LEAST_VALUE_NBYTES else ""
 
 
-def _clients_mib(of: Any) -> float:
+def _clients_mib(of: subjects.Setting) -> float:
     """Memory for all clients; where a share of no maxmemory is no limit, as much as is needed."""
     if not of.value.endswith("%"):
         return int(of.value) / MIB
@@ -314,9 +326,8 @@ def _clients_mib(of: Any) -> float:
     return int(of.value[:-1]) * most_nbytes // 100 / MIB if most_nbytes else _LEAST_CLIENTS_NBYTES / MIB
 
 
-# By setting: ``of.value`` as in CONFIG GET (sizes in bytes, lists in one string), ``of.info`` as in INFO, ``of.cores``
-# of the server's host, where it is this one, else 0: no server tells them.
-SETTINGS: dict[str, tuple[Rule, ...]] = {
+# By setting.
+SETTINGS: dict[str, Rules[subjects.Setting]] = {
     "maxmemory": (
         Rule("fail", lambda of: of.value == "0", "maxmemory is 0: it grows until the host runs out of memory"),
         Rule("fail", lambda of: 0 < int(of.info.get("total_system_memory", 0)) < int(of.value), "maxmemory is more "

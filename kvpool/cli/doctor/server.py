@@ -10,11 +10,11 @@ import ipaddress
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from kvpool.cli.doctor import rules
 from kvpool.cli.doctor.rules import Finding, judge
+from kvpool.cli.doctor.subjects import Server, Setting, Shards
 from kvpool.errors import KVPoolError
 from kvpool.store.server.connection import connect
 from kvpool.store.server.notices import refusal
@@ -55,7 +55,7 @@ def server_findings(url: StoreURL) -> list[Finding]:
         if url.scheme == "valkey+cluster":
             shards = primaries.find()
             slots = sum(last - first + 1 for shard in shards for first, last in shard.slots)
-            cluster = SimpleNamespace(shards=len(shards), slots=slots, all_slots=LAST_SLOT + 1)
+            cluster = Shards(len(shards), slots, all_slots=LAST_SLOT + 1)
             found += judge(ABOUT, rules.SHARDS, cluster, first=True)
     except KVPoolError as error:
         return [Finding("fail", ABOUT, str(error), "see that its nodes or sentinels run and can be reached")]
@@ -90,7 +90,7 @@ def _settings_findings(server: redis.Redis, about: str, *, in_cluster: bool, cor
     asked = _settings(server)
     settings = _of_info(info) | (asked or {})
     unknown = [f"{name} {wanted}" for name, wanted in rules.WANTED.items() if name not in settings]
-    subject = SimpleNamespace(
+    subject = Server(
         name=_name(info),
         info=info,
         in_cluster=in_cluster,
@@ -98,7 +98,7 @@ def _settings_findings(server: redis.Redis, about: str, *, in_cluster: bool, cor
     )
     yield from judge(about, rules.SERVER, subject)
     for name, value in settings.items():
-        setting = SimpleNamespace(value=value, info=info, cores=cores)
+        setting = Setting(value, info, cores)
         with contextlib.suppress(KeyError, ValueError):  # spelled in another way
             for finding in judge(about, rules.SETTINGS[name], setting, first=True):
                 change = finding.change or _change(name, live=asked is not None)

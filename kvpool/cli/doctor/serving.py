@@ -7,7 +7,6 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 from kvpool import metrics
@@ -15,6 +14,7 @@ from kvpool.cli.doctor import rules
 from kvpool.cli.doctor.misses import miss_findings
 from kvpool.cli.doctor.page import read_page
 from kvpool.cli.doctor.rules import Finding, judge
+from kvpool.cli.doctor.subjects import Front, FrontModel, Served
 from kvpool.discovery.worker import Worker
 from kvpool.errors import ConfigError
 from kvpool.text import redact
@@ -27,10 +27,10 @@ _SAMPLE = re.compile(r"(kvpool_\w+)(\{.*\})? ([-+0-9.eE]+)")
 FAULTS = (metrics.LOOKUP_FAILURES, metrics.REQUEST_FAULTS, metrics.REFUSED_KEYS)
 
 
-def serving_findings(workers: Sequence[Worker], pages: Mapping[str, SimpleNamespace]) -> Iterator[Finding]:
+def serving_findings(workers: Sequence[Worker], pages: Mapping[str, Served]) -> Iterator[Finding]:
     """``pages``: of ``served``, by the worker's id; those with an address and without one were not asked."""
     subjects = [pages[worker.id] for worker in workers if worker.id in pages]
-    silent = [SimpleNamespace(worker=worker) for worker in workers if not worker.address]
+    silent = [Served(worker) for worker in workers if not worker.address]
     for subject in (*subjects, *silent):
         yield from judge("serving", rules.SERVING, subject, first=True)
     sums: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -43,7 +43,7 @@ def serving_findings(workers: Sequence[Worker], pages: Mapping[str, SimpleNamesp
         yield Finding("warn", "serving", f"{more:,} more workers were not asked", change)
 
 
-def served(worker: Worker, tls_ca: str | None) -> SimpleNamespace:
+def served(worker: Worker, tls_ca: str | None) -> Served:
     """Its metrics, or why there are none. Blocking, for three seconds at most. Never raises."""
     page = read_page(f"{worker.address.rstrip('/')}/metrics", tls_ca)
     sums = samples(page.body)
@@ -51,7 +51,7 @@ def served(worker: Worker, tls_ca: str | None) -> SimpleNamespace:
     def figure(metric: metrics.Metric) -> str:
         return f"{sums.get(metric.name, 0):,.0f}"
 
-    return SimpleNamespace(
+    return Served(
         worker=worker,
         where=f"worker {worker.label}",
         away=page.away,
@@ -90,14 +90,14 @@ def front_findings(
     models: set[str] | None = None
     with contextlib.suppress(ValueError, KeyError, TypeError):
         models = {str(one["id"]) for one in json.loads(page.body)["data"]}
-    front = SimpleNamespace(
+    front = Front(
         url=url, away=page.away, status=page.status, models=models, names=", ".join(sorted(models or ())) or "none",
         excerpt=page.excerpt,
     )  # fmt: skip
     yield from judge("front", rules.FRONT, front, first=True)
     if page.status == 200 and models is not None:
         for model in sorted({worker.model for worker in workers if worker.address} - models):
-            yield from judge("front", rules.FRONT_MODEL, SimpleNamespace(url=url, model=model))
+            yield from judge("front", rules.FRONT_MODEL, FrontModel(url, model))
         if has_picker and REASON not in page.headers:
             yield from judge("front", rules.FRONT_UNASKED, front)
 

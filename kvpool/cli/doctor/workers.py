@@ -8,12 +8,12 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 from kvpool.cli.doctor import rules
 from kvpool.cli.doctor.rules import Finding, judge
 from kvpool.cli.doctor.serving import served
+from kvpool.cli.doctor.subjects import Announcement, Away, Hashing, Served
 from kvpool.discovery.worker import Worker
 
 CONNECT_S = 1.0
@@ -32,7 +32,7 @@ class Workers:
         self._tls_ca = tls_ca
         self.announced = {worker.id: worker for worker in announced}
         self.by_id = dict(self.announced)
-        self.pages: dict[str, SimpleNamespace] = {}
+        self.pages: dict[str, Served] = {}
         self._answers: dict[str, bool | None] = {}  # by endpoint of events; None: cannot be tried
         self._followers: dict[str, str] = {}
 
@@ -81,15 +81,15 @@ class Workers:
                 yield from judge("workers", rules.WORKER, self._announcement(worker), first=True)
         yield from _hashing(there)
 
-    def _away(self, worker: Worker) -> SimpleNamespace:
+    def _away(self, worker: Worker) -> Away:
         page, events = self.pages.get(worker.id), self.silent_events(worker)
         places = [] if page is None else [f"not at {worker.address} ({page.away})"]
         places += [f"not where its events are ({', '.join(events[:4])})"] if events else []
         follower = self._followers.get(worker.id, "")
-        return SimpleNamespace(name=worker.name, places=", ".join(places), follower=follower)
+        return Away(worker.name, ", ".join(places), follower)
 
-    def _announcement(self, worker: Worker) -> SimpleNamespace:
-        return SimpleNamespace(
+    def _announcement(self, worker: Worker) -> Announcement:
+        return Announcement(
             worker=worker,
             has_events=any(one.events for one in worker.publishers),
             silent=next(iter(self.silent_events(worker)), ""),
@@ -124,5 +124,5 @@ def _hashing(workers: Sequence[Worker]) -> Iterator[Finding]:
         (first, worker), *others = found.items()
         for other, other_worker in others:
             differing = " and ".join(word for word, a, b in zip(words, first, other, strict=True) if a != b)
-            pair = SimpleNamespace(model=model, one=worker, other=other_worker, differing=differing)
+            pair = Hashing(model, worker, other_worker, differing)
             yield from judge("workers", rules.HASHING, pair)
