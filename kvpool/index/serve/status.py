@@ -38,7 +38,7 @@ from kvpool.index.protocol.messages import MAX_U32
 from kvpool.index.request_stats import PlacedRequests, RequestStats, Reuse
 from kvpool.index.serve.auth import ALL_TENANTS, Permissions
 from kvpool.index.serve.lookup_calls import in_tokens
-from kvpool.index.serve.worker_pages import HEALTHS, WorkerRow, page_of, rows_of
+from kvpool.index.serve.worker_rows import HEALTHS, WorkerRow, page_of, rows_of
 from kvpool.index.tokens.tokenizers import Tokenizers
 from kvpool.key.hashing import len_tokens
 from kvpool.store.server.connection import library_version
