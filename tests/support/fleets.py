@@ -7,6 +7,7 @@ import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,6 +35,7 @@ from kvpool.index.serve.service import IndexServer
 from kvpool.index.serve.status import Status
 from kvpool.index.tokens.tokenizers import Tokenizers
 from kvpool.key.hashing import seed_id
+from tests.support.credentials import write_tokens
 from tests.support.wire import batch
 
 
@@ -226,6 +228,17 @@ def serving(fleet: Fleet | None = None, **options: Any) -> Iterator[Served]:
         yield served
     finally:
         served.stop()
+
+
+@contextmanager
+def two_tenants(folder: Path, **options: Any) -> Iterator[tuple[Served, dict[str, str]]]:
+    """An index that asks for tokens, with a worker of a and one of b; the tokens: of a, of b, and c for all tenants."""
+    path, fleet = folder / "tokens.toml", Fleet()
+    tokens = write_tokens(path, **{name: (["read", "publish"], [name]) for name in "ab"}, c=(["read"], ["*"]))
+    for tenant in "ab":
+        fleet.add(a_worker(tenant=tenant), "flag")
+    with serving(fleet, auth=TokenAuth(str(path)), **options) as served:
+        yield served, tokens
 
 
 def a_fleet(*names: str, clock: Clock | None = None, **fields: Any) -> Fleet:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,13 @@ from grpc_health.v1 import health_pb2
 from kvpool import AsyncIndexClient, IndexClient
 from kvpool.errors import MalformedEvents
 from kvpool.index import Publisher, limits
-from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.protocol.messages import MAX_REQUEST_NBYTES, SERVICE
 from kvpool.index.serve import calls
-from kvpool.index.serve.auth import TokenAuth
 from kvpool.index.serve.lookup_calls import INLINE_NBYTES
 from kvpool.v1 import index_pb2 as pb
 from tests.support.credentials import write_tokens
 from tests.support.deadlines import ends_within
-from tests.support.fleets import Served, a_worker, applying, serving
+from tests.support.fleets import Served, a_worker, applying, two_tenants
 from tests.support.index_process import peak_nbytes, running
 from tests.support.wire import batch, cleared, packed64, stored
 
@@ -42,13 +40,8 @@ LARGE = [("grpc.max_send_message_length", -1)]
 @pytest.fixture
 def guarded(tmp_path: Path) -> Iterator[tuple[Served, dict[str, str]]]:
     """An index that asks for tokens, and one for each of two tenants."""
-    path = tmp_path / "tokens.toml"
-    tokens = write_tokens(path, **{name: (["read", "publish"], [name]) for name in "ab"})
-    fleet = Fleet()
-    for tenant in tokens:
-        fleet.add(a_worker(tenant=tenant), "flag")
-    with serving(fleet, auth=TokenAuth(str(path))) as served:
-        yield served, tokens
+    with two_tenants(tmp_path) as made:
+        yield made
 
 
 def code_of(call: Callable[[], Any]) -> str:
@@ -94,23 +87,6 @@ def test_large_checks_of_health_are_received_one_at_a_time(tmp_path: Path) -> No
         assert peak_nbytes(index) - before < 6 * MAX_REQUEST_NBYTES
 
 
-def silent(target: str, method: str, **options: Any) -> Callable[[], Awaitable[list[Any]]]:
-    """Begins ``ATTACKS`` calls of a method, and sends no request."""
-
-    async def attack() -> list[Any]:
-        # Some connections: a caller's gRPC has a limit for each.
-        channels = [
-            grpc.aio.insecure_channel(target, options=[("grpc.use_local_subchannel_pool", 1)])
-            for _ in range(4)
-        ]
-        return [
-            channels,
-            [channels[number % 4].stream_stream(method)(**options) for number in range(ATTACKS)],
-        ]
-
-    return attack
-
-
 @pytest.mark.parametrize(
     "method", [f"/{HEALTH}/Watch", f"/{HEALTH}/Check", f"/{SERVICE}/Lookup", f"/{SERVICE}/LookupStream"]
 )
@@ -119,7 +95,11 @@ async def test_callers_without_a_token_turn_no_caller_away(
     guarded: tuple[Served, dict[str, str]], method: str
 ) -> None:
     served, tokens = guarded
-    channels, attacks = await silent(served.target, method)()
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    channels = [
+        grpc.aio.insecure_channel(served.target, options=options) for _ in range(4)
+    ]  # each has a limit
+    attacks = [channels[number % 4].stream_stream(method)() for number in range(ATTACKS)]  # without a request
     watched = health_pb2.HealthCheckRequest().SerializeToString()
     if method.endswith("Watch"):
         await asyncio.gather(*(call.write(watched) for call in attacks), return_exceptions=True)
@@ -187,40 +167,6 @@ async def _is_refused(call: Any, request: bytes) -> bool:
     except grpc.RpcError:
         return True
     return False
-
-
-@pytest.mark.parametrize(("limit", "method"), [("CALLS", "Lookup"), ("STREAMS", "LookupStream")])
-def test_a_tenant_takes_no_calls_and_streams_from_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str, method: str
-) -> None:
-    monkeypatch.setattr(limits, limit, getattr(limits, limit)._replace(of_tenant=2))
-    path = tmp_path / "tokens.toml"
-    tokens = write_tokens(path, a=(["read"], ["a"]), b=(["read"], ["b"]), c=(["read"], ["*"]))
-
-    async def run(target: str) -> None:
-        async with grpc.aio.insecure_channel(target) as channel:
-
-            def begin(name: str) -> Any:
-                metadata = (("authorization", f"Bearer {tokens[name]}"),)
-                return channel.stream_stream(f"/{SERVICE}/{method}")(metadata=metadata)
-
-            codes = {asyncio.ensure_future(call.code()): call for call in [begin("a") for _ in range(3)]}
-            (first,), held = await asyncio.wait(codes, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
-            assert first.result() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert "are open for this tenant" in await codes[first].details()
-            assert len(held) == 2
-            request = pb.LookupRequest(scope=pb.Scope(model="x", tenant="b"), block_hashes=bytes(8))
-            for name in "bc":
-                call = begin(name)
-                await call.write(request.SerializeToString())
-                assert await asyncio.wait_for(call.code(), WAIT_S) is grpc.StatusCode.NOT_FOUND, (
-                    "of the model"
-                )
-            for call in codes.values():
-                call.cancel()
-
-    with serving(auth=TokenAuth(str(path))) as served:
-        asyncio.run(run(served.target))
 
 
 @pytest.mark.anyio

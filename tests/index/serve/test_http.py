@@ -41,7 +41,7 @@ from kvpool.index.serve.service import IndexServer
 from kvpool.v1 import index_pb2 as pb
 from tests.support.credentials import Authority, write_tokens
 from tests.support.deadlines import eventually
-from tests.support.fleets import Served, a_worker, joined, serving
+from tests.support.fleets import Served, a_worker, joined, serving, two_tenants
 from tests.support.index_process import running
 from tests.support.wire import packed64, stored
 
@@ -564,12 +564,8 @@ def test_a_connection_of_some_age_is_ended_after_an_answer() -> None:
 
 def test_calls_of_one_tenant_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "HTTP_CALLS", limits.HTTP_CALLS._replace(of_tenant=1))
-    tokens = write_tokens(tmp_path / "t.toml", a=(["read"], ["a"]), b=(["read"], ["b"]))
-    fleet = Fleet()
-    for tenant in ("a", "b"):
-        fleet.add(a_worker("w", tenant=tenant), "flag")
     with (
-        serving(fleet, http=True, auth=TokenAuth(str(tmp_path / "t.toml"))) as served,
+        two_tenants(tmp_path, http=True) as (served, tokens),
         slowly(served, b"{", f"POST /v1/lookup HTTP/1.1\r\nAuthorization: Bearer {tokens['a']}"),
         asking(served.http, tokens["a"]) as same, asking(served.http, tokens["b"]) as other,
     ):  # fmt: skip
@@ -582,10 +578,6 @@ def test_calls_of_one_tenant_are_bounded(tmp_path: Path, monkeypatch: pytest.Mon
 def test_questions_of_one_tenant_leave_threads_to_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokens = write_tokens(tmp_path / "t.toml", a=(["read"], ["a"]), b=(["read"], ["b"]))
-    fleet = Fleet()
-    for tenant in ("a", "b"):
-        fleet.add(a_worker("w", tenant=tenant), "flag")
     parse, go_on, held = http_module._pack, threading.Event(), threading.Semaphore(0)
 
     def slow(kind: Any, raw: bytes) -> bytes:
@@ -595,7 +587,7 @@ def test_questions_of_one_tenant_leave_threads_to_others(
         return parse(kind, raw)
 
     monkeypatch.setattr(http_module, "_pack", slow)
-    with serving(fleet, http=True, auth=TokenAuth(str(tmp_path / "t.toml"))) as served, ExitStack() as parts:
+    with two_tenants(tmp_path, http=True) as (served, tokens), ExitStack() as parts:
         body = json.dumps({**ASKED, "scope": {"model": "m", "tenant": "a"}})
         for _ in range(8):
             client = parts.enter_context(asking(served.http, tokens["a"]))

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 
-from kvpool import AsyncIndexClient, IndexClient, IndexUnavailable
+from kvpool import AsyncIndexClient
 from kvpool.index import limits
 from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.protocol.messages import SERVICE
 from kvpool.index.request_stats import RequestStats
 from kvpool.v1 import index_pb2 as pb
-from tests.support.deadlines import eventually, raises
-from tests.support.fleets import a_worker, hold_questions, serving
+from tests.support.fleets import a_worker, serving, two_tenants
 from tests.support.wire import packed64
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
@@ -24,84 +26,55 @@ WAIT_S = 60
 QUIET = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536))  # windows that do not grow
 
 
-def a_fleet(workers: int = 1) -> Fleet:
-    fleet = Fleet()
-    for number in range(workers):
-        fleet.add(a_worker(f"w{number}"), "flag")
-    return fleet
+WHERE = {"of_host": "from this host", "total": "on this index", "of_tenant": "for this tenant"}
 
 
-@pytest.mark.parametrize(
-    ("limit", "says"),
-    [("of_host", "2 calls are open from this host"), ("total", "2 calls are open on this index")],
-)
-def test_calls_above_the_limit_are_refused_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, limit: str, says: str
+@pytest.mark.parametrize("limit", WHERE)
+@pytest.mark.parametrize(("kind", "method"), [("CALLS", "Lookup"), ("STREAMS", "LookupStream")])
+def test_a_call_above_a_limit_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, method: str, limit: str
 ) -> None:
-    monkeypatch.setattr(limits, "CALLS", limits.CALLS._replace(**{limit: 2}))
-    fleet = a_fleet()
-    entered, go_on = hold_questions(fleet, monkeypatch)
-    asked = pb.LookupRequest(
-        scope=pb.Scope(model="m"), block_hashes=packed64(range(1 << 17))
-    ).SerializeToString()
-    with serving(fleet) as served, grpc.insecure_channel(served.target) as channel:
-        method = channel.unary_unary(f"/{SERVICE}/Lookup")
-        try:
-            calls = [method.future(asked, timeout=WAIT_S) for _ in range(2)]
-            for _ in calls:
-                assert entered.acquire(timeout=WAIT_S)
-            with IndexClient(served.target, WAIT_S) as client:
-                with pytest.raises(IndexUnavailable, match=f"RESOURCE_EXHAUSTED.*{says}") as caught:
-                    client.workers()
-                assert "\n" not in str(caught.value)
-                go_on.set()
-                assert [len(call.result(WAIT_S)) > 0 for call in calls] == [True, True]
-                assert eventually(lambda: not raises(IndexUnavailable, client.workers))
-        finally:
-            go_on.set()
-
-
-@pytest.mark.parametrize(
-    ("limit", "says"),
-    [("of_host", "2 streams are open from this host"), ("total", "2 streams are open on this index")],
-)
-def test_streams_above_the_limit_are_refused_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, limit: str, says: str
-) -> None:
-    monkeypatch.setattr(limits, "STREAMS", limits.STREAMS._replace(**{limit: 2}))
+    few = getattr(limits, kind)._replace(**{limit: 2})
+    monkeypatch.setattr(limits, kind, few)
 
     async def run(target: str) -> None:
-        async with AsyncIndexClient(target, WAIT_S) as client:
-            streams = [client.stream() for _ in range(2)]
-            for stream in streams:
-                assert len(await stream.lookup("m", hashes64=bytes(8))) == 1
-            with pytest.raises(grpc.RpcError) as caught:
-                await asyncio.to_thread(_open_one_more, target)
-            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert says in caught.value.details()
-            assert len(await client.workers()) == 1, "calls are answered"
-            assert len(await streams[0].lookup("m", hashes64=bytes(8))) == 1
-            await streams[1].close()
-            await asyncio.wait_for(_until_there_is_room(client), WAIT_S)
-            await streams[0].close()
+        async with (
+            grpc.aio.insecure_channel(target) as channel,
+            AsyncIndexClient(target, WAIT_S, token=tokens["a"]) as client,
+            AsyncExitStack() as streams,
+        ):
 
-    with serving(a_fleet()) as served:
+            def begin(name: str) -> Any:
+                metadata = (("authorization", f"Bearer {tokens[name]}"),)
+                return channel.stream_stream(f"/{SERVICE}/{method}")(metadata=metadata)
+
+            async def answer(call: Any, tenant: str) -> int:
+                asked = pb.LookupRequest(scope=pb.Scope(model="m", tenant=tenant), block_hashes=bytes(8))
+                await call.write(asked.SerializeToString())
+                return len(pb.LookupResponse.FromString(await asyncio.wait_for(call.read(), WAIT_S)).worker)
+
+            held = [begin("a") for _ in range(2)]
+            while served.fleet.limits._open[few] < 2:
+                await asyncio.sleep(0.01)
+            refused = begin("a")
+            assert await asyncio.wait_for(refused.code(), WAIT_S) is grpc.StatusCode.RESOURCE_EXHAUSTED
+            said = await refused.details()
+            assert said.startswith(f"2 {few.what} are open {WHERE[limit]}: ")
+            assert "\n" not in said
+            for other in map(begin, "bc" if limit == "of_tenant" else ""):
+                assert await answer(other, "b") == 1
+                other.cancel()
+            apart = await streams.enter_async_context(client.stream()) if kind == "CALLS" else client
+            assert len(await apart.lookup("m", tenant="a", hashes64=bytes(8))) == 1, "of the other kind"
+            assert [await answer(call, "a") for call in held] == [1, 1]
+            held[0].cancel()
+            while served.fleet.limits._open[few] > 1:
+                await asyncio.sleep(0.01)
+            assert await answer(begin("a"), "a") == 1
+            held[1].cancel()
+
+    with two_tenants(tmp_path) as (served, tokens):
         asyncio.run(run(served.target))
-
-
-def _open_one_more(target: str) -> None:
-    with grpc.insecure_channel(target) as channel:
-        list(channel.stream_stream(f"/{SERVICE}/LookupStream")(iter(()), timeout=WAIT_S))
-
-
-async def _until_there_is_room(client: AsyncIndexClient) -> None:
-    while True:
-        async with client.stream() as stream:
-            try:
-                await stream.lookup("m", hashes64=bytes(8))
-                return
-            except IndexUnavailable:
-                await asyncio.sleep(0.005)
 
 
 def test_replies_that_nobody_reads_stop_their_stream_and_no_other() -> None:
@@ -143,5 +116,8 @@ def test_replies_that_nobody_reads_stop_their_stream_and_no_other() -> None:
                 read += 1
             call.cancel()
 
-    with serving(a_fleet(workers), stats=stats) as served:
+    fleet = Fleet()
+    for number in range(workers):
+        fleet.add(a_worker(f"w{number}"), "flag")
+    with serving(fleet, stats=stats) as served:
         asyncio.run(run(served.target))

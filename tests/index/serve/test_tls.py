@@ -105,37 +105,10 @@ def test_an_index_may_demand_a_certificate(authority: Authority, stranger: Autho
             assert "add tls_cert and tls_key, of an authority that it trusts and not expired" in line
 
 
-def test_a_renewed_certificate_is_used_and_a_broken_one_is_not(
-    authority: Authority, stranger: Authority, folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "kvpool.index")
-    shown = Pair(folder / "shown.crt", folder / "shown.key")
-
-    def show(pair: Pair) -> None:
-        for new, at in ((pair.key, shown.key), (pair.cert, shown.cert)):
-            (folder / "next").write_bytes(new.read_bytes())
-            (folder / "next").replace(at)
-
-    show(authority.issue("first", names=NAMES))
-    with secured(shown) as served:
-        assert ask(served.target, tls_ca=str(authority.ca)) == 0
-        show(stranger.issue("second", names=NAMES))
-        assert eventually(lambda: "read again" in caplog.text)
-        assert ask(served.target, tls_ca=str(stranger.ca)) == 0
-        assert "of no authority" in refused(served.target, tls_ca=str(authority.ca))
-        shown.cert.write_text("nothing")
-        assert eventually(lambda: "stays as it was" in caplog.text)
-        for _ in range(3):
-            assert ask(served.target, tls_ca=str(stranger.ca)) == 0
-    assert [message.partition(":")[0] for message in caplog.messages] == [
-        "the certificate was read again", "the certificate stays as it was",
-    ]  # fmt: skip
-    caplog.clear()  # its traceback holds the server
-
-
 def shown_by(address: str, authority: Authority, client: Pair) -> str:
     """The certificate that a new connection is shown; empty: the caller is refused."""
     trust = ssl.create_default_context(cafile=str(authority.ca))
+    trust.set_alpn_protocols(["h2", "http/1.1"])  # gRPC's, which says something first, and HTTP's
     trust.load_cert_chain(client.cert, client.key)
     host, port = address.split(":")
     try:
@@ -151,28 +124,39 @@ def shown_by(address: str, authority: Authority, client: Pair) -> str:
         return ""
 
 
-def test_a_renewed_certificate_is_used_over_http_too_and_so_is_a_renewed_authority_of_callers(
-    authority: Authority, stranger: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("door", ["target", "http"])
+def test_renewed_certificates_and_authorities_of_callers_are_used_and_broken_ones_are_not(
+    authority: Authority, stranger: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture, door: str
 ) -> None:
-    first, second = (authority.issue(name, names=NAMES) for name in ("http-1", "http-2"))
+    caplog.set_level(logging.INFO, "kvpool.index")
+    first, second = (authority.issue(f"{door}-{number}", names=NAMES) for number in range(2))
     known, unknown = authority.issue("caller"), stranger.issue("caller of another")
-    shown, ca = Pair(tmp_path / "shown.crt", tmp_path / "shown.key"), tmp_path / "ca.crt"
+    now = tmp_path / "now"
+    shown, ca = Pair(now / "shown.crt", now / "shown.key"), now / "ca.crt"
 
     def show(pair: Pair, callers: Authority) -> None:
-        for new, at in ((pair.key, shown.key), (pair.cert, shown.cert), (callers.ca, ca)):
-            (tmp_path / "next").write_bytes(new.read_bytes())
-            (tmp_path / "next").replace(at)
+        """All three at once, as a mounted secret changes."""
+        folder = tmp_path / pair.cert.stem
+        folder.mkdir()
+        for new, at in ((pair.cert, shown.cert), (pair.key, shown.key), (callers.ca, ca)):
+            (folder / at.name).write_bytes(new.read_bytes())
+        (tmp_path / "next").symlink_to(folder)
+        (tmp_path / "next").replace(now)
 
     show(first, authority)
-    with serving(http=True, tls=ServerTls(str(shown.cert), str(shown.key), str(ca))) as served:
-        assert shown_by(served.http, authority, known) == first.cert.read_text()
-        assert shown_by(served.http, authority, unknown) == ""
+    with serving(http=door == "http", tls=ServerTls(str(shown.cert), str(shown.key), str(ca))) as served:
+        address = getattr(served, door)
+        assert shown_by(address, authority, known) == first.cert.read_text()
+        assert shown_by(address, authority, unknown) == ""
         show(second, stranger)
-        assert eventually(lambda: shown_by(served.http, authority, unknown) == second.cert.read_text())
-        assert shown_by(served.http, authority, known) == ""
+        assert eventually(lambda: shown_by(address, authority, unknown) == second.cert.read_text())
+        assert shown_by(address, authority, known) == ""
         shown.cert.write_text("nothing")
         assert eventually(lambda: "the certificate stays as it was" in caplog.text)
-        assert shown_by(served.http, authority, unknown) == second.cert.read_text()
+        for _ in range(3):
+            assert shown_by(address, authority, unknown) == second.cert.read_text()
+    said = [message.partition(":")[0] for message in caplog.messages]
+    assert said == ["the certificate was read again", "the certificate stays as it was"]
     caplog.clear()  # the error's frames hold the server
 
 
