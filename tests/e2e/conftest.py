@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,29 +17,18 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("llama") / "model", kind="llama", width=256, layers=4)
+def model(name: str, **options: Any) -> Any:
+    """A fixture: the folder of a model, written once."""
+
+    @pytest.fixture(scope="session", name=name)
+    def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return write_model(tmp_path_factory.mktemp(name) / "model", width=256, **options)
+
+    return written
 
 
-@pytest.fixture(scope="session")
-def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("gemma") / "model"
-    return write_model(folder, kind="gemma3", width=256, layers=12, window=512)
-
-
-@pytest.fixture(scope="session")
-def deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("deepseek") / "model", kind="deepseek", width=256, layers=2)
-
-
-@pytest.fixture(scope="session")
-def gpt_oss(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("gpt-oss") / "model"
-    return write_model(folder, kind="gpt_oss", width=256, layers=4, window=512)
-
-
-@pytest.fixture(scope="session")
-def llama4(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("llama4") / "model"
-    return write_model(folder, kind="llama4", width=256, layers=4, window=512)
+llama = model("llama", kind="llama", layers=4)
+gemma = model("gemma", kind="gemma3", layers=12, window=512)
+deepseek = model("deepseek", kind="deepseek", layers=2)
+gpt_oss = model("gpt_oss", kind="gpt_oss", layers=4, window=512)
+llama4 = model("llama4", kind="llama4", layers=4, window=512)

@@ -45,24 +45,18 @@ def test_another_capacity_than_the_pools_evicts_nothing_and_is_told(
     assert "kvpool capacity changes the pool's" in line
 
 
-def test_a_larger_capacity_than_the_pools_is_told_and_not_taken(
-    root: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("query", "told"),
+    [("?capacity=64MiB", "its capacity is 4MiB for all its processes, and not the 64MiB"), ("", "")],
+)
+def test_the_pools_capacity_holds_and_a_larger_one_is_told(
+    root: Path, caplog: pytest.LogCaptureFixture, query: str, told: str
 ) -> None:
     open_store(f"file://{root}?capacity=4MiB").close()
-    with open_store(f"file://{root}?capacity=64MiB") as store:
+    with open_store(f"file://{root}{query}") as store:
         store.put_many(keys(10), [bytes(MIB)] * 10)
         assert held(root) <= 4 * MIB
-    assert "its capacity is 4MiB for all its processes, and not the 64MiB" in caplog.text
-
-
-def test_a_url_without_a_capacity_takes_the_pools_and_says_nothing(
-    root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    open_store(f"file://{root}?capacity=4MiB").close()
-    with open_store(f"file://{root}") as store:
-        store.put_many(keys(10), [bytes(MIB)] * 10)
-        assert held(root) <= 4 * MIB
-    assert caplog.messages == []
+    assert [told in line for line in caplog.messages] == [True] * bool(told)
 
 
 def test_a_changed_capacity_is_followed_by_processes_that_have_the_pool_open(root: Path) -> None:
