@@ -74,8 +74,7 @@ def clients(store: Store, url: StoreURL, folder: Path, peers: Path | None) -> It
                 for name in (BARE, BARE_AGAIN):
                     found.append(opened.enter_context(contextlib.closing(BareServer(name, url))))
             if not url.nodes:  # the others know one server only
-                names = ("redis",) if url.path else ("glide", "redis")  # GLIDE has no Unix sockets
-                for name in names:
+                for name in ("glide", "redis"):
                     other = opened.enter_context(open_store(replace(url, client=name)))
                     found.append(LocalStoreClient({"redis": "redis-py"}.get(name, name), other))
             if peers is not None:

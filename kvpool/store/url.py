@@ -332,10 +332,6 @@ def _server(url: str, scheme: str, host: str, path: str, query: Mapping[str, str
             raise ConfigError(
                 f"{redact(url)}: a socket is written {scheme}:///absolute/path, with three slashes"
             )
-        if client == "glide":
-            raise ConfigError(
-                f"{redact(url)}: client=glide cannot use a socket; write client=redis, or a host"
-            )
         path = _decoded(url, "a socket's path", path)
         database = _whole(url, query, "db", 0, 0, MAX_DATABASE)
         return replace(common, path=path, database=database)

@@ -53,6 +53,10 @@ def on_server(scheme: str, host: str = "", port: int | None = None, **more: Any)
             on_server("valkey+unix", path="/s", database=1, client="redis"),
         ),
         (
+            "valkey+unix:///s?client=glide",
+            on_server("valkey+unix", path="/s", client="glide"),
+        ),
+        (
             "valkey+cluster://u:p@a,[::1]:7,10.0.0.1:8?ttl=2h&connections=4",
             on_server(
                 "valkey+cluster",
@@ -192,7 +196,6 @@ def test_the_servers_that_it_names(url: str, servers: tuple[str, ...]) -> None:
         ("rediss://h?key=/x", "cert and key go together"),
         ("valkeys://h?verify=none", 'unknown parameter "verify"; known are ca, cert, client, '),
         ("valkeys:///s", "write valkeys://host:6379"),
-        ("valkey+unix:///s?client=glide", "client=glide cannot use a socket"),
         ("file:///x?client=redis", 'unknown parameter "client"; known are capacity, far, threads'),
         (
             "file:///x/y?far=all",
