@@ -1,6 +1,7 @@
 """A store on Redis or Valkey servers shared by many hosts: a server, a cluster, or a sentinels' service.
 
-The native engine, or Python threads with redis-py or GLIDE, move the values; documents use a kept connection.
+The native engine, or Python threads with redis-py or GLIDE (which ask no sentinels), move the values; documents
+use a kept connection.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from kvpool import _native
@@ -106,7 +107,7 @@ def _open_engine(
 ) -> tuple[DataPath, TopologyWatch | None]:
     """An engine for ``url``, and the thread that keeps its topology. Blocking and errors: ``ValkeyStore``'s."""
     if url.client != "native":
-        return _open_client(url, name), None
+        return _open_client(url, primaries, name, must_answer)
     if url.nodes:
         return _open_many(url, primaries, name, must_answer)
     try:
@@ -118,35 +119,56 @@ def _open_engine(
         return _open_many(url, primaries, name, must_answer)
 
 
-def _open_client(url: StoreURL, name: str) -> DataPath:
+def _open_client(
+    url: StoreURL, primaries: Primaries, name: str, must_answer: bool
+) -> tuple[DataPath, TopologyWatch | None]:
+    from kvpool.store.clients.cluster import cluster_of
     from kvpool.store.clients.executor import ClientExecutor
-    from kvpool.store.clients.link import LinkFault, LinkRefused
+    from kvpool.store.clients.link import Link, LinkFault, LinkRefused
 
     if url.client == "redis":
         from kvpool.store.clients.redis import RedisLink as ClientLink
     else:
         from kvpool.store.clients.glide import GlideLink as ClientLink  # type: ignore[assignment]
-    links = [ClientLink(url) for _ in range(url.threads)]
-    if url.tls is not None:
-        # Unlike redis-py and GLIDE, the native client reads the server's last words, and advises.
-        _open_one(replace(url, threads=1), name).close(DEFAULT_TIMEOUT_S)
+    links: Sequence[Link]
+    shards, watch = None, None
+    if url.nodes:
+        ClientLink(url)  # says whether the client is installed
+        if url.tls is not None:  # and this what is wrong with its files
+            _open_routed(url, name)[0].close(DEFAULT_TIMEOUT_S)
+        shards, links = cluster_of(url, primaries, ClientLink)
+        watch = TopologyWatch(shards, primaries, must_answer)
+    else:
+        links = [ClientLink(url) for _ in range(url.threads)]
+        if url.tls is not None:
+            # Unlike redis-py and GLIDE, the native client reads the server's last words, and advises.
+            _open_one(replace(url, threads=1), name).close(DEFAULT_TIMEOUT_S)
     try:
-        return ClientExecutor(url, links)
-    except LinkRefused as error:
-        raise ConfigError(
-            f"{name}: the server refuses: {error}; correct user, password or database"
-        ) from error
-    except LinkFault as error:
-        raise StoreUnavailable(f"{name}: cannot connect: {error}; {advice(str(error))}") from error
+        return ClientExecutor(url, links, shards), watch
+    except BaseException as error:
+        if watch is not None:
+            watch.close()
+        if isinstance(error, LinkRefused):
+            raise ConfigError(
+                f"{name}: the server refuses: {error}; correct user, password or database"
+            ) from error
+        if isinstance(error, LinkFault):
+            raise StoreUnavailable(f"{name}: cannot connect: {error}; {advice(str(error))}") from error
+        raise
+
+
+def _open_routed(url: StoreURL, name: str) -> tuple[_native.IoExecutor, _native.Topology]:
+    """The native engine of several servers, which dials none yet."""
+    try:
+        return _native.open_routed_resp_executor(_of_any_server(url))
+    except _native.TlsError as error:
+        raise ConfigError(advised(f"{name}: {error}")) from error
 
 
 def _open_many(
     url: StoreURL, primaries: Primaries, name: str, must_answer: bool
 ) -> tuple[_native.IoExecutor, TopologyWatch]:
-    try:
-        engine, topology = _native.open_routed_resp_executor(_of_any_server(url))
-    except _native.TlsError as error:
-        raise ConfigError(advised(f"{name}: {error}")) from error
+    engine, topology = _open_routed(url, name)
     try:
         return engine, TopologyWatch(topology, primaries, must_answer)
     except BaseException:

@@ -189,8 +189,9 @@ def test_every_client_takes_a_unix_socket(server: Server, client: str) -> None:
 
 def test_glide_that_is_not_installed_is_named(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "glide_sync", None)
-    with pytest.raises(ConfigError, match="with its extra glide"):
-        open_store(f"{server.url}?client=glide")
+    for url in (server.url, server.url.replace("valkey:", "valkey+cluster:")):
+        with pytest.raises(ConfigError, match="with its extra glide"):
+            open_store(f"{url}?client=glide")
 
 
 def test_a_value_larger_than_the_limit_has_no_room_and_others_go_on(server: Server, store: Store) -> None:

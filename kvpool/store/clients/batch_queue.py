@@ -26,7 +26,7 @@ from kvpool.store.clients.lookup_keys import LookupKeys
 SLICE_NBYTES = 1 << 20  # of values; a slice that reaches this is full
 SLICE_KEYS = 256
 MAX_QUEUED_KEYS = 1 << 20
-# Pauses between dials of an unreachable server. With PROBE_S below 1 s in all: the delay of a recovery.
+# Pauses between dials of an unreachable server. With a probe below 1 s in all: the delay of a recovery.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 0.4
 
 _COUNTERS = (

@@ -18,6 +18,8 @@ from kvpool.key.key import parse_key
 from kvpool.store.batch import LookupGroup
 from kvpool.store.clients.batch_queue import BatchQueue, Probe, QueuedBatch, Slice
 from kvpool.store.clients.link import (
+    DIAL_S,
+    PATIENCE_S,
     PUT_COMMANDS,
     Command,
     ErrorReply,
@@ -25,20 +27,20 @@ from kvpool.store.clients.link import (
     LinkEnded,
     LinkFault,
     LinkSilent,
+    Unanswered,
     found,
+    probe_s,
     put_commands,
     put_outcome,
     read_record,
 )
 from kvpool.store.clients.lookup_keys import LookupKeys
+from kvpool.store.clients.shards import Shards
 from kvpool.store.server.replies import first_word, is_command_refused
 from kvpool.store.url import StoreURL
 from kvpool.threads import start_thread
 
-PROBE_S = 0.5  # dial of an unreachable server; under TLS DIAL_S, because it enters a busy interpreter dozens of times
 MAX_CALL_S = 4.0  # per call, so that close() can wait for it
-DIAL_S = 2.0
-PATIENCE_S = 0.25  # least limit of a call, and of a dial: a shorter silence says nothing of a server
 LOOKS = 96  # checks of a used key's time to live, per time to live
 SPANS_LEFT = 2  # of an expiring key, between two checks
 MAX_LOOKED = 1 << 17  # checked keys that a thread remembers
@@ -47,16 +49,15 @@ _Outcome = tuple[Sequence[int], str | None]  # a status per key, and the first f
 
 
 class ClientExecutor:
-    """Threads, each with a link; see ``_native.IoExecutor``.
+    """Threads, each with a link; see ``_native.IoExecutor``. ``shards``: of a cluster.
 
     Blocks to dial the first. Errors: ``LinkFault``, ``NoThread``, with no link left open.
     """
 
-    def __init__(self, url: StoreURL, links: Sequence[Link]) -> None:
+    def __init__(self, url: StoreURL, links: Sequence[Link], shards: Shards | None = None) -> None:
         self._pid = os.getpid()
-        self._queue = BatchQueue()
-        probe_s = PROBE_S if url.tls is None else DIAL_S
-        threads = [LinkThread(self._queue, link, ttl_s=url.ttl_s, probe_s=probe_s) for link in links]
+        self._queue, self._shards = BatchQueue(), shards
+        threads = [LinkThread(self._queue, link, ttl_s=url.ttl_s, probe_s=probe_s(url)) for link in links]
         threads[0].open()
         # Daemons, so that a program that forgets to close the store still ends.
         self._threads = [
@@ -90,7 +91,7 @@ class ClientExecutor:
         return self._submit(_native.TOUCH, LookupKeys(prefix, groups), None, timeout_s, timeout_s)
 
     def counters(self) -> dict[str, int]:
-        return self._queue.counters()
+        return self._queue.counters() | (self._shards.counters() if self._shards is not None else {})
 
     def close(self, timeout_s: float) -> bool:
         if os.getpid() != self._pid:  # a forked child has no threads, and the lock may be held for ever
@@ -304,11 +305,15 @@ class LinkThread:
             return
         try:
             left = self._link.exchange([(b"PTTL", key) for key in keys], MAX_CALL_S)
-            if any(isinstance(reply, ErrorReply) for reply in left):
+            if any(isinstance(reply, ErrorReply) and not isinstance(reply, Unanswered) for reply in left):
                 self._may_renew = False
                 return
             oldest_ms = self._ttl_ms - self._ttl_ms // 4
-            old = [key for key, ms in zip(keys, left, strict=True) if -1 <= ms <= oldest_ms]
+            old = [
+                key
+                for key, ms in zip(keys, left, strict=True)
+                if isinstance(ms, int) and -1 <= ms <= oldest_ms
+            ]
             if old:
                 self._link.exchange([(b"PEXPIRE", key, b"%d" % self._ttl_ms) for key in old], MAX_CALL_S)
         except Exception:  # a link fault, or any client error
@@ -372,6 +377,10 @@ def _left(batch: QueuedBatch) -> float:
 
 def _outcome(outcomes: Sequence[int | ErrorReply]) -> _Outcome:
     words = next((str(outcome) for outcome in outcomes if isinstance(outcome, ErrorReply)), None)
-    return [
-        _native.error_status(outcome) if isinstance(outcome, ErrorReply) else outcome for outcome in outcomes
-    ], words
+    return [_status(outcome) for outcome in outcomes], words
+
+
+def _status(outcome: int | ErrorReply) -> int:
+    if isinstance(outcome, Unanswered):
+        return _native.FAULT
+    return _native.error_status(outcome) if isinstance(outcome, ErrorReply) else outcome

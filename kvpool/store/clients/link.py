@@ -10,9 +10,13 @@ from typing import Any, Protocol
 
 from kvpool import _native
 from kvpool.store.server.replies import first_word, reason_of
+from kvpool.store.url import StoreURL
 
 # The payload's last bytes lie beside the header, which keeps both fields inside the allocator's size classes.
 TAIL_NBYTES = 128
+DIAL_S = 2.0
+PATIENCE_S = 0.25  # least limit of a call, and of a dial: a shorter silence says nothing of a server
+_PROBE_S = 0.5
 PUT_COMMANDS = 4
 _UNEXPECTED = "its reply does not fit what it was asked"
 
@@ -45,6 +49,12 @@ class ErrorReply(str):
     __slots__ = ()
 
 
+class Unanswered(ErrorReply):
+    """In place of the reply of one server among several: why there is none. The link stays usable."""
+
+    __slots__ = ()
+
+
 class Link(Protocol):
     """Used by one thread; ``timeout_s`` bounds every call."""
 
@@ -64,6 +74,11 @@ class Link(Protocol):
         """Release everything."""
 
 
+def probe_s(url: StoreURL) -> float:
+    """Limit of a dial to an unreachable server: TLS enters a busy interpreter dozens of times."""
+    return _PROBE_S if url.tls is None else DIAL_S
+
+
 def put_commands(key: bytes, view: memoryview, ttl_ms: bytes) -> list[Command]:
     """A transaction, so that no record lacks a time to live wherever the connection is cut."""
     header = _native.pack_header(key.decode("ascii"), view)
@@ -80,6 +95,8 @@ def put_outcome(replies: Sequence[Any]) -> int | ErrorReply:
     """A key's status from the replies to ``put_commands``; the first of several errors decides."""
     done = replies[-1] if isinstance(replies[-1], list) else []
     for reply in (*replies, *done):
+        if isinstance(reply, Unanswered):
+            return reply
         if isinstance(reply, ErrorReply):
             words = ErrorReply(reason_of(reply))
             return _native.NO_ROOM if first_word(words) == "OOM" else words

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from kvpool import _native
 from kvpool.errors import ConfigError, KVPoolError, StoreUnavailable
@@ -101,7 +101,7 @@ class Primaries:
         """``find()``, as a URL per server."""
         if not self._url.nodes:
             return [self._url]
-        return [self._at(primary.host, primary.port) for primary in self.find()]
+        return [self.at(primary.host, primary.port) for primary in self.find()]
 
     def url_of(self, slot: int) -> StoreURL:
         """The server of this slot. Errors: as ``find()``; ``StoreUnavailable`` for an unassigned slot."""
@@ -109,16 +109,17 @@ class Primaries:
             return self._url
         for primary in self.find():
             if primary.holds(slot):
-                return self._at(primary.host, primary.port)
+                return self.at(primary.host, primary.port)
         raise StoreUnavailable(f"{self._name}: no node serves slot {slot}")
 
-    def _at(self, host: str, port: int) -> StoreURL:
+    def at(self, host: str, port: int) -> StoreURL:
+        """The URL of one of the servers."""
         return replace(self._url, scheme="valkey", nodes=(), service="", host=host, port=port)
 
     def _slots(self, host: str, port: int) -> list[Primary]:
         import redis
 
-        with self._asking(self._at(host, port)) as server:
+        with self._asking(self.at(host, port)) as server:
             server.set_response_callback("CLUSTER SLOTS", _as_it_is)  # versions of redis-py differ
             try:
                 reply = server.execute_command("CLUSTER SLOTS")  # type: ignore[no-untyped-call]
@@ -135,7 +136,7 @@ class Primaries:
     def _named(self, host: str, port: int) -> Primary:
         """The primary named by this sentinel, if it confirms its role."""
         asked = replace(
-            self._at(host, port),
+            self.at(host, port),
             user=self._url.sentinel_user,
             password=self._url.sentinel_password,
             password_file=self._url.sentinel_password_file,
@@ -148,7 +149,7 @@ class Primaries:
         primary = _address(*named[:2])
         if primary is None:
             raise _Implausible("it names a server without an address")
-        with self._asking(self._at(*primary)) as server:
+        with self._asking(self.at(*primary)) as server:
             role = server.role()
         if not isinstance(role, list) or not role or role[0] not in (b"master", "master"):
             raise _Implausible(f"{primary[0]}:{primary[1]}, which sentinels name, is no primary yet")
@@ -160,6 +161,15 @@ class Primaries:
             yield server
 
 
+class Topology(Protocol):
+    """What a data path knows of its servers; see ``_native.Topology``. Any thread."""
+
+    def install(self, found: Sequence[Primary], /) -> None: ...
+    def wait_until_stale(self, timeout_s: float, /) -> bool: ...
+    def close(self) -> None: ...
+    def closed(self) -> bool: ...
+
+
 class TopologyWatch:
     """Installs ``primaries``' answer into ``topology``: at construction, then whenever it is stale.
 
@@ -168,7 +178,7 @@ class TopologyWatch:
     first reading, unless servers need not answer (``must_answer``); later ones are retried.
     """
 
-    def __init__(self, topology: _native.Topology, primaries: Primaries, must_answer: bool = True) -> None:
+    def __init__(self, topology: Topology, primaries: Primaries, must_answer: bool = True) -> None:
         self._topology, self._primaries = topology, primaries
         self._pid = os.getpid()
         self._closed = threading.Event()
