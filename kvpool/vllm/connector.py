@@ -28,11 +28,12 @@ from kvpool.store import StoreURL, open_store
 from kvpool.vllm import internals, support
 from kvpool.vllm.adapter_loads import AdapterLoads
 from kvpool.vllm.announcement import describe
+from kvpool.vllm.geometry import Geometry, Group
 from kvpool.vllm.guard import refuse
 from kvpool.vllm.identity import adapter_settings, engine_facts
 from kvpool.vllm.metrics import PoolPromMetrics, PoolStats
 from kvpool.vllm.parts import shared_groups
-from kvpool.vllm.plan import Group, PoolMetadata, PoolWorkerMetadata
+from kvpool.vllm.plan import PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.scheduler import SchedulerHalf
 from kvpool.vllm.weights import model_name, weights_of
 from kvpool.vllm.worker import WorkerHalf
@@ -67,23 +68,14 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerHalf | None = None
         self._store = None
         self._config: PoolConfig | None = None
-        self._groups: list[Group] = []
-        parallel = vllm_config.parallel_config
-        pipeline_parallel, stage_ranks = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
-        step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        stage_ranks = vllm_config.parallel_config.tensor_parallel_size
         try:
             config = PoolConfig.load(self._kv_transfer_config.kv_connector_extra_config)
             support.refuse_unsupported(vllm_config)
-            groups = support.groups_of(
-                kv_cache_config,
-                config.blocks_per_record,
-                stage_ranks,
-                reads_ahead=support.reads_ahead(vllm_config),
-            )
+            self._geometry = support.geometry_of(vllm_config, kv_cache_config, config.blocks_per_record)
             if role is KVConnectorRole.SCHEDULER:
                 # Each worker computes its own; this call can refuse the start.
                 logger.info("kvpool: weights %s", weights_of(vllm_config, config).source)
-                align_tokens, hash_block_tokens = internals.block_sizes(vllm_config, kv_cache_config)
                 events = vllm_config.kv_events_config
                 self._store = open_store(config.pool, threads=1, must_answer=not config.start_without_pool)
                 # Read by ``get_external_cache_hit_sources`` of the base.
@@ -91,14 +83,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 self._scheduler = SchedulerHalf(
                     config,
                     self._store,
-                    groups,
-                    ranks=pipeline_parallel * stage_ranks,
-                    pipeline_parallel=pipeline_parallel,
-                    align_tokens=align_tokens,
-                    hash_algorithm=str(vllm_config.cache_config.prefix_caching_hash_algo),
-                    hash_block_tokens=hash_block_tokens,
-                    match_tokens=internals.match_tokens(kv_cache_config),
-                    step_tokens=step_tokens,
+                    self._geometry,
                     loads=self._kv_transfer_config.is_kv_consumer,
                     stores=self._kv_transfer_config.is_kv_producer,
                     events=bool(events and events.enable_kv_cache_events),
@@ -106,13 +91,11 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 )
                 self._scheduler.start()
             else:
-                self._config, self._groups = config, groups
+                self._config = config
                 self._worker = WorkerHalf(
                     config,
-                    groups,
+                    self._geometry,
                     rank=internals.engine_rank(stage_ranks),
-                    step_tokens=step_tokens,
-                    pipeline_parallel=pipeline_parallel,
                     model=model_name(vllm_config.model_config, config.model_id),
                     adapters=None if vllm_config.lora_config is None else AdapterLoads(),
                 )
@@ -121,9 +104,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 refuse(error)
             # Workers come first but cannot end an engine in one line: the scheduler refuses for both. A fault
             # of this rank's host alone leaves the engine without the pool.
-            self._worker = WorkerHalf(
-                _NEVER_OPENED, (), rank=internals.engine_rank(stage_ranks), step_tokens=step_tokens
-            )
+            self._worker = WorkerHalf(_NEVER_OPENED, Geometry(()), rank=internals.engine_rank(stage_ranks))
             self._worker.switch_off(str(error))
 
     @property
@@ -155,13 +136,15 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             shared,
         )
 
-    def _shared(self, layers: Sequence[Sequence[torch.Tensor]]) -> list[Group] | None:
+    def _shared(self, layers: Sequence[Sequence[torch.Tensor]]) -> Sequence[Group] | None:
         """The groups as engines of other tensor-parallel sizes share them; None: only those of this size do."""
         assert self._config is not None
         if (wanted := self._config.share_across_tp) is None:
             return None
         try:
-            return shared_groups(self._vllm_config, self._kv_cache_config, self._groups, layers, wanted)
+            return shared_groups(
+                self._vllm_config, self._kv_cache_config, self._geometry.groups, layers, wanted
+            )
         except EngineRefused as error:
             logger.warning("kvpool: share_across_tp is off: %s", error)
             return None

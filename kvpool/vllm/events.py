@@ -21,7 +21,7 @@ from vllm.v1.request import Request
 
 from kvpool.discovery.worker_record import READ_S, REQUEST_LEASE_S
 from kvpool.vllm import internals
-from kvpool.vllm.plan import Group
+from kvpool.vllm.geometry import Group
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool

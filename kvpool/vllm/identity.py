@@ -37,8 +37,9 @@ from kvpool.key.hashing import seed_id
 from kvpool.key.key import EPOCH_FACT, Fact, GroupLayout, Layout, Namespace, differing_facts
 from kvpool.metrics import Counters
 from kvpool.vllm import internals, support
+from kvpool.vllm.geometry import Geometry, Group
 from kvpool.vllm.parts import cut, strides_alone
-from kvpool.vllm.plan import Group, PoolMetadata
+from kvpool.vllm.plan import PoolMetadata
 from kvpool.vllm.settings import settings_facts
 from kvpool.vllm.weights import snapshot_commit
 
@@ -437,9 +438,9 @@ _CAUSES = {
 class EngineNamespace:
     """``current``: None until every rank has reported its facts. ``tenant``: of the settings."""
 
-    def __init__(self, tenant: str, *, ranks: int, pipeline_parallel: int, counters: Counters) -> None:
+    def __init__(self, tenant: str, geometry: Geometry, counters: Counters) -> None:
         self._tenant, self._counters = tenant, counters
-        self._ranks, self._pipeline_parallel = ranks, pipeline_parallel
+        self._ranks, self._pipeline_parallel = geometry.ranks, geometry.pipeline_parallel
         self.current: Namespace | None = None
         self.awaits_reset = False  # the engine's cache holds blocks of other weights
         self._rank_facts: dict[int, dict[str, Fact]] = {}

@@ -48,7 +48,7 @@ from vllm.v1.request import Request
 from kvpool.errors import EngineRefused
 from kvpool.store import StoreURL
 from kvpool.store.file_system import FileSystem
-from kvpool.vllm.plan import Group
+from kvpool.vllm.geometry import Geometry
 
 # The engine, its model and its layers.
 
@@ -376,15 +376,6 @@ def hash_tags() -> bool:
     return hasattr(kv_cache_utils, "to_event_extra_keys")
 
 
-def record_hashes(request: Request, hash_block_tokens: int, group: Group) -> Sequence[bytes]:
-    """The hashes of the request's records in a group: each record's last block hash; none of scratch."""
-    if group.scratch:
-        return ()
-    step = group.record_tokens // hash_block_tokens
-    hashes: Sequence[bytes] = request.block_hashes
-    return hashes if step == 1 else hashes[step - 1 :: step]
-
-
 def first_parent_hash() -> bytes:
     """The hash before a prompt's first block, of this process."""
     return bytes(kv_cache_utils.NONE_HASH)
@@ -447,11 +438,10 @@ def cache_key(block_hash: bytes, group: int) -> bytes:
     return bytes(kv_cache_utils.make_block_hash_with_group_id(kv_cache_utils.BlockHash(block_hash), group))
 
 
-def cache_keys(
-    request: Request, hash_block_tokens: int, group_index: int, group: Group, record: int
-) -> list[bytes]:
+def cache_keys(request: Request, geometry: Geometry, group_index: int, record: int) -> list[bytes]:
     """The keys of a record's blocks in the engine's prefix cache, in order."""
-    step = group.block_tokens // hash_block_tokens
+    group = geometry.groups[group_index]
+    step = group.block_tokens // geometry.hash_block_tokens
     first = record * group.blocks_per_record
     ends = [(block + 1) * step - 1 for block in range(first, first + group.blocks_per_record)]
     return [cache_key(request.block_hashes[end], group_index) for end in ends]

@@ -19,15 +19,8 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
 from kvpool.vllm import internals
-from kvpool.vllm.plan import (
-    AdapterFiles,
-    BlockRef,
-    Group,
-    Room,
-    blocks_lacking,
-    records_to_load,
-    room_of_load,
-)
+from kvpool.vllm.geometry import Geometry, Group, Room
+from kvpool.vllm.plan import AdapterFiles, BlockRef
 
 Record = tuple[int, bytes]  # group, hash
 
@@ -40,14 +33,11 @@ class _Load:
 
 
 class Loads:
-    """``step_tokens``: most of a step. ``patience_s``: longest wait for another request's load."""
+    """``patience_s``: longest wait for another request's load."""
 
-    def __init__(
-        self, groups: Sequence[Group], *, hash_block_tokens: int, step_tokens: int, patience_s: float
-    ) -> None:
-        self._groups, self._hash_block_tokens = list(groups), hash_block_tokens
-        self._step_tokens, self._patience_s = step_tokens, patience_s
-        self._windowed = any(not (group.needs_all or group.is_ring) for group in groups)
+    def __init__(self, geometry: Geometry, *, patience_s: float) -> None:
+        self._geometry, self._patience_s = geometry, patience_s
+        self._windowed = any(not (group.needs_all or group.is_ring) for group in geometry.groups)
         self._loads: dict[str, _Load] = {}
         self._by: dict[Record, str] = {}
         self._block_pool: BlockPool | None = None
@@ -65,7 +55,7 @@ class Loads:
         )
 
     def _lacking(self, request: Request, local_tokens: int, hit_tokens: int) -> Iterator[Record]:
-        for index, group in enumerate(self._groups):
+        for index, group in enumerate(self._geometry.groups):
             for block_hash, _ in self.needed(request, group, local_tokens, hit_tokens):
                 yield index, block_hash
                 break
@@ -73,19 +63,19 @@ class Loads:
     def needed(
         self, request: Request, group: Group, local_tokens: int, hit_tokens: int
     ) -> Iterator[tuple[bytes, int]]:
-        """The records that a group lacks: hash and index. The last one may be a tail (``plan.has_tails``)."""
-        hashes = internals.record_hashes(request, self._hash_block_tokens, group)
-        for i in records_to_load(group, local_tokens, hit_tokens):
+        """The records that a group lacks: hash and index. The last one may be a tail (``Geometry.match_tokens``)."""
+        hashes = self._geometry.record_hashes(request.block_hashes, group)
+        for i in group.records_to_load(local_tokens, hit_tokens):
             yield hashes[i], i
         if hit_tokens % group.record_tokens and not group.scratch:
-            tail: bytes = request.block_hashes[hit_tokens // self._hash_block_tokens - 1]
+            tail: bytes = request.block_hashes[hit_tokens // self._geometry.hash_block_tokens - 1]
             yield tail, hit_tokens // group.record_tokens
 
     def leave_room(self, request: Request, hit_tokens: int) -> bool:
         """Whether any load, if it failed, could be computed from nothing beside the others and this one."""
         if self._block_pool is None or not self._windowed:
             return True
-        room = room_of_load(self._groups, hit_tokens, request.num_tokens, self._step_tokens)
+        room = self._geometry.room_of_load(hit_tokens, request.num_tokens)
         behind = max(one.behind for one in (room, *(load.room for load in self._loads.values())))
         return room.loaded + behind <= internals.count_free(self._block_pool)
 
@@ -104,11 +94,11 @@ class Loads:
         """The records to load into the blocks of ``tables``; ``adapter``: the request's."""
         name, blocks = request.request_id, []
         self.end(name)
-        room = room_of_load(self._groups, hit_tokens, request.num_tokens, self._step_tokens)
+        room = self._geometry.room_of_load(hit_tokens, request.num_tokens)
         load = self._loads[name] = _Load(time.monotonic(), room, [])
-        for index, group in enumerate(self._groups):
+        for index, group in enumerate(self._geometry.groups):
             for block_hash, i in self.needed(request, group, local_tokens, hit_tokens):
-                ids = blocks_lacking(group, tables[index], i, local_tokens)
+                ids = group.blocks_lacking(tables[index], i, local_tokens)
                 if any(ids):
                     blocks.append(BlockRef(pool_hash(block_hash), index, ids, adapter))
                     if self._by.setdefault((index, block_hash), name) == name:

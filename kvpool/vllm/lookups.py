@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import compress
 
 from vllm.logger import init_logger
@@ -26,8 +26,9 @@ from kvpool.store.batch import END_OF_ALL
 from kvpool.transfer.mover import STORE_TIMEOUT_S
 from kvpool.vllm import internals
 from kvpool.vllm.adapters import pool_hashes
-from kvpool.vllm.plan import Group, reached
-from kvpool.vllm.seen import Record, SeenRecords
+from kvpool.vllm.geometry import Geometry
+from kvpool.vllm.proofs import HashProofs
+from kvpool.vllm.seen import Record
 
 logger = init_logger("vllm.kvpool")
 
@@ -40,7 +41,7 @@ MAX_TOUCHES = 1 << 16  # pending uses of chunks; more are dropped
 
 
 class RequestLookup:
-    """One lookup in flight, or its answer. ``asked``: by group, which records it asks for (``plan.reached``).
+    """One lookup in flight, or its answer. ``asked``: by group, which records it asks for (``Geometry.reached``).
 
     ``present``, after success: by group a byte per record, 1: present in the pool, or needed by no hit. Under full
     attention most records after the first miss were skipped and count as missing. ``near``: the same of the nearer of
@@ -118,28 +119,22 @@ class RequestLookup:
 
 
 class Lookups:
-    """Asks ``store`` for requests' prompts, for an engine of ``ranks`` ranks."""
+    """Asks ``store`` for requests' prompts. ``timeout_s``: how long a request waits for the pool, in all."""
 
     def __init__(
-        self,
-        store: Store,
-        groups: Sequence[Group],
-        *,
-        ranks: int,
-        align_tokens: int,
-        hash_block_tokens: int,
-        timeout_s: float,
-        seen: SeenRecords,
-        counters: Counters,
+        self, store: Store, geometry: Geometry, proofs: HashProofs, *, timeout_s: float, counters: Counters
     ) -> None:
-        self._store, self._groups, self._ranks, self._seen = store, list(groups), ranks, seen
-        self._reached = [reached(group, align_tokens) for group in self._groups]
-        self._hash_block_tokens, self._timeout_s, self._counters = hash_block_tokens, timeout_s, counters
+        self._store, self._geometry, self._proofs = store, geometry, proofs
+        self.timeout_s, self._counters = timeout_s, counters
         self._is_away, self._warned_at = False, -WARN_EVERY_S  # as logged
 
     def learn(self, parts: Mapping[int, int]) -> None:
         """Take from the workers how many parts a rank makes of a record, by group; before the first lookup."""
-        self._groups = [replace(one, parts=parts.get(at, one.parts)) for at, one in enumerate(self._groups)]
+        self._geometry = self._geometry.with_parts(parts)
+
+    def are_true(self, request: Request) -> bool:
+        """Whether a request's hashes find the KV of its own tokens."""
+        return not internals.is_resumable(request) or self._proofs.is_true(request)
 
     def start(self, namespace: Namespace, request: Request, tag: bytes) -> RequestLookup | None:
         """Start the lookup of a request; ``tag``: its adapter's, or empty. None: no pool."""
@@ -150,20 +145,13 @@ class Lookups:
 
     def records(self, request: Request, tag: bytes) -> tuple[list[LookupGroup], list[bytes]]:
         """By group, the records of a request that a hit may need, and a byte for each of all: 1: it is one of them."""
-        hashes = [internals.record_hashes(request, self._hash_block_tokens, group) for group in self._groups]
-        asked = groups_to_ask(self._groups, hashes, self._ranks, self._reached)
-        wanted = [_repeated(each, len(known)) for each, known in zip(self._reached, hashes, strict=True)]
+        geometry = self._geometry
+        hashes = [geometry.record_hashes(request.block_hashes, group) for group in geometry.groups]
+        asked = groups_to_ask(geometry, hashes)
+        wanted = [_repeated(each, len(known)) for each, known in zip(geometry.reached, hashes, strict=True)]
         if tag:
             asked = [one._replace(hashes=pool_hashes(one.hashes, one.hash_nbytes, tag)) for one in asked]
         return asked, wanted
-
-    def why_missed(self, lookup: RequestLookup, hit_tokens: int) -> str:
-        """Why a request's answered lookup led to no longer hit: of ``metrics.MISS_REASONS``. Call it once a request."""
-        now_s = time.monotonic()
-        why = self._seen.why_absent(lookup.lacking(hit_tokens), now_s)
-        for group, found in lookup.answers():
-            self._seen.looked_up(group, found, now_s)
-        return why
 
     def start_tails(
         self, namespace: Namespace, request: Request, tag: bytes, places: range
@@ -175,8 +163,10 @@ class Lookups:
         if tag:
             packed = pool_hashes(packed, nbytes, tag)
         asked = [
-            LookupGroup(packed, nbytes, index, len(group.all_parts(self._ranks)), 1, sliding_window=True)
-            for index, group in enumerate(self._groups)
+            LookupGroup(
+                packed, nbytes, index, len(group.all_parts(self._geometry.ranks)), 1, sliding_window=True
+            )
+            for index, group in enumerate(self._geometry.groups)
             if not group.scratch
         ]
         return self._submit(namespace, asked, [b"\1" * len(places)] * len(asked))
@@ -185,12 +175,12 @@ class Lookups:
         self, namespace: Namespace, asked: Sequence[LookupGroup], wanted: Sequence[bytes]
     ) -> RequestLookup | None:
         try:
-            lookup = self._store.submit_lookup(namespace, asked, timeout_s=self._timeout_s)
+            lookup = self._store.submit_lookup(namespace, asked, timeout_s=self.timeout_s)
         except StoreUnavailable:
             self.failed("store_unavailable")
             return None
         self._counters.add(metrics.LOOKUP_BLOCKS, sum(group.records * group.ranks for group in asked))
-        return RequestLookup(lookup, wanted, time.monotonic(), self._timeout_s, asked)
+        return RequestLookup(lookup, wanted, time.monotonic(), self.timeout_s, asked)
 
     def answered(self) -> None:
         if self._is_away:
@@ -208,15 +198,11 @@ class Lookups:
             )
 
 
-def groups_to_ask(
-    groups: Sequence[Group], hashes: Sequence[Sequence[bytes]], ranks: int, needed: Sequence[bytes]
-) -> list[LookupGroup]:
-    """The groups of a prompt's lookup; ``hashes``: of its records, ``needed``: as ``plan.reached`` has it.
-
-    Errors: ``ConfigError``.
-    """
+def groups_to_ask(geometry: Geometry, hashes: Sequence[Sequence[bytes]]) -> list[LookupGroup]:
+    """The groups of a prompt's lookup; ``hashes``: by group, of its records. Errors: ``ConfigError``."""
     asked = []
-    for index, (group, known, pattern) in enumerate(zip(groups, hashes, needed, strict=True)):
+    of_each = zip(geometry.groups, hashes, geometry.reached, strict=True)
+    for index, (group, known, pattern) in enumerate(of_each):
         if (count := pattern.count(1)) < len(pattern):
             known = list(compress(known, _repeated(pattern, len(known))))
         try:
@@ -228,7 +214,7 @@ def groups_to_ask(
                 group=index,
                 hashes=packed,
                 hash_nbytes=len(known[0]) if known else MIN_HASH_NBYTES,
-                ranks=len(group.all_parts(ranks)),
+                ranks=len(group.all_parts(geometry.ranks)),
                 # As if they were evenly spread: none is taken to begin behind where it does.
                 record_tokens=group.record_tokens * len(pattern) // max(count, 1),
                 sliding_window=not group.needs_all,

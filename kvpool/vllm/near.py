@@ -23,7 +23,7 @@ from kvpool.key.key import Namespace
 from kvpool.store.file_system import FileSystem
 from kvpool.threads import TurnThread, start_thread
 from kvpool.vllm.events import near_event
-from kvpool.vllm.plan import Group
+from kvpool.vllm.geometry import Group
 
 LOOK_S = 5.0  # between two lists
 LOOK_SHARE = 0.05  # of the time, at most

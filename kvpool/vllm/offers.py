@@ -13,13 +13,12 @@ from collections.abc import Sequence
 
 from kvpool.vllm import internals
 from kvpool.vllm.gate import MIN_STEP_TOKENS, CostGate, Source
+from kvpool.vllm.geometry import Geometry
 from kvpool.vllm.identity import EngineNamespace
 from kvpool.vllm.loads import Loads
 from kvpool.vllm.lookups import Lookups, RequestLookup
 from kvpool.vllm.metrics import Outcomes
-from kvpool.vllm.plan import Group, junction, longest_hit
 from kvpool.vllm.prefetch import Prefetches
-from kvpool.vllm.proofs import HashProofs
 from kvpool.vllm.requests import RequestState
 
 Offer = tuple[int | None, bool]  # tokens that the pool adds, None: ask again later; the load is asynchronous
@@ -30,14 +29,13 @@ ASK_AGAIN: Offer = (None, False)
 class Offers:
     """Decides what the engine is offered of requests' prefixes.
 
-    ``match_tokens``: of hits that end inside of a block; 0: none does. ``prefetches``: None without a near pool.
-    ``gate``: None: every load is offered. ``timeout_s``: how long a request waits for the pool, in all. ``stores``: the
-    engine stores, so a step of a prompt may end where another prompt left it.
+    ``prefetches``: None without a near pool. ``gate``: None: every load is offered. ``stores``: the engine stores, so a
+    step of a prompt may end where another prompt left it.
     """
 
     def __init__(
         self,
-        groups: Sequence[Group],
+        geometry: Geometry,
         *,
         namespace: EngineNamespace,
         lookups: Lookups,
@@ -45,20 +43,10 @@ class Offers:
         prefetches: Prefetches | None,
         gate: CostGate | None,
         outcomes: Outcomes,
-        proofs: HashProofs,
-        align_tokens: int,
-        hash_block_tokens: int,
-        match_tokens: int,
-        timeout_s: float,
         stores: bool,
     ) -> None:
-        self._groups = groups
-        self._first = next(group for group in groups if not group.scratch)
-        self._namespace, self._lookups, self._loads = namespace, lookups, loads
-        self._prefetches, self._gate, self._outcomes = prefetches, gate, outcomes
-        self._proofs = proofs
-        self._align_tokens, self._hash_block_tokens = align_tokens, hash_block_tokens
-        self._match_tokens, self._timeout_s, self._stores = match_tokens, timeout_s, stores
+        self._geometry, self._namespace, self._lookups, self._loads = geometry, namespace, lookups, loads
+        self._prefetches, self._gate, self._outcomes, self._stores = prefetches, gate, outcomes, stores
 
     def look_up(self, state: RequestState) -> RequestLookup | None:
         """Start the lookup of a request; None without a pool."""
@@ -69,8 +57,8 @@ class Offers:
             state.lookup.cancel()
         state.lookup, state.wait_counted = None, False
         state.tails, state.admitted = None, {}
-        if internals.is_resumable(state.request) and not self._proofs.is_true(state.request):
-            state.refused, state.reason = True, "fault"  # its hashes would find the KV of other tokens
+        if not self._lookups.are_true(state.request):
+            state.refused, state.reason = True, "fault"
             return None
         state.lookup = self._lookups.start(self._namespace.current, state.request, tag)
         state.refused |= state.lookup is None
@@ -144,14 +132,8 @@ class Offers:
         self, state: RequestState, present: Sequence[bytes], local_tokens: int, max_tokens: int, now: float
     ) -> int | None:
         """The end of the longest usable prefix; None: how much of its next block is there is not known yet."""
-        hit = longest_hit(
-            self._groups,
-            present,
-            local_tokens=local_tokens,
-            max_tokens=max_tokens,
-            align_tokens=self._align_tokens,
-        )
-        stop = junction(self._groups, present, max_tokens, self._align_tokens)
+        hit = self._geometry.longest_hit(present, local_tokens=local_tokens, max_tokens=max_tokens)
+        stop = self._geometry.junction(present, max_tokens)
         if stop > hit and self._stores:
             internals.stop_at(state.request, stop)
         tail = self._tail(state, max(hit, stop), now)
@@ -162,14 +144,15 @@ class Offers:
     def _tail(self, state: RequestState, whole_tokens: int, now: float) -> int | None:
         """How many tokens the pool has with the beginning of the block behind ``whole_tokens``; None: not known yet."""
         namespace, tag = self._namespace.current, state.adapter.tag if state.adapter is not None else b""
-        if not self._match_tokens or namespace is None or tag is None:
+        if not self._geometry.has_tails or namespace is None or tag is None:
             return 0
+        hash_tokens = self._geometry.hash_block_tokens
         most = min(
             state.request.num_tokens - 1,
             internals.covered_tokens(state.request),
-            whole_tokens + self._first.block_tokens - 1,
+            whole_tokens + self._geometry.first.block_tokens - 1,
         )
-        places = range(whole_tokens // self._hash_block_tokens, most // self._hash_block_tokens)
+        places = range(whole_tokens // hash_tokens, most // hash_tokens)
         if not places:
             return 0
         if state.tails is None or state.tails[0] != whole_tokens:
@@ -185,7 +168,7 @@ class Offers:
             return 0
         parts = zip(*lookup.present, strict=True)
         ends = [place for place, there in zip(places, parts, strict=True) if all(there)]
-        return (ends[-1] + 1) * self._hash_block_tokens if ends else 0
+        return (ends[-1] + 1) * hash_tokens if ends else 0
 
     def _near_end(self, state: RequestState, lookup: RequestLookup, local_tokens: int, hit: int) -> int:
         """The end of the part of a hit that the near pool has; ``local_tokens``: of none."""
@@ -193,13 +176,7 @@ class Offers:
             return local_tokens
         if self._prefetches.brought(state.request.request_id):
             return hit
-        return longest_hit(
-            self._groups,
-            lookup.near,
-            local_tokens=local_tokens,
-            max_tokens=hit,
-            align_tokens=self._align_tokens,
-        )
+        return self._geometry.longest_hit(lookup.near, local_tokens=local_tokens, max_tokens=hit)
 
     def _paid_end(self, state: RequestState, local_tokens: int, near: int, hit: int) -> int:
         """The end of the part of a hit that the cost gate admits; asked once per lookup and pool."""
@@ -217,7 +194,7 @@ class Offers:
         return paid
 
     def _in_time(self, state: RequestState, now: float) -> bool:
-        return state.waiting_since is None or now - state.waiting_since < self._timeout_s
+        return state.waiting_since is None or now - state.waiting_since < self._lookups.timeout_s
 
     @staticmethod
     def _wait(state: RequestState, now: float) -> Offer:

@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from kvpool.errors import EngineRefused
 from kvpool.text import format_nbytes
 from kvpool.vllm import internals, support
-from kvpool.vllm.plan import Group
+from kvpool.vllm.geometry import Group
 
 # Records of 64 KiB move at half to two thirds of the rate of 512 KiB; smaller ones cost their headers and keys.
 MIN_PART_NBYTES = 64 << 10

@@ -20,8 +20,8 @@ from kvpool.errors import StoreUnavailable
 from kvpool.key.key import Namespace
 from kvpool.metrics import Counters
 from kvpool.store import LookupBatch, LookupGroup, Store
+from kvpool.vllm.geometry import Geometry
 from kvpool.vllm.loads import Loads
-from kvpool.vllm.plan import Group, longest_hit
 from kvpool.vllm.requests import RequestState
 
 COPIES_S = 60.0  # the copies of one request, at most
@@ -44,17 +44,15 @@ class Prefetches:
     def __init__(
         self,
         store: Store,
-        groups: Sequence[Group],
+        geometry: Geometry,
         loads: Loads,
         *,
-        align_tokens: int,
         room_nbytes: int,
         counters: Counters,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store, self._groups, self._loads = store, groups, loads
-        self._align_tokens, self._room_nbytes = align_tokens, room_nbytes
-        self._counters, self._clock = counters, clock
+        self._store, self._geometry, self._loads = store, geometry, loads
+        self._room_nbytes, self._counters, self._clock = room_nbytes, counters, clock
         self._sizes: Mapping[int, Sequence[int]] = {}
         self._queue: OrderedDict[str, RequestState] = OrderedDict()
         self._answered = ""  # the request whose lookup had ended in an earlier step
@@ -131,17 +129,11 @@ class Prefetches:
         request, lookup, in_pool = state.request, state.lookup, state.pool_hash
         if lookup is None or lookup.present is None or in_pool is None:
             return []
-        hit = longest_hit(
-            self._groups,
-            lookup.present,
-            local_tokens=0,
-            max_tokens=request.num_tokens - 1,
-            align_tokens=self._align_tokens,
-        )
+        hit = self._geometry.longest_hit(lookup.present, local_tokens=0, max_tokens=request.num_tokens - 1)
         if not hit or self._loads.bring(request, 0, hit):
             return []
         wanted = []
-        for index, group in enumerate(self._groups):
+        for index, group in enumerate(self._geometry.groups):
             hashes = [in_pool(block_hash) for block_hash, _ in self._loads.needed(request, group, 0, hit)]
             sizes = self._sizes.get(index, ())
             if not hashes or len(set(sizes)) != 1:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -39,6 +38,7 @@ from kvpool.vllm import internals
 from kvpool.vllm.adapters import Adapters
 from kvpool.vllm.events import TELLS_NEAR, CacheResync, removed_event
 from kvpool.vllm.gate import MIN_STEP_TOKENS, CostGate
+from kvpool.vllm.geometry import Geometry
 from kvpool.vllm.guard import RequestFaults, guarded
 from kvpool.vllm.hints import read_hints
 from kvpool.vllm.identity import EngineNamespace
@@ -47,14 +47,7 @@ from kvpool.vllm.lookups import Lookups
 from kvpool.vllm.metrics import Outcomes
 from kvpool.vllm.near import NearBlocks
 from kvpool.vllm.offers import NO_OFFER, Offer, Offers
-from kvpool.vllm.plan import (
-    BlockRef,
-    Group,
-    LoadPlan,
-    PoolMetadata,
-    PoolWorkerMetadata,
-    has_tails,
-)
+from kvpool.vllm.plan import BlockRef, LoadPlan, PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.prefetch import Prefetches
 from kvpool.vllm.proofs import HashProofs
 from kvpool.vllm.requests import WITHOUT_POOL, ParamsReader, RequestState
@@ -73,77 +66,50 @@ LOAD_REASONS = {
 
 
 class SchedulerHalf:
-    """Plans an engine's loads and stores, over all ``ranks`` and stages; the caller closes ``store``."""
+    """Plans an engine's loads and stores, over all ranks and stages; the caller closes ``store``."""
 
     def __init__(
         self,
         config: PoolConfig,
         store: Store,
-        groups: Sequence[Group],
+        geometry: Geometry,
         *,
-        ranks: int,
-        pipeline_parallel: int = 1,
-        align_tokens: int,
-        hash_algorithm: str,
-        hash_block_tokens: int,
-        match_tokens: int,
-        step_tokens: int,
         loads: bool,
         stores: bool,
         events: bool,
         adapter_settings: str = "",
     ) -> None:
-        self._config, self._store, self._groups = config, store, list(groups)
-        self._first = next(group for group in self._groups if not group.scratch)
-        self._hash_block_tokens = hash_block_tokens
-        # Where the engine can resume, and records of every group end.
-        self._align_tokens = math.lcm(align_tokens, *(group.record_tokens for group in self._groups))
-        # Of hits that end inside of a block; 0: none does.
-        self._match_tokens = match_tokens if has_tails(self._groups, match_tokens) else 0
+        self._config, self._store, self._geometry = config, store, geometry
         self._loads, self._stores, self._events_wanted = loads, stores, events
         self._broken = False
         self.counters = Counters()
         self._request_faults = RequestFaults(self.counters)
-        self._namespace = EngineNamespace(
-            config.tenant, ranks=ranks, pipeline_parallel=pipeline_parallel, counters=self.counters
-        )
+        self._namespace = EngineNamespace(config.tenant, geometry, self.counters)
         self._requests: dict[str, RequestState] = {}
         self._params = ParamsReader()
         self._adapters = Adapters(adapter_settings)
         self._seen = SeenRecords(StoreURL.parse(config.pool).ttl_s, time.monotonic())
+        self._proofs = HashProofs(geometry.hash_algorithm, geometry.hash_block_tokens, self._is_cached)
         self._lookups = Lookups(
-            store,
-            self._groups,
-            ranks=ranks,
-            align_tokens=self._align_tokens,
-            hash_block_tokens=hash_block_tokens,
-            timeout_s=config.lookup_timeout_s,
-            seen=self._seen,
-            counters=self.counters,
+            store, geometry, self._proofs, timeout_s=config.lookup_timeout_s, counters=self.counters
         )
         self._traffic = TrafficAnnouncer(store, config.tenant)
         self._retention = Retention(store, config.tenant, share=config.keep_share, counters=self.counters)
         self._part_nbytes: dict[tuple[int, int], int] = {}  # by group and part
         self._outcomes = Outcomes(
             self.counters,
-            record_tokens=self._first.record_tokens,
+            record_tokens=geometry.first.record_tokens,
             tell=self._traffic.tell,
             clock=time.monotonic,
             tracing=Tracing.of_process(),
         )
-        self._loads_under_way = Loads(
-            self._groups,
-            hash_block_tokens=hash_block_tokens,
-            step_tokens=step_tokens,
-            patience_s=config.lookup_timeout_s,
-        )
+        self._loads_under_way = Loads(geometry, patience_s=config.lookup_timeout_s)
         near = StoreURL.parse(config.pool).near
         self._has_near = near is not None
         self._prefetches = Prefetches(
             store,
-            self._groups,
+            geometry,
             self._loads_under_way,
-            align_tokens=self._align_tokens,
             room_nbytes=int(config.prefetch_share * _near_nbytes(store, near)),
             counters=self.counters,
         )
@@ -151,46 +117,37 @@ class SchedulerHalf:
         self._cancelled: list[str] = []
         self._quota = QuotaWatch(store, config.tenant, self.counters, logger)
         queue = StoreQueue(
-            self._groups,
-            ranks=ranks,
+            geometry,
             write_through=config.store_policy == "write_through",
             over_quota=self._quota.is_over,
             counters=self.counters,
         )
-        self._proofs = HashProofs(hash_algorithm, hash_block_tokens, self._is_cached)
         self._mixes_adapters = internals.mixes_adapters()
         self._store_planner = StorePlanner(
             config,
-            self._groups,
+            geometry,
             queue=queue,
             proofs=self._proofs,
-            align_tokens=self._align_tokens,
-            step_tokens=step_tokens,
-            hash_block_tokens=hash_block_tokens,
-            tails=self._match_tokens > 0,
             events=events,
             counters=self.counters,
         )
         self._gate = CostGate(self.counters) if config.cost_gate and loads else None
         self._offers = Offers(
-            self._groups,
+            geometry,
             namespace=self._namespace,
             lookups=self._lookups,
             loads=self._loads_under_way,
             prefetches=self._prefetches if self._has_near else None,
             gate=self._gate,
             outcomes=self._outcomes,
-            proofs=self._proofs,
-            align_tokens=self._align_tokens,
-            hash_block_tokens=hash_block_tokens,
-            match_tokens=self._match_tokens,
-            timeout_s=config.lookup_timeout_s,
             stores=stores,
         )
         self._block_pool: BlockPool | None = None
-        self._cache_resync = CacheResync(self._groups)
+        self._cache_resync = CacheResync(geometry.groups)
         tells_near = near is not None and events and TELLS_NEAR
-        self._near_blocks = NearBlocks(near.path, self._groups) if near is not None and tells_near else None
+        self._near_blocks = (
+            NearBlocks(near.path, geometry.groups) if near is not None and tells_near else None
+        )
         self._resync_asked = False  # in the current step
         self._events: list[KVCacheEvent] = []
 
@@ -265,12 +222,13 @@ class SchedulerHalf:
         self, request: Request, tables: Sequence[Sequence[int]], external_tokens: int
     ) -> Sequence[BlockRef]:
         state = self._state(request)
-        hashes = internals.record_hashes(request, self._hash_block_tokens, self._first)
+        hashes = self._geometry.record_hashes(request.block_hashes, self._geometry.first)
         lookup, state.lookup = state.lookup, None
         if not state.counted:
             state.usable_tokens = self._max_tokens(request)
             if lookup is not None:
-                reason = self._lookups.why_missed(lookup, state.local_tokens + external_tokens)
+                lacking = lookup.lacking(state.local_tokens + external_tokens)
+                reason = self._seen.why_missed(lacking, lookup.answers(), time.monotonic())
                 state.reason = reason if state.result == "miss" else state.reason
         self._outcomes.admitted(state, hashes, self._namespace.current, loads=external_tokens > 0)
         if lookup is not None and not (self._stores and state.params.store):
@@ -472,7 +430,7 @@ class SchedulerHalf:
         keep_s, done = state.hints.keep_s, state.hints.done
         if not (keep_s or done or self._retention.keeps):
             return
-        hashes = internals.record_hashes(request, self._hash_block_tokens, self._first)
+        hashes = self._geometry.record_hashes(request.block_hashes, self._geometry.first)
         tag = state.adapter.tag if state.adapter is not None else b""
         if not (keep_s or done) or tag is None:
             self._retention.used(hashes)
@@ -522,7 +480,7 @@ class SchedulerHalf:
     def _is_cached(self, block_hash: bytes) -> bool:
         """Whether the engine's own cache has a block under a hash, or does not show what it has."""
         cached = None if self._block_pool is None else internals.cached_blocks(self._block_pool)
-        keys = (internals.cache_key(block_hash, group) for group in range(len(self._groups)))
+        keys = (internals.cache_key(block_hash, group) for group in range(len(self._geometry.groups)))
         return cached is None or any(key in cached for key in keys)
 
     def _only_stores(self, state: RequestState) -> bool:
@@ -530,11 +488,10 @@ class SchedulerHalf:
 
     def _max_tokens(self, request: Request) -> int:
         """The longest usable prefix: at least one token is left to compute, and hashes say what it is."""
-        most = min(request.num_tokens - 1, internals.covered_tokens(request))
-        return int(most // self._align_tokens * self._align_tokens)
+        return self._geometry.aligned(min(request.num_tokens - 1, internals.covered_tokens(request)))
 
     def _is_too_short(self, request: Request) -> bool:
-        return request.num_tokens <= (self._match_tokens or self._align_tokens)
+        return bool(request.num_tokens <= self._geometry.least_tokens)
 
     # The engine.
 

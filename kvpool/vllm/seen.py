@@ -57,6 +57,15 @@ class SeenRecords:
         words[found] = names[found] | np.uint64(self._second(now_s))
         self._slots[places] = words
 
+    def why_missed(
+        self, lacking: Iterable[Record], answers: Iterable[tuple[LookupGroup, bytes]], now_s: float
+    ) -> str:
+        """Why a request's lookup led to no longer hit, of which it lacked some records. Call it once a request."""
+        why = self.why_absent(lacking, now_s)
+        for asked, present in answers:
+            self.looked_up(asked, present, now_s)
+        return why
+
     def stored(self, records: Sequence[Record], now_s: float) -> None:
         """The pool has these."""
         if records:

@@ -26,7 +26,8 @@ from vllm.v1.core.block_pool import BlockPool
 from kvpool import metrics
 from kvpool.metrics import Counters
 from kvpool.vllm import internals
-from kvpool.vllm.plan import BlockRef, Group, PoolMetadata, PoolWorkerMetadata
+from kvpool.vllm.geometry import Geometry
+from kvpool.vllm.plan import BlockRef, PoolMetadata, PoolWorkerMetadata
 
 # In flight and waiting, about 1 KB each; and as many given up.
 MAX_RECORDS = 1 << 16
@@ -60,7 +61,7 @@ class _Sent:
 
 
 class StoreQueue:
-    """The records of an engine of ``ranks`` ranks. ``over_quota``: whether to give up what is to be sent.
+    """``over_quota``: whether to give up what is to be sent.
 
     With ``write_through`` sent blocks are ``held`` until copied. With write-back nothing is held: the workers
     copy before the engine computes again.
@@ -68,18 +69,17 @@ class StoreQueue:
 
     def __init__(
         self,
-        groups: Sequence[Group],
+        geometry: Geometry,
         *,
-        ranks: int,
         write_through: bool,
         over_quota: Callable[[], bool],
         counters: Counters,
     ) -> None:
         self.held = HeldBlocks()
-        self._ranks, self._holds, self._counters = ranks, write_through, counters
+        self._ranks, self._holds, self._counters = geometry.ranks, write_through, counters
         self._over_quota = over_quota
         # By group: whether a record needs its predecessors. Write-back evicts a prompt from its end instead.
-        self.in_order = [write_through and group.needs_all for group in groups]
+        self.in_order = [write_through and group.needs_all for group in geometry.groups]
         # By hash and group; a record is in at most one of these.
         self._waiting: OrderedDict[tuple[bytes, int], Wanted] = OrderedDict()  # each after its parent
         self._given_up: OrderedDict[tuple[bytes, int], None] = OrderedDict()  # oldest first

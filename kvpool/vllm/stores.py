@@ -29,18 +29,8 @@ from kvpool.config import PoolConfig
 from kvpool.metrics import Counters
 from kvpool.vllm import internals
 from kvpool.vllm.events import stored_event
-from kvpool.vllm.plan import (
-    AdapterFiles,
-    BlockRef,
-    Group,
-    PoolMetadata,
-    PoolWorkerMetadata,
-    blocks_held,
-    first_missing,
-    is_resumed_at,
-    reached,
-    records_to_store,
-)
+from kvpool.vllm.geometry import Geometry
+from kvpool.vllm.plan import AdapterFiles, BlockRef, PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.proofs import HashProofs
 from kvpool.vllm.request_counter import RequestCounter
 from kvpool.vllm.store_queue import StoreQueue, Wanted
@@ -83,36 +73,26 @@ class _LateAnswer(NamedTuple):
 
 
 class StorePlanner:
-    """Plans the stores of an engine whose hits end at multiples of ``align_tokens``.
-
-    ``step_tokens``: most tokens of a step.
-    """
+    """``events``: whether to announce what was stored."""
 
     def __init__(
         self,
         config: PoolConfig,
-        groups: Sequence[Group],
+        geometry: Geometry,
         *,
         queue: StoreQueue,
         proofs: HashProofs,
-        align_tokens: int,
-        step_tokens: int,
-        hash_block_tokens: int,
-        tails: bool,
         events: bool,
         counters: Counters,
     ) -> None:
-        self._config, self._groups = config, list(groups)
-        self._hash_block_tokens, self._events_wanted, self._counters = hash_block_tokens, events, counters
-        write_through = config.store_policy == "write_through"
+        self._config, self._geometry, self._groups = config, geometry, geometry.groups
+        self._events_wanted, self._counters = events, counters
         self._queue, self._held, self._proofs = queue, queue.held, proofs
-        self._tails = tails and write_through
-        self._reached = [reached(group, align_tokens) for group in self._groups]
-        self._refilled_tokens = max((group.window or 0 for group in groups if group.scratch), default=0)
+        self._tails = geometry.has_tails and config.store_policy == "write_through"
         self._progress: dict[str, _Progress] = {}
         self._late_answers: deque[_LateAnswer] = deque()
         self._requests = RequestCounter() if config.min_requests_to_store > 1 else None
-        ahead = sum(-(-STEPS_AHEAD * step_tokens // one.block_tokens) for one in groups if not one.is_ring)
+        ahead = geometry.blocks_of(STEPS_AHEAD * geometry.step_tokens)
         self._write_back = WriteBack(self._queue, blocks_ahead=ahead, counters=counters)
         self._active_at = 0.0  # last store of a computing step, or arrival in the pool
 
@@ -180,7 +160,7 @@ class StorePlanner:
 
     def held_tokens(self, request: Request, before: int) -> int:
         """Of how many tokens a request has blocks that it did not compute, at ``before`` tokens in its first step."""
-        return internals.tokens_held(request, before, self._refilled_tokens)
+        return internals.tokens_held(request, before, self._geometry.refilled_tokens)
 
     def plan(
         self,
@@ -216,8 +196,8 @@ class StorePlanner:
             known_tokens = int(min(computed_tokens - group.reads_ahead, most))
             if group.scratch or known_tokens // group.record_tokens <= progress.planned[index]:
                 continue
-            hashes = internals.record_hashes(request, self._hash_block_tokens, group)
-            new = records_to_store(group.record_tokens, progress.planned[index], known_tokens, len(hashes))
+            hashes = self._geometry.record_hashes(request.block_hashes, group)
+            new = group.records_to_store(progress.planned[index], known_tokens, len(hashes))
             progress.planned[index] = new.stop
             if group.state:  # the engine offers what it computed (``plan_states``)
                 new = range(new.start, max(new.start, min(new.stop, progress.held[index])))
@@ -253,7 +233,7 @@ class StorePlanner:
     ) -> None:
         """Add the stores of states that the engine offers a request: (group, block id, tokens before it).
 
-        A state inside of a block is stored with the blocks of the other groups that hold its tokens (``has_tails``).
+        A state inside of a block is stored with the other groups' blocks of its tokens (``Geometry.match_tokens``).
         """
         if pool_hash is None:
             return
@@ -265,18 +245,18 @@ class StorePlanner:
         for index, block_id, tokens in offered:
             group = self._groups[index]
             record = tokens // group.record_tokens - 1
-            hashed = tokens // self._hash_block_tokens
-            if hashed * self._hash_block_tokens > proven_tokens:
+            hashed = tokens // self._geometry.hash_block_tokens
+            if hashed * self._geometry.hash_block_tokens > proven_tokens:
                 self._count_false(int(hashed <= len(request.block_hashes)))  # else it is not known yet
                 continue
             if tokens % group.record_tokens:
                 tails.setdefault(tokens, []).append((index, block_id))
                 continue
-            if not is_resumed_at(group, tokens, request.num_prompt_tokens, internals.stop_of(request)):
+            if not group.is_resumed_at(tokens, request.num_prompt_tokens, internals.stop_of(request)):
                 continue
             if tokens > request.num_prompt_tokens and not self._config.store_decode:
                 continue
-            hashes = internals.record_hashes(request, self._hash_block_tokens, group)
+            hashes = self._geometry.record_hashes(request.block_hashes, group)
             if self._queue.is_under_way((pool_hash(hashes[record]), index)):
                 continue
             if self._had_by_enough(hashes[record], index):
@@ -301,13 +281,13 @@ class StorePlanner:
         self, step: PoolMetadata, source: _Source, index: int, tokens: int, block_id: int
     ) -> None:
         """Store now, or never: the engine fills the block up."""
-        block_hash = source.request.block_hashes[tokens // self._hash_block_tokens - 1]
+        block_hash = source.request.block_hashes[tokens // self._geometry.hash_block_tokens - 1]
         key = (source.pool_hash(block_hash), index)
         if not block_id or self._queue.is_under_way(key) or not self._had_by_enough(block_hash, index):
             return
         parent = None
         if self._queue.in_order[index] and (before := tokens // self._groups[index].record_tokens):
-            hashes = internals.record_hashes(source.request, self._hash_block_tokens, self._groups[index])
+            hashes = self._geometry.record_hashes(source.request.block_hashes, self._groups[index])
             parent = (source.pool_hash(hashes[before - 1]), index)
         self._queue.offer(
             step, Wanted(BlockRef(*key, (block_id,), source.adapter), parent, (None,), source.priority, None)
@@ -324,7 +304,7 @@ class StorePlanner:
             progress.present, progress.answer = present, None
         if progress.present and self._queue.gave_up and pool_hash is not None:
             for index, group in enumerate(self._groups):
-                hashes = internals.record_hashes(request, self._hash_block_tokens, group)
+                hashes = self._geometry.record_hashes(request.block_hashes, group)
                 for block_hash in compress(hashes, progress.present[index]):
                     self._queue.found((pool_hash(block_hash), index))
         if self._requests is not None:
@@ -332,7 +312,7 @@ class StorePlanner:
         if not progress.present:
             # Presumably in the pool, or stored by the request that computed it.
             return list(progress.held)
-        return [first_missing(*each) for each in zip(progress.present, progress.held, strict=True)]
+        return [_first_missing(*each) for each in zip(progress.present, progress.held, strict=True)]
 
     def _wanted_records(
         self, progress: _Progress, group: int, hashes: Sequence[bytes], records: range
@@ -396,11 +376,11 @@ class StorePlanner:
         stop = len(table) // group.blocks_per_record
         if not self._config.store_decode:
             stop = min(stop, request.num_prompt_tokens // group.record_tokens)
-        if (first := first_missing(present, stop)) == stop:
+        if (first := _first_missing(present, stop)) == stop:
             return
-        hashes = internals.record_hashes(request, self._hash_block_tokens, group)
+        hashes = self._geometry.record_hashes(request.block_hashes, group)
         for i in range(first, min(stop, len(present))):
-            ids = blocks_held(group, table, i)
+            ids = group.blocks_held(table, i)
             if present[i] or ids is None or self._queue.is_under_way((pool_hash(hashes[i]), index)):
                 continue
             if self._proofs.is_false(hashes[i]):  # since then
@@ -411,7 +391,7 @@ class StorePlanner:
             ):
                 continue
             # The request may have ended meanwhile.
-            keys = internals.cache_keys(request, self._hash_block_tokens, index, group, i)
+            keys = internals.cache_keys(request, self._geometry, index, i)
             if internals.block_contents(self._held.pool, ids) == tuple(keys):
                 self._store(step, late.source, index, hashes, i, table)
 
@@ -425,11 +405,11 @@ class StorePlanner:
         table: Sequence[int],
     ) -> None:
         """Store a record now, or at its eviction; not at all where no hit needs it."""
-        of_group = self._reached[index]
+        of_group = self._geometry.reached[index]
         if not of_group[record % len(of_group)]:
             return
         group, key = self._groups[index], (source.pool_hash(hashes[record]), index)
-        ids = blocks_held(group, table, record)
+        ids = group.blocks_held(table, record)
         if ids is None:
             self._queue.lost(key)
             return
@@ -445,3 +425,11 @@ class StorePlanner:
             self._write_back.keep(wanted._replace(cache_key=internals.cache_key(hashes[record], index)))
         else:
             self._queue.offer(step, wanted)
+
+
+def _first_missing(present: Sequence[int], count: int) -> int:
+    """The first absent of ``count`` leading records, within ``present``; else ``count``."""
+    try:
+        return present.index(False, 0, count)
+    except ValueError:
+        return count

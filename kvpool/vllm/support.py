@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_interface import (
 from kvpool.config import hash_seed
 from kvpool.errors import EngineRefused
 from kvpool.vllm import internals
-from kvpool.vllm.plan import Group
+from kvpool.vllm.geometry import Geometry, Group
 
 # MLA specification fields that vary by model and cache type; the layout's facts cover them. Any other set
 # field, in later versions too, means that a block is not latent vectors of its tokens.
@@ -220,9 +220,28 @@ def drafts_with_layers(config: VllmConfig) -> SpeculativeConfig | None:
 
 
 def reads_ahead(config: VllmConfig) -> bool:
-    """Whether layers of drafts compute a token with the next one (``plan.Group``)."""
+    """Whether layers of drafts compute a token with the next one (``geometry.Group``)."""
     drafts = config.speculative_config
     return drafts is not None and drafts.use_eagle_block_drop()
+
+
+def geometry_of(config: VllmConfig, cache: KVCacheConfig, blocks_per_record: int) -> Geometry:
+    """Errors: ``EngineRefused``, as of ``groups_of``."""
+    parallel = config.parallel_config
+    groups = groups_of(
+        cache, blocks_per_record, parallel.tensor_parallel_size, reads_ahead=reads_ahead(config)
+    )
+    align_tokens, hash_block_tokens = internals.block_sizes(config, cache)
+    return Geometry(
+        tuple(groups),
+        ranks=parallel.pipeline_parallel_size * parallel.tensor_parallel_size,
+        pipeline_parallel=parallel.pipeline_parallel_size,
+        align_tokens=align_tokens,
+        hash_algorithm=str(config.cache_config.prefix_caching_hash_algo),
+        hash_block_tokens=hash_block_tokens,
+        match_tokens=internals.match_tokens(cache),
+        step_tokens=config.scheduler_config.max_num_batched_tokens,
+    )
 
 
 def groups_of(

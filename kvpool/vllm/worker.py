@@ -31,11 +31,12 @@ from kvpool.transfer import Block, BlockCopier, Finished, KVCacheMover, Moved
 from kvpool.transfer.memory import default_nbytes, slot_size
 from kvpool.vllm.adapter_loads import AdapterLoads
 from kvpool.vllm.announcement import Announcement, EngineAnnouncer
+from kvpool.vllm.geometry import Geometry, Group
 from kvpool.vllm.guard import RequestFaults, guarded
 from kvpool.vllm.identity import facts_of_epoch
 from kvpool.vllm.part_tags import PartTags
 from kvpool.vllm.parts import cut
-from kvpool.vllm.plan import AdapterFiles, BlockRef, Group, LoadPlan, PoolMetadata, PoolWorkerMetadata
+from kvpool.vllm.plan import AdapterFiles, BlockRef, LoadPlan, PoolMetadata, PoolWorkerMetadata
 
 logger = init_logger("vllm.kvpool")
 
@@ -56,26 +57,22 @@ class WorkerHalf:
     """One rank's side of the pool. ``facts`` and ``layers`` come with ``register``.
 
     With several pipeline stages, ``facts`` are of its own stage; those of all come with a step.
-    ``step_tokens``: most tokens of a step. ``adapters``: None: blocks of adapters are not moved.
+    ``adapters``: None: blocks of adapters are not moved.
     """
 
     def __init__(
         self,
         config: PoolConfig,
-        groups: Sequence[Group],
+        geometry: Geometry,
         *,
         rank: int,
-        step_tokens: int,
-        pipeline_parallel: int = 1,
         model: str = "",
         adapters: AdapterLoads | None = None,
     ) -> None:
-        self._config, self._groups = config, list(groups)
+        self._config, self._geometry, self._groups = config, geometry, list(geometry.groups)
         # Of the groups in the pool, the places of their first parts among the mover's copiers.
         self._places: dict[int, int] = {}
-        self._rank, self._pipeline_parallel = rank, pipeline_parallel
-        self._step_tokens = step_tokens
-        self._model = model  # its display name
+        self._rank, self._model = rank, model  # its display name
         self._store: Store | None = None
         self._mover: KVCacheMover | None = None
         self._namespace: Namespace | None = None  # None: nothing is stored or loaded
@@ -155,13 +152,15 @@ class WorkerHalf:
         if not self._config.weights_never_change:
             self._weights_mark = weights_mark
             self._seen_mark = weights_mark()
-        if self._pipeline_parallel == 1:
+        if self._geometry.pipeline_parallel == 1:
             self._facts, self._namespace = facts, namespace
             self._begin_announcing(namespace)
 
     def _staging_nbytes(self, copiers: Sequence[BlockCopier], most_parts: int) -> int:
         groups = [self._groups[index] for index in self._places]
-        step_parts = sum(group.parts * -(-self._step_tokens // group.record_tokens) for group in groups)
+        step_parts = sum(
+            group.parts * -(-self._geometry.step_tokens // group.record_tokens) for group in groups
+        )
         slot_nbytes = max(copier.payload_nbytes for copier in copiers)
         wanted = self._config.staging_nbytes or default_nbytes(step_parts, slot_nbytes)
         return max(wanted, 2 * most_parts * slot_size(slot_nbytes))  # two records
@@ -211,7 +210,7 @@ class WorkerHalf:
             self._config.lookup_timeout_s,
             (staging.tensor.nbytes if staging else 0) >> 20,
             staging.slots if staging else 0,
-            "as set" if self._config.staging_nbytes else f"for steps of {self._step_tokens} tokens",
+            "as set" if self._config.staging_nbytes else f"for steps of {self._geometry.step_tokens} tokens",
         )
         self._announcer.enter(self._store, namespace)
 

@@ -19,7 +19,8 @@ from vllm.v1.request import Request
 from kvpool.config import PoolConfig
 from kvpool.key.key import Namespace
 from kvpool.store import Store
-from kvpool.vllm.plan import Group, PoolWorkerMetadata
+from kvpool.vllm.geometry import Geometry, Group
+from kvpool.vllm.plan import PoolWorkerMetadata
 from kvpool.vllm.scheduler import SchedulerHalf
 from tests.support.deadlines import eventually
 
@@ -71,17 +72,21 @@ def half(
     scheduler = SchedulerHalf(
         PoolConfig(**{"pool": "file:///unused", "lookup_timeout_s": BUDGET_S, **settings}),
         store,
-        [
-            group if group.state else replace(group, blocks_per_record=settings.get("blocks_per_record", 1))
-            for group in groups
-        ],
-        ranks=ranks,
-        pipeline_parallel=pipeline_parallel,
-        align_tokens=BLOCK_TOKENS,
-        hash_algorithm="sha256_cbor",
-        hash_block_tokens=hash_block_tokens,
-        match_tokens=match_tokens,
-        step_tokens=STEP_TOKENS,
+        Geometry(
+            tuple(
+                group
+                if group.state
+                else replace(group, blocks_per_record=settings.get("blocks_per_record", 1))
+                for group in groups
+            ),
+            ranks=ranks,
+            pipeline_parallel=pipeline_parallel,
+            align_tokens=BLOCK_TOKENS,
+            hash_algorithm="sha256_cbor",
+            hash_block_tokens=hash_block_tokens,
+            match_tokens=match_tokens,
+            step_tokens=STEP_TOKENS,
+        ),
         loads=loads,
         stores=stores,
         events=events,

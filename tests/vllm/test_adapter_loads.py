@@ -30,7 +30,8 @@ from kvpool.store import Store
 from kvpool.vllm import adapter_loads, internals
 from kvpool.vllm.adapter_loads import AdapterLoads
 from kvpool.vllm.adapters import Adapters
-from kvpool.vllm.plan import AdapterFiles, BlockRef, Group, LoadPlan, PoolMetadata
+from kvpool.vllm.geometry import Geometry, Group
+from kvpool.vllm.plan import AdapterFiles, BlockRef, LoadPlan, PoolMetadata
 from kvpool.vllm.scheduler import SchedulerHalf
 from kvpool.vllm.worker import WorkerHalf
 from tests.support.deadlines import eventually
@@ -372,7 +373,7 @@ def test_who_is_gone_is_told_nothing(vllm: Vllm) -> None:
 @pytest.fixture
 def worker(tmp_path: Path, vllm: Vllm) -> Iterator[WorkerHalf]:
     config = PoolConfig(pool=f"file://{tmp_path}/pool")
-    worker = WorkerHalf(config, [Group(16)], rank=0, step_tokens=2048, adapters=vllm.loads)
+    worker = WorkerHalf(config, Geometry((Group(16),), step_tokens=2048), rank=0, adapters=vllm.loads)
     worker.register([[torch.zeros(16, 4, 32, 8)]], dict(FACTS))
     yield worker
     worker.close()
@@ -483,7 +484,7 @@ def test_blocks_of_an_adapter_go_to_the_pool_and_come_from_it(
 
 def test_a_worker_that_knows_of_no_adapters_moves_none(tmp_path: Path) -> None:
     config = PoolConfig(pool=f"file://{tmp_path}/pool")
-    worker = WorkerHalf(config, [Group(16)], rank=0, step_tokens=2048)
+    worker = WorkerHalf(config, Geometry((Group(16),), step_tokens=2048), rank=0)
     worker.register([[torch.zeros(16, 4, 32, 8)]], dict(FACTS))
     block = BlockRef(bytes(32), 0, (1,), AdapterFiles(1, "adapter", "path", b"state"))
     step = PoolMetadata(stores=[block], tags=[7], loads=[LoadPlan("a", [block], 60.0)])

@@ -16,7 +16,7 @@ from vllm.v1.core.block_pool import BlockPool
 from kvpool import PrefixIndex
 from kvpool.vllm import events as module
 from kvpool.vllm.events import INTERVAL_S, CacheResync
-from kvpool.vllm.plan import Group
+from kvpool.vllm.geometry import Group
 from tests.support.vllm_blocks import RandomEngine, blocks_credited, encoded, init_none_hash, request_hashes
 from tests.support.wire import batch, packed64, stored
 

@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvpool.errors import EngineRefused
 from kvpool.vllm import internals
-from kvpool.vllm.plan import Group
+from kvpool.vllm.geometry import Group
 from kvpool.vllm.support import groups_of
 from tests.support.specs import (
     CHUNKED,

@@ -17,8 +17,9 @@ from kvpool.key.key import Namespace
 from kvpool.metrics import Counters
 from kvpool.store import LookupGroup, Store
 from kvpool.store.store import Usage
+from kvpool.vllm.geometry import Group
 from kvpool.vllm.hints import MAX_ACTIONS, NO_HINTS, Hints, read_hints
-from kvpool.vllm.plan import Group, PoolWorkerMetadata
+from kvpool.vllm.plan import PoolWorkerMetadata
 from kvpool.vllm.retention import KEEPER_LEASE_S, TOUCH_EVERY_S, Prefix, Retention
 from tests.support.deadlines import eventually
 from tests.support.memory_store import MemoryStore

@@ -10,7 +10,7 @@ import pytest
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from kvpool.vllm.plan import longest_hit, reached
+from kvpool.vllm.geometry import Geometry
 from kvpool.vllm.support import groups_of
 from tests.support.lifecycle import (
     BLOCK_TOKENS,
@@ -123,13 +123,14 @@ def test_the_longest_hit_of_what_is_stored_is_vllms_own(name: str, reads_ahead: 
     assert manager.allocate_slots(asked, tokens) is not None
     manager.free(asked)
     _, own, *_ = manager.get_computed_blocks(again)
+    geometry = Geometry(tuple(groups), align_tokens=align)
     present = []
-    for group in groups:
-        pattern, stored = reached(group, align), (tokens + 1 - group.reads_ahead) // group.record_tokens
+    for group, pattern in zip(groups, geometry.reached, strict=True):
+        stored = (tokens + 1 - group.reads_ahead) // group.record_tokens
         all_records = range(tokens // group.record_tokens)
         present.append(bytes(at < stored or not pattern[at % len(pattern)] for at in all_records))
     most = (tokens - 1) // align * align
-    hit = longest_hit(groups, present, local_tokens=0, max_tokens=most, align_tokens=align)
+    hit = geometry.longest_hit(present, local_tokens=0, max_tokens=most)
     # Of one group vLLM drops the last block that it may use, and not the one behind it.
     more = align if reads_ahead and len(groups) == 1 and tokens % align == 0 and tokens > align else 0
     assert hit == own + more

@@ -7,8 +7,8 @@ import pytest
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
+from kvpool.vllm.geometry import Geometry, Group, Room
 from kvpool.vllm.loads import Loads
-from kvpool.vllm.plan import Group, Room, room_of_load
 from tests.support.lifecycle import Clock
 from tests.support.scheduler import BLOCK_TOKENS, request
 
@@ -26,8 +26,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
+def geometry_of(groups: Sequence[Group], hash_block_tokens: int = BLOCK_TOKENS) -> Geometry:
+    return Geometry(tuple(groups), hash_block_tokens=hash_block_tokens, step_tokens=32)
+
+
 def loads_of(groups: Sequence[Group], free_blocks: int = 100) -> Loads:
-    loads = Loads(groups, hash_block_tokens=BLOCK_TOKENS, step_tokens=32, patience_s=PATIENCE_S)
+    loads = Loads(geometry_of(groups), patience_s=PATIENCE_S)
     loads.bind(BlockPool(1 + free_blocks, True, BLOCK_TOKENS))  # one is the null block
     return loads
 
@@ -65,7 +69,7 @@ def test_after_a_failed_load_nobody_waits_for_its_records_again(clock: Clock) ->
 def test_with_a_window_a_load_starts_only_where_it_can_go_on() -> None:
     """Its window's rest is at least what computing the prompt from nothing takes: a load may fail."""
     groups = [FULL, WINDOWED]
-    room = room_of_load(groups, HIT_TOKENS, 100, 32)
+    room = geometry_of(groups).room_of_load(HIT_TOKENS, 100)
     assert room == Room(loaded=6 + 2, behind=1 + (5 - 2))
     first, second = request("a"), request("b")
     both = 2 * room.loaded + room.behind
@@ -80,11 +84,13 @@ def test_with_a_window_a_load_starts_only_where_it_can_go_on() -> None:
         fits = loads_of(groups, 1).leave_room(second, HIT_TOKENS)
         assert fits, "vLLM counts blocks of full attention itself, and of a ring"
     refilled = replace(WINDOWED, scratch=True)
-    assert room_of_load([FULL, ring, refilled], HIT_TOKENS, 100, 32) == room._replace(loaded=room.loaded + 1)
+    assert geometry_of([FULL, ring, refilled]).room_of_load(HIT_TOKENS, 100) == room._replace(
+        loaded=room.loaded + 1
+    )
 
 
 def test_a_hit_that_ends_inside_of_a_block_loads_nothing_of_a_ring() -> None:
     groups = [FULL, Group(8, scratch=True), Group(BLOCK_TOKENS, window=2, state=True)]
-    loads = Loads(groups, hash_block_tokens=4, step_tokens=32, patience_s=PATIENCE_S)
+    loads = Loads(geometry_of(groups, hash_block_tokens=4), patience_s=PATIENCE_S)
     blocks = loads.begin(request("a", 6, hash_tokens=4), [[1], [2], [3]], 0, 4, bytes)
     assert [(block.group, block.block_ids) for block in blocks] == [(0, (1,)), (2, (3,))]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from kvpool import _native
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.store import LookupBatch
+from kvpool.vllm.geometry import Geometry, Group
 from kvpool.vllm.lookups import FRESH_S, LOOKUP_GRACE_S, RequestLookup, groups_to_ask
-from kvpool.vllm.plan import Group, reached
 
 pytestmark = [pytest.mark.vllm]
 
@@ -42,21 +42,21 @@ class Scripted(LookupBatch):
         return self.near_answer
 
 
-ALL = b"\1"  # of the records may be needed
+ONE = Geometry((Group(16),))
 
 
 def test_each_group_is_asked_for_with_its_hashes_and_as_many_ranks_as_hold_parts_of_it() -> None:
     hashes = [bytes([number]) * 32 for number in range(6)]
-    groups = [Group(16), Group(16, window=40, blocks_per_record=2), Group(16, latent=True, copies=4)]
-    full, window, latent = groups_to_ask(groups, [hashes, hashes[1::2], hashes], 8, [ALL] * 3)
+    groups = (Group(16), Group(16, window=40, blocks_per_record=2), Group(16, latent=True, copies=4))
+    full, window, latent = groups_to_ask(Geometry(groups, ranks=8), [hashes, hashes[1::2], hashes])
     assert (full.group, full.ranks, full.record_tokens, full.sliding_window) == (0, 8, 16, False)
     assert (window.group, window.ranks, window.record_tokens, window.sliding_window) == (1, 8, 32, True)
     assert (latent.group, latent.ranks, latent.record_tokens, latent.sliding_window) == (2, 2, 16, False)
     assert (full.hashes, window.hashes) == (b"".join(hashes), b"".join(hashes[1::2]))
     assert [group.records for group in (full, window, latent)] == [6, 3, 6]
-    (in_parts,) = groups_to_ask([Group(16, parts=2)], [hashes], 4, [ALL])
+    (in_parts,) = groups_to_ask(Geometry((Group(16, parts=2),), ranks=4), [hashes])
     assert in_parts.ranks == 8
-    (nothing,) = groups_to_ask([Group(16)], [[]], 1, [ALL])
+    (nothing,) = groups_to_ask(ONE, [[]])
     assert nothing.records == 0
     nothing.check()
 
@@ -67,10 +67,11 @@ def test_records_that_no_hit_needs_are_not_asked_for(
 ) -> None:
     """Nor is a record taken to begin behind its tokens, where a hit of the other groups may have ended."""
     group = Group(block_tokens, window, reads_ahead=reads_ahead)
-    pattern = reached(group, periods * block_tokens)
+    geometry = Geometry((group,), align_tokens=periods * block_tokens)
+    (pattern,) = geometry.reached
     wanted = (pattern * (records + 1))[:records]
     hashes = [number.to_bytes(32) for number in range(records)]
-    (asked,) = groups_to_ask([group], [hashes], 1, [pattern])
+    (asked,) = groups_to_ask(geometry, [hashes])
     places = [place for place in range(records) if wanted[place]]
     assert asked.hashes == b"".join(hashes[place] for place in places)
     assert all(at * asked.record_tokens <= place * block_tokens for at, place in enumerate(places))
@@ -88,7 +89,7 @@ def test_what_was_not_asked_for_counts_as_there() -> None:
 
 def test_hashes_of_different_lengths_are_refused() -> None:
     with pytest.raises(ConfigError, match="different lengths"):
-        groups_to_ask([Group(16)], [[bytes(32), bytes(16)]], 1, [ALL])
+        groups_to_ask(ONE, [[bytes(32), bytes(16)]])
 
 
 @pytest.mark.parametrize("place", [0, 40])
@@ -96,7 +97,7 @@ def test_hashes_that_are_not_bytes_are_refused(place: int) -> None:
     hashes: list[object] = [bytes([number]) * 32 for number in range(60)]
     hashes[place] = "text" * 8
     with pytest.raises(ConfigError, match="hashes are bytes"):
-        groups_to_ask([Group(16)], [cast("list[bytes]", hashes)], 1, [ALL])
+        groups_to_ask(ONE, [cast("list[bytes]", hashes)])
 
 
 @pytest.mark.parametrize("nbytes", [8, 16, 32, 64])

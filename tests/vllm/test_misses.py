@@ -13,7 +13,8 @@ from vllm.v1.request import Request
 from kvpool import metrics
 from kvpool.store import Store
 from kvpool.tracing import Tracing, Value
-from kvpool.vllm.plan import Group, PoolWorkerMetadata
+from kvpool.vllm.geometry import Group
+from kvpool.vllm.plan import PoolWorkerMetadata
 from kvpool.vllm.scheduler import LOAD_REASONS, SchedulerHalf
 from tests.support.scheduler import (
     BLOCK_TOKENS,
@@ -102,7 +103,7 @@ def test_an_unused_record_expires(store: Store, monkeypatch: pytest.MonkeyPatch)
     stored(scheduler, asked, store)
     lose(store, asked)
     later = SimpleNamespace(monotonic=lambda: time.monotonic() + TTL_S)
-    monkeypatch.setattr("kvpool.vllm.lookups.time", later)
+    monkeypatch.setattr("kvpool.vllm.scheduler.time", later)
     assert missed(scheduler, request("b")) == {"expired": USABLE}
 
 

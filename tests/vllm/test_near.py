@@ -11,8 +11,9 @@ import pytest
 from kvpool import Namespace, PrefixIndex, open_store
 from kvpool.store.file_system import FileSystem
 from kvpool.vllm import near as module
+from kvpool.vllm.geometry import Group
 from kvpool.vllm.near import LOOK_S, NEW_NAMESPACE_S, NearBlocks
-from kvpool.vllm.plan import Group, PoolWorkerMetadata
+from kvpool.vllm.plan import PoolWorkerMetadata
 from tests.support.deadlines import eventually
 from tests.support.fleets import Clock
 from tests.support.scheduler import NAMESPACE as IN_USE

@@ -12,8 +12,9 @@ import torch
 from kvpool.config import PoolConfig
 from kvpool.key.key import Fact, Namespace
 from kvpool.store import open_store
+from kvpool.vllm.geometry import Geometry, Group
 from kvpool.vllm.part_tags import PartTags
-from kvpool.vllm.plan import BlockRef, Group, LoadPlan, PoolMetadata
+from kvpool.vllm.plan import BlockRef, LoadPlan, PoolMetadata
 from kvpool.vllm.worker import WorkerHalf
 from tests.support.deadlines import eventually
 from tests.support.heads import BLOCKS, HEADS, LAYERS, SIZES, TOKENS, model_cache, of_rank
@@ -25,7 +26,7 @@ FACTS: dict[str, Fact] = {"model": "of any size"}
 
 def worker_of(pool: str, ranks: int, rank: int, model: list[torch.Tensor]) -> tuple[WorkerHalf, Any]:
     groups = [Group(TOKENS, parts=HEADS // ranks), Group(TOKENS, latent=True, copies=ranks)]
-    worker = WorkerHalf(PoolConfig(pool=pool), groups, rank=rank, step_tokens=64)
+    worker = WorkerHalf(PoolConfig(pool=pool), Geometry(tuple(groups), step_tokens=64), rank=rank)
     layers = [of_rank(model, ranks, rank), [torch.full((BLOCKS, 16), 3.0)]]
     worker.register(layers, FACTS, shared=groups)
     return worker, layers[0]
@@ -116,7 +117,7 @@ def test_staging_holds_two_whole_records_however_small_it_was_set(tmp_path: Path
     group = Group(TOKENS, parts=HEADS)
     config = PoolConfig(pool=f"file://{tmp_path}/pool", staging_nbytes=1 << 20)
     wide = [torch.zeros(BLOCKS, HEADS, TOKENS, 1 << 12) for _ in range(LAYERS)]  # parts of 1 MiB
-    worker = WorkerHalf(config, [group], rank=0, step_tokens=64)
+    worker = WorkerHalf(config, Geometry((group,), step_tokens=64), rank=0)
     worker.register([wide], FACTS, shared=[group])
     report = worker.take_report()
     assert report is not None

@@ -12,9 +12,9 @@ import torch
 from kvpool.errors import EngineRefused
 from kvpool.key.key import Fact
 from kvpool.vllm import internals, parts
+from kvpool.vllm.geometry import Group
 from kvpool.vllm.identity import engine_facts
 from kvpool.vllm.parts import cut, shared_groups, strides_alone
-from kvpool.vllm.plan import Group
 from kvpool.vllm.support import groups_of
 from tests.support.block_copies import content
 from tests.support.heads import (

@@ -15,7 +15,8 @@ from kvpool import metrics
 from kvpool.discovery.quota import write_held, write_quota
 from kvpool.store import Store
 from kvpool.vllm.gate import MIN_SAMPLES, MIN_STEP_TOKENS
-from kvpool.vllm.plan import Group, PoolMetadata, PoolWorkerMetadata
+from kvpool.vllm.geometry import Group
+from kvpool.vllm.plan import PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.scheduler import SchedulerHalf
 from tests.support.scheduler import BLOCK_TOKENS, STEP_TOKENS, TABLE, answer, half, output, put, request
 

@@ -14,7 +14,8 @@ from vllm.v1.request import Request
 from kvpool import metrics, open_store
 from kvpool.store import Store
 from kvpool.vllm.gate import MIN_SAMPLES, MIN_STEP_TOKENS
-from kvpool.vllm.plan import Group, PoolWorkerMetadata
+from kvpool.vllm.geometry import Group
+from kvpool.vllm.plan import PoolWorkerMetadata
 from kvpool.vllm.prefetch import UNUSED_S
 from kvpool.vllm.scheduler import SchedulerHalf
 from tests.support.deadlines import eventually

@@ -14,7 +14,8 @@ from vllm.v1.request import Request
 from kvpool import _native, metrics
 from kvpool.store import Store
 from kvpool.vllm import proofs
-from kvpool.vllm.plan import Group, PoolWorkerMetadata
+from kvpool.vllm.geometry import Group
+from kvpool.vllm.plan import PoolWorkerMetadata
 from kvpool.vllm.scheduler import SchedulerHalf
 from tests.support.deadlines import eventually
 from tests.support.scheduler import (

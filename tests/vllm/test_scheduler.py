@@ -20,8 +20,9 @@ from kvpool import metrics
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.key.key import Namespace
 from kvpool.store import Batch, Store
+from kvpool.vllm.geometry import Group
 from kvpool.vllm.lookups import LOOKUP_GRACE_S
-from kvpool.vllm.plan import BlockRef, Group, PoolWorkerMetadata
+from kvpool.vllm.plan import BlockRef, PoolWorkerMetadata
 from kvpool.vllm.scheduler import SchedulerHalf
 from tests.support.deadlines import ends_within, eventually
 from tests.support.memory_store import MemoryStore
@@ -501,7 +502,7 @@ def test_a_request_with_hashes_that_nobody_can_spell_goes_without_the_pool(store
     ("call", "error"),
     [
         ("vllm.internals.adapter_changed_in_place", ZeroDivisionError("planted")),
-        ("vllm.internals.record_hashes", ZeroDivisionError("planted")),
+        ("vllm.geometry.Geometry.record_hashes", ZeroDivisionError("planted")),
         ("vllm.lookups.groups_to_ask", ZeroDivisionError("planted")),
         ("store.Store.submit_lookup", ConfigError("planted")),
         ("store.Store.submit_lookup", RuntimeError("planted")),
@@ -534,7 +535,7 @@ def test_a_fault_in_an_offer_costs_that_request_the_pool(
     scheduler, bad = half(store), request("bad")
     put(store, bad.block_hashes)
     with monkeypatch.context() as broken:
-        broken.setattr("kvpool.vllm.offers.longest_hit", planted)
+        broken.setattr("kvpool.vllm.geometry.Geometry.longest_hit", planted)
         assert answer(scheduler, bad) == 0
     assert faults(scheduler, "offer") == 1
     assert scheduler.matched_tokens(bad, 0) == (0, False)
@@ -549,7 +550,7 @@ def test_a_fault_in_planning_a_load_fails_that_load_alone(
     put(store, bad.block_hashes)
     assert answer(scheduler, bad) == 96
     with monkeypatch.context() as broken:
-        broken.setattr("kvpool.vllm.internals.record_hashes", planted)
+        broken.setattr("kvpool.vllm.geometry.Geometry.record_hashes", planted)
         scheduler.allocated(bad, TABLE, 96)
     assert faults(scheduler, "load") == 1
     (load,) = scheduler.plan(SchedulerOutput.make_empty()).loads

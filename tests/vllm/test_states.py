@@ -11,7 +11,8 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from kvpool.store import Store
-from kvpool.vllm.plan import Group, PoolMetadata
+from kvpool.vllm.geometry import Group
+from kvpool.vllm.plan import PoolMetadata
 from tests.support.scheduler import (
     BLOCK_TOKENS,
     NAMESPACE,

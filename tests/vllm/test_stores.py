@@ -13,7 +13,8 @@ from vllm.v1.request import Request
 from kvpool import metrics
 from kvpool.store import Store
 from kvpool.transfer.memory import MAX_STAGING_NBYTES, MIN_STAGING_NBYTES, default_nbytes
-from kvpool.vllm.plan import Group, PoolMetadata, PoolWorkerMetadata
+from kvpool.vllm.geometry import Group
+from kvpool.vllm.plan import PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.request_counter import RequestCounter
 from kvpool.vllm.scheduler import SchedulerHalf
 from tests.support.deadlines import eventually

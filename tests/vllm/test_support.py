@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import (
 from kvpool.errors import EngineRefused
 from kvpool.key.key import Namespace
 from kvpool.vllm import internals
-from kvpool.vllm.plan import Group
+from kvpool.vllm.geometry import Group
 from kvpool.vllm.support import groups_of, reads_ahead, refuse_unsupported
 from tests.support.specs import (
     FULL,

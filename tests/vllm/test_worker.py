@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,8 @@ from kvpool.store import open_store
 from kvpool.store.server import documents as server_announcements
 from kvpool.transfer.mover import Finished
 from kvpool.vllm.announcement import Announcement
-from kvpool.vllm.plan import BlockRef, Group, LoadPlan, PoolMetadata, PoolWorkerMetadata
+from kvpool.vllm.geometry import Geometry, Group
+from kvpool.vllm.plan import BlockRef, LoadPlan, PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.worker import WorkerHalf
 from tests.support.announced_workers import records
 from tests.support.deadlines import ends_within, eventually
@@ -37,7 +39,7 @@ pytestmark = [pytest.mark.vllm]
 
 FACTS = {"model": "test", "tensor_parallel": 2}
 RANK = 1
-GROUPS = [Group(16)]
+GEOMETRY = Geometry((Group(16),), step_tokens=2048)
 
 
 def hashed(number: int) -> bytes:
@@ -50,9 +52,16 @@ def cache() -> torch.Tensor:
     return torch.randint(-100, 100, (16, 4, 32, 8)).to(torch.float32)
 
 
-def started(pool: str, cache: torch.Tensor, *arguments: Any, rank: int = 0, **more: Any) -> WorkerHalf:
+def started(
+    pool: str,
+    cache: torch.Tensor,
+    *arguments: Any,
+    rank: int = 0,
+    geometry: Geometry = GEOMETRY,
+    **more: Any,
+) -> WorkerHalf:
     """``arguments``: of ``register``, behind the facts; ``more``: of the worker."""
-    worker = WorkerHalf(PoolConfig(pool=pool), GROUPS, rank=rank, step_tokens=2048, **more)
+    worker = WorkerHalf(PoolConfig(pool=pool), geometry, rank=rank, **more)
     worker.register([[cache]], FACTS, *arguments)
     return worker
 
@@ -245,7 +254,10 @@ def test_what_is_the_same_on_every_rank_is_stored_by_the_first_and_loaded_by_all
     url, other = f"file://{tmp_path}/pool", cache.clone()
     groups = [Group(16, latent=True, copies=2), Group(16)]
     step = [BlockRef(hashed(1), 0, (3,)), BlockRef(hashed(2), 1, (3,)), BlockRef(hashed(3), 0, (4,))]
-    ranks = [WorkerHalf(PoolConfig(pool=url), groups, rank=rank, step_tokens=2048) for rank in (0, 1)]
+    ranks = [
+        WorkerHalf(PoolConfig(pool=url), Geometry(tuple(groups), step_tokens=2048), rank=rank)
+        for rank in (0, 1)
+    ]
     for rank, layers in zip(ranks, (cache, other), strict=True):
         rank.register([[layers[:, :2]], [layers[:, 2:]]], FACTS)
         rank.take_report()
@@ -276,7 +288,7 @@ def test_what_is_the_same_on_every_rank_is_stored_by_the_first_and_loaded_by_all
 
 def test_a_stage_moves_nothing_before_it_has_the_facts_of_all(cache: torch.Tensor, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/pool"
-    worker = started(url, cache, described, pipeline_parallel=2)
+    worker = started(url, cache, described, geometry=replace(GEOMETRY, pipeline_parallel=2))
     report = report_of(worker)
     assert report.facts == {0: FACTS}
     early = PoolMetadata(loads=[LoadPlan("a", refs((7, 5)), 60.0)], stores=refs((1, 3)), tags=[10])

@@ -225,7 +225,7 @@ void Table::find_held(HolderId id, Walk& walk, std::uint64_t bound,
   });
 }
 
-// How far local blocks reach, and the pool's part from there on, as in kvpool's connector (kvpool/vllm/plan.py,
+// How far local blocks reach, and the pool's part from there on, as in kvpool's connector (kvpool/vllm/geometry.py,
 // longest_hit): the engine goes on from its own hit, so the pool matters from there; a whole-prefix group needs
 // every later block in the pool, a sliding window its last ones.
 std::vector<std::uint32_t> Table::loadable(Walk& walk, const PoolOf& pool_of, const Matches& matches) const {

@@ -5,7 +5,6 @@ Against a plain model of the same events, and against what kvpool's connector fi
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Sequence
 
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 from kvpool import _native
 from kvpool.index import PrefixIndex
 from kvpool.index.fleet.fleet import Fleet
-from kvpool.vllm.plan import Group, longest_hit
+from kvpool.vllm.geometry import Geometry, Group
 from tests.support.fleets import Clock, a_worker, joined, say
 from tests.support.oracle import Model
 from tests.support.wire import batch, packed64, removed, stored
@@ -163,8 +162,5 @@ def test_it_is_what_the_connector_would_load(seed: int) -> None:
         state.stale = False
         rows = _native.Rows((("w", 0, "", 16, "a", "p", "", state),), True)
         *_, loadable = rows.answer(index.native, packed64(prompt), 0, False).columns()
-        hit = longest_hit(
-            groups, present, local_tokens=16 * local, max_tokens=16 * blocks,
-            align_tokens=math.lcm(*(group.record_tokens for group in groups)),
-        )  # fmt: skip
+        hit = Geometry(tuple(groups)).longest_hit(present, local_tokens=16 * local, max_tokens=16 * blocks)
         assert loadable == (hit // 16,), (groups, local, present)

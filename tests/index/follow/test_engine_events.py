@@ -73,7 +73,7 @@ def test_the_pools_events_are_of_the_pool_tier() -> None:
     from types import SimpleNamespace
 
     from kvpool.vllm.events import removed_event, stored_event
-    from kvpool.vllm.plan import Group
+    from kvpool.vllm.geometry import Group
 
     request: Any = SimpleNamespace(
         lora_request=None, all_token_ids=list(range(64)), mm_features=[], cache_salt=None, prompt_embeds=None
