@@ -21,12 +21,13 @@ from vllm.v1.request import Request
 from kvpool.vllm import internals
 from kvpool.vllm.geometry import Geometry, Group, Room
 from kvpool.vllm.plan import AdapterFiles, BlockRef
+from kvpool.vllm.requests import RequestState
 
 Record = tuple[int, bytes]  # group, hash
 
 
 @dataclass(slots=True)
-class _Load:
+class _UnderWay:
     began_s: float
     room: Room
     records: list[Record]  # that no earlier load brings
@@ -38,7 +39,7 @@ class Loads:
     def __init__(self, geometry: Geometry, *, patience_s: float) -> None:
         self._geometry, self._patience_s = geometry, patience_s
         self._windowed = any(not (group.needs_all or group.is_ring) for group in geometry.groups)
-        self._loads: dict[str, _Load] = {}
+        self._loads: dict[str, _UnderWay] = {}
         self._by: dict[Record, str] = {}
         self._block_pool: BlockPool | None = None
 
@@ -95,7 +96,7 @@ class Loads:
         name, blocks = request.request_id, []
         self.end(name)
         room = self._geometry.room_of_load(hit_tokens, request.num_tokens)
-        load = self._loads[name] = _Load(time.monotonic(), room, [])
+        load = self._loads[name] = _UnderWay(time.monotonic(), room, [])
         for index, group in enumerate(self._geometry.groups):
             for block_hash, i in self.needed(request, group, local_tokens, hit_tokens):
                 ids = group.blocks_lacking(tables[index], i, local_tokens)
@@ -104,6 +105,29 @@ class Loads:
                     if self._by.setdefault((index, block_hash), name) == name:
                         load.records.append((index, block_hash))
         return blocks
+
+    def promised(self, state: RequestState, tokens: int, *, near: float, near_only: bool) -> None:
+        """The engine took an offer of ``tokens`` and waits for them. ``near``: the share that may come from near."""
+        load = state.load
+        load.tokens, load.seconds, load.near, load.near_only = tokens, 0.0, near, near_only
+        load.under_way = True
+
+    def lasted(self, state: RequestState, seconds: float) -> None:
+        """On the slowest rank so far."""
+        state.load.seconds = max(state.load.seconds, seconds)
+
+    def came_near(self, state: RequestState, share: float) -> None:
+        """On the rank with the least so far."""
+        state.load.near = min(state.load.near, share)
+
+    def loaded(self, state: RequestState, failure: str) -> bool:
+        """A request's load ended; whether one was under way. ``failure``: of ``metrics.MISS_REASONS``; empty: none."""
+        load = state.load
+        was_under_way, load.under_way = load.under_way, False
+        if failure:
+            load.failure = failure
+            self.fail(state.asked.request.request_id)
+        return was_under_way
 
     def fail(self, request_id: str) -> None:
         """No request waits for this failed load or its records, until its own request is scheduled."""

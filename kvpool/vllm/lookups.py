@@ -26,6 +26,7 @@ from kvpool.store.batch import END_OF_ALL
 from kvpool.transfer.mover import STORE_TIMEOUT_S
 from kvpool.vllm import internals
 from kvpool.vllm.adapters import pool_hashes
+from kvpool.vllm.gate import Source
 from kvpool.vllm.geometry import Geometry
 from kvpool.vllm.proofs import HashProofs
 from kvpool.vllm.seen import Record
@@ -45,7 +46,8 @@ class RequestLookup:
 
     ``present``, after success: by group a byte per record, 1: present in the pool, or needed by no hit. Under full
     attention most records after the first miss were skipped and count as missing. ``near``: the same of the nearer of
-    two pools. ``failure``: why it failed; else ""; ``late``: after all of its time.
+    two pools. ``failure``: why it failed; else ""; ``late``: after all of its time. ``tails``: the lookup of the tails
+    behind so many tokens of whole blocks. ``admitted``: what the cost gate said to the hit.
     """
 
     def __init__(
@@ -62,6 +64,8 @@ class RequestLookup:
         self._found: Sequence[bytes] = ()  # by group: of the records that were asked for
         self.present: list[bytes] | None = None
         self.failure, self.late = "", False
+        self.tails: tuple[int, RequestLookup] | None = None
+        self.admitted: dict[Source, bool] = {}
 
     def ended(self, now_s: float) -> bool:
         """Whether the answer, or its failure, is known. Never blocks."""

@@ -29,7 +29,7 @@ from kvpool.discovery.traffic import Seen, Traffic
 from kvpool.key.key import Namespace
 from kvpool.metrics import Counters, Metric, Samples
 from kvpool.tracing import Tracing
-from kvpool.vllm.requests import RequestState
+from kvpool.vllm.requests import RequestState, Wait
 
 
 @dataclass
@@ -146,46 +146,53 @@ class Outcomes:
         self._told_at_s = self._counted_at_s = clock() - RATIOS_S
         self._counted_more = False  # since the last estimate
 
-    def waited(self, state: RequestState, now_s: float, *, answered: bool) -> None:
+    def begins(self, state: RequestState, local_tokens: int) -> None:
+        """The engine asks for a request of which its own cache has so many tokens."""
+        state.outcome.local_tokens = local_tokens
+
+    def waited(self, state: RequestState, wait: Wait) -> None:
         """A request's lookup ended or was given up; observed once per lookup."""
-        waited_s = 0.0
-        if state.waiting_since is not None:
-            state.waited_s = waited_s = now_s - state.waiting_since
-            state.waiting_since = None
-            headers = getattr(state.request, "trace_headers", None)
-            self._tracing.record("kvpool.lookup", headers, waited_s, answered=answered)
-        if not state.wait_counted:
-            state.wait_counted = True
-            self._counters.observe(
-                metrics.LOOKUP_WAIT_SECONDS, waited_s, "answered" if answered else "failed"
-            )
+        if wait.seconds is not None:
+            headers = getattr(state.asked.request, "trace_headers", None)
+            self._tracing.record("kvpool.lookup", headers, wait.seconds, answered=wait.answered)
+        if state.outcome.waits != state.found.lookups:
+            state.outcome.waits = state.found.lookups
+            result = "answered" if wait.answered else "failed"
+            self._counters.observe(metrics.LOOKUP_WAIT_SECONDS, wait.seconds or 0.0, result)
 
     def admitted(
-        self, state: RequestState, hashes: Sequence[bytes], namespace: Namespace | None, *, loads: bool
+        self,
+        state: RequestState,
+        hashes: Sequence[bytes],
+        namespace: Namespace | None,
+        *,
+        usable_tokens: int,
+        loads: bool,
     ) -> None:
         """The engine allocated blocks. ``hashes``: of the prompt's full blocks; ``loads``: a load begins."""
-        if state.counted:
+        if state.outcome.counted:
             return
-        state.counted = True
+        state.outcome.counted, state.outcome.usable_tokens = True, usable_tokens
         if namespace is not None:
             self._traffic.add(
                 _native.pack_hashes(hashes),
                 len(hashes[0]) if hashes else 8,
                 salt=int(namespace.hex[:16], 16),
                 block_tokens=self._record_tokens,
-                prompt_tokens=state.request.num_prompt_tokens,
+                prompt_tokens=state.asked.request.num_prompt_tokens,
             )
         if loads:
-            state.loads_first = True
+            state.outcome.loads_first = True
         else:
-            self._count(state, state.result, 0)
+            self._count(state, state.found.result, 0)
 
-    def loaded(self, state: RequestState, tokens: int, *, ok: bool) -> None:
+    def loaded(self, state: RequestState, *, ok: bool) -> None:
+        tokens = state.load.tokens
         self._counters.add(metrics.LOADED_TOKENS, tokens if ok else 0)
-        headers = getattr(state.request, "trace_headers", None)
-        self._tracing.record("kvpool.load", headers, state.load_s, tokens=tokens, loaded=ok)
-        if state.loads_first:
-            state.loads_first = False
+        headers = getattr(state.asked.request, "trace_headers", None)
+        self._tracing.record("kvpool.load", headers, state.load.seconds, tokens=tokens, loaded=ok)
+        if state.outcome.loads_first:
+            state.outcome.loads_first = False
             self._count(state, "hit" if ok else "load_failed", tokens if ok else 0)
 
     def tell_ratios(self) -> None:
@@ -209,9 +216,10 @@ class Outcomes:
 
     def _count(self, state: RequestState, result: str, loaded: int) -> None:
         assert result in metrics.REQUEST_RESULTS, result
-        prompt = state.request.num_prompt_tokens
-        local = min(state.local_tokens, prompt)
-        missed = max(0, min(state.usable_tokens, prompt) - local - loaded)
+        request, outcome = state.asked.request, state.outcome
+        prompt = request.num_prompt_tokens
+        local = min(outcome.local_tokens, prompt)
+        missed = max(0, min(outcome.usable_tokens, prompt) - local - loaded)
         reason = _REASONS.get(result, state.reason)
         assert reason in metrics.MISS_REASONS, reason
         self._counters.add(metrics.REQUESTS, 1, result)
@@ -219,11 +227,11 @@ class Outcomes:
         self._counters.add(metrics.PROMPT_TOKENS, loaded, "pool")
         self._counters.add(metrics.PROMPT_TOKENS, max(0, prompt - local - loaded), "computed")
         self._counters.add(metrics.MISSED_TOKENS, missed, reason)
-        if headers := getattr(state.request, "trace_headers", None):
+        if headers := getattr(request, "trace_headers", None):
             self._tracing.record(
                 "kvpool.prompt",
                 headers,
-                max(0.0, time.time() - state.request.arrival_time),
+                max(0.0, time.time() - request.arrival_time),
                 result=result,
                 engine_cache_tokens=local,
                 pool_tokens=loaded,

@@ -70,9 +70,10 @@ class Prefetches:
         """A request arrived, and its lookup is under way."""
         if not self._room_nbytes:
             return
-        self._queue[state.request.request_id] = state
-        if state.hints.prefetch:
-            self._queue.move_to_end(state.request.request_id, last=False)
+        request_id = state.asked.request.request_id
+        self._queue[request_id] = state
+        if state.asked.hints.prefetch:
+            self._queue.move_to_end(request_id, last=False)
 
     def leave(self, request_id: str, *, used: bool) -> None:
         """The request waits no longer. ``used``: it loads its prefix. Idempotent."""
@@ -100,10 +101,10 @@ class Prefetches:
         self._settle(now_s)
         while self._queue:
             request_id, state = next(iter(self._queue.items()))
-            lookup = state.lookup
+            lookup = state.found.lookup
             if lookup is not None and not lookup.ended(now_s):
                 return
-            if lookup is not None and not state.hints.prefetch and self._answered != request_id:
+            if lookup is not None and not state.asked.hints.prefetch and self._answered != request_id:
                 self._answered = request_id
                 return  # vLLM may ask for it in its next step
             groups = self._to_copy(state) if lookup is not None else []
@@ -126,7 +127,7 @@ class Prefetches:
 
     def _to_copy(self, state: RequestState) -> list[LookupGroup]:
         """The records of the request's hit; none where another request loads them."""
-        request, lookup, in_pool = state.request, state.lookup, state.pool_hash
+        request, lookup, in_pool = state.asked.request, state.found.lookup, state.asked.pool_hash
         if lookup is None or lookup.present is None or in_pool is None:
             return []
         hit = self._geometry.longest_hit(lookup.present, local_tokens=0, max_tokens=request.num_tokens - 1)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from vllm.logger import init_logger
@@ -19,7 +19,6 @@ from vllm.v1.request import Request
 
 from kvpool.text import unknown
 from kvpool.vllm.adapters import AdapterCheck, pool_hash
-from kvpool.vllm.gate import Source
 from kvpool.vllm.hints import MAX_KEEP_S, NO_HINTS, Hints
 from kvpool.vllm.lookups import RequestLookup
 from kvpool.vllm.plan import AdapterFiles
@@ -27,35 +26,15 @@ from kvpool.vllm.plan import AdapterFiles
 logger = init_logger("vllm.kvpool")
 
 
-@dataclass
-class RequestState:
+@dataclass(frozen=True)
+class Asked:
+    """What a request asks for, known at its arrival. ``opted_out``: of loads, by its own parameters."""
+
     request: Request
     params: RequestParams
     hints: Hints = NO_HINTS
     adapter: AdapterCheck | None = None
-    lookup: RequestLookup | None = None  # the latest
-    tails: tuple[int, RequestLookup] | None = None  # behind so many tokens of whole blocks
-    waiting_since: float | None = None  # first "ask again later" to the engine
-    waited_s: float = 0.0
-    wait_counted: bool = False  # the wait for ``lookup`` was observed
-    result: str = "no_answer"  # why nothing is offered: of ``metrics.REQUEST_RESULTS``
     opted_out: bool = False
-    reason: str = "unavailable"  # why no more is loaded: of ``metrics.MISS_REASONS``
-    usable_tokens: int = 0  # of its prompt, at most, from the engine's cache and the pool
-    local_tokens: int = 0  # of its prompt, in the engine's own cache
-    counted: bool = False  # in the metrics
-    loads_first: bool = False  # counted at the end of its load
-    offered: tuple[int, int] | None = None  # (local tokens, tokens with the pool)
-    loading: bool = False
-    crowded: bool = False  # it waited its time for room; while it waits, vLLM gives memory to others
-    admitted: dict[Source, bool] = field(default_factory=dict)  # what the cost gate said to its lookup's hit
-    load_tokens: int = 0  # of the load in flight
-    load_s: float = 0.0
-    load_near: float = 0.0  # share of it that came from the near pool
-    near_only: bool = False  # the lookup found all of the offer near
-    refused: bool = (
-        False  # not offered again: a load or its lookup failed, or a load is slower than computing
-    )
 
     @property
     def checked(self) -> bool:
@@ -64,7 +43,12 @@ class RequestState:
     @property
     def identified(self) -> bool:
         """Whether its blocks' hashes in the pool are known."""
-        return self.adapter is None or self.adapter.tag is not None
+        return self.tag is not None
+
+    @property
+    def tag(self) -> bytes | None:
+        """Of its adapter; empty: it has none. None: unknown, to which another thread may set it."""
+        return b"" if self.adapter is None else self.adapter.tag
 
     @property
     def adapter_files(self) -> AdapterFiles | None:
@@ -76,8 +60,82 @@ class RequestState:
         """Maps a block's hash to the hash in its key. None: unknown."""
         if self.adapter is None:
             return bytes
-        tag = self.adapter.tag if self.adapter.done else None  # another thread may set it to None
+        tag = self.adapter.tag if self.adapter.done else None
         return None if tag is None else functools.partial(pool_hash, tag=tag)
+
+
+class Span(NamedTuple):
+    """What is offered: the tokens between the engine's own and the hit's end. ``near``: the near pool has all."""
+
+    local_tokens: int
+    hit_tokens: int
+    near: bool
+
+
+class Wait(NamedTuple):
+    """For a lookup. ``seconds``: None: the engine did not wait. ``answered``: by the pool."""
+
+    seconds: float | None
+    answered: bool
+
+
+@dataclass
+class Found:
+    """What the pool was found to have of a prompt, and why no more is offered. Only ``offers.py`` writes it."""
+
+    lookup: RequestLookup | None = None  # the latest
+    lookups: int = 0  # begun
+    waiting_since: float | None = None  # first "ask again later" to the engine
+    waited_s: float = 0.0  # before the latest answer for which the engine waited
+    ended: Wait | None = None  # with the engine's latest question
+    result: str = "no_answer"  # why nothing is offered: of ``metrics.REQUEST_RESULTS``
+    reason: str = "unavailable"  # why no more is offered: of ``metrics.MISS_REASONS``
+    span: Span | None = None  # of the present offer
+    crowded: bool = False  # it waited its time for room; while it waits, vLLM gives memory to others
+    refused: bool = False  # nothing is offered again: its lookup failed, or a load is slower than computing
+
+
+@dataclass
+class Load:
+    """Of a request's latest load. Only ``loads.py`` writes it."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    near: float = 0.0  # share of it that came from the near pool
+    near_only: bool = False  # the lookup found all of it near
+    under_way: bool = False
+    failure: str = ""  # of ``metrics.MISS_REASONS``; nothing is offered again
+
+
+@dataclass
+class Outcome:
+    """What is counted of a request. Only ``metrics.py`` writes it."""
+
+    usable_tokens: int = 0  # of its prompt, at most, from the engine's cache and the pool
+    local_tokens: int = 0  # of its prompt, in the engine's own cache
+    waits: int = -1  # the number of lookups with which a wait was last observed
+    counted: bool = False
+    loads_first: bool = False  # counted at the end of its load
+
+
+@dataclass
+class RequestState:
+    """Of a request, from its arrival to its end. Each part has one file that writes it."""
+
+    asked: Asked
+    found: Found = field(default_factory=Found)
+    load: Load = field(default_factory=Load)
+    outcome: Outcome = field(default_factory=Outcome)
+
+    @property
+    def refused(self) -> bool:
+        """Whether nothing is offered again."""
+        return self.found.refused or bool(self.load.failure)
+
+    @property
+    def reason(self) -> str:
+        """Why no more is loaded: of ``metrics.MISS_REASONS``."""
+        return self.load.failure or self.found.reason
 
 
 FIELD = "kvpool"

@@ -18,6 +18,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.logger import init_logger
@@ -50,7 +51,7 @@ from kvpool.vllm.offers import NO_OFFER, Offer, Offers
 from kvpool.vllm.plan import BlockRef, LoadPlan, PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.prefetch import Prefetches
 from kvpool.vllm.proofs import HashProofs
-from kvpool.vllm.requests import WITHOUT_POOL, ParamsReader, RequestState
+from kvpool.vllm.requests import WITHOUT_POOL, Asked, ParamsReader, RequestState
 from kvpool.vllm.retention import Prefix, Retention
 from kvpool.vllm.seen import SeenRecords
 from kvpool.vllm.store_queue import StoreQueue
@@ -139,7 +140,6 @@ class SchedulerHalf:
             loads=self._loads_under_way,
             prefetches=self._prefetches if self._has_near else None,
             gate=self._gate,
-            outcomes=self._outcomes,
             stores=stores,
         )
         self._block_pool: BlockPool | None = None
@@ -175,17 +175,19 @@ class SchedulerHalf:
     def matched_tokens(self, request: Request, local_tokens: int) -> Offer:
         """(tokens that the pool adds to ``local_tokens``, load is asynchronous); None: ask again later."""
         state = self._state(request)
-        state.offered, state.local_tokens = None, local_tokens
+        self._outcomes.begins(state, local_tokens)
+        self._offers.begin(state)
         max_tokens = self._max_tokens(request)
-        if local_tokens and self._only_stores(state) and state.lookup is None:
+        if local_tokens and self._only_stores(state) and state.found.lookup is None:
             self._offers.look_up(state)  # the pool may lack the engine's blocks
         if state.refused:
             return NO_OFFER
-        state.result = self._why_no_lookup(state, local_tokens, max_tokens)
-        if state.result:
-            state.reason = self._why_without(state)
-            return NO_OFFER
-        return self._offers.make(state, local_tokens, max_tokens)
+        if result := self._why_no_lookup(state, local_tokens, max_tokens):
+            return self._offers.withhold(state, result, self._why_without(state))
+        offer = self._offers.make(state, local_tokens, max_tokens)
+        if state.found.ended is not None:
+            self._outcomes.waited(state, state.found.ended)
+        return offer
 
     def _why_no_lookup(self, state: RequestState, local_tokens: int, max_tokens: int) -> str:
         """Of ``metrics.REQUEST_RESULTS``; empty: ask the pool."""
@@ -193,7 +195,7 @@ class SchedulerHalf:
             return "switched_off"
         if not self._may_load(state):
             return "without"
-        if self._is_too_short(state.request):
+        if self._is_too_short(state.asked.request):
             return "too_short"
         return "engine_cache" if local_tokens >= max(1, max_tokens) else ""
 
@@ -201,55 +203,60 @@ class SchedulerHalf:
         """Of ``metrics.MISS_REASONS``, for a request that asks for nothing."""
         if not self._loads:
             return "role"
-        return "opted_out" if state.opted_out else "adapter"
+        return "opted_out" if state.asked.opted_out else "adapter"
 
     def allocated(self, request: Request, tables: Sequence[Sequence[int]], external_tokens: int) -> None:
         """The engine allocated blocks; load into them if it took the offer."""
-        blocks = self._blocks_to_load(request, tables, external_tokens)
+        state = self._state(request)
+        near_only = state.found.span is not None and state.found.span.near
+        blocks = self._blocks_to_load(request, state, tables, external_tokens)
         if external_tokens:
             # Workers fail a plan without blocks, which ends the engine's wait.
-            state = self._state(request)
-            stall_timeout_s = max(MIN_LOAD_S, self._config.lookup_timeout_s - state.waited_s)
+            stall_timeout_s = max(MIN_LOAD_S, self._config.lookup_timeout_s - state.found.waited_s)
             self._new_loads.append(
-                LoadPlan(request.request_id, blocks, stall_timeout_s, state.params.priority)
+                LoadPlan(request.request_id, blocks, stall_timeout_s, state.asked.params.priority)
             )
-            state.loading, state.load_tokens, state.load_s = True, external_tokens, 0.0
-            state.load_near = float(self._has_near)
+            self._loads_under_way.promised(
+                state, external_tokens, near=float(self._has_near), near_only=near_only
+            )
             self.counters.add(metrics.OFFERED_TOKENS, external_tokens)
 
     @guarded((), request="load")
     def _blocks_to_load(
-        self, request: Request, tables: Sequence[Sequence[int]], external_tokens: int
+        self, request: Request, state: RequestState, tables: Sequence[Sequence[int]], external_tokens: int
     ) -> Sequence[BlockRef]:
-        state = self._state(request)
         hashes = self._geometry.record_hashes(request.block_hashes, self._geometry.first)
-        lookup, state.lookup = state.lookup, None
-        if not state.counted:
-            state.usable_tokens = self._max_tokens(request)
-            if lookup is not None:
-                lacking = lookup.lacking(state.local_tokens + external_tokens)
-                reason = self._seen.why_missed(lacking, lookup.answers(), time.monotonic())
-                state.reason = reason if state.result == "miss" else state.reason
-        self._outcomes.admitted(state, hashes, self._namespace.current, loads=external_tokens > 0)
-        if lookup is not None and not (self._stores and state.params.store):
+        lookup, span = self._offers.take(state)
+        if lookup is not None and not state.outcome.counted:
+            lacking = lookup.lacking(state.outcome.local_tokens + external_tokens)
+            reason = self._seen.why_missed(lacking, lookup.answers(), time.monotonic())
+            self._offers.missed(state, reason)
+        self._outcomes.admitted(
+            state,
+            hashes,
+            self._namespace.current,
+            usable_tokens=self._max_tokens(request),
+            loads=external_tokens > 0,
+        )
+        if lookup is not None and not (self._stores and state.asked.params.store):
             lookup.cancel()
             lookup = None
         self._store_planner.admitted(
             request.request_id,
             None if lookup is None else functools.partial(self._offers.answer_for_stores, state, lookup),
         )
-        offered, state.offered = state.offered, None
         self._prefetches.leave(request.request_id, used=external_tokens > 0)
         if external_tokens == 0:
             return []
-        if offered is None or external_tokens != offered[1] - offered[0]:
+        if span is None or external_tokens != span.hit_tokens - span.local_tokens:
             # The engine counts on other tokens than the lookup found.
             self.counters.add(metrics.OFFER_MISMATCHES)
             return []
-        local_tokens, hit = offered
-        if (in_pool := state.pool_hash) is None:
+        if (in_pool := state.asked.pool_hash) is None:
             return []
-        return self._loads_under_way.begin(request, tables, local_tokens, hit, in_pool, state.adapter_files)
+        return self._loads_under_way.begin(
+            request, tables, span.local_tokens, span.hit_tokens, in_pool, state.asked.adapter_files
+        )
 
     def plan(self, output: SchedulerOutput) -> PoolMetadata:
         computes = output.total_num_scheduled_tokens > 0
@@ -267,25 +274,25 @@ class SchedulerHalf:
     @guarded(None)
     def _plan_stores(self, output: SchedulerOutput, step: PoolMetadata) -> None:
         states = [
-            (state, computed_tokens)
+            (state.asked, computed_tokens)
             for request_id, computed_tokens in internals.scheduled_tokens(output)
             if (state := self._requests.get(request_id)) is not None
         ]
-        beside_adapters = self._mixes_adapters and any(state.request.lora_request for state, _ in states)
-        for state, computed_tokens in states:
-            self._prove(state.request, computed_tokens)
-        for state, computed_tokens in states:
-            before = computed_tokens - output.num_scheduled_tokens[state.request.request_id]
-            self._look_behind(state.request, before)
-            if beside_adapters and state.request.lora_request is None:
-                self._spoil(state.request, before)
-        scheduled = [(state, computed_tokens) for state, computed_tokens in states if state.params.store]
+        beside_adapters = self._mixes_adapters and any(asked.request.lora_request for asked, _ in states)
+        for asked, computed_tokens in states:
+            self._prove(asked.request, computed_tokens)
+        for asked, computed_tokens in states:
+            before = computed_tokens - output.num_scheduled_tokens[asked.request.request_id]
+            self._look_behind(asked.request, before)
+            if beside_adapters and asked.request.lora_request is None:
+                self._spoil(asked.request, before)
+        scheduled = [(asked, computed_tokens) for asked, computed_tokens in states if asked.params.store]
         self._store_planner.begin(step)
-        for state, computed_tokens in sorted(scheduled, key=lambda each: each[0].params.priority):
-            self._plan_request(state.request, state, computed_tokens, output, step)
+        for asked, computed_tokens in sorted(scheduled, key=lambda each: each[0].params.priority):
+            self._plan_request(asked.request, asked, computed_tokens, output, step)
         for request_id, offered in internals.offered_states(output).items():
-            if (owner := self._requests.get(request_id)) is not None and owner.params.store:
-                self._plan_states(owner.request, owner, offered, output, step)
+            if (owner := self._requests.get(request_id)) is not None and owner.asked.params.store:
+                self._plan_states(owner.asked.request, owner.asked, offered, output, step)
         self._store_planner.end(step, output)
 
     @guarded(None, request="store")
@@ -304,26 +311,26 @@ class SchedulerHalf:
     def _plan_request(
         self,
         request: Request,
-        state: RequestState,
+        asked: Asked,
         computed: int,
         output: SchedulerOutput,
         step: PoolMetadata,
     ) -> None:
         self._store_planner.plan(
-            step, output, request, state.params.priority, computed, state.pool_hash, state.adapter_files
+            step, output, request, asked.params.priority, computed, asked.pool_hash, asked.adapter_files
         )
 
     @guarded(None, request="store")
     def _plan_states(
         self,
         request: Request,
-        state: RequestState,
+        asked: Asked,
         offered: Iterable[tuple[int, int, int]],
         output: SchedulerOutput,
         step: PoolMetadata,
     ) -> None:
         self._store_planner.plan_states(
-            step, output, request, state.params.priority, offered, state.pool_hash, state.adapter_files
+            step, output, request, asked.params.priority, offered, asked.pool_hash, asked.adapter_files
         )
 
     @guarded(None)
@@ -337,7 +344,7 @@ class SchedulerHalf:
         tokens = output.total_num_scheduled_tokens
         if tokens < MIN_STEP_TOKENS or not any(
             (state := self._requests.get(name)) is not None
-            and computed_tokens - output.num_scheduled_tokens[name] < state.request.num_prompt_tokens
+            and computed_tokens - output.num_scheduled_tokens[name] < state.asked.request.num_prompt_tokens
             for name, computed_tokens in internals.scheduled_tokens(output)
         ):
             return 0
@@ -352,25 +359,20 @@ class SchedulerHalf:
             self._gate.step_ended(report.timed if report else 0)
         for request_id, load_s in (report.load_s if report else {}).items():
             if (state := self._requests.get(request_id)) is not None:
-                state.load_s = max(state.load_s, load_s)
+                self._loads_under_way.lasted(state, load_s)
         for request_id, near in (report.load_near if report else {}).items():
             if (state := self._requests.get(request_id)) is not None:
-                state.load_near = min(state.load_near, near)
+                self._loads_under_way.came_near(state, near)
         for request_id in finished | failed:
             if (state := self._requests.get(request_id)) is not None:
-                ok = request_id not in failed
-                if not ok:
-                    cause = report.load_causes.get(request_id, "") if report else ""
-                    state.reason = LOAD_REASONS.get(cause, "fault")
-                if state.loading:
-                    self._outcomes.loaded(state, state.load_tokens, ok=ok)
+                ok, load = request_id not in failed, state.load
+                cause = report.load_causes.get(request_id, "") if report else ""
+                failure = "" if ok else LOAD_REASONS.get(cause, "fault")
+                if self._loads_under_way.loaded(state, failure):
+                    self._outcomes.loaded(state, ok=ok)
                     if self._gate is not None:
-                        near = state.load_near if ok else float(state.near_only)
-                        self._gate.loaded(state.load_tokens if ok else 0, state.load_s, near)
-                state.loading = False
-                state.refused |= not ok
-                if not ok:
-                    self._loads_under_way.fail(request_id)
+                        near = load.near if ok else float(load.near_only)
+                        self._gate.loaded(load.tokens if ok else 0, load.seconds, near)
         if report is None:
             return
         for adapter in report.other_files:
@@ -397,7 +399,7 @@ class SchedulerHalf:
         self._adapters.other_files(*adapter)
         self._store_planner.refuse(adapter)
         for state in self._requests.values():
-            if (check := state.adapter) is not None and check.key == adapter:
+            if (check := state.asked.adapter) is not None and check.key == adapter:
                 check.tag, check.cause, check.done = None, "changed", True
 
     def _sized(self, part_nbytes: Mapping[tuple[int, int], int]) -> None:
@@ -414,11 +416,11 @@ class SchedulerHalf:
         self._store_planner.finished(request.request_id)
         if state is not None:
             self._loads_under_way.end(request.request_id)
-            if state.lookup is not None:
-                state.lookup.cancel()
-            if state.adapter is not None and not (state.checked and state.identified):
-                self.counters.add(metrics.ADAPTER_REQUESTS, 1, state.adapter.cause)
-            if state.loading:
+            self._offers.forget(state)
+            asked = state.asked
+            if asked.adapter is not None and not (asked.checked and asked.identified):
+                self.counters.add(metrics.ADAPTER_REQUESTS, 1, asked.adapter.cause)
+            if state.load.under_way:
                 self._cancelled.append(request.request_id)
 
     @guarded(None, request="hint")
@@ -427,11 +429,11 @@ class SchedulerHalf:
         state, namespace = self._requests.get(request.request_id), self._namespace.current
         if state is None or namespace is None:
             return
-        keep_s, done = state.hints.keep_s, state.hints.done
+        keep_s, done = state.asked.hints.keep_s, state.asked.hints.done
         if not (keep_s or done or self._retention.keeps):
             return
         hashes = self._geometry.record_hashes(request.block_hashes, self._geometry.first)
-        tag = state.adapter.tag if state.adapter is not None else b""
+        tag = state.asked.tag
         if not (keep_s or done) or tag is None:
             self._retention.used(hashes)
             return
@@ -450,8 +452,10 @@ class SchedulerHalf:
     # Helpers for the steps of a request.
 
     def _without_pool(self, request: Request) -> None:
-        state = self._requests.setdefault(request.request_id, RequestState(request, WITHOUT_POOL))
-        state.params, state.refused, state.reason = WITHOUT_POOL, True, "fault"
+        nothing = Asked(request, WITHOUT_POOL)
+        state = self._requests.setdefault(request.request_id, RequestState(nothing))
+        state.asked = replace(state.asked, params=WITHOUT_POOL)
+        self._offers.refuse(state, "fault")
 
     def _state(self, request: Request) -> RequestState:
         state = self._requests.get(request.request_id)
@@ -466,16 +470,17 @@ class SchedulerHalf:
             opted_out = not params.load
             if internals.adapter_changed_in_place(request):
                 params = WITHOUT_POOL
-            state = RequestState(request, params, hints, opted_out=opted_out)
-            self._requests[request.request_id] = state
+            adapter = None
             if request.lora_request is not None and (params.load or params.store):
-                state.adapter = self._adapters.check(request.lora_request)
+                adapter = self._adapters.check(request.lora_request)
+            state = RequestState(Asked(request, params, hints, adapter, opted_out))
+            self._requests[request.request_id] = state
         return state
 
     def _may_load(self, state: RequestState) -> bool:
-        if not self._loads or self._broken or self._namespace.awaits_reset or not state.params.load:
+        if not self._loads or self._broken or self._namespace.awaits_reset or not state.asked.params.load:
             return False
-        return state.identified or not state.checked
+        return state.asked.identified or not state.asked.checked
 
     def _is_cached(self, block_hash: bytes) -> bool:
         """Whether the engine's own cache has a block under a hash, or does not show what it has."""
@@ -484,7 +489,7 @@ class SchedulerHalf:
         return cached is None or any(key in cached for key in keys)
 
     def _only_stores(self, state: RequestState) -> bool:
-        return self._stores and not self._loads and not self._broken and state.params.store
+        return self._stores and not self._loads and not self._broken and state.asked.params.store
 
     def _max_tokens(self, request: Request) -> int:
         """The longest usable prefix: at least one token is left to compute, and hashes say what it is."""
@@ -546,9 +551,7 @@ class SchedulerHalf:
     def forget(self) -> None:
         self._store_planner.forget()
         for state in self._requests.values():
-            if state.lookup is not None:
-                state.lookup.cancel()
-            state.lookup = state.offered = state.tails = None
+            self._offers.forget(state)
         self._prefetches.forget()
 
     def switch_off(self, reason: str) -> None:

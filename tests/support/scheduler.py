@@ -166,7 +166,7 @@ def computed(asked: Request, store: Store) -> list[BlockStored]:
     """Let a request be computed and stored; what is announced of it."""
     scheduler = half(store)
     scheduler.seen(asked)
-    assert eventually(lambda: scheduler._requests[asked.request_id].checked)
+    assert eventually(lambda: scheduler._requests[asked.request_id].asked.checked)
     scheduler.allocated(asked, TABLE, 0)
     step = scheduler.plan(output(asked, len(TOKENS), TABLE))
     keys = NAMESPACE.keys([block.block_hash for block in step.stores], 0, 0)

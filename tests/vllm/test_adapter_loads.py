@@ -439,7 +439,7 @@ def test_blocks_of_files_that_are_loaded_again_in_their_step_are_not_stored_and_
     pool.cache_full_blocks(asked, blocks, 0, 6, BLOCK_TOKENS, 0)
     table = ([block.block_id for block in blocks] + [30],)
     scheduler.seen(asked)
-    assert eventually(lambda: scheduler._requests["asked"].checked)
+    assert eventually(lambda: scheduler._requests["asked"].asked.checked)
     scheduler.allocated(asked, table, 0)
     step = scheduler.plan(output(asked, len(TOKENS), table))
     assert len(step.stores) == 6
@@ -469,7 +469,7 @@ def test_blocks_of_an_adapter_go_to_the_pool_and_come_from_it(
     lora = ("adapter", str(path))
     scheduler, asked = half(store), request_with("asked", lora)
     scheduler.seen(asked)
-    assert eventually(lambda: scheduler._requests["asked"].checked)
+    assert eventually(lambda: scheduler._requests["asked"].asked.checked)
     scheduler.allocated(asked, TABLE, 0)
     step_of(worker, scheduler, scheduler.plan(output(asked, len(TOKENS), TABLE)))
     again = request_with("again", lora)

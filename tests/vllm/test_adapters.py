@@ -283,7 +283,7 @@ def test_blocks_that_are_computed_before_the_adapter_is_known_are_stored_when_it
     scheduler.allocated(asked, TABLE, 0)
     assert scheduler.plan(output(asked, 48, TABLE)).stores == []
     known.set()
-    assert eventually(lambda: scheduler._requests["asked"].checked)
+    assert eventually(lambda: scheduler._requests["asked"].asked.checked)
     asked.num_computed_tokens = 48
     stored = scheduler.plan(output(asked, 48, TABLE)).stores
     assert [block.block_ids for block in stored] == [(block,) for block in TABLE[0][:6]]

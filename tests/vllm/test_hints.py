@@ -451,7 +451,7 @@ def test_a_priority_of_an_envelope_counts() -> None:
             request("a", 100, {"kv_hint": envelope(("priority", {"priority": 7}))}),
         )
         scheduler.seen(asked)
-        assert scheduler._requests["a"].params.priority == 7
+        assert scheduler._requests["a"].asked.params.priority == 7
         scheduler.close()
 
 

@@ -14,7 +14,7 @@ from kvpool import metrics
 from kvpool.metrics import Counters, Samples
 from kvpool.tracing import Tracing
 from kvpool.vllm.metrics import AGED_S, Outcomes, PoolPromMetrics, PoolStats
-from kvpool.vllm.requests import WITHOUT_POOL, RequestState
+from kvpool.vllm.requests import WITHOUT_POOL, Asked, RequestState
 from kvpool.vllm.scheduler import SchedulerHalf
 from tests.support.lifecycle import BLOCK_TOKENS, ScriptedEngine, World
 
@@ -75,12 +75,15 @@ def test_the_one_hit_before_a_rest_is_told() -> None:
         clock=lambda: 2 * AGED_S,
         tracing=Tracing.of_process(),
     )
-    state = RequestState(SimpleNamespace(num_prompt_tokens=len(PROMPT)), WITHOUT_POOL)  # type: ignore[arg-type]
+    state = RequestState(Asked(SimpleNamespace(num_prompt_tokens=len(PROMPT)), WITHOUT_POOL))  # type: ignore[arg-type]
     namespace: Any = SimpleNamespace(hex="ab" * 16)
-    outcomes.admitted(state, [bytes([number]) * 32 for number in range(6)], namespace, loads=True)
+    outcomes.admitted(
+        state, [bytes([number]) * 32 for number in range(6)], namespace, usable_tokens=WHOLE, loads=True
+    )
     outcomes._told_at_s -= AGED_S
     outcomes.tell_ratios()
-    outcomes.loaded(state, WHOLE, ok=True)
+    state.load.tokens = WHOLE
+    outcomes.loaded(state, ok=True)
     outcomes.tell_ratios()
     assert [windows["1h"].spared_tokens for windows, _ in told] == [0, WHOLE]
     assert [[len(one.numbers) for one in sampled] for _, sampled in told] == [[6], []]

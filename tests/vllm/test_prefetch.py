@@ -76,7 +76,7 @@ def step(scheduler: SchedulerHalf) -> None:
 def arrive(scheduler: SchedulerHalf, asked: Request) -> None:
     """It arrives, and its lookup ends before vLLM has room for it."""
     scheduler.seen(asked)
-    lookup = scheduler._requests[asked.request_id].lookup
+    lookup = scheduler._requests[asked.request_id].found.lookup
     assert lookup is not None
     assert eventually(lambda: lookup.ended(0.0))
 
@@ -124,7 +124,9 @@ def test_what_came_near_is_no_load_from_the_pool(engine: Callable[..., Engine]) 
     step(scheduler)
     assert eventually(lambda: scheduler._prefetches.brought("a"))
     assert answer(scheduler, asked) == HIT_TOKENS
-    assert scheduler._requests["a"].near_only
+    span = scheduler._requests["a"].found.span
+    assert span is not None
+    assert span.near
 
 
 def test_the_gate_holds_back_what_is_not_near(engine: Callable[..., Engine]) -> None:

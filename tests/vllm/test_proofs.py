@@ -165,7 +165,7 @@ def test_nor_when_the_answer_comes_late(store: Store, false_at: str) -> None:
     if false_at == "before":
         false_session(scheduler)
     scheduler.seen(asked)
-    lookup = scheduler._requests["old"].lookup
+    lookup = scheduler._requests["old"].found.lookup
     assert lookup is not None
     done, lookup._lookup.done = lookup._lookup.done, lambda: False  # type: ignore[method-assign]
     scheduler.matched_tokens(asked, 96)

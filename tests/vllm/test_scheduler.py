@@ -152,7 +152,7 @@ def test_what_one_request_loads_the_others_wait_for(store: Store, ends: str) -> 
     scheduler.plan(SchedulerOutput.make_empty())
     assert answer(scheduler, other) == 96, "it shares nothing"
     scheduler.seen(second)
-    lookup = scheduler._requests["b"].lookup
+    lookup = scheduler._requests["b"].found.lookup
     assert lookup is not None
     assert eventually(lambda: lookup.ended(time.monotonic()))
     assert scheduler.matched_tokens(second, 0) == (None, False)
@@ -195,13 +195,13 @@ def test_a_wait_for_room_costs_the_budget_once(store: Store) -> None:
     taken = pool.get_new_blocks(pool.get_num_free_blocks())
     scheduler.seen(second)
     state = scheduler._requests["b"]
-    assert eventually(lambda: state.lookup is not None and state.lookup.ended(time.monotonic()))
+    assert eventually(lambda: state.found.lookup is not None and state.found.lookup.ended(time.monotonic()))
     assert scheduler.matched_tokens(second, 0) == (None, False)
-    assert state.waiting_since is not None
-    state.waiting_since -= BUDGET_S
+    assert state.found.waiting_since is not None
+    state.found.waiting_since -= BUDGET_S
     for _ in range(2):
         assert scheduler.matched_tokens(second, 0) == (0, False)
-        assert state.result == "no_room"
+        assert state.found.result == "no_room"
     pool.free_blocks(taken)
     assert scheduler.matched_tokens(second, 0) == (96, True)
 

@@ -88,7 +88,7 @@ def test_what_was_loaded_from_another_pool_is_stored_and_what_came_from_this_one
 def late_answer(engine: Engine, asked: Request) -> Callable[[], None]:
     """Hold back what the pool says to the request's lookup, until the result is called."""
     engine.scheduler.seen(asked)
-    lookup = engine.scheduler._requests[asked.request_id].lookup
+    lookup = engine.scheduler._requests[asked.request_id].found.lookup
     assert lookup is not None
     lookup._gives_up_s += BUDGET_S
     done = lookup._lookup.done
@@ -125,7 +125,7 @@ def test_what_the_engine_evicted_before_the_late_answer_is_not_stored(store: Sto
 def test_a_lookup_without_an_answer_says_nothing_of_what_is_held(store: Store) -> None:
     engine, asked = Engine(store), request("a")
     engine.scheduler.seen(asked)
-    lookup = engine.scheduler._requests["a"].lookup
+    lookup = engine.scheduler._requests["a"].found.lookup
     assert lookup is not None
     lookup._lookup.done = lambda: False  # type: ignore[method-assign]
     engine.begins(asked, 6)
