@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 # has no floor of its own; "store.__init__" is the file that a package's name imports.
 FLOORS = (
     {"_native", "v1"},  # built and generated
-    {"errors", "files", "metrics", "text", "threads", "tracing"},
+    {"clock", "errors", "files", "metrics", "text", "threads", "tracing"},
     {"key"},
     {"environment"},
     {"config"},

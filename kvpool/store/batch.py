@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from kvpool import _native
@@ -99,9 +99,16 @@ class LookupGroup(NamedTuple):
 class Batch:
     """Submitted puts, gets, existence checks or deletes. ``name``: for errors."""
 
-    def __init__(self, running: Running, name: str, timeout_s: float, max_s: float | None = None) -> None:
-        self._running, self._name, self._timeout_s = running, name, timeout_s
-        self._deadline_s = time.monotonic() + (timeout_s if max_s is None else max_s)
+    def __init__(
+        self,
+        running: Running,
+        name: str,
+        timeout_s: float,
+        max_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._running, self._name, self._timeout_s, self._clock = running, name, timeout_s, clock
+        self._deadline_s = clock() + (timeout_s if max_s is None else max_s)
 
     def done(self) -> bool:
         """Whether the batch has ended; never blocks."""
@@ -144,9 +151,9 @@ class Batch:
         if timeout_s is None:
             end_s = self._deadline_s + GRACE_S
         else:
-            end_s = time.monotonic() + check_timeout(timeout_s)
-        while not self._running.wait(min(max(end_s - time.monotonic(), 0.0), MAX_TIMEOUT_S)):
-            if time.monotonic() >= end_s:
+            end_s = self._clock() + check_timeout(timeout_s)
+        while not self._running.wait(min(max(end_s - self._clock(), 0.0), MAX_TIMEOUT_S)):
+            if self._clock() >= end_s:
                 raise StoreUnavailable(f"{self._name}: still under way; the store does not answer")
         return self._running.results()
 
@@ -175,8 +182,9 @@ class LookupBatch(Batch):
         timeout_s: float,
         groups: Sequence[LookupGroup],
         order: Sequence[int],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(running, name, timeout_s)
+        super().__init__(running, name, timeout_s, clock=clock)
         self._groups, self._order = groups, order
 
     def records(self, timeout_s: float | None = None) -> list[bytes]:

@@ -9,8 +9,9 @@ Over 400 lines because each call's contract is written here.
 from __future__ import annotations
 
 import math
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -127,6 +128,7 @@ class Store(ABC):
     """
 
     far: Store | None = None  # behind a near pool: the far one by itself
+    clock: Callable[[], float] = time.monotonic  # of waits for batches
 
     def __init__(self, name: str, engine: DataPath, documents: Documents) -> None:
         self._name = name  # without secrets, for errors and repr
@@ -249,7 +251,8 @@ class Store(ABC):
         except (ValueError, TypeError, RuntimeError) as error:
             raise self._mapped(error) from error
         keys = sum(group.records * group.ranks for group in asked)
-        return LookupBatch(running, f"{self._name}: lookup of at most {keys} keys", timeout_s, asked, order)
+        name = f"{self._name}: lookup of at most {keys} keys"
+        return LookupBatch(running, name, timeout_s, asked, order, self.clock)
 
     # ------------------------------------------------------------------ leased documents
 
@@ -454,7 +457,8 @@ class Store(ABC):
             running = self._engine.submit(operation, keys, views, timeout_s, max_s)
         except (ValueError, TypeError, RuntimeError) as error:
             raise self._mapped(error) from error
-        return Batch(running, f"{self._name}: {verb} of {len(keys)} keys", timeout_s, max_s)
+        name = f"{self._name}: {verb} of {len(keys)} keys"
+        return Batch(running, name, timeout_s, max_s, self.clock)
 
     def _mapped(self, error: Exception) -> KVPoolError:
         if not isinstance(error, RuntimeError):

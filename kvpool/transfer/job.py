@@ -5,12 +5,12 @@ Threads: the mover's owner.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
+from kvpool.clock import Clock
 from kvpool.store import Batch
 from kvpool.transfer.device import Event
 
@@ -150,12 +150,12 @@ class Part(Generic[Item]):
             assert self.transfer is not None
             self.transfer.cancel()
 
-    def settle(self, timeout_s: float) -> None:
+    def settle(self, timeout_s: float, clock: Clock) -> None:
         """Wait at most ``timeout_s`` for its end."""
         if not self.stage.copies:
             assert self.transfer is not None
             self.transfer.settle(timeout_s)
             return
-        until = time.monotonic() + timeout_s
-        while not self.over() and (left := until - time.monotonic()) > 0:
-            time.sleep(min(COPY_PAUSE_S, left))
+        until = clock.monotonic() + timeout_s
+        while not self.over() and (left := until - clock.monotonic()) > 0:
+            clock.sleep(min(COPY_PAUSE_S, left))

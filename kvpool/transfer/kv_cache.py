@@ -10,13 +10,13 @@ Threads: the worker's model thread only.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 from kvpool import metrics
+from kvpool.clock import REAL, Clock
 from kvpool.errors import ConfigError
 from kvpool.metrics import Counters
 from kvpool.store import Store
@@ -145,15 +145,15 @@ class KVCacheMover(BlockMover[Block]):
         max_store_nbytes_per_s: int,
         counters: Counters,
         device: Device | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = REAL,
     ) -> None:
-        """``device``: of the copiers' layers; None: their tensors' device. ``clock``: of the cap."""
+        """``device``: of the copiers' layers; None: their tensors' device."""
         memory = KVCacheMemory(copiers, staging_nbytes, device or device_of(copiers[0].device))
-        super().__init__(store, memory, counters)
+        super().__init__(store, memory, counters, clock)
         self._groups = len(copiers)
         self._payload_nbytes = [copier.payload_nbytes for copier in copiers]
         self._reserve = max(1, int(self.staging.slots * LOAD_RESERVE))
-        self._allowance = Allowance(max_store_nbytes_per_s, clock)
+        self._allowance = Allowance(max_store_nbytes_per_s, clock.monotonic)
 
     @property
     def staging(self) -> Staging:
@@ -193,7 +193,7 @@ class KVCacheMover(BlockMover[Block]):
         self._memory.hold_engine_for_gathers()
 
     def _stage(self, tags: tuple[int, ...], blocks: list[Block], slots: list[int], copy: Event) -> None:
-        now, count = time.monotonic(), len(blocks)
+        now, count = self._clock.monotonic(), len(blocks)
         job = Job(tags, False, blocks, STORE_TIMEOUT_S, now, float("inf"), DONE, taken=count)
         self._jobs[tags] = job
         part = Part(Stage.GATHER, job, list(range(count)), slots, copy)

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Hashable, Sequence
 from typing import Generic, NamedTuple, cast
 
 from kvpool import _native, metrics
+from kvpool.clock import REAL, Clock
 from kvpool.errors import StoreUnavailable
 from kvpool.metrics import Counters
 from kvpool.store import Batch, Store
@@ -72,10 +72,11 @@ class BlockMover(Generic[Item]):
     Only ``poll`` (at most ``wait_s``), ``drain`` and ``close`` wait for the store.
     """
 
-    def __init__(self, store: Store, memory: Memory[Item], counters: Counters) -> None:
+    def __init__(self, store: Store, memory: Memory[Item], counters: Counters, clock: Clock = REAL) -> None:
         self._store = store
         self._memory = memory
         self._counters = counters
+        self._clock = clock
         self._jobs: dict[Hashable, Job[Item]] = {}
         self._parts: dict[Part[Item], None] = {}  # in starting order
         self._stopping: list[Part[Item]] = []  # cancelled; they only still own their slots
@@ -101,7 +102,7 @@ class BlockMover(Generic[Item]):
 
         The lowest ``priority`` gets scarce room, then the oldest job. ``short``: more is wanted, but missing.
         """
-        now, after = time.monotonic(), self._memory.mark()
+        now, after = self._clock.monotonic(), self._memory.mark()
         self._submit(Job(job, True, items, timeout_s, now, now + max_s, after, priority, width, need, short))
 
     def store(
@@ -117,7 +118,7 @@ class BlockMover(Generic[Item]):
 
         A value without room in the pool fails the job, and later values are not sent.
         """
-        now = time.monotonic()
+        now = self._clock.monotonic()
         self._submit(Job(job, False, items, STORE_TIMEOUT_S, now, now + max_s, DONE, priority, width))
 
     def cancel(self, job: Hashable, cause: str = "cancelled") -> None:
@@ -134,17 +135,17 @@ class BlockMover(Generic[Item]):
         if wait_s > 0 and not self._finished.loads and not self._finished.staged:
             awaited = [part for part in self._parts if part.stage.copies or part.job.is_load]
             if awaited:
-                awaited[0].settle(wait_s)
+                awaited[0].settle(wait_s, self._clock)
                 self._advance()
         finished, self._finished = self._finished, Finished([], [], [])
         return finished
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until nothing is in flight; True if in time. ``poll`` reports the ended jobs."""
-        deadline = time.monotonic() + timeout_s
+        deadline = self._clock.monotonic() + timeout_s
         self._advance()
-        while self._parts and (left := deadline - time.monotonic()) > 0:
-            next(iter(self._parts)).settle(left)
+        while self._parts and (left := deadline - self._clock.monotonic()) > 0:
+            next(iter(self._parts)).settle(left, self._clock)
             self._advance()
         return not self._parts
 
@@ -157,10 +158,10 @@ class BlockMover(Generic[Item]):
         for part in self._stopping:
             part.cancel()
         self._memory.hold_engine()
-        until = time.monotonic() + self._memory.patience_s
+        until = self._clock.monotonic() + self._memory.patience_s
         for part in self._stopping:
-            while not part.over() and (left := until - time.monotonic()) > 0:
-                part.settle(min(left, SETTLE_STEP_S))
+            while not part.over() and (left := until - self._clock.monotonic()) > 0:
+                part.settle(min(left, SETTLE_STEP_S), self._clock)
         self._reap()
         for job in self._jobs.values():
             job.items = ()
@@ -214,7 +215,7 @@ class BlockMover(Generic[Item]):
             self._fail(job, "fault", error)
             return
         error.with_traceback(None)  # its frames would keep the job's memory until a garbage collection
-        late = time.monotonic() >= job.deadline
+        late = self._clock.monotonic() >= job.deadline
         self._fail(job, "too_slow" if late else "store_unavailable", error)
 
     def _end_jobs(self, now: float) -> None:
@@ -271,13 +272,13 @@ class BlockMover(Generic[Item]):
         self._begin(part, Stage.GET, transfer, max_s)
 
     def _send(self, part: Part[Item]) -> None:
-        timeout_s = self._timeout_s(part.job, time.monotonic())
+        timeout_s = self._timeout_s(part.job, self._clock.monotonic())
         views = self._memory.views(part.items, part.slots)
         transfer = self._store.submit_put_absent(part.keys, views, timeout_s=timeout_s)
         self._begin(part, Stage.SEND, transfer, timeout_s)
 
     def _begin(self, part: Part[Item], stage: Stage, transfer: Batch, timeout_s: float) -> None:
-        part.begin(stage, transfer, time.monotonic() + timeout_s)
+        part.begin(stage, transfer, self._clock.monotonic() + timeout_s)
 
     @staticmethod
     def _timeout_s(job: Job[Item], now: float) -> float:
@@ -285,7 +286,7 @@ class BlockMover(Generic[Item]):
 
     def _advance(self) -> None:
         self._reap()
-        now = time.monotonic()
+        now = self._clock.monotonic()
         arrived: list[Part[Item]] = []
         for part in list(self._parts):
             if not part.over():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.distributed.kv_events import KVCacheEvent
@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.logger import init_logger
 
+from kvpool.clock import REAL, Clock
 from kvpool.config import PoolConfig
 from kvpool.errors import ConfigError, EngineRefused, StoreUnavailable
 from kvpool.store import StoreURL, open_store
@@ -34,7 +35,7 @@ from kvpool.vllm.identity import adapter_settings, engine_facts
 from kvpool.vllm.metrics import PoolPromMetrics, PoolStats
 from kvpool.vllm.parts import shared_groups
 from kvpool.vllm.plan import PoolMetadata, PoolWorkerMetadata
-from kvpool.vllm.scheduler import SchedulerHalf
+from kvpool.vllm.scheduler import Roles, SchedulerHalf
 from kvpool.vllm.weights import model_name, weights_of
 from kvpool.vllm.worker import WorkerHalf
 
@@ -60,6 +61,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     engine configuration refuses the start in one sentence.
     """
 
+    clock: ClassVar[Clock] = REAL  # of both halves
+
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
@@ -84,10 +87,13 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                     config,
                     self._store,
                     self._geometry,
-                    loads=self._kv_transfer_config.is_kv_consumer,
-                    stores=self._kv_transfer_config.is_kv_producer,
-                    events=bool(events and events.enable_kv_cache_events),
+                    roles=Roles(
+                        loads=self._kv_transfer_config.is_kv_consumer,
+                        stores=self._kv_transfer_config.is_kv_producer,
+                        events=bool(events and events.enable_kv_cache_events),
+                    ),
                     adapter_settings=adapter_settings(vllm_config),
+                    clock=self.clock,
                 )
                 self._scheduler.start()
             else:
@@ -98,6 +104,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                     rank=internals.engine_rank(stage_ranks),
                     model=model_name(vllm_config.model_config, config.model_id),
                     adapters=None if vllm_config.lora_config is None else AdapterLoads(),
+                    clock=self.clock,
                 )
         except (ConfigError, StoreUnavailable) as error:
             if role is KVConnectorRole.SCHEDULER:

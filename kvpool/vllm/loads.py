@@ -11,7 +11,6 @@ Threads: the engine's scheduler thread only.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -36,8 +35,8 @@ class _UnderWay:
 class Loads:
     """``patience_s``: longest wait for another request's load."""
 
-    def __init__(self, geometry: Geometry, *, patience_s: float) -> None:
-        self._geometry, self._patience_s = geometry, patience_s
+    def __init__(self, geometry: Geometry, *, patience_s: float, clock: Callable[[], float]) -> None:
+        self._geometry, self._patience_s, self._clock = geometry, patience_s, clock
         self._windowed = any(not (group.needs_all or group.is_ring) for group in geometry.groups)
         self._loads: dict[str, _UnderWay] = {}
         self._by: dict[Record, str] = {}
@@ -48,7 +47,7 @@ class Loads:
 
     def bring(self, request: Request, local_tokens: int, hit_tokens: int) -> bool:
         """Whether other requests load the first record that each group lacks: ask again in a later step."""
-        now_s = time.monotonic()
+        now_s = self._clock()
         return all(
             (owner := self._by.get(record, request.request_id)) != request.request_id
             and now_s - self._loads[owner].began_s < self._patience_s
@@ -96,7 +95,7 @@ class Loads:
         name, blocks = request.request_id, []
         self.end(name)
         room = self._geometry.room_of_load(hit_tokens, request.num_tokens)
-        load = self._loads[name] = _UnderWay(time.monotonic(), room, [])
+        load = self._loads[name] = _UnderWay(self._clock(), room, [])
         for index, group in enumerate(self._geometry.groups):
             for block_hash, i in self.needed(request, group, local_tokens, hit_tokens):
                 ids = group.blocks_lacking(tables[index], i, local_tokens)

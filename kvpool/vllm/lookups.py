@@ -8,7 +8,6 @@ Threads: the engine's scheduler thread only. Nothing here waits.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
@@ -140,9 +139,9 @@ class Lookups:
         """Whether a request's hashes find the KV of its own tokens."""
         return not internals.is_resumable(request) or self._proofs.is_true(request)
 
-    def start(self, namespace: Namespace, request: Request, tag: bytes) -> RequestLookup | None:
+    def start(self, namespace: Namespace, request: Request, tag: bytes, now_s: float) -> RequestLookup | None:
         """Start the lookup of a request; ``tag``: its adapter's, or empty. None: no pool."""
-        lookup = self._submit(namespace, *self.records(request, tag))
+        lookup = self._submit(namespace, *self.records(request, tag), now_s)
         if lookup is not None:
             self._counters.add(metrics.LOOKUP_REQUESTS)
         return lookup
@@ -158,7 +157,7 @@ class Lookups:
         return asked, wanted
 
     def start_tails(
-        self, namespace: Namespace, request: Request, tag: bytes, places: range
+        self, namespace: Namespace, request: Request, tag: bytes, places: range, now_s: float
     ) -> RequestLookup | None:
         """Start the lookup of tails that end with these of the request's hashes. None: no pool."""
         hashes = request.block_hashes[places.start : places.stop]
@@ -173,29 +172,28 @@ class Lookups:
             for index, group in enumerate(self._geometry.groups)
             if not group.scratch
         ]
-        return self._submit(namespace, asked, [b"\1" * len(places)] * len(asked))
+        return self._submit(namespace, asked, [b"\1" * len(places)] * len(asked), now_s)
 
     def _submit(
-        self, namespace: Namespace, asked: Sequence[LookupGroup], wanted: Sequence[bytes]
+        self, namespace: Namespace, asked: Sequence[LookupGroup], wanted: Sequence[bytes], now_s: float
     ) -> RequestLookup | None:
         try:
             lookup = self._store.submit_lookup(namespace, asked, timeout_s=self.timeout_s)
         except StoreUnavailable:
-            self.failed("store_unavailable")
+            self.failed("store_unavailable", now_s)
             return None
         self._counters.add(metrics.LOOKUP_BLOCKS, sum(group.records * group.ranks for group in asked))
-        return RequestLookup(lookup, wanted, time.monotonic(), self.timeout_s, asked)
+        return RequestLookup(lookup, wanted, now_s, self.timeout_s, asked)
 
     def answered(self) -> None:
         if self._is_away:
             self._is_away = False
             logger.info("kvpool: the pool answers again")
 
-    def failed(self, cause: str) -> None:
+    def failed(self, cause: str, now_s: float) -> None:
         self._counters.add(metrics.LOOKUP_FAILURES, 1, cause)
-        now = time.monotonic()
-        if not self._is_away and now - self._warned_at >= WARN_EVERY_S:
-            self._is_away, self._warned_at = True, now
+        if not self._is_away and now_s - self._warned_at >= WARN_EVERY_S:
+            self._is_away, self._warned_at = True, now_s
             logger.warning(
                 "kvpool: the pool gives no answer (%s), so prompts are computed; see kvpool_lookup_failures_total",
                 cause,
@@ -264,8 +262,9 @@ class ChunkLookups:
         timeout_s: float,
         counters: Counters,
         cause: Callable[[Exception], str],
+        clock: Callable[[], float],
     ) -> None:
-        self._store, self._names, self._timeout_s = store, names, timeout_s
+        self._store, self._names, self._timeout_s, self._clock = store, names, timeout_s, clock
         self._counters, self._cause = counters, cause
         self._probes: dict[OffloadKey, _Probe] = {}
         self._asked_by: dict[str, set[OffloadKey]] = {}
@@ -277,7 +276,7 @@ class ChunkLookups:
     def lookup(self, key: OffloadKey, request_id: str) -> bool | None:
         """Whether the pool has it; None: unknown, ask again in a later step."""
         self.collect()
-        now = time.monotonic()
+        now = self._clock()
         probe = self._probes.get(key)
         if probe is None:
             probe = self._probes[key] = _Probe(now)

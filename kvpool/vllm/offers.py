@@ -8,7 +8,6 @@ Threads: the engine's scheduler thread only. Nothing here waits.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from vllm.v1.request import Request
@@ -48,7 +47,7 @@ class Offers:
         self._geometry, self._namespace, self._lookups, self._loads = geometry, namespace, lookups, loads
         self._prefetches, self._gate, self._stores = prefetches, gate, stores
 
-    def look_up(self, state: RequestState) -> RequestLookup | None:
+    def look_up(self, state: RequestState, now_s: float) -> RequestLookup | None:
         """Start the lookup of a request; None without a pool."""
         asked, found = state.asked, state.found
         tag = asked.tag
@@ -60,7 +59,7 @@ class Offers:
         if not self._lookups.are_true(asked.request):
             self.refuse(state, "fault")
             return None
-        found.lookup = self._lookups.start(self._namespace.current, asked.request, tag)
+        found.lookup = self._lookups.start(self._namespace.current, asked.request, tag, now_s)
         found.refused |= found.lookup is None
         return found.lookup
 
@@ -95,39 +94,38 @@ class Offers:
             state.found.lookup.cancel()
         state.found.lookup = state.found.span = None
 
-    def make(self, state: RequestState, local_tokens: int, max_tokens: int) -> Offer:
+    def make(self, state: RequestState, local_tokens: int, max_tokens: int, now_s: float) -> Offer:
         """An offer beside ``local_tokens`` of the engine's own cache; a prefix ends at ``max_tokens``."""
         request, found = state.asked.request, state.found
-        now = time.monotonic()
         found.result = "no_answer"
         if self._namespace.current is None or not state.asked.checked:
-            if self._in_time(found, now):
-                return self._wait(found, now)
+            if self._in_time(found, now_s):
+                return self._wait(found, now_s)
             found.reason = "unavailable" if state.asked.checked else "adapter"
-            self._end_wait(found, now, answered=False)
+            self._end_wait(found, now_s, answered=False)
             return NO_OFFER
         lookup = found.lookup
-        if lookup is None or lookup.is_stale(now):
-            lookup = self.look_up(state)
+        if lookup is None or lookup.is_stale(now_s):
+            lookup = self.look_up(state, now_s)
         if lookup is None:
             return NO_OFFER
-        if not lookup.ended(now):
-            return self._wait(found, now)
-        present, hit = self.present(state, lookup), local_tokens
+        if not lookup.ended(now_s):
+            return self._wait(found, now_s)
+        present, hit = self.present(state, lookup, now_s), local_tokens
         if present is not None:
-            longest = self._hit(state, lookup, local_tokens, max_tokens, now)
+            longest = self._hit(state, lookup, local_tokens, max_tokens, now_s)
             if longest is None:
-                return self._wait(found, now)
+                return self._wait(found, now_s)
             hit = longest
         if request.num_preemptions and local_tokens and hit - local_tokens < MIN_STEP_TOKENS:
             hit = local_tokens  # memory is short, and a load holds blocks without progress
         if hit > local_tokens and self._loads.bring(request, local_tokens, hit):
-            return self._wait(found, now)
+            return self._wait(found, now_s)
         room = hit == local_tokens or self._loads.leave_room(request, hit)
         waits = not (room or found.crowded) and self._loads.under_way()
-        if waits and self._in_time(found, now):
-            return self._wait(found, now)
-        self._end_wait(found, now, answered=present is not None)
+        if waits and self._in_time(found, now_s):
+            return self._wait(found, now_s)
+        self._end_wait(found, now_s, answered=present is not None)
         if present is None:
             return NO_OFFER
         found.result = "miss"
@@ -146,21 +144,23 @@ class Offers:
         found.span = Span(local_tokens, paid, near=paid == near)
         return paid - local_tokens, True
 
-    def present(self, state: RequestState, lookup: RequestLookup) -> Sequence[bytes] | None:
+    def present(self, state: RequestState, lookup: RequestLookup, now_s: float) -> Sequence[bytes] | None:
         """The answer of an ended lookup; None: it failed, and the request is offered nothing again."""
         if lookup.present is None:
             self.refuse(state, "too_slow" if lookup.late else "unavailable")
-            self._lookups.failed(lookup.failure)
+            self._lookups.failed(lookup.failure, now_s)
         else:
             self._lookups.answered()
         return lookup.present
 
-    def answer_for_stores(self, state: RequestState, lookup: RequestLookup) -> Sequence[Sequence[int]] | None:
+    def answer_for_stores(
+        self, state: RequestState, lookup: RequestLookup, now_s: float
+    ) -> Sequence[Sequence[int]] | None:
         """A lookup's answer for the store planner, empty if it failed; None: pending."""
-        return (self.present(state, lookup) or ()) if lookup.ended(time.monotonic()) else None
+        return (self.present(state, lookup, now_s) or ()) if lookup.ended(now_s) else None
 
     def _hit(
-        self, state: RequestState, lookup: RequestLookup, local_tokens: int, max_tokens: int, now: float
+        self, state: RequestState, lookup: RequestLookup, local_tokens: int, max_tokens: int, now_s: float
     ) -> int | None:
         """The end of the longest usable prefix; None: how much of its next block is there is not known yet."""
         present = lookup.present or ()
@@ -168,12 +168,12 @@ class Offers:
         stop = self._geometry.junction(present, max_tokens)
         if stop > hit and self._stores:
             internals.stop_at(state.asked.request, stop)
-        tail = self._tail(state.asked, lookup, max(hit, stop), now)
-        if tail is None and self._in_time(state.found, now):
+        tail = self._tail(state.asked, lookup, max(hit, stop), now_s)
+        if tail is None and self._in_time(state.found, now_s):
             return None
         return max(hit, tail or 0)
 
-    def _tail(self, asked: Asked, lookup: RequestLookup, whole_tokens: int, now: float) -> int | None:
+    def _tail(self, asked: Asked, lookup: RequestLookup, whole_tokens: int, now_s: float) -> int | None:
         """How many tokens the pool has with the beginning of the block behind ``whole_tokens``; None: not known yet."""
         namespace, tag = self._namespace.current, asked.tag
         if not self._geometry.has_tails or namespace is None or tag is None:
@@ -188,15 +188,15 @@ class Offers:
         if not places:
             return 0
         if lookup.tails is None or lookup.tails[0] != whole_tokens:
-            started = self._lookups.start_tails(namespace, asked.request, tag, places)
+            started = self._lookups.start_tails(namespace, asked.request, tag, places, now_s)
             if started is None:
                 return 0
             lookup.tails = (whole_tokens, started)
         tails = lookup.tails[1]
-        if not tails.ended(now):
+        if not tails.ended(now_s):
             return None
         if tails.present is None:
-            self._lookups.failed(tails.failure)
+            self._lookups.failed(tails.failure, now_s)
             return 0
         parts = zip(*tails.present, strict=True)
         ends = [place for place, there in zip(places, parts, strict=True) if all(there)]
@@ -225,18 +225,18 @@ class Offers:
                 paid = end
         return paid
 
-    def _in_time(self, found: Found, now: float) -> bool:
-        return found.waiting_since is None or now - found.waiting_since < self._lookups.timeout_s
+    def _in_time(self, found: Found, now_s: float) -> bool:
+        return found.waiting_since is None or now_s - found.waiting_since < self._lookups.timeout_s
 
     @staticmethod
-    def _wait(found: Found, now: float) -> Offer:
+    def _wait(found: Found, now_s: float) -> Offer:
         if found.waiting_since is None:
-            found.waiting_since = now
+            found.waiting_since = now_s
         return ASK_AGAIN
 
     @staticmethod
-    def _end_wait(found: Found, now: float, *, answered: bool) -> None:
-        seconds = None if found.waiting_since is None else now - found.waiting_since
+    def _end_wait(found: Found, now_s: float, *, answered: bool) -> None:
+        seconds = None if found.waiting_since is None else now_s - found.waiting_since
         if seconds is not None:
             found.waited_s, found.waiting_since = seconds, None
         found.ended = Wait(seconds, answered)

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.logger import init_logger
@@ -27,6 +27,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
 from kvpool import metrics
+from kvpool.clock import REAL, Clock
 from kvpool.config import PoolConfig
 from kvpool.discovery.announcer import TrafficAnnouncer
 from kvpool.discovery.quota_watch import QuotaWatch
@@ -44,7 +45,7 @@ from kvpool.vllm.guard import RequestFaults, guarded
 from kvpool.vllm.hints import read_hints
 from kvpool.vllm.identity import EngineNamespace
 from kvpool.vllm.loads import Loads
-from kvpool.vllm.lookups import Lookups
+from kvpool.vllm.lookups import Lookups, RequestLookup
 from kvpool.vllm.metrics import Outcomes
 from kvpool.vllm.near import NearBlocks
 from kvpool.vllm.offers import NO_OFFER, Offer, Offers
@@ -66,6 +67,14 @@ LOAD_REASONS = {
 }  # fmt: skip
 
 
+class Roles(NamedTuple):
+    """What an engine does with the pool. ``events``: it announces what it stored."""
+
+    loads: bool
+    stores: bool
+    events: bool
+
+
 class SchedulerHalf:
     """Plans an engine's loads and stores, over all ranks and stages; the caller closes ``store``."""
 
@@ -75,13 +84,13 @@ class SchedulerHalf:
         store: Store,
         geometry: Geometry,
         *,
-        loads: bool,
-        stores: bool,
-        events: bool,
+        roles: Roles,
         adapter_settings: str = "",
+        clock: Clock = REAL,
     ) -> None:
         self._config, self._store, self._geometry = config, store, geometry
-        self._loads, self._stores, self._events_wanted = loads, stores, events
+        self._loads, self._stores, self._events_wanted = roles
+        self._clock = clock
         self._broken = False
         self.counters = Counters()
         self._request_faults = RequestFaults(self.counters)
@@ -89,7 +98,7 @@ class SchedulerHalf:
         self._requests: dict[str, RequestState] = {}
         self._params = ParamsReader()
         self._adapters = Adapters(adapter_settings)
-        self._seen = SeenRecords(StoreURL.parse(config.pool).ttl_s, time.monotonic())
+        self._seen = SeenRecords(StoreURL.parse(config.pool).ttl_s, clock.monotonic())
         self._proofs = HashProofs(geometry.hash_algorithm, geometry.hash_block_tokens, self._is_cached)
         self._lookups = Lookups(
             store, geometry, self._proofs, timeout_s=config.lookup_timeout_s, counters=self.counters
@@ -101,10 +110,10 @@ class SchedulerHalf:
             self.counters,
             record_tokens=geometry.first.record_tokens,
             tell=self._traffic.tell,
-            clock=time.monotonic,
+            clock=clock.monotonic,
             tracing=Tracing.of_process(),
         )
-        self._loads_under_way = Loads(geometry, patience_s=config.lookup_timeout_s)
+        self._loads_under_way = Loads(geometry, patience_s=config.lookup_timeout_s, clock=clock.monotonic)
         near = StoreURL.parse(config.pool).near
         self._has_near = near is not None
         self._prefetches = Prefetches(
@@ -113,6 +122,7 @@ class SchedulerHalf:
             self._loads_under_way,
             room_nbytes=int(config.prefetch_share * _near_nbytes(store, near)),
             counters=self.counters,
+            clock=clock.monotonic,
         )
         self._new_loads: list[LoadPlan] = []
         self._cancelled: list[str] = []
@@ -122,6 +132,7 @@ class SchedulerHalf:
             write_through=config.store_policy == "write_through",
             over_quota=self._quota.is_over,
             counters=self.counters,
+            clock=clock.monotonic,
         )
         self._mixes_adapters = internals.mixes_adapters()
         self._store_planner = StorePlanner(
@@ -129,10 +140,10 @@ class SchedulerHalf:
             geometry,
             queue=queue,
             proofs=self._proofs,
-            events=events,
+            events=roles.events,
             counters=self.counters,
         )
-        self._gate = CostGate(self.counters) if config.cost_gate and loads else None
+        self._gate = CostGate(self.counters, clock.monotonic) if config.cost_gate and roles.loads else None
         self._offers = Offers(
             geometry,
             namespace=self._namespace,
@@ -140,11 +151,11 @@ class SchedulerHalf:
             loads=self._loads_under_way,
             prefetches=self._prefetches if self._has_near else None,
             gate=self._gate,
-            stores=stores,
+            stores=roles.stores,
         )
         self._block_pool: BlockPool | None = None
-        self._cache_resync = CacheResync(geometry.groups)
-        tells_near = near is not None and events and TELLS_NEAR
+        self._cache_resync = CacheResync(geometry.groups, clock.monotonic)
+        tells_near = near is not None and roles.events and TELLS_NEAR
         self._near_blocks = (
             NearBlocks(near.path, geometry.groups) if near is not None and tells_near else None
         )
@@ -167,7 +178,7 @@ class SchedulerHalf:
         if (
             self._may_load(state)
             and not self._is_too_short(request)
-            and self._offers.look_up(state) is not None
+            and self._offers.look_up(state, self._clock.monotonic()) is not None
         ):
             self._prefetches.wait(state)
 
@@ -179,12 +190,12 @@ class SchedulerHalf:
         self._offers.begin(state)
         max_tokens = self._max_tokens(request)
         if local_tokens and self._only_stores(state) and state.found.lookup is None:
-            self._offers.look_up(state)  # the pool may lack the engine's blocks
+            self._offers.look_up(state, self._clock.monotonic())  # the pool may lack the engine's blocks
         if state.refused:
             return NO_OFFER
         if result := self._why_no_lookup(state, local_tokens, max_tokens):
             return self._offers.withhold(state, result, self._why_without(state))
-        offer = self._offers.make(state, local_tokens, max_tokens)
+        offer = self._offers.make(state, local_tokens, max_tokens, self._clock.monotonic())
         if state.found.ended is not None:
             self._outcomes.waited(state, state.found.ended)
         return offer
@@ -229,7 +240,7 @@ class SchedulerHalf:
         lookup, span = self._offers.take(state)
         if lookup is not None and not state.outcome.counted:
             lacking = lookup.lacking(state.outcome.local_tokens + external_tokens)
-            reason = self._seen.why_missed(lacking, lookup.answers(), time.monotonic())
+            reason = self._seen.why_missed(lacking, lookup.answers(), self._clock.monotonic())
             self._offers.missed(state, reason)
         self._outcomes.admitted(
             state,
@@ -243,7 +254,7 @@ class SchedulerHalf:
             lookup = None
         self._store_planner.admitted(
             request.request_id,
-            None if lookup is None else functools.partial(self._offers.answer_for_stores, state, lookup),
+            None if lookup is None else functools.partial(self._answer_for_stores, state, lookup),
         )
         self._prefetches.leave(request.request_id, used=external_tokens > 0)
         if external_tokens == 0:
@@ -257,6 +268,11 @@ class SchedulerHalf:
         return self._loads_under_way.begin(
             request, tables, span.local_tokens, span.hit_tokens, in_pool, state.asked.adapter_files
         )
+
+    def _answer_for_stores(
+        self, state: RequestState, lookup: RequestLookup
+    ) -> Sequence[Sequence[int]] | None:
+        return self._offers.answer_for_stores(state, lookup, self._clock.monotonic())
 
     def plan(self, output: SchedulerOutput) -> PoolMetadata:
         computes = output.total_num_scheduled_tokens > 0
@@ -388,9 +404,9 @@ class SchedulerHalf:
         if report.reloaded:
             self.forget()
             self._store_planner.leave()
-            self._seen.leave(time.monotonic())
+            self._seen.leave(self._clock.monotonic())
             self._namespace.reloaded(report.reloaded)
-        self._seen.stored(self._store_planner.update(report), time.monotonic())
+        self._seen.stored(self._store_planner.update(report), self._clock.monotonic())
         if self._events_wanted:
             self._events += [removed_event(*block) for block in sorted(report.missing)]
 
@@ -545,7 +561,7 @@ class SchedulerHalf:
             )
             return
         self._store_planner.leave()
-        self._seen.leave(time.monotonic())
+        self._seen.leave(self._clock.monotonic())
         self._namespace.reset(in_use=self._block_pool is not None and internals.is_in_use(self._block_pool))
 
     def forget(self) -> None:

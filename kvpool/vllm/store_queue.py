@@ -14,7 +14,6 @@ Threads: the engine's scheduler thread only.
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ MAX_VISITS = 4096  # waiting records per step
 # Pause after workers dropped records, for no fault of theirs; doubles while nothing is kept.
 PAUSE_S = 0.05
 MAX_PAUSE_S = 5.0
+KEEP_STEPPING_S = 5.0  # longest stepping of an idle engine, so that stores end and are announced
 
 
 class Wanted(NamedTuple):
@@ -74,8 +74,10 @@ class StoreQueue:
         write_through: bool,
         over_quota: Callable[[], bool],
         counters: Counters,
+        clock: Callable[[], float],
     ) -> None:
-        self.held = HeldBlocks()
+        self.held = HeldBlocks(clock)
+        self._clock = clock
         self._ranks, self._holds, self._counters = geometry.ranks, write_through, counters
         self._over_quota = over_quota
         # By group: whether a record needs its predecessors. Write-back evicts a prompt from its end instead.
@@ -88,12 +90,22 @@ class StoreQueue:
         self._refused: set[tuple[str, str]] = set()  # adapters, by key
         self._room = MAX_RECORDS  # records that the workers can take at a time
         self._pause_s, self._paused_until = PAUSE_S, 0.0
+        self._active_at = 0.0  # last store of a computing step, or arrival in the pool
         self._next_tag = 0
         self._events: list[BlockStored] = []
 
     @property
     def is_empty(self) -> bool:
         return not self._pending and not self._waiting
+
+    def stays_active(self) -> None:
+        """A computing step stores, or a record has arrived in the pool."""
+        self._active_at = self._clock()
+
+    def wants_steps(self) -> bool:
+        """Whether an idle engine should still step for stores: not for ever, since the pool may be absent."""
+        # After a pause of the engine the last offer is long ago, and no step has reported copies.
+        return self._clock() - self._active_at < KEEP_STEPPING_S or self.held.wants_steps()
 
     def is_under_way(self, key: tuple[bytes, int]) -> bool:
         return key in self._under_way
@@ -129,7 +141,7 @@ class StoreQueue:
 
     def send_waiting(self, step: PoolMetadata) -> None:
         """Send waiting records, oldest first, while room lasts and the engine still has them."""
-        if not self._waiting or time.monotonic() < self._paused_until:
+        if not self._waiting or self._clock() < self._paused_until:
             return
         for _ in range(min(MAX_VISITS, len(self._waiting))):
             if len(self._pending) >= self._room:
@@ -177,8 +189,9 @@ class StoreQueue:
                         dropped.append((tag, pending.wanted))
         for _, wanted in sorted(dropped, key=lambda each: each[0], reverse=True):
             self._wait_first(wanted)
-        now = time.monotonic()
+        now = self._clock()
         if kept:
+            self._active_at = now
             self._pause_s, self._paused_until = PAUSE_S, min(self._paused_until, now + PAUSE_S)
         if dropped:
             self._paused_until = now + self._pause_s
@@ -262,7 +275,8 @@ MAX_HELD_S = 1.0  # longest wait, or stepping, for held blocks; a copy takes mil
 
 
 class HeldBlocks:
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
         self._pool: BlockPool | None = None
         self._references: dict[int, int] = {}  # by block id: ours
         self._waited_since: float | None = None  # start of the engine's wait for them
@@ -295,7 +309,7 @@ class HeldBlocks:
         """Whether a copy will free a block, instead of a preemption; false after ``MAX_HELD_S`` without one."""
         if not any(internals.references(self.pool, one) == ours for one, ours in self._references.items()):
             return False
-        now = time.monotonic()
+        now = self._clock()
         if self._waited_since is None:
             self._waited_since = now
         return now - self._waited_since < MAX_HELD_S
@@ -307,7 +321,7 @@ class HeldBlocks:
         """
         if not self._references:
             return False
-        now = time.monotonic()
+        now = self._clock()
         if self._stepped_since is None:
             self._stepped_since = now
         return now - self._stepped_since < MAX_HELD_S

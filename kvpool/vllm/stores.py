@@ -12,7 +12,6 @@ Threads: the engine's scheduler thread only.
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +37,6 @@ from kvpool.vllm.write_back import WriteBack
 
 MAX_LATE = 256  # most pending lookups; the oldest is dropped
 STEPS_AHEAD = 2  # full steps whose evictions write-back anticipates
-KEEP_STEPPING_S = 5.0  # longest stepping of an idle engine, so that stores end and are announced
 
 PoolHash = Callable[[bytes], bytes]
 """Maps a block's hash to the hash in its key; they differ for adapters (``adapters``)."""
@@ -94,7 +92,6 @@ class StorePlanner:
         self._requests = RequestCounter() if config.min_requests_to_store > 1 else None
         ahead = geometry.blocks_of(STEPS_AHEAD * geometry.step_tokens)
         self._write_back = WriteBack(self._queue, blocks_ahead=ahead, counters=counters)
-        self._active_at = 0.0  # last store of a computing step, or arrival in the pool
 
     def bind(self, block_pool: BlockPool) -> None:
         """Bind the engine's own cache. kvpool only holds references to its blocks while workers copy them."""
@@ -119,23 +116,18 @@ class StorePlanner:
         if output.total_num_scheduled_tokens:
             self._write_back.plan(step)
         if step.stores and output.total_num_scheduled_tokens:
-            self._active_at = time.monotonic()
+            self._queue.stays_active()
 
     def update(self, report: PoolWorkerMetadata) -> list[tuple[bytes, int]]:
         """Take the workers' report; the records that entered the pool, each by hash and group."""
-        if kept := self._queue.update(report):
-            self._active_at = time.monotonic()
-        return kept
+        return self._queue.update(report)
 
     def take_events(self) -> list[BlockStored]:
         return self._queue.take_events()
 
     def wants_steps(self) -> bool:
-        """Whether an idle engine should step for its stores: not for ever, since the pool may be absent."""
-        if self._queue.is_empty and not self._late_answers:
-            return False
-        # After a pause of the engine the last offer is long ago, and no step has reported copies.
-        return time.monotonic() - self._active_at < KEEP_STEPPING_S or self._held.wants_steps()
+        """Whether an idle engine should step for its stores."""
+        return bool(not self._queue.is_empty or self._late_answers) and self._queue.wants_steps()
 
     def frees_blocks(self) -> bool:
         """Whether the engine regains a block that only kvpool holds, once copied."""
@@ -357,7 +349,7 @@ class StorePlanner:
         self._late_answers.append(_LateAnswer(source, answer, of_held))
         if len(self._late_answers) > MAX_LATE:
             self._late_answers.popleft()
-        self._active_at = time.monotonic()
+        self._queue.stays_active()
 
     def _read_late_answers(self, step: PoolMetadata) -> None:
         for _ in range(len(self._late_answers)):

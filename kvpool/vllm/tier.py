@@ -39,6 +39,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvpool import metrics
+from kvpool.clock import REAL, Clock
 from kvpool.config import TierConfig
 from kvpool.discovery.facts import announce_facts
 from kvpool.discovery.quota_watch import QuotaWatch
@@ -80,6 +81,7 @@ class KVPoolTier(SecondaryTierManager):
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
+    clock: ClassVar[Clock] = REAL
 
     def __init__(
         self,
@@ -136,7 +138,7 @@ class KVPoolTier(SecondaryTierManager):
         self._quota = QuotaWatch(self._store, self._config.tenant, self.counters, logger)
         self._quota.start()
         self._mover = BlockMover(
-            self._store, HostMemory(max(1, PART_NBYTES // self._row_nbytes)), self.counters
+            self._store, HostMemory(max(1, PART_NBYTES // self._row_nbytes)), self.counters, self.clock
         )
         self._lookups = ChunkLookups(
             self._store,
@@ -144,6 +146,7 @@ class KVPoolTier(SecondaryTierManager):
             timeout_s=self._config.lookup_timeout_s,
             counters=self.counters,
             cause=self._cause,
+            clock=self.clock.monotonic,
         )
         logger.info(
             "kvpool tier: namespace %s of tenant %s on %r, weights %s, %d bytes a chunk, lookup timeout %g s",

@@ -15,13 +15,13 @@ Threads: the worker's model thread only.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from vllm.logger import init_logger
 
+from kvpool.clock import REAL, Clock
 from kvpool.config import PoolConfig
 from kvpool.errors import KVPoolError
 from kvpool.key.key import Fact, Namespace
@@ -68,6 +68,7 @@ class WorkerHalf:
         rank: int,
         model: str = "",
         adapters: AdapterLoads | None = None,
+        clock: Clock = REAL,
     ) -> None:
         self._config, self._geometry, self._groups = config, geometry, list(geometry.groups)
         # Of the groups in the pool, the places of their first parts among the mover's copiers.
@@ -89,7 +90,7 @@ class WorkerHalf:
         self._storing = PartTags(1)
         self._polled_at = 0.0
         self._faulty = False  # an exception of a transfer was logged
-        self._adapters = adapters
+        self._adapters, self._clock = adapters, clock
         self.counters = Counters()
         self._request_faults = RequestFaults(self.counters)
 
@@ -134,6 +135,7 @@ class WorkerHalf:
                 staging_nbytes=self._staging_nbytes(copiers, most_parts),
                 max_store_nbytes_per_s=self._config.max_store_nbytes_per_s,
                 counters=self.counters,
+                clock=self._clock,
             )
         except KVPoolError as error:
             self.switch_off(str(error))
@@ -238,7 +240,7 @@ class WorkerHalf:
                 for ref in plan.blocks
                 for _ in range(self._groups[ref.group].parts)
             ]
-            self._loads[plan.request_id] = _Load(records, time.monotonic())
+            self._loads[plan.request_id] = _Load(records, self._clock.monotonic())
             self._failed.discard(plan.request_id)
             self._load(plan, blocks)
         for request_id in step.cancelled:
@@ -304,7 +306,7 @@ class WorkerHalf:
         self._failed.clear()
         if self._mover is not None:
             finished = self._moved(self._mover, IDLE_WAIT_S if idle else 0.0)
-            seen_at, self._polled_at = self._polled_at, time.monotonic()
+            seen_at, self._polled_at = self._polled_at, self._clock.monotonic()
             if finished is not None:
                 self._note_loads(finished, seen_at, ended, failed)
                 self._note_stores(finished)

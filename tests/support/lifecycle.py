@@ -61,8 +61,9 @@ from kvpool.errors import StoreUnavailable
 from kvpool.key.key import parse_key
 from kvpool.metrics import Samples, add_samples
 from kvpool.transfer import BlockCopier
-from kvpool.vllm.connector import KVPoolConnector
+from kvpool.vllm import KVPoolConnector, KVPoolTier
 from kvpool.vllm.plan import PoolMetadata
+from tests.support.clock import Clock
 from tests.support.devices import SlowDevice
 from tests.support.memory_store import MemoryStore
 from tests.support.scripted_store import NoDocuments, SelfMoving
@@ -86,19 +87,6 @@ STEP_S = 0.01
 LONG_S = 40.0  # of simulated time: by then whatever is under way has ended, however badly
 _MODULUS = (1 << 61) - 1
 _GARBAGE = b"\xee"
-
-
-class Clock:
-    """Stands for ``time`` in the modules under test."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now_s
-
-    def sleep(self, seconds: float) -> None:
-        self.now_s += seconds
 
 
 class Text:
@@ -146,26 +134,14 @@ class World:
         self.batches: list[_Batch] = []
         self.put: set[str] = set()
         self.reachable = True
-        # Simulated time stands for the real one where kvpool looks at it, and this pool for the one that is configured.
+        # This pool stands for the one that is configured, and simulated time for the real one.
         self._patch = pytest.MonkeyPatch()
+        for kind in (KVPoolConnector, KVPoolTier):
+            self._patch.setattr(kind, "clock", self.clock)
         # The names of epochs, by which records are sorted, are the same each time, or no life could be replayed.
         names = SimpleNamespace(token_hex=lambda nbytes: self.random.randbytes(nbytes).hex())
         for module in ("kvpool.vllm.identity", "kvpool.vllm.tier"):
             self._patch.setattr(f"{module}.secrets", names)
-        for module in (
-            "kvpool.vllm.scheduler",
-            "kvpool.vllm.offers",
-            "kvpool.vllm.loads",
-            "kvpool.vllm.lookups",
-            "kvpool.vllm.gate",
-            "kvpool.vllm.stores",
-            "kvpool.vllm.store_queue",
-            "kvpool.transfer.mover",
-            "kvpool.transfer.kv_cache",
-            "kvpool.transfer.job",
-            "kvpool.store.batch",
-        ):
-            self._patch.setattr(f"{module}.time", self.clock)
         for module in ("kvpool.vllm.connector", "kvpool.vllm.worker"):
             self._patch.setattr(f"{module}.open_store", self._open_store)
         self._patch.setattr("kvpool.vllm.parts.MIN_PART_NBYTES", 1)
@@ -321,7 +297,7 @@ class TroubledStore(SelfMoving):
 
     def __init__(self, world: World) -> None:
         super().__init__("troubled", NoDocuments())
-        self.world = world
+        self.world, self.clock = world, world.clock.monotonic
         self.be("good", 0)
 
     def be(self, mood: str, seconds: float) -> None:

@@ -16,12 +16,13 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, SchedulerOutput
 from vllm.v1.request import Request
 
+from kvpool.clock import REAL, Clock
 from kvpool.config import PoolConfig
 from kvpool.key.key import Namespace
 from kvpool.store import Store
 from kvpool.vllm.geometry import Geometry, Group
 from kvpool.vllm.plan import PoolWorkerMetadata
-from kvpool.vllm.scheduler import SchedulerHalf
+from kvpool.vllm.scheduler import Roles, SchedulerHalf
 from tests.support.deadlines import eventually
 
 BLOCK_TOKENS = 16
@@ -67,6 +68,7 @@ def half(
     groups: Sequence[Group] = (Group(BLOCK_TOKENS),),
     hash_block_tokens: int = BLOCK_TOKENS,
     match_tokens: int = 0,
+    clock: Clock = REAL,
     **settings: Any,
 ) -> SchedulerHalf:
     scheduler = SchedulerHalf(
@@ -87,9 +89,8 @@ def half(
             match_tokens=match_tokens,
             step_tokens=STEP_TOKENS,
         ),
-        loads=loads,
-        stores=stores,
-        events=events,
+        roles=Roles(loads, stores, events),
+        clock=clock,
     )
     scheduler.bind_block_pool(BlockPool(32, True, BLOCK_TOKENS))
     if heard:

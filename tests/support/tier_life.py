@@ -96,7 +96,6 @@ class ScriptedPool(World):
         super().__init__(seed, capacity_nbytes)
         self.models: dict[bytes, str] = {}  # by the namespace's fingerprint
         self.offered: set[str] = set()  # what engines wanted to store
-        self._patch.setattr("kvpool.vllm.lookups.time", self.clock)
         self._patch.setattr("kvpool.vllm.tier.open_store", self._open_store)
         patch_parts(self._patch)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -57,7 +58,7 @@ def engine_on(
         staging_nbytes=slots * slot_nbytes,
         max_store_nbytes_per_s=cap,
         counters=Counters(),
-        clock=clock,
+        clock=SimpleNamespace(monotonic=clock, sleep=time.sleep),
     )
 
 

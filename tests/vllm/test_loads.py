@@ -9,7 +9,7 @@ from vllm.v1.request import Request
 
 from kvpool.vllm.geometry import Geometry, Group, Room
 from kvpool.vllm.loads import Loads
-from tests.support.lifecycle import Clock
+from tests.support.clock import Clock
 from tests.support.scheduler import BLOCK_TOKENS, request
 
 pytestmark = pytest.mark.vllm
@@ -19,19 +19,13 @@ HIT_TOKENS = 96
 FULL, WINDOWED = Group(BLOCK_TOKENS), Group(BLOCK_TOKENS, window=2 * BLOCK_TOKENS + 1)
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr("kvpool.vllm.loads.time", clock)
-    return clock
-
-
 def geometry_of(groups: Sequence[Group], hash_block_tokens: int = BLOCK_TOKENS) -> Geometry:
     return Geometry(tuple(groups), hash_block_tokens=hash_block_tokens, step_tokens=32)
 
 
-def loads_of(groups: Sequence[Group], free_blocks: int = 100) -> Loads:
-    loads = Loads(geometry_of(groups), patience_s=PATIENCE_S)
+def loads_of(groups: Sequence[Group], free_blocks: int = 100, clock: Clock | None = None) -> Loads:
+    clock = clock or Clock()
+    loads = Loads(geometry_of(groups), patience_s=PATIENCE_S, clock=clock.monotonic)
     loads.bind(BlockPool(1 + free_blocks, True, BLOCK_TOKENS))  # one is the null block
     return loads
 
@@ -40,9 +34,10 @@ def begin(loads: Loads, one: Request, groups: int = 1) -> None:
     loads.begin(one, [range(1, 8)] * groups, 0, HIT_TOKENS, bytes)
 
 
-def test_a_load_is_waited_for_until_it_takes_too_long(clock: Clock) -> None:
+def test_a_load_is_waited_for_until_it_takes_too_long() -> None:
     """However long a request stood in vLLM's queue before: only the load's own time counts."""
-    loads, first, second = loads_of([FULL]), request("a"), request("b")
+    clock = Clock()
+    loads, first, second = loads_of([FULL], clock=clock), request("a"), request("b")
     assert not loads.bring(second, 0, HIT_TOKENS)
     clock.sleep(60.0)
     begin(loads, first)
@@ -52,7 +47,7 @@ def test_a_load_is_waited_for_until_it_takes_too_long(clock: Clock) -> None:
     assert not loads.bring(second, 0, HIT_TOKENS)
 
 
-def test_after_a_failed_load_nobody_waits_for_its_records_again(clock: Clock) -> None:
+def test_after_a_failed_load_nobody_waits_for_its_records_again() -> None:
     """Else a burst would try one after the other, each for as long as the pool is slow."""
     loads, first, second, third = loads_of([FULL]), request("a"), request("b"), request("c")
     begin(loads, first)
@@ -91,6 +86,6 @@ def test_with_a_window_a_load_starts_only_where_it_can_go_on() -> None:
 
 def test_a_hit_that_ends_inside_of_a_block_loads_nothing_of_a_ring() -> None:
     groups = [FULL, Group(8, scratch=True), Group(BLOCK_TOKENS, window=2, state=True)]
-    loads = Loads(geometry_of(groups, hash_block_tokens=4), patience_s=PATIENCE_S)
+    loads = Loads(geometry_of(groups, hash_block_tokens=4), patience_s=PATIENCE_S, clock=Clock().monotonic)
     blocks = loads.begin(request("a", 6, hash_tokens=4), [[1], [2], [3]], 0, 4, bytes)
     assert [(block.group, block.block_ids) for block in blocks] == [(0, (1,)), (2, (3,))]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ from kvpool.tracing import Tracing, Value
 from kvpool.vllm.geometry import Group
 from kvpool.vllm.plan import PoolWorkerMetadata
 from kvpool.vllm.scheduler import LOAD_REASONS, SchedulerHalf
+from tests.support.clock import Clock
 from tests.support.scheduler import (
     BLOCK_TOKENS,
     NAMESPACE,
@@ -97,13 +96,13 @@ def test_the_engines_own_blocks_are_not_missed(store: Store) -> None:
     assert missed(scheduler, request("c", tokens=16)) == {}, "less than a block"
 
 
-def test_an_unused_record_expires(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    scheduler, asked = half(store, pool=f"valkey://unused?ttl={TTL_S:.0f}s"), request("a")
+def test_an_unused_record_expires(store: Store) -> None:
+    clock = Clock()
+    scheduler, asked = half(store, clock=clock, pool=f"valkey://unused?ttl={TTL_S:.0f}s"), request("a")
     missed(scheduler, asked)
     stored(scheduler, asked, store)
     lose(store, asked)
-    later = SimpleNamespace(monotonic=lambda: time.monotonic() + TTL_S)
-    monkeypatch.setattr("kvpool.vllm.scheduler.time", later)
+    clock.sleep(TTL_S)
     assert missed(scheduler, request("b")) == {"expired": USABLE}
 
 

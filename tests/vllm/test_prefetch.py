@@ -18,8 +18,8 @@ from kvpool.vllm.geometry import Group
 from kvpool.vllm.plan import PoolWorkerMetadata
 from kvpool.vllm.prefetch import UNUSED_S
 from kvpool.vllm.scheduler import SchedulerHalf
+from tests.support.clock import Clock
 from tests.support.deadlines import eventually
-from tests.support.lifecycle import Clock
 from tests.support.scheduler import BLOCK_TOKENS, NAMESPACE, TABLE, answer, half, put, request
 
 pytestmark = pytest.mark.vllm
@@ -43,8 +43,7 @@ class Engine:
         self._settings: dict[str, Any] = {"pool": " ".join(urls), **settings}
 
     def start(self, sizes: dict[tuple[int, int], int] | None = None, **of_half: Any) -> SchedulerHalf:
-        scheduler = half(self.store, **self._settings, **of_half)
-        scheduler._prefetches._clock = self.clock.monotonic
+        scheduler = half(self.store, clock=self.clock, **self._settings, **of_half)
         scheduler.update(PoolWorkerMetadata(part_nbytes=sizes or {(0, 0): PART_NBYTES}), (), ())
         return scheduler
 

@@ -17,6 +17,7 @@ from kvpool.vllm.geometry import Group
 from kvpool.vllm.plan import PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.request_counter import RequestCounter
 from kvpool.vllm.scheduler import SchedulerHalf
+from tests.support.clock import Clock
 from tests.support.deadlines import eventually
 from tests.support.scheduler import (
     BLOCK_TOKENS,
@@ -198,12 +199,9 @@ def test_no_more_is_sent_than_staging_takes_and_the_rest_follows_in_order(store:
     assert hashes(engine.idle()) == asked.block_hashes[4:6]
 
 
-def test_what_was_dropped_goes_before_what_comes_behind_it(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = [1000.0]
-    monkeypatch.setattr("kvpool.vllm.stores.time.monotonic", lambda: clock[0])
-    engine, asked = Engine(store), request("a")
+def test_what_was_dropped_goes_before_what_comes_behind_it(store: Store) -> None:
+    clock = Clock()
+    engine, asked = Engine(store, clock=clock), request("a")
     first = engine.begins(asked, 0, tokens=48)
     assert hashes(first) == asked.block_hashes[:3]
     engine.scheduler.update(
@@ -212,12 +210,12 @@ def test_what_was_dropped_goes_before_what_comes_behind_it(
     engine.scheduler.update(PoolWorkerMetadata(dropped=dict.fromkeys(first.tags[1:], 1)), (), ())
     asked.num_computed_tokens = 48
     assert engine.scheduler.plan(output(asked, 52, engine.table)).stores == [], "a pause, and behind a gap"
-    clock[0] += 1
+    clock.sleep(1)
     again = engine.idle()
     assert hashes(again) == asked.block_hashes[1:6]
     engine.report(again, ok=False)
     engine.pool.evict_blocks({engine.table[0][2]})
-    clock[0] += 1
+    clock.sleep(1)
     assert hashes(engine.idle()) == asked.block_hashes[1:2]
     counted = engine.scheduler.counters.take()
     assert counted[f"{metrics.STORE_SKIPPED_BLOCKS.name}/evicted"] == 1
@@ -225,10 +223,10 @@ def test_what_was_dropped_goes_before_what_comes_behind_it(
 
 
 def test_a_record_that_the_store_refuses_for_itself_pauses_no_other_and_is_not_sent_again(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    store: Store,
 ) -> None:
-    monkeypatch.setattr("kvpool.vllm.stores.time.monotonic", lambda: 1000.0)
-    engine, asked = Engine(store, groups=[Group(BLOCK_TOKENS, window=40)]), request("a")
+    engine = Engine(store, groups=[Group(BLOCK_TOKENS, window=40)], clock=Clock())
+    asked = request("a")
     engine.scheduler.update(PoolWorkerMetadata(store_slots=2), (), ())
     step, sent = engine.begins(asked, 0, tokens=100), 0
     while step.stores:
@@ -239,16 +237,13 @@ def test_a_record_that_the_store_refuses_for_itself_pauses_no_other_and_is_not_s
     assert sent == FULL_BLOCKS
 
 
-def test_what_was_given_up_comes_back_with_the_next_request_that_misses_it(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = [1000.0]
-    monkeypatch.setattr("kvpool.vllm.stores.time.monotonic", lambda: clock[0])
-    engine, asked = Engine(store), request("a")
+def test_what_was_given_up_comes_back_with_the_next_request_that_misses_it(store: Store) -> None:
+    clock = Clock()
+    engine, asked = Engine(store, clock=clock), request("a")
     engine.report(engine.begins(asked, 0, tokens=100), ok=False)
     lost = engine.blocks[0]
     engine.pool.evict_blocks({lost.block_id})
-    clock[0] += 1
+    clock.sleep(1)
     assert engine.idle().stores == [], "all stand behind the first"
     other = request("b")
     assert answer(engine.scheduler, other) == 0
@@ -256,15 +251,12 @@ def test_what_was_given_up_comes_back_with_the_next_request_that_misses_it(
     assert hashes(engine.begins(other, 6)) == other.block_hashes[:6]
 
 
-def test_what_a_request_goes_on_to_compute_is_not_stored_behind_what_was_given_up(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = [1000.0]
-    monkeypatch.setattr("kvpool.vllm.stores.time.monotonic", lambda: clock[0])
-    engine, asked = Engine(store), request("a")
+def test_what_a_request_goes_on_to_compute_is_not_stored_behind_what_was_given_up(store: Store) -> None:
+    clock = Clock()
+    engine, asked = Engine(store, clock=clock), request("a")
     engine.report(engine.begins(asked, 0, tokens=48), ok=False)
     engine.pool.evict_blocks({engine.table[0][0]})
-    clock[0] += 1
+    clock.sleep(1)
     assert engine.idle().stores == []
     asked.num_computed_tokens = 48
     assert engine.scheduler.plan(output(asked, 52, engine.table)).stores == []
@@ -307,16 +299,15 @@ def test_of_an_offer_that_was_changed_nothing_is_loaded(store: Store, taken: int
     assert scheduler.counters.take()[metrics.OFFER_MISMATCHES.name] == 1
 
 
-def test_blocks_come_back_that_nobody_else_has(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [1000.0]
-    monkeypatch.setattr("kvpool.vllm.stores.time.monotonic", lambda: clock[0])
-    engine, asked = Engine(store), request("a")
+def test_blocks_come_back_that_nobody_else_has(store: Store) -> None:
+    clock = Clock()
+    engine, asked = Engine(store, clock=clock), request("a")
     assert not engine.scheduler.frees_blocks()
     step = engine.begins(asked, 0, tokens=100)
     assert not engine.scheduler.frees_blocks(), "the request has them, too"
     engine.pool.free_blocks(engine.blocks)
     assert engine.scheduler.frees_blocks()
-    clock[0] += 2
+    clock.sleep(2)
     assert not engine.scheduler.frees_blocks(), "not for ever"
     engine.scheduler.update(PoolWorkerMetadata(staged={step.tags[0]: 1}), (), ())
     assert engine.scheduler.frees_blocks(), "one has come: the others may"

@@ -6,11 +6,9 @@ Over 400 lines because all calls of the worker half share one scripted pool.
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +28,7 @@ from kvpool.vllm.geometry import Geometry, Group
 from kvpool.vllm.plan import BlockRef, LoadPlan, PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.worker import WorkerHalf
 from tests.support.announced_workers import records
+from tests.support.clock import Clock
 from tests.support.deadlines import ends_within, eventually
 from tests.support.devices import SlowDevice
 from tests.support.misbehaving import Peer, misbehaving, to
@@ -320,21 +319,21 @@ def test_a_load_is_reported_with_the_time_that_it_is_known_to_have_taken(
     worker: WorkerHalf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What passes between the last poll that saw it under way and the one that saw its end may be a long step."""
-    clock = [time.monotonic()]
-    monkeypatch.setattr("kvpool.vllm.worker.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    clock = Clock()
+    monkeypatch.setattr(worker, "_clock", clock)
     worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
     stored(worker, 10)
     ended = worker._mover.poll  # type: ignore[union-attr]
     worker.start_loads(PoolMetadata(loads=[LoadPlan("a", refs((1, 8)), 60.0)], timed=7))
     monkeypatch.setattr(worker._mover, "poll", lambda wait_s: Finished([], [], []))
     for _ in range(3):
-        clock[0] += 1
+        clock.sleep(1)
         assert worker.poll(idle=False) == (set(), set())
     over: list[Finished] = []
     assert eventually(lambda: over.append(ended(0.01)) or bool(over[-1].loads))
     found = iter(over[-1:])  # those before it saw no end
     monkeypatch.setattr(worker._mover, "poll", lambda wait_s: next(found))
-    clock[0] += 50
+    clock.sleep(50)
     assert finish(worker, 1) == ({"a"}, set())
     report = report_of(worker)
     assert report.load_s == {"a": pytest.approx(3.0)}
