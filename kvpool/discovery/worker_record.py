@@ -26,7 +26,7 @@ MAX_LEASE_S = 3600.0
 DEFAULT_LEASE_S = 10.0
 RENEWALS = 3  # per lease
 READ_S = DEFAULT_LEASE_S / RENEWALS  # longer leases are renewed as often, because each renewal reads requests
-# Longer than the pause between two readings, shorter than ``kvpool.vllm.events.INTERVAL_S``, after which a
+# Longer than the pause between two readings, shorter than ``kvpool.vllm.tell.events.INTERVAL_S``, after which a
 # rank may be requested again: no request outlives its answer.
 REQUEST_LEASE_S = 5.0
 

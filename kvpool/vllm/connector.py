@@ -26,17 +26,17 @@ from kvpool.clock import REAL, Clock
 from kvpool.config import PoolConfig
 from kvpool.errors import ConfigError, EngineRefused, StoreUnavailable
 from kvpool.store import StoreURL, open_store
-from kvpool.vllm import internals, support
-from kvpool.vllm.adapter_loads import AdapterLoads
-from kvpool.vllm.announcement import describe
+from kvpool.vllm.engine import internals, support
+from kvpool.vllm.engine.adapter_loads import AdapterLoads
+from kvpool.vllm.engine.guard import refuse
+from kvpool.vllm.engine.identity import adapter_settings, engine_facts
+from kvpool.vllm.engine.parts import shared_groups
+from kvpool.vllm.engine.weights import model_name, weights_of
 from kvpool.vllm.geometry import Geometry, Group
-from kvpool.vllm.guard import refuse
-from kvpool.vllm.identity import adapter_settings, engine_facts
-from kvpool.vllm.metrics import PoolPromMetrics, PoolStats
-from kvpool.vllm.parts import shared_groups
 from kvpool.vllm.plan import PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.scheduler import Roles, SchedulerHalf
-from kvpool.vllm.weights import model_name, weights_of
+from kvpool.vllm.tell.announcement import describe
+from kvpool.vllm.tell.metrics import PoolPromMetrics, PoolStats
 from kvpool.vllm.worker import WorkerHalf
 
 if TYPE_CHECKING:

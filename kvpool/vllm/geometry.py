@@ -22,7 +22,7 @@ class Group:
     record, under the last one's hash. ``latent``: MLA, with a latent vector per token. ``state``: recurrent layers,
     whose block holds all that they keep of the tokens up to its end: a window of two tokens, so that only a prefix's
     last block is needed. ``copies``: number of neighbouring ranks with equal bytes; with MLA, a whole pipeline stage.
-    ``parts``: that a rank makes of its heads in each record, one key each (``kvpool.vllm.parts``).
+    ``parts``: that a rank makes of its heads in each record, one key each (``kvpool.vllm.engine.parts``).
     ``reads_ahead``: drafts' layers compute a token with the next one, which a block's hash does not cover. So a block
     is stored, and a hit ends in front of it, when the token behind it is known. ``scratch``: its blocks are one
     request's alone: a ring, or a window that the engine fills again behind each hit. Never stored.

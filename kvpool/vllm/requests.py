@@ -1,4 +1,4 @@
-"""The scheduler half's state of a request, and the request's own wishes for the pool.
+"""What a request asks for, and its own wishes for the pool.
 
 A request opts out by ``"kv_transfer_params": {"kvpool": {"load": false, "store": false}}``. Invalid
 parameters disable the pool for it, because a misspelt opt-out is an opt-out.
@@ -10,20 +10,43 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from vllm.logger import init_logger
 from vllm.v1.request import Request
 
 from kvpool.text import unknown
-from kvpool.vllm.adapters import AdapterCheck, pool_hash
-from kvpool.vllm.hints import MAX_KEEP_S, NO_HINTS, Hints
-from kvpool.vllm.lookups import RequestLookup
+from kvpool.vllm.engine.adapters import AdapterCheck, pool_hash
+from kvpool.vllm.engine.hints import MAX_KEEP_S, NO_HINTS, Hints
 from kvpool.vllm.plan import AdapterFiles
 
 logger = init_logger("vllm.kvpool")
+
+
+FIELD = "kvpool"
+MAX_SHOWN_CHARS = 200
+
+
+class RequestParams(BaseModel):
+    """Permitted uses, and hints; a lower ``priority``, as vLLM's, gets scarce slots first and loses its stores last."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    load: bool = True
+    store: bool = True
+    priority: int = Field(default=0, ge=-(1 << 31), lt=1 << 31)
+    keep_s: float = Field(default=0.0, ge=0, le=MAX_KEEP_S)
+    done: bool = False
+    prefetch: bool = False
+
+    @property
+    def hints(self) -> Hints:
+        return Hints(self.keep_s, self.done, self.prefetch, self.priority)
+
+
+WITHOUT_POOL = RequestParams(load=False, store=False)
 
 
 @dataclass(frozen=True)
@@ -62,104 +85,6 @@ class Asked:
             return bytes
         tag = self.adapter.tag if self.adapter.done else None
         return None if tag is None else functools.partial(pool_hash, tag=tag)
-
-
-class Span(NamedTuple):
-    """What is offered: the tokens between the engine's own and the hit's end. ``near``: the near pool has all."""
-
-    local_tokens: int
-    hit_tokens: int
-    near: bool
-
-
-class Wait(NamedTuple):
-    """For a lookup. ``seconds``: None: the engine did not wait. ``answered``: by the pool."""
-
-    seconds: float | None
-    answered: bool
-
-
-@dataclass
-class Found:
-    """What the pool was found to have of a prompt, and why no more is offered. Only ``offers.py`` writes it."""
-
-    lookup: RequestLookup | None = None  # the latest
-    lookups: int = 0  # begun
-    waiting_since: float | None = None  # first "ask again later" to the engine
-    waited_s: float = 0.0  # before the latest answer for which the engine waited
-    ended: Wait | None = None  # with the engine's latest question
-    result: str = "no_answer"  # why nothing is offered: of ``metrics.REQUEST_RESULTS``
-    reason: str = "unavailable"  # why no more is offered: of ``metrics.MISS_REASONS``
-    span: Span | None = None  # of the present offer
-    crowded: bool = False  # it waited its time for room; while it waits, vLLM gives memory to others
-    refused: bool = False  # nothing is offered again: its lookup failed, or a load is slower than computing
-
-
-@dataclass
-class Load:
-    """Of a request's latest load. Only ``loads.py`` writes it."""
-
-    tokens: int = 0
-    seconds: float = 0.0
-    near: float = 0.0  # share of it that came from the near pool
-    near_only: bool = False  # the lookup found all of it near
-    under_way: bool = False
-    failure: str = ""  # of ``metrics.MISS_REASONS``; nothing is offered again
-
-
-@dataclass
-class Outcome:
-    """What is counted of a request. Only ``metrics.py`` writes it."""
-
-    usable_tokens: int = 0  # of its prompt, at most, from the engine's cache and the pool
-    local_tokens: int = 0  # of its prompt, in the engine's own cache
-    waits: int = -1  # the number of lookups with which a wait was last observed
-    counted: bool = False
-    loads_first: bool = False  # counted at the end of its load
-
-
-@dataclass
-class RequestState:
-    """Of a request, from its arrival to its end. Each part has one file that writes it."""
-
-    asked: Asked
-    found: Found = field(default_factory=Found)
-    load: Load = field(default_factory=Load)
-    outcome: Outcome = field(default_factory=Outcome)
-
-    @property
-    def refused(self) -> bool:
-        """Whether nothing is offered again."""
-        return self.found.refused or bool(self.load.failure)
-
-    @property
-    def reason(self) -> str:
-        """Why no more is loaded: of ``metrics.MISS_REASONS``."""
-        return self.load.failure or self.found.reason
-
-
-FIELD = "kvpool"
-MAX_SHOWN_CHARS = 200
-
-
-class RequestParams(BaseModel):
-    """Permitted uses, and hints; a lower ``priority``, as vLLM's, gets scarce slots first and loses its stores last."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
-
-    load: bool = True
-    store: bool = True
-    priority: int = Field(default=0, ge=-(1 << 31), lt=1 << 31)
-    keep_s: float = Field(default=0.0, ge=0, le=MAX_KEEP_S)
-    done: bool = False
-    prefetch: bool = False
-
-    @property
-    def hints(self) -> Hints:
-        return Hints(self.keep_s, self.done, self.prefetch, self.priority)
-
-
-WITHOUT_POOL = RequestParams(load=False, store=False)
 
 
 class ParamsReader:

@@ -1,11 +1,11 @@
 """The scheduler's half of the connector: plans offers, loads and stores. It never blocks.
 
 A request's lookup starts on arrival (``seen``), and what it found is offered when the engine asks (``matched_tokens``,
-by ``kvpool.vllm.offers``). Once the engine has allocated blocks (``allocated``), the load goes to the workers with the
+by ``load.offers``). Once the engine has allocated blocks (``allocated``), the load goes to the workers with the
 next step (``plan``). A failed load (``update``) is not offered to this request again. A request whose call raises
 continues without the pool, alone.
 
-``kvpool.vllm.stores`` plans the stores.
+``save.stores`` plans the stores.
 
 Over 400 lines because a request is followed here from its arrival to its end.
 
@@ -36,27 +36,28 @@ from kvpool.metrics import Counters, Samples
 from kvpool.store import Store, StoreURL
 from kvpool.store.near_far import NearFarStore
 from kvpool.tracing import Tracing
-from kvpool.vllm import internals
-from kvpool.vllm.adapters import Adapters
-from kvpool.vllm.events import TELLS_NEAR, CacheResync, removed_event
-from kvpool.vllm.gate import MIN_STEP_TOKENS, CostGate
+from kvpool.vllm.engine import internals
+from kvpool.vllm.engine.adapters import Adapters
+from kvpool.vllm.engine.guard import RequestFaults, guarded
+from kvpool.vllm.engine.hints import read_hints
+from kvpool.vllm.engine.identity import EngineNamespace
+from kvpool.vllm.engine.proofs import HashProofs
 from kvpool.vllm.geometry import Geometry
-from kvpool.vllm.guard import RequestFaults, guarded
-from kvpool.vllm.hints import read_hints
-from kvpool.vllm.identity import EngineNamespace
-from kvpool.vllm.loads import Loads
-from kvpool.vllm.lookups import Lookups, RequestLookup
-from kvpool.vllm.metrics import Outcomes
-from kvpool.vllm.near import NearBlocks
-from kvpool.vllm.offers import NO_OFFER, Offer, Offers
+from kvpool.vllm.load.gate import MIN_STEP_TOKENS, CostGate
+from kvpool.vllm.load.loads import Loads
+from kvpool.vllm.load.lookups import Lookups, RequestLookup
+from kvpool.vllm.load.offers import NO_OFFER, Offer, Offers
+from kvpool.vllm.load.prefetch import Prefetches
+from kvpool.vllm.load.seen import SeenRecords
+from kvpool.vllm.load.state import RequestState
 from kvpool.vllm.plan import BlockRef, LoadPlan, PoolMetadata, PoolWorkerMetadata
-from kvpool.vllm.prefetch import Prefetches
-from kvpool.vllm.proofs import HashProofs
-from kvpool.vllm.requests import WITHOUT_POOL, Asked, ParamsReader, RequestState
-from kvpool.vllm.retention import Prefix, Retention
-from kvpool.vllm.seen import SeenRecords
-from kvpool.vllm.store_queue import StoreQueue
-from kvpool.vllm.stores import StorePlanner
+from kvpool.vllm.requests import WITHOUT_POOL, Asked, ParamsReader
+from kvpool.vllm.save.retention import Prefix, Retention
+from kvpool.vllm.save.store_queue import StoreQueue
+from kvpool.vllm.save.stores import StorePlanner
+from kvpool.vllm.tell.events import TELLS_NEAR, CacheResync, removed_event, stored_event
+from kvpool.vllm.tell.metrics import Outcomes
+from kvpool.vllm.tell.near import NearBlocks
 
 logger = init_logger("vllm.kvpool")
 
@@ -140,7 +141,7 @@ class SchedulerHalf:
             geometry,
             queue=queue,
             proofs=self._proofs,
-            events=roles.events,
+            event=stored_event if roles.events else None,
             counters=self.counters,
         )
         self._gate = CostGate(self.counters, clock.monotonic) if config.cost_gate and roles.loads else None

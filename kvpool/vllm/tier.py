@@ -4,7 +4,7 @@ Interface: ``vllm/v1/kv_offload/tiering/base.py`` (``SecondaryTierManager``). Th
 chunks between the device and rows of shared memory; the tier moves whole rows between that memory and the
 pool without a copy. A row holds a chunk of every rank, so a chunk is one record, of rank 0.
 
-``lookup`` collects questions (``lookups.py``); the engine's job loads a present chunk through a
+``lookup`` collects questions (``load/chunks.py``); the engine's job loads a present chunk through a
 ``BlockMover``. A missing or damaged chunk is a miss for every request that asked for it. A job is reported,
 and its rows returned to the engine, when nothing touches them any more.
 
@@ -50,13 +50,13 @@ from kvpool.metrics import Counters
 from kvpool.store import StoreURL, open_store
 from kvpool.transfer import BlockMover, HostMemory, Moved, Need, Record
 from kvpool.transfer.mover import PART_NBYTES, STORE_TIMEOUT_S
-from kvpool.vllm.events import EVENT_OWNER
-from kvpool.vllm.guard import guarded, refuse
-from kvpool.vllm.identity import tier_facts
-from kvpool.vllm.internals import cache_hit_source, engine_under_construction, job_result
-from kvpool.vllm.lookups import ChunkLookups, is_spellable
-from kvpool.vllm.metrics import tier_definitions, tier_stats
-from kvpool.vllm.weights import PATTERNS
+from kvpool.vllm.engine.guard import guarded, refuse
+from kvpool.vllm.engine.identity import tier_facts
+from kvpool.vllm.engine.internals import cache_hit_source, engine_under_construction, job_result
+from kvpool.vllm.engine.weights import PATTERNS
+from kvpool.vllm.load.chunks import ChunkLookups, is_spellable
+from kvpool.vllm.tell.events import EVENT_OWNER
+from kvpool.vllm.tell.metrics import tier_definitions, tier_stats
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec

@@ -29,14 +29,14 @@ from kvpool.metrics import Counters, Samples
 from kvpool.store import Store, open_store
 from kvpool.transfer import Block, BlockCopier, Finished, KVCacheMover, Moved
 from kvpool.transfer.memory import default_nbytes, slot_size
-from kvpool.vllm.adapter_loads import AdapterLoads
-from kvpool.vllm.announcement import Announcement, EngineAnnouncer
+from kvpool.vllm.engine.adapter_loads import AdapterLoads
+from kvpool.vllm.engine.guard import RequestFaults, guarded
+from kvpool.vllm.engine.identity import facts_of_epoch
+from kvpool.vllm.engine.part_tags import PartTags
+from kvpool.vllm.engine.parts import cut
 from kvpool.vllm.geometry import Geometry, Group
-from kvpool.vllm.guard import RequestFaults, guarded
-from kvpool.vllm.identity import facts_of_epoch
-from kvpool.vllm.part_tags import PartTags
-from kvpool.vllm.parts import cut
 from kvpool.vllm.plan import AdapterFiles, BlockRef, LoadPlan, PoolMetadata, PoolWorkerMetadata
+from kvpool.vllm.tell.announcement import Announcement, EngineAnnouncer
 
 logger = init_logger("vllm.kvpool")
 

@@ -13,7 +13,7 @@ import zmq
 from demo.engine_process import free_ports
 from kvpool import BlockHasher, open_store
 from kvpool.index.answer import Row
-from kvpool.vllm.events import INTERVAL_S
+from kvpool.vllm.tell.events import INTERVAL_S
 from tests.support.deadlines import eventually
 from tests.support.engines import BLOCK_TOKENS, PROMPTS, WITHIN_S, Index, options_of, passing, prompt
 

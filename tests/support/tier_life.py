@@ -47,7 +47,7 @@ from kvpool.key.key import parse_key
 from kvpool.store.file import FileStore
 from kvpool.transfer.mover import STORE_TIMEOUT_S
 from kvpool.vllm import KVPoolTier
-from kvpool.vllm.lookups import LOOKUP_GRACE_S
+from kvpool.vllm.load.lookups import LOOKUP_GRACE_S
 from tests.support.lifecycle import BUDGET_S, LONG_S, MAX_LOAD_S, STEP_S, World
 from tests.support.secondary_tier import create_tier, spec
 

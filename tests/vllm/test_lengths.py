@@ -10,8 +10,8 @@ import pytest
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import SchedulerOutput
 
+from kvpool.vllm.engine.support import groups_of
 from kvpool.vllm.geometry import Geometry
-from kvpool.vllm.support import groups_of
 from tests.support.lifecycle import (
     BLOCK_TOKENS,
     REFILLED_WINDOW,

@@ -21,7 +21,7 @@ from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.key.key import Namespace
 from kvpool.store import Batch, Store
 from kvpool.vllm.geometry import Group
-from kvpool.vllm.lookups import LOOKUP_GRACE_S
+from kvpool.vllm.load.lookups import LOOKUP_GRACE_S
 from kvpool.vllm.plan import BlockRef, PoolWorkerMetadata
 from kvpool.vllm.scheduler import SchedulerHalf
 from tests.support.deadlines import ends_within, eventually
@@ -434,7 +434,7 @@ def test_a_fault_in_telling_ends_the_pool_and_not_the_engine(
 ) -> None:
     scheduler, asked = half(store), request("a")
     cached(scheduler, asked)
-    monkeypatch.setattr("kvpool.vllm.events.held_event", planted)
+    monkeypatch.setattr("kvpool.vllm.tell.events.held_event", planted)
     scheduler.update(PoolWorkerMetadata(asked=True, missing={(asked.block_hashes[3], 0)}), (), ())
     (removed,) = scheduler.take_events()
     assert removed.medium == "STORAGE", "nothing is told by halves, least of all a clear"
@@ -501,9 +501,9 @@ def test_a_request_with_hashes_that_nobody_can_spell_goes_without_the_pool(store
 @pytest.mark.parametrize(
     ("call", "error"),
     [
-        ("vllm.internals.adapter_changed_in_place", ZeroDivisionError("planted")),
+        ("vllm.engine.internals.adapter_changed_in_place", ZeroDivisionError("planted")),
         ("vllm.geometry.Geometry.record_hashes", ZeroDivisionError("planted")),
-        ("vllm.lookups.groups_to_ask", ZeroDivisionError("planted")),
+        ("vllm.load.lookups.groups_to_ask", ZeroDivisionError("planted")),
         ("store.Store.submit_lookup", ConfigError("planted")),
         ("store.Store.submit_lookup", RuntimeError("planted")),
         ("store.Store.submit_lookup", StoreUnavailable("queue full")),

@@ -33,7 +33,8 @@ from kvpool.discovery.facts import announced_namespaces
 from kvpool.discovery.quota import write_held, write_quota
 from kvpool.errors import EngineRefused, KVPoolError
 from kvpool.store.store import MAX_BATCH_KEYS
-from kvpool.vllm import KVPoolTier, lookups
+from kvpool.vllm import KVPoolTier
+from kvpool.vllm.load import chunks
 from tests.support.deadlines import eventually
 from tests.support.secondary_tier import (
     CHUNK_NBYTES,
@@ -513,8 +514,8 @@ def test_what_engines_ask_for_and_use_counts_as_used(server: Server, driven: Dri
 
 def test_questions_and_jobs_of_any_length_are_cut(on_server: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpool.store.store.MAX_BATCH_KEYS", 10)
-    monkeypatch.setattr("kvpool.vllm.lookups.ASK_KEYS", 10)
-    monkeypatch.setattr("kvpool.vllm.lookups.MAX_TOUCHES", 10)
+    monkeypatch.setattr("kvpool.vllm.load.chunks.ASK_KEYS", 10)
+    monkeypatch.setattr("kvpool.vllm.load.chunks.MAX_TOUCHES", 10)
     monkeypatch.setattr("kvpool.vllm.tier.PART_NBYTES", 10 * CHUNK_NBYTES)
     driven = on_server()
     keys = stored(driven, range(CHUNKS))
@@ -524,7 +525,7 @@ def test_questions_and_jobs_of_any_length_are_cut(on_server: Opened, monkeypatch
 
 
 def test_a_batch_of_the_tier_fits_the_store() -> None:
-    assert max(lookups.ASK_KEYS, lookups.MAX_TOUCHES) <= MAX_BATCH_KEYS
+    assert max(chunks.ASK_KEYS, chunks.MAX_TOUCHES) <= MAX_BATCH_KEYS
 
 
 SHORT, OF_A_GROUP = make_offload_key(b"short", 0), make_offload_key(bytes(32), 1 << 16)

@@ -23,9 +23,9 @@ from kvpool.key.key import EPOCH_FACT, FACTS_SUFFIX, Fact, Namespace, request_ke
 from kvpool.store import open_store
 from kvpool.store.server import documents as server_announcements
 from kvpool.transfer.mover import Finished
-from kvpool.vllm.announcement import Announcement
 from kvpool.vllm.geometry import Geometry, Group
 from kvpool.vllm.plan import BlockRef, LoadPlan, PoolMetadata, PoolWorkerMetadata
+from kvpool.vllm.tell.announcement import Announcement
 from kvpool.vllm.worker import WorkerHalf
 from tests.support.announced_workers import records
 from tests.support.clock import Clock

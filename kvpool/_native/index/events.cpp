@@ -14,7 +14,7 @@ constexpr std::uint8_t kStr8 = 0xd9, kArray16 = 0xdc, kMap16 = 0xde, kMap32 = 0x
 
 constexpr std::uint8_t kVaries = 0xff;
 
-constexpr std::string_view kOwner = "kvpool";  // kvpool/vllm/events.py
+constexpr std::string_view kOwner = "kvpool";  // kvpool/vllm/tell/events.py
 
 // Bytes behind the first of a scalar; kVaries for values with a length, for containers, and for 0xc1.
 constexpr std::array<std::uint8_t, 256> kScalarNbytes = [] {

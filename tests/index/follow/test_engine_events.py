@@ -72,8 +72,8 @@ def test_the_pools_events_are_of_the_pool_tier() -> None:
     """What kvpool's own connector publishes."""
     from types import SimpleNamespace
 
-    from kvpool.vllm.events import removed_event, stored_event
     from kvpool.vllm.geometry import Group
+    from kvpool.vllm.tell.events import removed_event, stored_event
 
     request: Any = SimpleNamespace(
         lora_request=None, all_token_ids=list(range(64)), mm_features=[], cache_salt=None, prompt_embeds=None

@@ -1,0 +1,1 @@
+"""What others are told: indexes of this worker and its blocks, operators of requests."""

@@ -1,0 +1,140 @@
+"""Where vLLM's objects are read: what is found there, and what is refused."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention.attention import set_default_quant_scales
+
+import kvpool.vllm
+from kvpool.errors import EngineRefused
+from kvpool.store import StoreURL
+from kvpool.store.file_system import FileSystem
+from kvpool.vllm.engine import internals
+from kvpool.vllm.engine.support import groups_of
+from tests.support.specs import FULL, REFILLED, RING, WINDOW, cache_of
+
+pytestmark = [pytest.mark.vllm, pytest.mark.allow_leaks("vLLM keeps helpers of its own for a process")]
+
+
+def test_a_stage_without_a_layer_of_some_group_is_refused_by_name() -> None:
+    cache = cache_of(FULL, WINDOW)
+    cache.kv_cache_groups[1].layer_names.clear()
+    assert len(groups_of(cache)) == 2, "who has no such layer has the group all the same"
+    with pytest.raises(
+        EngineRefused, match=r"stage has no layer of KV-cache group 1.*--pipeline-parallel-size"
+    ):
+        internals.layers_of(cache, {"layer0": torch.zeros(8, 32)})
+
+
+@pytest.mark.parametrize("spec", [RING, REFILLED])
+def test_of_scratch_no_layer_is_taken_whether_there_is_one_or_not(spec: Any) -> None:
+    cache, layer = cache_of(FULL, spec, WINDOW), torch.zeros(8, 32)
+    kv_caches = {"layer0": layer, "layer2": layer}
+    for layers in (["layer1"], []):
+        cache.kv_cache_groups[1].layer_names = layers
+        assert [len(of_group) for of_group in internals.layers_of(cache, kv_caches)] == [1, 0, 1]
+
+
+def test_what_is_computed_again_in_front_of_a_hits_end_is_held() -> None:
+    again = SimpleNamespace(replay_start=24)
+    held = [internals.tokens_held(again, tokens, 8) for tokens in (0, 24, 32)]
+    assert held == [0, 32, 32]
+    for other in (SimpleNamespace(replay_start=0), SimpleNamespace()):
+        assert internals.tokens_held(other, 0, 8) == 0, "nothing is computed again; this version never does"
+
+
+def test_the_mark_of_the_weights_changes_when_vllm_loads_them_anew_and_not_else(
+    engine_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = Attention.__new__(Attention)
+    torch.nn.Module.__init__(layer)
+    set_default_quant_scales(layer, register_buffer=True)
+    monkeypatch.setattr(
+        internals, "get_layers_from_vllm_config", lambda config, kind: {"no scale": None, "a": layer}
+    )
+    mark = internals.weights_mark(engine_config())
+    first = mark()
+    assert mark() == first
+    set_default_quant_scales(layer)  # as process_weights_after_loading does it
+    assert mark() != first
+    monkeypatch.setattr(internals, "get_layers_from_vllm_config", lambda config, kind: {})
+    assert internals.weights_mark(engine_config())() is None
+
+
+@pytest.mark.parametrize(
+    ("pool", "kind", "source"),
+    [
+        ("file:///pool", "ext4", "disk"),
+        ("file:///pool", "tmpfs", "host"),
+        ("valkey+unix:///run/valkey.sock", "", "host"),
+        ("valkey://10.0.0.1", "", "external_unspecified"),
+    ],
+)
+def test_hits_come_from_where_the_pool_is(
+    pool: str, kind: str, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FileSystem, "of", lambda path: FileSystem("/", kind, "never", 0, 0, 0))
+    assert internals.cache_hit_source(StoreURL.parse(pool)) == source
+
+
+def test_a_version_that_counts_no_sources_is_told_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.v1.metrics.cache_hit_source", None)
+    assert internals.cache_hit_source(StoreURL.parse("file:///pool")) is None
+
+
+@pytest.mark.usefixtures("quiet")
+def test_vllm_is_told_the_source_of_a_connectors_hits(
+    engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FileSystem, "of", lambda path: FileSystem("/", "tmpfs", "never", 0, 0, 0))
+    connector = engine().connector
+    assert connector.get_external_cache_hit_sources(None, 7) == {"host": 7}
+    assert connector.get_external_cache_hit_sources(None, 0) == {}
+
+
+# What is no interface of vLLM's, and may change with every version.
+MODULES = (
+    "vllm.model_executor",
+    "vllm.distributed.parallel_state",
+    "vllm.v1.attention",
+    "vllm.v1.core.kv_cache_utils",
+)
+ATTRIBUTES = {
+    "cached_block_hash_to_block",
+    "free_block_queue",
+    "free_blocks",
+    "ref_cnt",
+    "get_num_free_blocks",
+}
+
+
+def test_no_other_module_reads_what_is_no_interface() -> None:
+    found = []
+    for file in Path(kvpool.vllm.__file__).parent.glob("*.py"):
+        if file.name == "internals.py":
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(MODULES):
+                found.append(f"{file.name}: {node.module}")
+            if isinstance(node, ast.Attribute) and node.attr in ATTRIBUTES:
+                found.append(f"{file.name}: {node.attr}")
+    assert found == []
+
+
+def test_a_tiers_result_has_the_fields_that_vllm_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.30 knows no bytes: each job of the tier failed there, was never reported, and pinned its rows."""
+    older = dataclasses.make_dataclass("JobResult", ["job_id", "success"])
+    said = {"job_id": 1, "success": True, "transfer_bytes": 7}
+    assert dataclasses.asdict(internals.job_result(**said)).items() >= said.items()
+    monkeypatch.setattr(internals, "JobResult", older)
+    assert internals.job_result(**said) == older(1, True)
