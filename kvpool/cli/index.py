@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Coroutine, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -172,12 +173,13 @@ async def _serve(settings: Settings, index: Index, named: int) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end, number)
-    try:
+    async with AsyncExitStack() as parts:
+        parts.push_async_callback(_calls_end)
+        parts.push_async_callback(index.stop)
         ports = await index.start()
         gc.collect()
         gc.freeze()  # full collections over all imports stopped the index for 160 ms
-        begins_with_nothing = settings.snapshot is None and settings.bootstrap is None
-        if settings.pool is None and not named and begins_with_nothing:
+        if not (settings.pool or named or settings.snapshot or settings.bootstrap):
             alone = settings.proxy is not None and settings.grpc is None
             logger.warning(
                 "neither --pool nor --worker is given: no worker is known, and %s",
@@ -186,9 +188,6 @@ async def _serve(settings: Settings, index: Index, named: int) -> None:
         print(_ready(settings, ports, named), flush=True)
         await index.wait(ended)
         await index.leave(settings.drain, settings.finish, now)
-    finally:
-        await index.stop()
-        await _calls_end()
 
 
 def _ready(settings: Settings, ports: Ports, named: int) -> str:

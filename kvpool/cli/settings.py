@@ -231,8 +231,8 @@ class RouterSettings(FleetSettings):
 class LookupOptions:
     model: Annotated[str, option(PROMPT, "MODEL", "The model, by the name that requests use.")]
     text: Annotated[str | None, option(PROMPT, "WORDS",
-        "The prompt's text, for an index with a --tokenizer. Of each form: @FILE reads it from a file, - from standard "
-        "input.")] = None
+        "The prompt's text, for an index with a --tokenizer. In place of a value, here and below: @FILE, or - for "
+        "standard input.")] = None
     token_ids: Annotated[str | None, option(PROMPT, "IDS",
         "The prompt's token ids: JSON, or separated by spaces or commas.")] = None
     hashes: Annotated[str | None, option(PROMPT, "HASHES",

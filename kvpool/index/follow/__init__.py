@@ -1,1 +1,1 @@
-"""How the index learns the blocks of workers and pool, and stays exact."""
+"""How the index learns what workers and pool hold, how busy workers are and what they serve, and stays exact."""

@@ -14,6 +14,7 @@ from kvpool.index.front import placer as placer_module
 from kvpool.index.front import renderer
 from kvpool.index.front.inference_request import MAX_READ_NBYTES
 from kvpool.index.front.placer import Placer
+from kvpool.index.front.settings import PlacingSettings
 from kvpool.index.request_stats import PROMPTLESS
 from tests.support.openai_worker import ScriptedWorker, scripted
 from tests.support.placing import LONG, placer_of
@@ -42,7 +43,7 @@ class There:
 
     def without_an_end(self) -> None:
         self.worker.hold_render.clear()
-        self.patch.setattr(self.placer, "_timeout_s", 0.2)
+        self.patch.setattr(self.placer, "_settings", PlacingSettings(timeout_s=0.2))
 
     def with_other_bodies(self) -> None:
         self.patch.setattr(placer_module, "MAX_UNDER_WAY", 0)
