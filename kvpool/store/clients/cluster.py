@@ -95,13 +95,10 @@ class ClusterLink:
         return replies
 
     def drop(self) -> None:
-        for server in list(self._links):
+        for server in tuple(self._links):
             self._drop(server)
 
-    def close(self) -> None:
-        for link in self._links.values():
-            link.close()
-        self._links.clear()
+    close = drop
 
     def _ask(
         self,
@@ -185,6 +182,7 @@ class ClusterLink:
 
     def _drop(self, server: Address) -> None:
         link = self._links.pop(server, None)
+        self._times_away.pop(server, None)
         if link is not None:
             link.close()
 

@@ -91,7 +91,8 @@ class ClientExecutor:
         return self._submit(_native.TOUCH, LookupKeys(prefix, groups), None, timeout_s, timeout_s)
 
     def counters(self) -> dict[str, int]:
-        return self._queue.counters() | (self._shards.counters() if self._shards is not None else {})
+        counters = self._queue.counters()
+        return counters if self._shards is None else self._shards.counted(counters)
 
     def close(self, timeout_s: float) -> bool:
         if os.getpid() != self._pid:  # a forked child has no threads, and the lock may be held for ever

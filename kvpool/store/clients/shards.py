@@ -53,6 +53,8 @@ class Shards:
             self._times_away = Counter({one: n for one, n in self._times_away.items() if one in self._known})
             away = list(self._away)
         for server in away:
+            if self.closed():
+                return
             try:
                 self._probe(server)
             except LinkFault:
@@ -63,7 +65,7 @@ class Shards:
     def wait_until_stale(self, timeout_s: float) -> bool:
         with self._changed:
             self._changed.wait_for(lambda: self._is_stale or self._away or self._closed, timeout_s)
-            return self._is_stale or bool(self._away)
+            return not self._closed and (self._is_stale or bool(self._away))
 
     def close(self) -> None:
         with self._changed:
@@ -109,6 +111,8 @@ class Shards:
             self._is_stale = self._is_stale or for_good
             self._changed.notify_all()
 
-    def counters(self) -> dict[str, int]:
+    def counted(self, counters: dict[str, int]) -> dict[str, int]:
+        """``counters`` of the links with what they do not know."""
         with self._changed:
-            return dict(self._counts)
+            up = 0 if len(self._away) == len(self._known) else counters["up_connections"]
+            return counters | self._counts | {"up_connections": up}

@@ -240,6 +240,7 @@ def test_a_cluster_that_is_gone_is_refused_at_once_and_used_when_it_is_back(
             return watch.ran_s() < MARGIN_S
 
         assert eventually(at_once)
+        assert eventually(lambda: store.counters()["up_connections"] == 0)
     finally:
         for server in cluster.servers:
             server.go_on()

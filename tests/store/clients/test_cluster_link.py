@@ -128,6 +128,24 @@ def test_a_server_that_is_away_is_probed_and_comes_back() -> None:
     assert not servers.shards.wait_until_stale(0)
 
 
+def test_a_store_is_connected_while_one_server_answers() -> None:
+    servers = Servers()
+    counters = {"up_connections": 2, "puts": 1}
+    for server, up in ((None, 2), (A, 2), (B, 0)):
+        if server is not None:
+            servers.shards.fell_away(server, "silent")
+        assert servers.shards.counted(counters) == {"up_connections": up, "puts": 1, "moved": 0, "asked": 0}
+
+
+def test_what_is_closed_reads_nothing_more() -> None:
+    servers = Servers()
+    servers.shards.fell_away(A, "silent")
+    servers.shards.close()
+    assert not servers.shards.wait_until_stale(60)
+    servers.shards.install(PRIMARIES)
+    assert servers.probed == []
+
+
 def test_a_link_is_checked_after_its_server_was_away() -> None:
     servers = Servers()
     servers.link.exchange([(b"EXISTS", OF_A)], 1.0)
@@ -165,7 +183,7 @@ def test_a_redirect_is_followed(word: str, count: str, host: str) -> None:
     assert servers.link.exchange(put, 1.0) == [1] * 4
     asked = servers.links[host, 6379].asked
     assert asked == ([(b"ASKING",)] if word == "ASK" else []) + put
-    assert servers.shards.counters()[count] == 1
+    assert servers.shards.counted({"up_connections": 2})[count] == 1
     assert servers.shards.wait_until_stale(0) == (word == "MOVED")
 
 
