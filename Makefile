@@ -141,9 +141,11 @@ check: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
 	$(BIN)/mypy
 	$(RUN_PYTEST) -q tests/test_architecture.py
 
-bench: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(VENV)/.stamp-bare
+bench: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(VENV)/.stamp-bare $(SERVERS)/.stamp
 	$(BIN)/python -m benchmarks hash
 	$(BIN)/python -m benchmarks store
+	$(BIN)/python -m benchmarks store --shards 1 --batch-bytes 64MiB
+	$(BIN)/python -m benchmarks store --shards 3 --batch-bytes 64MiB
 	$(BIN)/python -m benchmarks index
 	$(BIN)/python -m benchmarks fleet
 

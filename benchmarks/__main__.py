@@ -93,6 +93,16 @@ def device(
 @app.command("store")
 def store(
     pool: PoolURL = None,
+    shards: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            max=16,
+            help="In place of --pool: so many Valkey servers on loopback, started for it; several are a cluster.",
+        ),
+    ] = None,
+    server: Server = None,
     rounds: Rounds = 9,
     batch_bytes: BatchBytes = "256MiB",
     peers: Annotated[
@@ -117,8 +127,12 @@ def store(
             raise
         raise ConfigError("the bare loops are not built: make bench does it") from error
 
+    if pool is not None and shards is not None:
+        raise ConfigError("--shards starts the pool's servers: leave --pool away")
     run_store(
         pool=pool,
+        shards=shards,
+        server=server,
         rounds=rounds,
         batch_nbytes=batch_nbytes_of(batch_bytes),
         peers=Path(peers_folder) if peers else None,

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from benchmarks.store_clients import BARE, OWN, Client, clients
 from benchmarks.store_report import Report, Row, draw, show
+from benchmarks.valkey_shards import ValkeyShards, find_server
 from kvpool.cli.bench_store import (
     EXISTS_KEYS,
     VALUE_NBYTES,
@@ -43,12 +44,26 @@ class _Times:
 
 
 def run_store(
-    *, pool: str | None, rounds: int, batch_nbytes: int, peers: Path | None, plot: Path | None, as_json: bool
+    *,
+    pool: str | None,
+    shards: int | None,
+    server: Path | None,
+    rounds: int,
+    batch_nbytes: int,
+    peers: Path | None,
+    plot: Path | None,
+    as_json: bool,
 ) -> None:
     """Measure and print. Memory: two batches here and per peer, one per client in the pool."""
+    program = find_server(server) if shards is not None else ""
     if plot is not None:
         draw([], plot)  # reports unwritable files early
-    with benched_pool(pool, batch_nbytes) as (url, folder):
+    with contextlib.ExitStack() as opened:
+        url, folder = opened.enter_context(benched_pool(pool, batch_nbytes))
+        if shards is not None:
+            url = opened.enter_context(
+                ValkeyShards(program, folder / "servers", shards=shards, io_threads=1)
+            ).url
         parsed = StoreURL.parse(url)
         with (
             open_store(replace(parsed, client="native")) as store,

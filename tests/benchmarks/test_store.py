@@ -64,6 +64,19 @@ def test_bench_store_on_a_server_compares_clients_and_leaves_other_keys(tmp_path
         assert server.client.info("stats")["evicted_keys"] == 0
 
 
+def test_bench_store_starts_a_cluster_for_every_client() -> None:
+    arguments = ["store", "--shards", "3", "--rounds", "1", "--batch-bytes", "64MiB", "--json"]
+    report = json.loads(benchmark(*arguments).stdout)
+    assert report["pool"].startswith("valkey+cluster://")
+    assert {(row["client"], row["value_nbytes"]) for row in report["rows"]} == {
+        (client, nbytes) for client in ("kvpool", "glide", "redis-py") for nbytes in SIZES
+    }
+    assert all(row["gb_per_s"][cell] > 0 for row in report["rows"] for cell in CELLS)
+    assert "leave --pool away" in benchmark_refused(
+        "store", "--pool", "valkey://127.0.0.1:1", "--shards", "1"
+    )
+
+
 @pytest.mark.parametrize("name", ["glide", "redis"])
 def test_peer_moves_values_in_a_process_of_its_own(tmp_path: Path, name: str) -> None:
     environment(tmp_path, name)
