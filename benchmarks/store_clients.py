@@ -73,10 +73,9 @@ def clients(store: Store, url: StoreURL, folder: Path, peers: Path | None) -> It
             if url.tls is None and not url.nodes:
                 for name in (BARE, BARE_AGAIN):
                     found.append(opened.enter_context(contextlib.closing(BareServer(name, url))))
-            if not url.service:  # the others ask no sentinels
-                for name in ("glide", "redis"):
-                    other = opened.enter_context(open_store(replace(url, client=name)))
-                    found.append(LocalStoreClient({"redis": "redis-py"}.get(name, name), other))
+            for name in ("glide", "redis"):
+                other = opened.enter_context(open_store(replace(url, client=name)))
+                found.append(LocalStoreClient({"redis": "redis-py"}.get(name, name), other))
             if peers is not None:
                 found += [opened.enter_context(Peer(name, url, peers)) for name in PEERS]
         yield found

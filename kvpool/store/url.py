@@ -336,11 +336,6 @@ def _server(url: str, scheme: str, host: str, path: str, query: Mapping[str, str
         database = _whole(url, query, "db", 0, 0, MAX_DATABASE)
         return replace(common, path=path, database=database)
     if scheme in MANY_SERVERS:
-        if client != CLIENTS[0] and scheme == "valkey+sentinel":
-            raise ConfigError(
-                f"{redact(url)}: client={client} asks no sentinels; leave client away, or name the primary: "
-                f"valkey://host:{DEFAULT_PORT}"
-            )
         return _many_servers(url, host, path, query, common)
     found = _host(host, DEFAULT_PORT)
     if found is None:

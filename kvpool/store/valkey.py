@@ -1,7 +1,6 @@
 """A store on Redis or Valkey servers shared by many hosts: a server, a cluster, or a sentinels' service.
 
-The native engine, or Python threads with redis-py or GLIDE (which ask no sentinels), move the values; documents
-use a kept connection.
+The native engine, or Python threads with redis-py or GLIDE, move the values; documents use a kept connection.
 """
 
 from __future__ import annotations

@@ -57,6 +57,10 @@ def on_server(scheme: str, host: str = "", port: int | None = None, **more: Any)
             on_server("valkey+unix", path="/s", client="glide"),
         ),
         (
+            "valkey+sentinel://a/x?client=glide",
+            on_server("valkey+sentinel", nodes=(("a", 26379),), service="x", client="glide"),
+        ),
+        (
             "valkey+cluster://a?client=redis",
             on_server("valkey+cluster", nodes=(("a", 6379),), client="redis"),
         ),
@@ -210,10 +214,6 @@ def test_the_servers_that_it_names(url: str, servers: tuple[str, ...]) -> None:
         ("valkey+cluster://a,b:0", "ports from 1 to 65535"),
         ("valkey+cluster://" + ",".join(["a"] * 65), "1 to 64 hosts"),
         ("valkey+cluster://a/1", "in a cluster kvpool uses database 0; leave the path away"),
-        (
-            "valkey+sentinel://a/x?client=glide",
-            "client=glide asks no sentinels; leave client away, or name the primary: valkey://host:6379",
-        ),
         ("valkey+cluster://a?db=1", 'unknown parameter "db"; known are ca, cert, client, connections, key'),
         ("valkey+cluster://a?tls=yes", "tls is true or false, not 'yes'"),
         ("valkey+cluster://a?ca=/x", "ca is for TLS; add tls=true"),

@@ -1,4 +1,4 @@
-"""``ClusterLink``: a link to each server of a cluster, for one thread.
+"""``ClusterLink``: a link to each server of a cluster, or to the primary that sentinels name, for one thread.
 
 Each key's commands go to the server that holds its slot, one server after the other, and follow MOVED and ASK.
 What befalls a server befalls its keys alone: they get an ``Unanswered``, the others their replies. Only a
@@ -36,6 +36,7 @@ from kvpool.store.url import StoreURL
 
 MAX_HOPS = 5
 MAX_STRANGERS = 16  # linked servers that only redirects named
+_OF_CHANGE = ("CLUSTERDOWN", "MASTERDOWN", "READONLY")  # first words of errors by which the map is old
 
 
 class _Item(NamedTuple):
@@ -68,7 +69,7 @@ class ClusterLink:
             except LinkFault as error:
                 faults.append(error)
         if len(faults) == len(servers):
-            raise faults[0] if faults else LinkFault("no node of the cluster serves any slot")
+            raise faults[0] if faults else LinkFault("no server of the pool is known")
 
     def is_stale(self) -> bool:
         return False  # each is checked before it is used
@@ -121,6 +122,8 @@ class ClusterLink:
             name = f"{server[0]}:{server[1]}: " if server else ""
             why = Unanswered(f"{name}{error}")
             return [[why] * (item.end - item.start) for item in items]
+        if any(isinstance(reply, ErrorReply) and first_word(reply) in _OF_CHANGE for reply in replies):
+            self._shards.look_again()
         answers, place = [], 0
         for item in items:
             place += item.asking

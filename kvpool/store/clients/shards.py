@@ -1,4 +1,4 @@
-"""``Shards``: which server of a cluster holds a slot, and which of them do not answer."""
+"""``Shards``: which server holds a slot, of a cluster or a sentinels' service, and which of them do not answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def slot_of(key: bytes) -> int:
 
 
 class Shards:
-    """The map of a cluster for a store's links, and a breaker a server. Any thread.
+    """The map of the servers for a store's links, and a breaker a server. Any thread.
 
     A silent server, or one that nobody can dial, is away: links ask it for nothing. ``TopologyWatch`` reads the
     map again while one is, and each reading calls ``probe`` with every server that is away (blocking, for
@@ -109,6 +109,12 @@ class Shards:
         with self._changed:
             self._counts["moved" if for_good else "asked"] += 1
             self._is_stale = self._is_stale or for_good
+            self._changed.notify_all()
+
+    def look_again(self) -> None:
+        """A server says that it is not what the map has it for."""
+        with self._changed:
+            self._is_stale = True
             self._changed.notify_all()
 
     def counted(self, counters: dict[str, int]) -> dict[str, int]:

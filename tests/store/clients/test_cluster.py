@@ -261,6 +261,21 @@ def test_a_record_that_ends_connections_is_refused_and_the_others_are_kept(
             server.client.config_set("proto-max-bulk-len", 512 * MIB)
 
 
+def test_a_replica_takes_over(client: str, tmp_path: Path) -> None:
+    with (
+        Cluster("valkey-server", tmp_path, replicas=1) as cluster,
+        open_store(with_client(cluster.url, client)) as store,
+    ):
+        with Traffic(store, timeout_s=2.0) as traffic:
+            holder_of(cluster, key(1)).kill()
+            assert eventually(lambda: traffic.faults > 0)
+            seen = traffic.hits
+            assert eventually(lambda: traffic.hits > seen + 100 and serves(store, 99))
+        assert traffic.longest_s < 2.0 + MARGIN_S
+        round_trip(store, [payload(number, 3000) for number in range(MANY)])
+        assert store.counters()["damaged"] == 0
+
+
 # ---------------------------------------------------------------------- TLS, and users
 
 

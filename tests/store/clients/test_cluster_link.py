@@ -204,6 +204,13 @@ def test_a_redirect_without_a_host_is_to_the_same_one() -> None:
     assert A[0] in {host for host, port in servers.links if port == 7000}
 
 
+@pytest.mark.parametrize("word", ["READONLY", "CLUSTERDOWN", "MASTERDOWN", "OOM"])
+def test_a_server_that_is_not_what_it_was_has_the_map_read_again(word: str) -> None:
+    servers = Servers(a=sends_on(f"{word} and more"))
+    assert servers.link.exchange([(b"EXISTS", OF_A)], 1.0) == [f"{word} and more"]
+    assert servers.shards.wait_until_stale(0) == (word != "OOM")
+
+
 def test_redirects_end() -> None:
     servers = Servers(a=sends_on("MOVED 12 10.0.0.2:6379"), b=sends_on("MOVED 12 10.0.0.1:6379"))
     assert servers.link.exchange([(b"EXISTS", OF_A)], 1.0) == ["MOVED 12 10.0.0.2:6379"] or MAX_HOPS % 2

@@ -17,10 +17,13 @@ from tests.support.conformance import OpenStore, StoreConformance, key
 from tests.support.credentials import Authority
 from tests.support.deadlines import MARGIN_S, eventually
 from tests.support.misbehaving import bulk, misbehaving, says
-from tests.support.servers import NEWER, SERVERS, Server, Watched
+from tests.support.servers import NEWER, SERVERS, Server, Watched, with_client
 from tests.support.store_traffic import Traffic, serves
 
 OTHER = 99  # a key that Traffic does not use
+# The native client on every server, each of the others on one.
+OTHERS = [("redis-server", "glide"), ("valkey-server", "redis")]
+EACH = [*((name, "native") for name in SERVERS), *OTHERS]
 
 
 def role(server: Server) -> str:
@@ -96,9 +99,9 @@ def test_the_doctor_names_the_primary(watched: Watched, capsys: pytest.CaptureFi
     assert f"127.0.0.1:{watched.primary.port}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", SERVERS)
-def test_the_primary_is_killed_under_load(name: str, tmp_path: Path) -> None:
-    with Watched(name, tmp_path) as watched, open_store(watched.url) as store:
+@pytest.mark.parametrize(("name", "client"), EACH)
+def test_the_primary_is_killed_under_load(name: str, client: str, tmp_path: Path) -> None:
+    with Watched(name, tmp_path) as watched, open_store(with_client(watched.url, client)) as store:
         with Traffic(store, timeout_s=2.0) as traffic:
             watched.kill_primary()
             assert eventually(lambda: traffic.faults > 0)
@@ -113,10 +116,12 @@ def test_the_primary_is_killed_under_load(name: str, tmp_path: Path) -> None:
         assert serves(store)
 
 
-@pytest.mark.parametrize("name", [*SERVERS[1:], *NEWER])
-def test_a_primary_that_hands_over_is_left(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "client"), [*((name, "native") for name in (*SERVERS[1:], *NEWER)), *OTHERS]
+)
+def test_a_primary_that_hands_over_is_left(name: str, client: str, tmp_path: Path) -> None:
     """It lives on as a replica, and says READONLY to whoever has not noticed."""
-    with Watched(name, tmp_path) as watched, open_store(watched.url) as store:
+    with Watched(name, tmp_path) as watched, open_store(with_client(watched.url, client)) as store:
         assert serves(store)
         watched.sentinels[0].client.execute_command("SENTINEL", "FAILOVER", Watched.SERVICE)
         assert eventually(lambda: role(watched.replica) == "master")
@@ -125,18 +130,19 @@ def test_a_primary_that_hands_over_is_left(name: str, tmp_path: Path) -> None:
         assert watched.replica.client.exists(key(1)) == 1
 
 
-@pytest.mark.parametrize("name", SERVERS)
-def test_everybody_speaks_tls(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "client"), EACH)
+def test_everybody_speaks_tls(name: str, client: str, tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     with Watched(name, tmp_path, authority=authority) as watched:
-        with open_store(watched.url) as store:
+        with open_store(with_client(watched.url, client)) as store:
             assert serves(store)
             watched.kill_primary()
             assert eventually(lambda: role(watched.replica) == "master")
             assert eventually(lambda: serves(store, OTHER))
             assert watched.replica.client.exists(key(OTHER)) == 1
+        stranger = Authority(tmp_path, "another")
         with pytest.raises(StoreUnavailable, match="certificate verify failed"):
-            open_store(watched.url.replace(str(authority.ca), str(Authority(tmp_path, "another").ca)))
+            open_store(with_client(watched.url, client).replace(str(authority.ca), str(stranger.ca)))
 
 
 def test_a_sentinel_that_names_a_replica_is_not_believed(watched: Watched) -> None:
