@@ -2,7 +2,7 @@
 
 What a worker sends unasked would answer the next request, another caller's: such a connection ends. ``Sending``
 bounds the sending of a body: aiohttp's ``sock_read`` begins after it, so a worker that takes no bytes would hold a
-body above the sockets' buffers for ever. One event loop.
+body above the sockets' buffers for ever. A host that vanishes says nothing: the kernel asks it. One event loop.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import select
+import socket
 import ssl
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,14 @@ PART_NBYTES = 1 << 20  # of a body, written at once: more would hold the event l
 MAX_INTERIM = 16  # responses of 1xx before the response
 MAX_EMPTY_NBYTES = 1 << 20  # of heads, and of a body's framing above EMPTY_A_BYTE for each of its bytes
 EMPTY_A_BYTE = 8  # chunks of one byte take five
+# Of a socket: a host that vanished is noticed after SEND_S, whether it owes an acknowledgement or an answer.
+KEEPALIVE = (
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2),
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SEND_S * 1000)),
+)
 
 
 class Sending(aiohttp.Payload):
@@ -88,6 +97,11 @@ class WorkerConnection(ResponseHandler):
         super().__init__(loop)
         self._interim = self._nbytes = 0  # of the response, all that came of it
         self._is_answered = False  # the head of the response has come
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        for option in KEEPALIVE:
+            transport.get_extra_info("socket").setsockopt(*option)
 
     def close(self) -> None:
         """At once: a close waits for the worker, to take what it was sent and, by TLS for 30 s, to end it too."""

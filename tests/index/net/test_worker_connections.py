@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import socket
 import threading
 
 import aiohttp
+import anyio.to_thread
 import pytest
 
-from kvpool.index.net.worker_connection import MAX_EMPTY_NBYTES, MAX_INTERIM, WorkerConnector
+from kvpool.index.net.worker_connection import KEEPALIVE, MAX_EMPTY_NBYTES, MAX_INTERIM, WorkerConnector
 from tests.support.deadlines import eventually
 from tests.support.fronts import ASKED, beside, proxy_cluster
 from tests.support.http_client import post, request_of
@@ -156,5 +158,23 @@ async def test_what_came_unasked_while_the_event_loop_was_busy_is_given_to_nobod
                     assert await reply.text() == "mine"
                 assert said.wait(60), "in which nothing is read"
                 said.clear()
+    finally:
+        worker.stop()
+
+
+@pytest.mark.anyio
+async def test_the_kernel_notices_that_a_workers_host_has_vanished() -> None:
+    """Without, its answer is waited for as long as that of a worker that computes."""
+    worker = BadWorker("bad", lambda client: client.recv(1 << 16) and client.recv(1))
+    try:
+        connector = WorkerConnector(keepalive_s=60, tls=None)
+        async with aiohttp.ClientSession(connector=connector) as session:
+            asked = asyncio.ensure_future(session.get(f"http://127.0.0.1:{worker.port}/"))
+            assert await anyio.to_thread.run_sync(eventually, lambda: bool(connector._acquired))
+            (protocol,) = connector._acquired
+            assert protocol.transport is not None
+            made = protocol.transport.get_extra_info("socket")
+            assert {made.getsockopt(*option[:2]) == option[2] for option in KEEPALIVE} == {True}
+            asked.cancel()
     finally:
         worker.stop()
