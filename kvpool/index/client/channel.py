@@ -38,6 +38,10 @@ OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1000),  # also the longest attempt to connect
     ("grpc.max_reconnect_backoff_ms", 1000),
+    # A connection that died silently, as by a lost host, is replaced within 30 s; the kernel takes 15 minutes.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),  # of gRPC's own pings, before whose answer it sends no other
 )
 
 

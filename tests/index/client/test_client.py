@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from kvpool.index import (
     Worker,
     WorkerStatus,
 )
+from kvpool.index.client import channel
 from kvpool.index.client.calls import lookup_call, register_call
 from kvpool.index.client.channel import error_of
 from kvpool.index.fleet.fleet import Fleet
@@ -58,7 +59,9 @@ from kvpool.index.protocol.messages import (
 from kvpool.key.hashing import seed_id
 from kvpool.v1 import index_pb2 as pb
 from tests.support.calls import PATIENT_S, by_either, grpc_server
+from tests.support.deadlines import eventually
 from tests.support.fleets import Served, a_worker, say, serving
+from tests.support.proxy import Harm, Proxy, Way
 from tests.support.wire import batch, packed64, stored
 
 pytestmark = pytest.mark.usefixtures("grpc_started")
@@ -262,6 +265,31 @@ def test_nobody_listens() -> None:
         f"no index answers on {target}: nothing listens there; start one: kvpool index --listen {target}"
         in str(caught.value)
     )
+
+
+def test_a_connection_that_died_silently_is_replaced(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its times at a tenth."""
+    options = tuple(
+        (name, value // 10 if "ping" in name or "keepalive" in name else value)
+        for name, value in channel.OPTIONS
+    )
+    monkeypatch.setattr(channel, "OPTIONS", options)
+    with (
+        closing(Proxy(int(served.target.rpartition(":")[2]))) as proxy,
+        IndexClient(f"127.0.0.1:{proxy.port}", PATIENT_S) as client,
+    ):
+        assert client.workers()
+        proxy.arm(Way.ANSWERED, 1, Harm.SILENCE)
+        with pytest.raises(IndexUnavailable):
+            client.workers(timeout_s=0.5)
+        assert proxy.harmed == 1
+
+        def answers() -> bool:
+            with suppress(IndexUnavailable):
+                return bool(client.workers(timeout_s=2))
+            return False
+
+        assert eventually(answers, within_s=30)
 
 
 def test_what_listens_says_nothing() -> None:
