@@ -13,15 +13,19 @@ ITEM_TOKENS = 1500
 TEXT_NBYTES = 4  # a token
 MAX_ITEMS = 256  # of a key; what follows counts as text
 MAX_GAP_NBYTES = 16  # blanks between a key and its value
-# What a string is an item behind, if it is long or names a place. OpenAI's chats and responses, Anthropic's messages.
-_KEYS = (b'"url"', b'"image_url"', b'"data"', b'"file_data"', b'"prompt_embeds"')
+# What a string is an item behind, if it is long or names a place. OpenAI's chats and responses, Anthropic's messages,
+# Cohere's images, embeddings of vLLM's.
+_KEYS = (
+    b'"url"', b'"image_url"', b'"data"', b'"file_data"', b'"prompt_embeds"', b'"image_embeds"', b'"audio_embeds"',
+    b'"images"',
+)  # fmt: skip
 _PLACES = (b"data:", b"http:", b"https:", b"file:")
 _LONG_NBYTES = 1024
 FORM = re.compile(rb"[\r\n]*--")  # begins a form, of a file of sound and a few fields, and no JSON
 
 
 def estimate(body: bytes) -> int:
-    """At least 1. Takes as long as five searches of the body, 1 ms a MiB."""
+    """At least 1. Takes as long as eight searches of the body, 1 ms a MiB."""
     if FORM.match(body):
         return ITEM_TOKENS
     items = nbytes = 0
@@ -39,6 +43,6 @@ def estimate(body: bytes) -> int:
 
 
 def _begin_of_text(body: bytes, at: int) -> int:
-    """Of the string that is the value of a key; 0: another value."""
+    """Of the string that is the value of a key, or the first of its list; 0: another value."""
     between = body[at : at + MAX_GAP_NBYTES].split(b'"', 1)[0]
-    return at + len(between) + 1 if between.strip() == b":" else 0
+    return at + len(between) + 1 if b"".join(between.split()) in (b":", b":[") else 0

@@ -31,6 +31,10 @@ def chat(*parts: Any) -> bytes:
         {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PICTURE}},
         {"type": "input_audio", "input_audio": {"data": PICTURE, "format": "wav"}},
         {"type": "input_file", "file_data": PICTURE},
+        {"type": "image_embeds", "image_embeds": PICTURE},
+        {"type": "audio_embeds", "audio_embeds": PICTURE},
+        {"images": [f"data:image/png;base64,{PICTURE}"]},
+        {"prompt_embeds": [PICTURE]},
     ],
 )
 def test_a_picture_counts_as_a_picture_however_many_bytes_it_has(part: Any) -> None:
