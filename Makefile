@@ -141,7 +141,7 @@ check: $(VENV)/.stamp-core $(VENV)/.stamp-vllm
 	$(BIN)/mypy
 	$(RUN_PYTEST) -q tests/test_architecture.py
 
-bench: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(VENV)/.stamp-bare $(SERVERS)/.stamp
+bench: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(VENV)/.stamp-bare .cache/servers/.stamp
 	$(BIN)/python -m benchmarks hash
 	$(BIN)/python -m benchmarks store
 	$(BIN)/python -m benchmarks store --shards 1 --batch-bytes 64MiB
