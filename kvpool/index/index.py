@@ -80,7 +80,7 @@ class Beginning:
     """
 
     bootstrap: str | None = None
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     snapshot: Path | None = None
     every_s: float = 60.0
     warm_up_s: float = WARM_UP_S
