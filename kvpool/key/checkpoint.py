@@ -23,7 +23,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,6 +68,14 @@ _WHERE_IT_CAME_FROM = frozenset(
 )
 # The first that matches a module decides for it: of PEFT's adapters, of GPTQModel's and compressed-tensors' layers.
 _ORDERED = frozenset(("rank_pattern", "alpha_pattern", "dynamic", "config_groups"))
+
+
+def with_order(value: Any, counts: bool = False) -> Any:
+    """A JSON value, of which the order is told, too, where it counts, when its names are sorted."""
+    if isinstance(value, Mapping):
+        inner = {name: with_order(each, name in _ORDERED) for name, each in value.items()}
+        return [list(pair) for pair in inner.items()] if counts else inner
+    return [with_order(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 class CheckpointDigest(NamedTuple):

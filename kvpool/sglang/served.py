@@ -30,6 +30,7 @@ from kvpool.key.checkpoint import (
     MAX_TEXT_NBYTES,
     checkpoint_digest,
     served_digest,
+    with_order,
 )
 from kvpool.key.key import MAX_FACT_CHARS, Fact
 
@@ -124,8 +125,8 @@ def _fact(path: str, value: Any) -> Fact:
             raise ConfigError(f"{path} is {value}, which cannot be read: {error.strerror}") from error
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
-            value = json.dumps(json.loads(value), sort_keys=True)
-    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+            value = json.dumps(with_order(json.loads(value)), sort_keys=True)
+    text = value if isinstance(value, str) else json.dumps(with_order(value), sort_keys=True, default=str)
     return text if len(text) <= MAX_FACT_CHARS else hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -116,6 +116,18 @@ def test_what_only_says_where_things_are_keeps_nobody_apart(fleet: Fleet, tmp_pa
     assert fleet.finds(model, json_model_override_args='{"b":2,"a":1}', port=1234, **elsewhere)
 
 
+def test_the_order_of_patterns_counts_in_an_override_too(fleet: Fleet, tmp_path: Path) -> None:
+    """Of GPTQModel's the first that matches a layer decides for it."""
+    model = checkpoint(tmp_path / "model")
+    given, other = (
+        {"json_model_override_args": f'{{"quantization_config": {{"dynamic": {{{patterns}}}}}}}'}
+        for patterns in ('"-:.*": {}, "+:.*q": {"bits": 8}', '"+:.*q": {"bits": 8}, "-:.*": {}')
+    )
+    fleet.stores(model, **given)
+    assert fleet.finds(model, **given)
+    assert not fleet.finds(model, **other)
+
+
 def test_scales_and_adapters_are_told_by_what_is_in_their_files(fleet: Fleet, tmp_path: Path) -> None:
     from sglang.srt.lora.lora_registry import LoRARef
 

@@ -32,7 +32,7 @@ from kvpool import metrics
 from kvpool.config import hash_seed
 from kvpool.errors import ConfigError, EngineRefused
 from kvpool.files import read_file
-from kvpool.key.checkpoint import MAX_TEXT_NBYTES
+from kvpool.key.checkpoint import MAX_TEXT_NBYTES, with_order
 from kvpool.key.hashing import seed_id
 from kvpool.key.key import EPOCH_FACT, Fact, GroupLayout, Layout, Namespace, differing_facts
 from kvpool.metrics import Counters
@@ -396,7 +396,7 @@ def adapter_settings(config: VllmConfig) -> str:
 
 def digest_of(value: object) -> str:
     """16 hex digits of SHA-256 over a text, or over a value as JSON."""
-    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True, default=str)
+    text = value if isinstance(value, str) else json.dumps(with_order(value), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -21,6 +21,7 @@ import torch
 from vllm import envs
 from vllm.config import VllmConfig
 
+from kvpool.key.checkpoint import with_order
 from kvpool.key.key import Fact
 
 MAX_SHOWN_CHARS = 200  # longer values become a digest
@@ -93,5 +94,5 @@ def _plain(value: Any) -> Any:
 def _fact(value: Any) -> Fact:
     if isinstance(value, bool) or (isinstance(value, int) and abs(value) < 1 << 63):
         return value
-    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    text = value if isinstance(value, str) else json.dumps(with_order(value), sort_keys=True)
     return text if len(text) <= MAX_SHOWN_CHARS else hashlib.sha256(text.encode()).hexdigest()[:16]

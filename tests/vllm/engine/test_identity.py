@@ -33,6 +33,7 @@ from kvpool.vllm.engine.identity import (
     ROPE_ROWS,
     _model_config,
     _processor,
+    digest_of,
     engine_facts,
     layout_of,
     rope_fact,
@@ -154,6 +155,18 @@ def test_what_a_models_own_code_writes_into_its_configuration_counts(engine_conf
     assert _model_config(hf_config) == {**facts, "attn_temperature_tuning": True}
     hf_config.max_model_len = 4096  # MiniMax: for the length of its rope's table
     assert "max_model_len" not in _model_config(hf_config)
+
+
+def test_the_order_of_patterns_counts_where_the_first_that_matches_decides() -> None:
+    """As ``--hf-overrides`` may give them."""
+    patterns = {"q_proj": 8, ".*": 4}
+
+    def fact(**given: Any) -> str:
+        return digest_of(_model_config(LlamaConfig(quantization_config={"bits": 4, **given})))
+
+    assert fact(dynamic=patterns) == fact(dynamic=dict(patterns))
+    assert fact(dynamic=patterns) != fact(dynamic=dict(reversed(patterns.items())))
+    assert fact(x=patterns) == fact(x=dict(reversed(patterns.items()))), "no other order does"
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3"])
