@@ -210,7 +210,7 @@ class Session(NamedTuple):
         """None: neither is named."""
         if not (name := session_id or prompt_cache_key):
             return None
-        named = f"{model}\0{name}".encode(errors="replace")
+        named = f"{model}\0{name}".encode(errors="surrogatepass")
         return cls(tenant, hashlib.blake2b(named, digest_size=16).digest(), bool(session_id))
 
     @property

@@ -190,7 +190,9 @@ class Exchange:
         self._forget_headers()
         self._is_placed = False
         headers = {
-            header.key: (header.raw_value or header.value.encode()).decode("latin-1")
+            header.key: (header.raw_value or header.value.encode()).decode(
+                errors="replace" if header.key == _PATH else "surrogateescape"  # as the router's are read
+            )
             for header in message.request_headers.headers.headers
             if header.key in _KEPT or header.key == self._placer.session_header
         }

@@ -131,7 +131,8 @@ class TokenChecks:
             model.trust()
             model.due_s = now_s  # with another prompt
         model.look(now_s, starts)
-        caller = hashlib.blake2b(authorization.encode(), digest_size=16).hexdigest() if authorization else ""
+        told = authorization.encode(errors="surrogatepass")  # bytes that are no UTF-8, too
+        caller = hashlib.blake2b(told, digest_size=16).hexdigest() if told else ""
         if not model.is_due(now_s, caller):
             return
         checked = model.differs or request

@@ -75,6 +75,12 @@ def test_a_next_turn_finds_its_worker_before_the_blocks_are_announced() -> None:
     assert (pick.worker, pick.prefill_cost, pick.fetch_cost, pick.move_cost) == (home, 0, 0, 0)
 
 
+def test_ids_that_are_no_utf8_are_several() -> None:
+    """Each such byte of a header is a surrogate of its own."""
+    one, other = (Session.of("t", "m", f"s{byte}") for byte in ("\udcfe", "\udcff"))
+    assert one != other
+
+
 def test_what_is_not_announced_in_time_is_not_there() -> None:
     there = Fleeting()
     awake(there)

@@ -17,6 +17,7 @@ from kvpool import BlockHasher
 from kvpool.index import limits
 from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.front import ext_proc, placement
+from kvpool.index.front.placer import Placer
 from kvpool.index.serve.auth import TokenAuth
 from kvpool.v1 import ext_proc_pb2 as pb
 from tests.support.credentials import write_tokens
@@ -57,6 +58,25 @@ def test_an_ordered_list_and_decision_headers() -> None:
         assert set(shown) == {
             "x-kvpool-worker", "x-kvpool-reason", "x-kvpool-matched-blocks", "x-kvpool-prompt-blocks"
         }  # fmt: skip
+
+
+def test_headers_are_read_as_the_routers_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """aiohttp takes them for UTF-8 (PEP 383): a session has one name at both doors."""
+    read: list[str] = []
+    place = Placer.place
+
+    async def seen(placer: Placer, path: str, headers: Any, *more: Any) -> Any:
+        read.append(headers["x-session-id"])
+        return await place(placer, path, headers, *more)
+
+    monkeypatch.setattr(Placer, "place", seen)
+    asked = headers()
+    name = asked.request_headers.headers.headers.add(key="x-session-id", raw_value="naïve".encode() + b"\xff")
+    with picking("a", "b") as index, calling(index) as channel:
+        call = Call(channel)
+        call.ask(asked)
+        call.ask(body())
+    assert read == [name.raw_value.decode(errors="surrogateescape")]
 
 
 @pytest.mark.parametrize("status", ["401", "403", "404", "500", "302"])

@@ -252,6 +252,17 @@ async def test_a_tenant_whose_worker_renders_otherwise_costs_no_other_its_tokeni
 
 
 @pytest.mark.anyio
+async def test_a_caller_whose_key_is_no_utf8_is_one_as_others_are() -> None:
+    async with checking() as there:
+        body = b'{"model": "m", "prompt": "any"}'
+        placed = await there.placer.place(
+            "/v1/completions", {"authorization": "Bearer \udcff"}, body, "default"
+        )
+        assert placed.reason == "load"
+        await there.checked(same=1)
+
+
+@pytest.mark.anyio
 async def test_models_of_many_tenants_are_checked_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_checks, "MAX_MODELS", 1)
     async with checking() as there:
