@@ -14,7 +14,6 @@ import re
 import socket
 import ssl
 import threading
-import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -27,7 +26,7 @@ import pytest
 
 from kvpool import BlockHasher, Load
 from kvpool.index import limits
-from kvpool.index.front import placement, proxy, proxy_forwarding
+from kvpool.index.front import placement, proxy_forwarding
 from kvpool.index.net import listener
 from kvpool.index.net.tls import ServerTls, trusting
 from kvpool.index.request_stats import RequestStats
@@ -305,32 +304,12 @@ def test_a_body_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
         assert eventually(there.ends)
 
 
-def test_slow_clients_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wait_for_heads(seconds: float) -> None:
-        monkeypatch.setattr(listener, "HEAD_S", seconds)
-
+def test_a_body_that_does_not_come_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy_forwarding, "BODY_S", 0.2)
     with proxy_cluster("a") as there:
         with there.connect() as client:
             client.sendall(of_request(b"{}{}").removesuffix(b"{}"))
             assert client.recv(65536).startswith(b"HTTP/1.1 408 ")
-        for behind in (b"", b"POST /v1"):  # idle after a request, it may stay; half of a second head may not
-            wait_for_heads(60.0)
-            with there.connect() as client:
-                client.sendall(of_request(b"{}"))
-                assert client.recv(65536).startswith(b"HTTP/1.1 200 OK")
-                wait_for_heads(0.2)
-                if behind:
-                    client.sendall(behind)
-                    assert all_of(client) == b""
-                    continue
-                time.sleep(0.5)
-                wait_for_heads(60.0)
-                client.sendall(of_request(b"{}"))
-                assert client.recv(65536).startswith(b"HTTP/1.1 200 OK")
-        wait_for_heads(0.2)
-        assert there.raw(b"") == b"", "nothing at all"
-        assert there.raw(b"POST /v1/completions HTTP/1.1\r\nhost:") == b"", "half a head"
         assert eventually(there.ends)
 
 
@@ -627,19 +606,3 @@ def test_bodies_of_one_host_leave_room_for_those_of_others(monkeypatch: pytest.M
         assert client.getresponse().status == 200
         client.close()
     assert eventually(there.ends)
-
-
-def test_connections_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    few = proxy.CONNECTIONS._replace(of_host=2)
-    monkeypatch.setattr(proxy, "CONNECTIONS", few)
-    with proxy_cluster("a") as there:
-        with there.connect(), there.connect(), there.connect() as third, suppress(ConnectionError):
-            third.sendall(of_request(b"{}"))
-            assert third.recv(65536) == b""
-
-        def is_served() -> bool:
-            with suppress(ConnectionError):  # until the ends of the others are known
-                return get(f"{there.url}/health").status == 200
-            return False
-
-        assert eventually(is_served)

@@ -29,6 +29,7 @@ from hypothesis import strategies as st
 from kvpool import BlockHasher, ConfigError
 from kvpool.index import limits
 from kvpool.index.fleet.fleet import Fleet
+from kvpool.index.front import proxy as proxy_module
 from kvpool.index.net import listener as listener_module
 from kvpool.index.net.tls import ServerTls
 from kvpool.index.protocol.messages import REPLIES, SERVICE
@@ -42,6 +43,7 @@ from kvpool.v1 import index_pb2 as pb
 from tests.support.credentials import Authority, write_tokens
 from tests.support.deadlines import eventually
 from tests.support.fleets import Served, a_worker, joined, serving, two_tenants
+from tests.support.fronts import proxy_cluster
 from tests.support.index_process import running
 from tests.support.wire import packed64, stored
 
@@ -82,6 +84,12 @@ class JsonClient:
         assert status == 200, reply
         return reply
 
+    def is_well(self) -> bool:
+        self.connection.request("GET", "/health")
+        with self.connection.getresponse() as reply:
+            reply.read()
+            return reply.status == 200
+
     def device_blocks(self) -> list[int]:
         return self.lookup()["device_blocks"]  # type: ignore[no-any-return]
 
@@ -106,6 +114,17 @@ def served() -> Iterator[Served]:
     joined(fleet, a_worker("a"), stored(HASHES[:4]))
     with serving(fleet, http=True) as index:
         yield index
+
+
+@contextmanager
+def opened(door: str) -> Iterator[str]:
+    """The address of an index, or of a router: both have the same listener."""
+    with serving(http=True) if door == "index" else proxy_cluster("a") as there:
+        served = there if isinstance(there, Served) else there.index
+        yield served.http or served.proxy
+
+
+OF_BOTH = pytest.mark.parametrize("door", ["index", "router"])
 
 
 # ---- answers
@@ -406,11 +425,12 @@ def test_a_body_that_drips(served: Served, monkeypatch: pytest.MonkeyPatch) -> N
         assert reply.endswith(b'{"error":"the request did not arrive within 1 s"}')
 
 
+@OF_BOTH
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/lookup HTTP/1.1\r\nHost: h\r\nX: "])
-def test_headers_that_drip(served: Served, monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+def test_headers_that_drip(monkeypatch: pytest.MonkeyPatch, door: str, sent: bytes) -> None:
     """Each byte comes in time, and the whole does not."""
     monkeypatch.setattr(listener_module, "HEAD_S", 0.5)
-    with dialled(served.http) as connection:
+    with opened(door) as address, dialled(address) as connection:
         connection.settimeout(0.05)
         connection.sendall(sent)
         deadline_s = time.monotonic() + WAIT_S
@@ -427,10 +447,11 @@ def test_headers_that_drip(served: Served, monkeypatch: pytest.MonkeyPatch, sent
             pytest.fail("it was never cut off")
 
 
-def test_a_head_has_a_size(served: Served) -> None:
+@OF_BOTH
+def test_a_head_has_a_size(door: str) -> None:
     """Each header is small, and their names have no end."""
-    with asking(served.http) as client, dialled(served.http) as connection:
-        client.lookup()  # another head of a connection is bounded, too
+    with opened(door) as address, asking(address) as client, dialled(address) as connection:
+        assert client.is_well()  # another head of a connection is bounded, too
         for one in (connection, client.connection.sock):
             with contextlib.suppress(ConnectionError):
                 one.sendall(b"GET /health HTTP/1.1\r\nHost: h\r\n")
@@ -469,26 +490,26 @@ def test_heads_are_counted_and_a_host_leaves_room_for_those_of_others(
         assert eventually(lambda: memory.used_nbytes == before)
 
 
-def test_a_second_request_may_not_drip_either(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+@OF_BOTH
+def test_a_second_request_may_not_drip_either(monkeypatch: pytest.MonkeyPatch, door: str) -> None:
     monkeypatch.setattr(listener_module, "HEAD_S", 0.3)
-    with asking(served.http) as client:
-        client.lookup()
+    with opened(door) as address, asking(address) as client:
+        assert client.is_well()
         connection = client.connection.sock
         connection.sendall(b"POST /v1")
         assert cut_off(connection)
 
 
-def test_an_idle_connection_outlives_the_time_for_headers(
-    served: Served, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@OF_BOTH
+def test_an_idle_connection_outlives_the_time_for_headers(monkeypatch: pytest.MonkeyPatch, door: str) -> None:
     monkeypatch.setattr(listener_module, "HEAD_S", 1.5)
     monkeypatch.setattr(listener_module, "REQUEST_S", 1.0)
-    with asking(served.http) as client, asking(served.http) as other:
-        client.lookup()
+    with opened(door) as address, asking(address) as client, asking(address) as other:
+        assert client.is_well()
         held = client.connection.sock
         other.connection.connect()
         assert cut_off(other.connection.sock)  # after HEAD_S, and REQUEST_S with it
-        client.lookup()
+        assert client.is_well()
         assert client.connection.sock is held
 
 
@@ -503,21 +524,25 @@ def test_what_is_no_http_is_turned_away(served: Served, sent: bytes) -> None:
         assert client.device_blocks() == [4]
 
 
+@OF_BOTH
 @pytest.mark.parametrize("limit", ["total", "of_host"])
-def test_connections_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+def test_connections_are_bounded(monkeypatch: pytest.MonkeyPatch, door: str, limit: str) -> None:
     bounds: dict[str, Any] = {limit: 2}
-    few = listener_module.CONNECTIONS._replace(**bounds)
-    monkeypatch.setattr(listener_module, "CONNECTIONS", few)
+    module = listener_module if door == "index" else proxy_module  # a router has more
+    monkeypatch.setattr(module, "CONNECTIONS", module.CONNECTIONS._replace(**bounds))
     monkeypatch.setattr(listener_module, "HEAD_S", 2.0 * WAIT_S)
-    with asking(served.http) as client, asking(served.http) as second:
-        assert client.call("GET", "/health")[0] == second.call("GET", "/health")[0] == 200
-        with dialled(served.http) as third:
-            assert cut_off(third)
-        assert client.call("GET", "/health")[0] == 200
-        if limit == "of_host":
-            with dialled(served.http, "127.0.0.2") as another:
-                another.sendall(b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n")
-                assert another.recv(100).startswith(b"HTTP/1.1 200 ")
+    with opened(door) as address:
+        with asking(address) as client, asking(address) as second:
+            assert client.is_well()
+            assert second.is_well()
+            with dialled(address) as third:
+                assert cut_off(third)
+            assert client.is_well()
+            if limit == "of_host":
+                with dialled(address, "127.0.0.2") as another:
+                    another.sendall(b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n")
+                    assert another.recv(100).startswith(b"HTTP/1.1 200 ")
+        assert eventually(lambda: _answers(address)), "others have gone"
 
 
 def test_connections_are_bounded_before_their_handshake(
@@ -542,9 +567,9 @@ def test_connections_are_bounded_before_their_handshake(
         assert eventually(lambda: _answers(served.http, trust))
 
 
-def _answers(address: str, trust: ssl.SSLContext) -> bool:
+def _answers(address: str, trust: ssl.SSLContext | None = None) -> bool:
     with contextlib.suppress(OSError, http.client.HTTPException), asking(address, trust=trust) as client:
-        return client.call("GET", "/health")[0] == 200
+        return client.is_well()
     return False
 
 
