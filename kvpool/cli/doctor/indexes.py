@@ -131,11 +131,11 @@ def replica_findings(one: IndexConnection, other: IndexConnection, workers: Work
                 break
     ends = one.target, other.target
     for (worker_id, _, dp_rank), blocks in sorted(differing.items()):
-        rank_pair = subjects.ReplicaRank(*ends, workers.name(worker_id), dp_rank, blocks)
+        rank_pair = subjects.Difference(*ends, workers.name(worker_id), dp_rank, blocks)
         yield from judge("replicas", rules.REPLICA_RANK, rank_pair)
     for worker_id in sorted({rank[0] for rank in here.keys() ^ there.keys()}):
         if (worker := workers.by_id.get(worker_id)) is None or not workers.is_away(worker):
-            worker_pair = subjects.ReplicaWorker(*ends, workers.name(worker_id))
+            worker_pair = subjects.Difference(*ends, workers.name(worker_id))
             yield from judge("replicas", rules.REPLICA_WORKER, worker_pair)
     pair = subjects.Replicas(
         *ends,

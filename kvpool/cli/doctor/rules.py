@@ -194,7 +194,7 @@ FRONT_UNASKED: Rules[subjects.Front] = (
          "index as its picker: an InferencePool without endpointPickerRef asks none. Under --no-place-headers this "
          "cannot be told"),
 )  # fmt: skip
-FRONT_MODEL: Rules[subjects.FrontModel] = (
+FRONT_MODEL: Rules[subjects.Front] = (
     Rule("warn", always, '{of.url} does not list "{of.model}", which workers announce', "send the requests of this "
          "model to a front that has it, or add its workers to this one"),
 )  # fmt: skip
@@ -244,12 +244,12 @@ RANK: Rules[subjects.Rank] = (
     Rule("warn", lambda of: of.problem, _RANK + ": {it}", "it tells all it holds in its next step where it is asked; "
          "stock vLLM cannot be asked"),
 )  # fmt: skip
-REPLICA_RANK: Rules[subjects.ReplicaRank] = (
+REPLICA_RANK: Rules[subjects.Difference] = (
     Rule("fail", always, "after the same batch of rank {of.dp_rank} of worker {of.worker}, {of.here} knows of "
          "{of.blocks[0]} blocks and {of.there} of {of.blocks[1]}, and not of the same", "the one that has missed "
          "batches (resets in ListWorkers) knows less: start it anew with --bootstrap of the other"),
 )  # fmt: skip
-REPLICA_WORKER: Rules[subjects.ReplicaWorker] = (
+REPLICA_WORKER: Rules[subjects.Difference] = (
     Rule("warn", always, "worker {of.worker} is not followed well, or as the same start, by both {of.here} and "
          "{of.there}", "give both the same --pool and --worker"),
 )  # fmt: skip

@@ -14,7 +14,7 @@ from kvpool.cli.doctor import rules
 from kvpool.cli.doctor.misses import miss_findings
 from kvpool.cli.doctor.page import read_page
 from kvpool.cli.doctor.rules import Finding, judge
-from kvpool.cli.doctor.subjects import Front, FrontModel, Served
+from kvpool.cli.doctor.subjects import Front, Served
 from kvpool.discovery.worker import Worker
 from kvpool.errors import ConfigError
 from kvpool.text import redact
@@ -97,7 +97,7 @@ def front_findings(
     yield from judge("front", rules.FRONT, front, first=True)
     if page.status == 200 and models is not None:
         for model in sorted({worker.model for worker in workers if worker.address} - models):
-            yield from judge("front", rules.FRONT_MODEL, FrontModel(url, model))
+            yield from judge("front", rules.FRONT_MODEL, front._replace(model=model))
         if has_picker and REASON not in page.headers:
             yield from judge("front", rules.FRONT_UNASKED, front)
 

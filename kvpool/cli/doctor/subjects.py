@@ -130,7 +130,7 @@ class Misses(NamedTuple):
 
 
 class Front(NamedTuple):
-    """``away``: why it does not answer. ``models``: None: its answer is no list of models."""
+    """``away``: why it does not answer. ``models``: None: its answer lists none. ``model``: one that it lacks."""
 
     url: str
     away: str
@@ -138,13 +138,7 @@ class Front(NamedTuple):
     models: set[str] | None
     names: str
     excerpt: str
-
-
-class FrontModel(NamedTuple):
-    """A model that the front at ``url`` does not list."""
-
-    url: str
-    model: str
+    model: str = ""
 
 
 class Picker(NamedTuple):
@@ -183,22 +177,14 @@ class Rank(NamedTuple):
     events: str
 
 
-class ReplicaRank(NamedTuple):
-    """A rank of which two indexes know different ``blocks``."""
+class Difference(NamedTuple):
+    """A worker that two indexes do not both follow, or a rank of which they know different ``blocks``."""
 
     here: str
     there: str
     worker: str
-    dp_rank: int
-    blocks: tuple[int, int]
-
-
-class ReplicaWorker(NamedTuple):
-    """A worker that two indexes do not both follow."""
-
-    here: str
-    there: str
-    worker: str
+    dp_rank: int = 0
+    blocks: tuple[int, int] = (0, 0)
 
 
 class Replicas(NamedTuple):
