@@ -23,12 +23,13 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvpool.errors import ConfigError
 from kvpool.files import open_file, read_file
+from kvpool.key.order import ORDERED
 from kvpool.threads import start_thread
 
 TIMEOUT_S = 60.0
@@ -66,16 +67,6 @@ _CONFIGS = ("config.json", "params.json", "adapter_config.json")
 _WHERE_IT_CAME_FROM = frozenset(
     ("_name_or_path", "_commit_hash", "transformers_version", "base_model_name_or_path", "revision")
 )
-# The first that matches a module decides for it: of PEFT's adapters, of GPTQModel's and compressed-tensors' layers.
-_ORDERED = frozenset(("rank_pattern", "alpha_pattern", "dynamic", "config_groups"))
-
-
-def with_order(value: Any, counts: bool = False) -> Any:
-    """A JSON value, of which the order is told, too, where it counts, when its names are sorted."""
-    if isinstance(value, Mapping):
-        inner = {name: with_order(each, name in _ORDERED) for name, each in value.items()}
-        return [list(pair) for pair in inner.items()] if counts else inner
-    return [with_order(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 class CheckpointDigest(NamedTuple):
@@ -402,5 +393,5 @@ def _text(path: Path, max_nbytes: int = MAX_TEXT_NBYTES) -> bytes:
 def _without_origin(value: Any, in_order: bool = False) -> Any:
     if isinstance(value, dict):
         names = [name for name in (value if in_order else sorted(value)) if name not in _WHERE_IT_CAME_FROM]
-        return {name: _without_origin(value[name], name in _ORDERED) for name in names}
+        return {name: _without_origin(value[name], name in ORDERED) for name in names}
     return [_without_origin(inner) for inner in value] if isinstance(value, list) else value

@@ -30,9 +30,9 @@ from kvpool.key.checkpoint import (
     MAX_TEXT_NBYTES,
     checkpoint_digest,
     served_digest,
-    with_order,
 )
 from kvpool.key.key import MAX_FACT_CHARS, Fact
+from kvpool.key.order import with_order
 
 # Of the namespace ``model``: location and fetching of files. Everything else is a fact, including additions
 # of later versions of SGLang.

@@ -64,6 +64,7 @@ _MODE = pb.ProcessingMode
 _FULL_DUPLEX = _MODE.FULL_DUPLEX_STREAMED
 _WITH_BODY = (_MODE.BUFFERED, _MODE.BUFFERED_PARTIAL, _FULL_DUPLEX)
 _PATH, _METHOD = ":path", ":method"
+_ODD = "surrogateescape", "replace"  # bytes that are no UTF-8: of headers, of paths; as the router's are read
 _KEPT = frozenset((_PATH, _METHOD, "authorization", *HEADERS, *OURS))  # of the headers of a request
 _ENDPOINT_NBYTES = 128  # of memory, per endpoint of a subset
 _OVERWRITE = pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
@@ -190,9 +191,7 @@ class Exchange:
         self._forget_headers()
         self._is_placed = False
         headers = {
-            header.key: (header.raw_value or header.value.encode()).decode(
-                errors="replace" if header.key == _PATH else "surrogateescape"  # as the router's are read
-            )
+            header.key: (header.raw_value or header.value.encode()).decode(errors=_ODD[header.key == _PATH])
             for header in message.request_headers.headers.headers
             if header.key in _KEPT or header.key == self._placer.session_header
         }
@@ -255,9 +254,7 @@ class Exchange:
         status = headers.get(":status", "")
         # Envoy retries after 404, too, and does not say whether the first worker failed.
         unknown = placement.reason == "unknown-model" or is_of_responses(engine_path(self._path))
-        gone_on = (
-            self._placer.doubt if unknown or status == "404" else self._placer.record
-        )  # without a status
+        gone_on = self._placer.doubt if unknown or status == "404" else self._placer.record
         if elsewhere and not self._placer.holds(placement, served):
             targets = []  # a retry went to another InferencePool, whose picker knows why
         for target in targets:

@@ -32,9 +32,10 @@ from kvpool import metrics
 from kvpool.config import hash_seed
 from kvpool.errors import ConfigError, EngineRefused
 from kvpool.files import read_file
-from kvpool.key.checkpoint import MAX_TEXT_NBYTES, with_order
+from kvpool.key.checkpoint import MAX_TEXT_NBYTES
 from kvpool.key.hashing import seed_id
 from kvpool.key.key import EPOCH_FACT, Fact, GroupLayout, Layout, Namespace, differing_facts
+from kvpool.key.order import with_order
 from kvpool.metrics import Counters
 from kvpool.vllm.engine import internals, support
 from kvpool.vllm.engine.parts import cut, strides_alone

@@ -21,8 +21,8 @@ import torch
 from vllm import envs
 from vllm.config import VllmConfig
 
-from kvpool.key.checkpoint import with_order
 from kvpool.key.key import Fact
+from kvpool.key.order import with_order
 
 MAX_SHOWN_CHARS = 200  # longer values become a digest
 TABLE: dict[str, Any] = json.loads(Path(__file__).with_name("settings.json").read_text())

@@ -289,7 +289,7 @@ def test_a_connection_that_died_silently_is_replaced(served: Served, monkeypatch
                 return bool(client.workers(timeout_s=2))
             return False
 
-        assert eventually(answers, within_s=30)
+        assert eventually(answers)
 
 
 def test_what_listens_says_nothing() -> None:

@@ -72,9 +72,9 @@ def test_a_flood_of_pings_ends_its_connection() -> None:
 
 
 def test_envoy_replaces_a_connection_to_its_picker_that_died_silently(tmp_path: Path) -> None:
-    """At a tenth of the time. Without, requests go unplaced until the kernel gives up, each after message_timeout."""
+    """In less time. Without, requests go unplaced until the kernel gives up, each after message_timeout."""
     shipped = "{interval: 10s, timeout: 5s}"
-    text = envoy.CONFIG.read_text().replace(shipped, "{interval: 1s, timeout: 0.5s}")
+    text = envoy.CONFIG.read_text().replace(shipped, "{interval: 1s, timeout: 2s}")
     with (
         scripted("a") as workers,
         serving(fleet := followed(workers), place={}, router=Router(fleet)) as index,
@@ -94,4 +94,4 @@ def test_envoy_replaces_a_connection_to_its_picker_that_died_silently(tmp_path: 
 
         assert eventually(is_placed)
         assert eventually(died)
-        assert eventually(is_placed, within_s=30)
+        assert eventually(is_placed)
