@@ -54,7 +54,7 @@ WARN_S = 60.0  # between warnings of slow renders
 WITHOUT_S = 30.0  # memory of a model's missing /render at a path
 AWAY_S = 5.0  # before an unreachable worker is tried again
 MAX_AWAY = 1024  # endpoints, and models without /render at a path
-MAX_TENANTS = 1024  # with a known time of a render
+MAX_TIMES = 1024  # of renders, by tenant and model
 _NO_RENDER = (403, 404, 405)  # 403: vLLM without --enable-scale-out
 _REFUSES = (400, 413, 422, 501)  # for a request's content; 501: such as a data URL without an image
 # Of images only names and places are answered (0.04 MiB for four of 720p, else 29): vLLM 0.32, and an older name.
@@ -144,7 +144,8 @@ class Renderer:
         self._under_way: dict[tuple[str, bytes], asyncio.Task[_Made]] = {}
         self._turns = Work(MAX_UNDER_WAY, MAX_OF_TENANT)
         self._renders: Counter[str] = Counter()  # under way, by worker
-        self._took_s: OrderedDict[str, float] = OrderedDict()  # a render of late, by tenant; the oldest first
+        # A render of late, by tenant and model; the oldest first.
+        self._took_s: OrderedDict[tuple[str, str], float] = OrderedDict()
         self._missed, self._warned_s = 0, -math.inf  # prompts since the last warning, and when that was
         # Ends of the memory, the oldest first: by tenant, model and path, and by a worker's endpoint.
         self._without: dict[tuple[str, str, str], float] = {}
@@ -226,7 +227,7 @@ class Renderer:
     ) -> _Made:
         """Waits in line as long as the tokens can still come in time: what is late costs others their turn."""
         async with AsyncExitStack() as turn:
-            left_s = max(MIN_WAIT_S, timeout_s - self._took_s.get(request.tenant, 0.0))
+            left_s = max(MIN_WAIT_S, timeout_s - self._took_s.get((request.tenant, request.model), 0.0))
             try:
                 await asyncio.wait_for(turn.enter_async_context(self._turns.turn(request.tenant)), left_s)
             except (TimeoutError, asyncio.TimeoutError):
@@ -254,7 +255,7 @@ class Renderer:
                 try:
                     began_s = self._clock()
                     made = _Made(await self._ask(request, body, headers, worker), start)
-                    self._note_time(request.tenant, self._clock() - began_s)
+                    self._note_time((request.tenant, request.model), self._clock() - began_s)
                     return made
                 except (aiohttp.ClientConnectionError, _Unanswered) as error:
                     # Long after its time: this loop was late, as in a burst, and says nothing of the worker.
@@ -332,10 +333,10 @@ class Renderer:
             finally:
                 self._limits.give(len(packed), INFERENCE)
 
-    def _note_time(self, tenant: str, took_s: float) -> None:
-        known_s = self._took_s.pop(tenant, 0.0)
-        self._took_s[tenant] = known_s + (took_s - known_s) / 8
-        if len(self._took_s) > MAX_TENANTS:
+    def _note_time(self, of: tuple[str, str], took_s: float) -> None:
+        known_s = self._took_s.pop(of, 0.0)
+        self._took_s[of] = known_s + (took_s - known_s) / 8
+        if len(self._took_s) > MAX_TIMES:
             self._took_s.popitem(last=False)
 
     def _set_aside(self, endpoint: str) -> None:

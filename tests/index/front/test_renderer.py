@@ -40,6 +40,7 @@ async def tokens_of(
     *workers: ScriptedWorker,
     path: str = COMPLETIONS,
     tenant: str = "default",
+    model: str = "m",
     lasts: bool = True,
     timeout_s: float = 60.0,
 ) -> list[int]:
@@ -51,7 +52,7 @@ async def tokens_of(
                 return parse_url(f"http://{worker.at}"), Start(worker.name)
         raise NoTokens("no-answer", "no other worker")
 
-    body = json.dumps({"model": "m", "prompt": text}).encode()
+    body = json.dumps({"model": model, "prompt": text}).encode()
     request = read_request(path, body, tenant)
     prompt = await rendering.prompt(request, body, {}, ask, lambda start: lasts, timeout_s)
     assert isinstance(prompt.token_ids, array)
@@ -286,16 +287,17 @@ async def test_more_prompts_than_can_be_made_at_once_wait_in_line(monkeypatch: p
 
 
 @pytest.mark.anyio
-async def test_slow_renders_of_a_tenant_shorten_no_others_wait_in_line(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("of", [{"tenant": "slow"}, {"model": "slow"}], ids=str)
+async def test_slow_renders_of_a_tenants_model_shorten_no_others_wait_in_line(
+    monkeypatch: pytest.MonkeyPatch, of: dict[str, str]
 ) -> None:
     monkeypatch.setattr(renderer, "MAX_UNDER_WAY", 1)
-    monkeypatch.setattr(renderer, "MAX_TENANTS", 1)
+    monkeypatch.setattr(renderer, "MAX_TIMES", 1)
     clock = Clock()
     with scripted("a") as (a,):
         async with opened(clock=clock) as rendering:
             a.hold_render.clear()
-            slow = asyncio.create_task(tokens_of(rendering, "slow", a, tenant="slow"))
+            slow = asyncio.create_task(tokens_of(rendering, "slow", a, **of))
             await until(lambda: a.rendered == 1)
             clock.now_s += 1000
             a.hold_render.set()
@@ -307,7 +309,7 @@ async def test_slow_renders_of_a_tenant_shorten_no_others_wait_in_line(
             await asyncio.wait({second}, timeout=0.5)
             a.hold_render.set()
             assert (await first, await second) == (list(b"first"), list(b"second"))
-            assert [*rendering._took_s] == ["default"]
+            assert [*rendering._took_s] == [("default", "m")]
 
 
 @pytest.mark.anyio
