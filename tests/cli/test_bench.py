@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ def test_bench_store_measures_a_pool_by_value_size_and_leaves_nothing(tmp_path: 
     assert all(row["put_gb_per_s"] > 0 and row["get_gb_per_s"] > 0 for row in report["rows"])
     assert {(row["exists_ms"], row["server_memory"]) for row in report["rows"]} == {(None, None)}
     assert list((tmp_path / "pool" / "blocks").glob("*/*")) == [], "the benchmark leaves no record behind"
-    table = kvpool(*arguments).stdout
+    table = kvpool(*arguments, env={**os.environ, "COLUMNS": "80"}).stdout
     assert all(name in table for name in ("512KiB", "put", "get"))
     assert max(map(len, table.splitlines())) <= 80
 
