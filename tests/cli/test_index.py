@@ -287,10 +287,7 @@ def test_an_index_ends_in_time_with_clients_and_no_publisher() -> None:
 
 
 @pytest.mark.usefixtures("grpc_started")
-def test_a_table_of_many_workers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "hashes").write_text("1 2 3 4 5 6 7 8 9 10")
+def test_a_table_of_many_workers(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     fleet = Fleet()
     for number in range(256):
         fleet.add(a_worker(f"worker-{number:03}"), "flag")
@@ -303,10 +300,10 @@ def test_a_table_of_many_workers(
             columns: int, most: int, workers: list[str] | None = None, as_json: bool = False
         ) -> list[str]:
             monkeypatch.setenv("COLUMNS", str(columns))
-            hashes, asked = str(tmp_path / "hashes"), workers or []
             options = LookupOptions(
-                model="m", hashes=hashes, worker=asked, timeout=60, most=most, as_json=as_json
-            )
+                model="m", hashes="1 2 3 4 5 6 7 8 9 10", worker=workers or [], timeout=60, most=most,
+                as_json=as_json,
+            )  # fmt: skip
             run_lookup(options, IndexConnection(served.target))
             return [line.strip() for line in capsys.readouterr().out.splitlines()]
 
