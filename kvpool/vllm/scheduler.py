@@ -219,11 +219,10 @@ class SchedulerHalf:
 
     def allocated(self, request: Request, tables: Sequence[Sequence[int]], external_tokens: int) -> None:
         """The engine allocated blocks; load into them if it took the offer."""
-        state = self._state(request)
-        near_only = state.found.span is not None and state.found.span.near
-        blocks = self._blocks_to_load(request, state, tables, external_tokens)
+        blocks, near_only = self._blocks_to_load(request, tables, external_tokens)
         if external_tokens:
             # Workers fail a plan without blocks, which ends the engine's wait.
+            state = self._state(request)
             stall_timeout_s = max(MIN_LOAD_S, self._config.lookup_timeout_s - state.found.waited_s)
             self._new_loads.append(
                 LoadPlan(request.request_id, blocks, stall_timeout_s, state.asked.params.priority)
@@ -233,10 +232,12 @@ class SchedulerHalf:
             )
             self.counters.add(metrics.OFFERED_TOKENS, external_tokens)
 
-    @guarded((), request="load")
+    @guarded(((), False), request="load")
     def _blocks_to_load(
-        self, request: Request, state: RequestState, tables: Sequence[Sequence[int]], external_tokens: int
-    ) -> Sequence[BlockRef]:
+        self, request: Request, tables: Sequence[Sequence[int]], external_tokens: int
+    ) -> tuple[Sequence[BlockRef], bool]:
+        """The blocks, and whether the near pool has all of them."""
+        state = self._state(request)
         hashes = self._geometry.record_hashes(request.block_hashes, self._geometry.first)
         lookup, span = self._offers.take(state)
         if lookup is not None and not state.outcome.counted:
@@ -258,17 +259,19 @@ class SchedulerHalf:
             None if lookup is None else functools.partial(self._answer_for_stores, state, lookup),
         )
         self._prefetches.leave(request.request_id, used=external_tokens > 0)
+        near_only = span is not None and span.near
         if external_tokens == 0:
-            return []
+            return (), near_only
         if span is None or external_tokens != span.hit_tokens - span.local_tokens:
             # The engine counts on other tokens than the lookup found.
             self.counters.add(metrics.OFFER_MISMATCHES)
-            return []
+            return (), near_only
         if (in_pool := state.asked.pool_hash) is None:
-            return []
-        return self._loads_under_way.begin(
+            return (), near_only
+        blocks = self._loads_under_way.begin(
             request, tables, span.local_tokens, span.hit_tokens, in_pool, state.asked.adapter_files
         )
+        return blocks, near_only
 
     def _answer_for_stores(
         self, state: RequestState, lookup: RequestLookup

@@ -561,6 +561,20 @@ def test_a_fault_in_planning_a_load_fails_that_load_alone(
     works(scheduler, store)
 
 
+@pytest.mark.parametrize("tokens", [0, 96])
+def test_a_fault_over_a_request_that_is_first_met_with_its_blocks_costs_it_the_pool(
+    tokens: int, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler, bad = half(store), request("bad")
+    with monkeypatch.context() as broken:
+        broken.setattr("kvpool.vllm.scheduler.read_hints", planted)
+        scheduler.allocated(bad, TABLE, tokens)
+    assert faults(scheduler, "load") == 1
+    assert [load.blocks for load in scheduler.plan(SchedulerOutput.make_empty()).loads] == [()] * bool(tokens)
+    scheduler.finished(bad)
+    works(scheduler, store)
+
+
 def test_a_fault_in_planning_stores_costs_that_request_its_stores(store: Store) -> None:
     scheduler, bad, other = half(store), request("bad"), request("other")
     for one in (bad, other):
