@@ -34,7 +34,7 @@ def cost_gate(counters: Counters, clock: Callable[[], float]) -> Any:
     """The connector's ``CostGate``. Its package would import vLLM, which a simulated engine does not need."""
     name = "kvpool_cost_gate"
     if name not in sys.modules:
-        path = Path(kvpool.__file__).with_name("vllm") / "gate.py"
+        path = Path(kvpool.__file__).with_name("vllm") / "load" / "gate.py"
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None
         assert spec.loader is not None
