@@ -36,7 +36,8 @@ OPTIONS = (
     ("grpc.enable_http_proxy", 0),  # a proxy in the environment is not meant for an index next door
     # An index that comes back is found again within a second.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 5000),  # longest attempt to connect: a busy index takes more than a second
+    # The longest attempt to connect: a busy index takes more than a second.
+    ("grpc.min_reconnect_backoff_ms", 5000),
     ("grpc.max_reconnect_backoff_ms", 1000),
     # A connection that died silently, as by a lost host, is replaced within 30 s; the kernel takes 15 minutes.
     ("grpc.keepalive_time_ms", 10_000),
