@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import logging
 import re
 from collections.abc import Iterable, Sequence
@@ -165,6 +166,15 @@ def parse_address(text: str) -> tuple[str, int]:
             "such as 127.0.0.1:50051"
         )
     return match["host"], int(match["port"])
+
+
+def is_ip_address(host: str) -> bool:
+    """Whether it is an IPv4 or IPv6 address, without brackets, and no name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def joined_urls(value: object) -> object:

@@ -10,7 +10,7 @@ import pytest
 
 from kvpool import open_store
 from kvpool.store.store import Store
-from tests.support.servers import CLIENTS, NEWER, SERVERS, Server, running, with_client
+from tests.support.servers import CLIENTS, NEWER, SERVERS, Cluster, Server, running, with_client
 from tests.support.soak import LONG_SOAK
 
 # Clients in Python say the same to both servers: every run has each client on one, a long soak on the other, too.
@@ -57,6 +57,15 @@ def server(server_of_module: Server) -> Server:
     server_of_module.client.config_set("maxmemory", 0)
     server_of_module.client.config_resetstat()
     return server_of_module
+
+
+@pytest.fixture
+def cluster(cluster_of_module: Cluster) -> Cluster:
+    """Its empty nodes without a limit: of the module that has a ``cluster_of_module``."""
+    for server in cluster_of_module.servers:
+        server.client.flushall()
+        server.client.config_set("maxmemory", 0)
+    return cluster_of_module
 
 
 @pytest.fixture(params=(*SERVERS, *NEWER))

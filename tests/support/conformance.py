@@ -28,7 +28,7 @@ from kvpool.key.key import Namespace
 from kvpool.store import LookupGroup
 from kvpool.store.store import MAX_BATCH_KEYS, MAX_DOCUMENT_NBYTES, Store
 from tests.support.deadlines import eventually
-from tests.support.servers import Server, with_client
+from tests.support.servers import Cluster, Server, with_client
 
 MIB = 1 << 20
 KEEPERS = ("kvpool.store.file", "kvpool.store.server.documents", "tests.support.memory_store")
@@ -736,6 +736,21 @@ class OtherClientConformance(ServerConformance):
 
     def url(self, server: Server) -> str:
         return with_client(server.url, self.client)
+
+
+class ClusterConformance(StoreConformance):
+    """The kit on a cluster, whose memory of each node is what a store on one server has."""
+
+    client = "native"
+
+    @pytest.fixture
+    def open_one(self, cluster: Cluster) -> OpenStore:
+        def open_one(capacity_nbytes: int) -> Store:
+            for server in cluster.servers:
+                server.client.config_set("maxmemory", server.info("used_memory") + capacity_nbytes)
+            return open_store(with_client(cluster.url, self.client))
+
+        return open_one
 
 
 class LightConformance(OtherClientConformance):

@@ -9,7 +9,6 @@ Threads: any. ``_lock`` guards all fields; no name is looked up under it.
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 import threading
 import time
@@ -20,6 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from kvpool.errors import KVPoolError, NoThread
+from kvpool.text import is_ip_address
 from kvpool.threads import start_thread
 
 FRESH_S = 5.0  # lifetime of addresses
@@ -152,13 +152,7 @@ class Resolver:
             name.answer.set_exception(Unresolved(f"the name {name.host} does not resolve: {why}"))
 
 
-@lru_cache(4096)
-def _is_numeric(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
+_is_numeric = lru_cache(4096)(is_ip_address)
 
 
 def _pending() -> Future[Addresses]:

@@ -6,10 +6,10 @@ rebinding) is of this site to its browser, and only ``Host`` tells. Pure.
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Collection, Mapping
 
 from kvpool.index.net.listener import JSON
+from kvpool.text import is_ip_address
 
 # Of names without an authority on the internet: no site has one.
 _PRIVATE = (".localhost", ".local", ".internal", ".svc")
@@ -24,11 +24,7 @@ def foreign_name(headers: Mapping[str, str], names: Collection[str]) -> str:
     name = name.lower().rstrip(".")
     if "." not in name or name.endswith(_PRIVATE) or name in names:
         return ""
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return f"{ascii(name)[1:-1]:.80}"
-    return ""
+    return "" if is_ip_address(name) else f"{ascii(name)[1:-1]:.80}"
 
 
 def is_of_another_site(headers: Mapping[str, str]) -> bool:

@@ -10,12 +10,11 @@ Clients' own cluster clients are not used: docs/decisions/0019-redis-py-and-glid
 
 from __future__ import annotations
 
-import ipaddress
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from kvpool import _native
 from kvpool.store.clients.link import (
     PATIENCE_S,
     Command,
@@ -31,11 +30,13 @@ from kvpool.store.clients.link import (
 from kvpool.store.clients.redis import RedisLink
 from kvpool.store.clients.shards import Address, Shards, slot_of
 from kvpool.store.server.replies import first_word
-from kvpool.store.server.topology import Primaries
+from kvpool.store.server.topology import Primaries, address_of
 from kvpool.store.url import StoreURL
+from kvpool.text import is_ip_address
 
 MAX_HOPS = 5
 MAX_STRANGERS = 16  # linked servers that only redirects named
+_PORT = re.compile("[0-9]{1,5}")
 _OF_CHANGE = ("CLUSTERDOWN", "MASTERDOWN", "READONLY")  # first words of errors by which the map is old
 
 
@@ -204,8 +205,8 @@ class ClusterLink:
         asking = first_word(reply) == "ASK"
         self._shards.redirected(for_good=not asking)
         host, _, port = reply.split(" ")[-1].rpartition(":") if reply.count(" ") >= 2 else ("", "", "")
-        target = _address(host or server[0], port)
-        if target is None or not (target in self._shards.servers() or _is_numeric(target[0])):
+        target = address_of(host or server[0], int(port)) if _PORT.fullmatch(port) else None
+        if target is None or not (target in self._shards.servers() or is_ip_address(target[0])):
             return None
         return target, asking
 
@@ -242,17 +243,3 @@ def _share_s(end_s: float) -> float:
     if left_s <= -PATIENCE_S:
         raise LinkFault("no time left for it behind silent servers")
     return max(left_s / 2, PATIENCE_S)
-
-
-def _address(host: str, port: str) -> Address | None:
-    if not _native.is_host(host) or not port.isascii() or not port.isdigit() or len(port) > 5:
-        return None
-    return (host, int(port)) if 1 <= int(port) <= 65535 else None
-
-
-def _is_numeric(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True

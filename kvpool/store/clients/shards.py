@@ -101,15 +101,14 @@ class Shards:
             if server in self._known and server not in self._away:
                 self._away[server] = why
                 self._times_away[server] += 1
-            self._is_stale = True
-            self._changed.notify_all()
+        self.look_again()
 
     def redirected(self, *, for_good: bool) -> None:
         """A server sent a key on; ``for_good``: its map is newer than ours."""
         with self._changed:
             self._counts["moved" if for_good else "asked"] += 1
-            self._is_stale = self._is_stale or for_good
-            self._changed.notify_all()
+        if for_good:
+            self.look_again()
 
     def look_again(self) -> None:
         """A server says that it is not what the map has it for."""

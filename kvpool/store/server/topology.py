@@ -146,7 +146,7 @@ class Primaries:
             named: Any = sentinel.sentinel_get_master_addr_by_name(self._url.service)
         if named is None:
             raise ConfigError(f"{self._name}: {host}:{port} knows no service {self._url.service!r}")
-        primary = _address(*named[:2])
+        primary = address_of(*named[:2])
         if primary is None:
             raise _Implausible("it names a server without an address")
         with self._asking(self.at(*primary)) as server:
@@ -245,7 +245,7 @@ def _primaries(reply: Any, asked: str) -> list[Primary]:
             raise _Implausible("its reply to CLUSTER SLOTS makes no sense") from error
         if not (type(first) is int and type(last) is int and 0 <= first <= last <= LAST_SLOT):
             raise _Implausible("its reply to CLUSTER SLOTS names slots that there are not")
-        primary = _address(host or asked, port) or _address(_ip(more), port)
+        primary = address_of(host or asked, port) or address_of(_ip(more), port)
         if primary is None:
             left_out.add(f"{_text(host)!r:.80}:{port!r:.10}")
         else:
@@ -265,7 +265,8 @@ def _ip(more: Sequence[Any]) -> Any:
     return dict(zip(described[::2], described[1::2], strict=False)).get(b"ip")
 
 
-def _address(host: Any, port: Any) -> tuple[str, int] | None:
+def address_of(host: Any, port: Any) -> tuple[str, int] | None:
+    """As a server names another one; None: that is no address."""
     host = _text(host)
     if (
         not isinstance(host, str)

@@ -14,7 +14,7 @@ import pytest
 from kvpool import _native, open_store
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.store.store import Store
-from tests.support.conformance import MIB, OpenStore, StoreConformance, key, keys, payload
+from tests.support.conformance import MIB, ClusterConformance, key, keys, payload
 from tests.support.credentials import Authority
 from tests.support.deadlines import MARGIN_S, Stopwatch, eventually
 from tests.support.servers import CLIENTS, Cluster, Server, port_of, with_client
@@ -32,15 +32,6 @@ def cluster_of_module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Clus
         yield cluster
 
 
-@pytest.fixture
-def cluster(cluster_of_module: Cluster) -> Cluster:
-    """Three empty nodes without a limit."""
-    for server in cluster_of_module.servers:
-        server.client.flushall()
-        server.client.config_set("maxmemory", 0)
-    return cluster_of_module
-
-
 @pytest.fixture(params=OTHERS)
 def client(request: pytest.FixtureRequest) -> str:
     return str(request.param)
@@ -50,19 +41,6 @@ def client(request: pytest.FixtureRequest) -> str:
 def store(cluster: Cluster, client: str) -> Iterator[Store]:
     with open_store(with_client(cluster.url, client)) as store:
         yield store
-
-
-class ClusterConformance(StoreConformance):
-    client: str
-
-    @pytest.fixture
-    def open_one(self, cluster: Cluster) -> OpenStore:
-        def open_one(capacity_nbytes: int) -> Store:
-            for server in cluster.servers:
-                server.client.config_set("maxmemory", server.info("used_memory") + capacity_nbytes)
-            return open_store(with_client(cluster.url, self.client))
-
-        return open_one
 
 
 class TestRedisPyOnACluster(ClusterConformance):

@@ -14,7 +14,7 @@ from kvpool.cli.doctor.doctor import run_doctor
 from kvpool.cli.settings import DoctorOptions
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.store.store import Store
-from tests.support.conformance import OpenStore, StoreConformance, key, keys, payload
+from tests.support.conformance import ClusterConformance, key, keys, payload
 from tests.support.credentials import Authority
 from tests.support.deadlines import MARGIN_S, eventually
 from tests.support.servers import NEWER, SERVERS, Cluster, Server
@@ -34,15 +34,6 @@ def cluster_of_module(
 
 
 @pytest.fixture
-def cluster(cluster_of_module: Cluster) -> Cluster:
-    """Three empty nodes without a limit."""
-    for server in cluster_of_module.servers:
-        server.client.flushall()
-        server.client.config_set("maxmemory", 0)
-    return cluster_of_module
-
-
-@pytest.fixture
 def store(cluster: Cluster) -> Iterator[Store]:
     with open_store(cluster.url) as store:
         yield store
@@ -55,15 +46,8 @@ def with_replicas(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cl
 
 
 @pytest.mark.parametrize("cluster_of_module", ["valkey-server"], indirect=True)
-class TestClusterStore(StoreConformance):
-    @pytest.fixture
-    def open_one(self, cluster: Cluster) -> OpenStore:
-        def open_one(capacity_nbytes: int) -> Store:
-            for server in cluster.servers:
-                server.client.config_set("maxmemory", server.info("used_memory") + capacity_nbytes)
-            return open_store(cluster.url)
-
-        return open_one
+class TestClusterStore(ClusterConformance):
+    pass
 
 
 def slot(cluster: Cluster, name: str) -> int:
