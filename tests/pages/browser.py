@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 WIDE, NARROW = (1280, 900), (360, 780)
+WAIT_MS = 60_000  # for what a page shows, at most: a browser beside other work is slow
 # Of the machine's own: without a sandbox, for tests run as root in containers, and the page is our own.
 OPTIONS = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--force-color-profile=srgb"]
 
@@ -24,7 +25,7 @@ def expect(locator: Any) -> Any:
     """Playwright's assertions of a locator, which wait: the page follows the index, and the index its fleet."""
     from playwright.sync_api import expect as expect_
 
-    expect_.set_options(timeout=20_000)
+    expect_.set_options(timeout=WAIT_MS)
     return expect_(locator)
 
 
@@ -61,7 +62,7 @@ def page_of(
     )
     try:
         page = context.new_page()
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(WAIT_MS)
         page.said = []
         page.on("console", lambda message: page.said.append(f"{message.type}: {message.text}"))
         page.on("pageerror", lambda error: page.said.append(f"error: {error}"))

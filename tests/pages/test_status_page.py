@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +71,21 @@ def show(page: Any, fleet: LiveFleet) -> None:
 
 
 def ask(page: Any, tokens: list[int]) -> None:
+    """Until somebody holds the prompt: blocks come and go with the fleet's load."""
     page.get_by_label("Model and tenant").select_option(label=f"{MODEL}, tenant default")
     page.get_by_label("Token ids, between").fill(" ".join(map(str, tokens)))
-    page.get_by_role("button", name="Ask").click()
-    page.locator("#prompt-table tbody tr").first.wait_for()
+    assert eventually(lambda: is_held(page, page.get_by_role("button", name="Ask").click)), answer(page)
+
+
+def is_held(page: Any, send: Callable[[], object]) -> bool:
+    """Whether the page shows holders when it has been asked by ``send()``."""
+    send()
+    expect(page.locator("#prompt-answer")).not_to_have_text("Asking …")
+    return bool(page.locator("#prompt-table tbody tr").first.is_visible())
+
+
+def answer(page: Any) -> str:
+    return str(page.locator("#prompt-answer").inner_text())
 
 
 def is_quiet(page: Any) -> bool:
@@ -139,24 +150,23 @@ def test_it_shows_what_a_pool_of_any_size_would_have(browser: Any, fleet: LiveFl
 def test_it_says_who_holds_a_prompt(browser: Any, fleet: LiveFleet) -> None:
     assert eventually(lambda: fleet.workers["worker-a"].holds(fleet.prompt()))
     with page_of(browser) as page:
-        answer = page.locator("#prompt-answer")
 
         def is_told() -> bool:
             show(page, fleet)
             ask(page, fleet.prompt())
             wanted = r"384 tokens: worker-\w can reuse 24 of 24 full blocks;"
-            return re.match(wanted, answer.inner_text()) is not None
+            return re.match(wanted, answer(page)) is not None
 
-        assert eventually(is_told), answer.inner_text()
+        assert eventually(is_told), answer(page)
         expect(page.get_by_text("a request would go here now")).to_have_count(1)
         page.get_by_label("Token ids, between").fill("1 two 3")
         page.get_by_role("button", name="Ask").click()
-        expect(answer).to_have_text("“two” is no token id: give whole numbers.")
+        expect(page.locator("#prompt-answer")).to_have_text("“two” is no token id: give whole numbers.")
         expect(page.locator("#prompt-table")).to_be_hidden()
         page.get_by_label("Text", exact=True).check()
         page.get_by_label("Text, as in").fill("the user asks the system " * 9)
         page.get_by_role("button", name="Ask").click()
-        expect(answer).to_contain_text("none of 3 ranks holds any")
+        expect(page.locator("#prompt-answer")).to_contain_text("none of 3 ranks holds any")
         assert is_quiet(page), page.said
 
 
@@ -302,8 +312,7 @@ def test_with_the_keyboard_alone(browser: Any, fleet: LiveFleet) -> None:
             assert wanted in reached, reached
         page.keyboard.insert_text(" ".join(map(str, fleet.prompt())))
         page.keyboard.press("Tab")
-        page.keyboard.press("Enter")
-        page.locator("#prompt-table tbody tr").first.wait_for()
+        assert eventually(lambda: is_held(page, lambda: page.keyboard.press("Enter"))), answer(page)
         page.locator("#pause").focus()
         page.keyboard.press("Space")
         page.get_by_text("paused").wait_for()
