@@ -1,13 +1,14 @@
 """A MkDocs hook: repository files linked from a page join the site, under ``repository/``.
 
-So one link works in the repository and in the site, and MkDocs checks all links.
+So one link works in the repository and in the site, and MkDocs checks all links. The page of decisions lists their
+titles, as they are.
 """
 
 from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,15 @@ def _leaves(nav: Any) -> Iterator[str]:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     here = page.file.src_uri
     source = here.removeprefix(OTHERS) if here.startswith(OTHERS) else DOCS + here
+    if here == "decisions/index.md":
+        markdown += "\n" + _titles((ROOT / DOCS / "decisions").glob("0*.md"))
     return LINK.sub(_within_site(here, source), markdown)
+
+
+def _titles(pages: Iterable[Path]) -> str:
+    """A list of links: each page's number, and the rest of its title."""
+    titles = [(page.name, page.read_text().partition("\n")[0][2:].partition(". ")) for page in sorted(pages)]
+    return "\n".join(f"- [{number}]({name}) {rest}" for name, (number, _, rest) in titles) + "\n"
 
 
 def _within_site(here: str, source: str) -> Callable[[re.Match[str]], str]:
