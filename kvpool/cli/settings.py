@@ -97,11 +97,10 @@ class FleetSettings:
         "Where to show the status page (/status), and to answer Lookup and Route in JSON (/v1/lookup, /v1/route).",
         callback=is_address)] = None
     no_place_headers: Annotated[bool, flag(PLACING, "--no-place-headers",
-        "Leave out the x-kvpool-... headers of requests and responses, which say which worker was chosen, and why: "
-        "where callers must not see the names of workers.")] = False
+        "Leave out the x-kvpool-... headers of requests and responses: where callers must not see the names of "
+        "workers.")] = False
     session_header: Annotated[str, option(PLACING, "NAME",
-        "The header that names a request's session where its body has no session_id: the session's requests stay at a "
-        "worker while that costs less than a move.")] = "x-session-id"
+        "The header that names a request's session where its body has no session_id.")] = "x-session-id"
     max_waiting: Annotated[int | None, option(PLACING, "REQUESTS",
         "A worker with so many requests waiting gets no more; where all have as many, the answer is 429. Without it: "
         "no limit.", min=1)] = None
@@ -123,10 +122,9 @@ class FleetSettings:
     no_scrape: Annotated[bool, flag(PLACING, "--no-scrape",
         "Do not read the workers' metrics for their load.")] = False
     route_cost: Annotated[list[str], option(PLACING, "NAME=NUMBER",
-        "A coefficient by which workers are ranked, in prompt tokens to compute, for engines that differ from the "
-        "defaults; once for each. Default: local (of a near pool measured, else 0.05), pool (measured, else 0.2), "
-        "waiting (measured, else 1024), running 64, usage 1024, move 2; and speed, prompt tokens that a worker "
-        "computes in a second (measured, else 8000)."
+        "A coefficient by which workers are ranked, in prompt tokens to compute; once for each. Default: local (of a "
+        "near pool measured, else 0.05), pool (measured, else 0.2), waiting (measured, else 1024), running 64, usage "
+        "1024, move 2; and speed, prompt tokens that a worker computes in a second (measured, else 8000)."
     )] = field(default_factory=list)
     tls_cert: Annotated[str | None, option(SECURITY, "FILE",
         "Serve TLS with this certificate and its chain, PEM; goes with --tls-key.")] = None
@@ -135,9 +133,8 @@ class FleetSettings:
     worker_ca: Annotated[str | None, option(SECURITY, "FILE",
         "The authority that certificates of workers at https:// are of, PEM. Without it: those of the system.")] = None
     http_name: Annotated[list[str], option(SECURITY, "NAME",
-        "A name of this host, such as index.example.com; once for each. --http without --tokens, and browsers' pages "
-        "at kvpool router, ask by it, an address, a name without a dot, or one that ends with .svc, .local, .internal "
-        "or .localhost: other names may be of a page that a browser takes for this host's.")
+        "A name of this host, such as index.example.com; once for each. Browsers' pages at kvpool router, and --http "
+        "without --tokens, take it beside addresses, names without a dot, and .svc, .local, .internal and .localhost.")
     ] = field(default_factory=list)
     drain: Annotated[float, option(LIFE, "SECONDS",
         "After SIGTERM, how long requests are still answered while health says no, so that callers go elsewhere; a "
@@ -164,8 +161,8 @@ class IndexSettings(FleetSettings):
         "list. A tenant whose pool user has rights to its own keys only is not in that list: name it here."
     )] = field(default_factory=list)
     ext_proc: Annotated[str | None, option(ADDRESSES, "HOST:PORT",
-        "Where to be Envoy's endpoint picker (ext_proc): it asks there where to send each request. With TLS and "
-        "tokens as --listen; deploy/envoy.yaml is for it.", callback=is_address)] = None
+        "Where to be Envoy's endpoint picker (ext_proc), with TLS and tokens as --listen; deploy/envoy.yaml is for it.",
+        callback=is_address)] = None
     place_endpoints: Annotated[int, option(PLACING, "COUNT",
         "Workers named for a request, best first, for the proxy to try in turn; 1 for a proxy that takes no list, "
         "such as an Envoy cluster of type ORIGINAL_DST.", min=1, max=4)] = 4
