@@ -59,8 +59,8 @@ class LogFormat(str, Enum):
 
 # fmt: off
 PlaceTimeout = Annotated[float, option(PLACING, "SECONDS",
-        "Longest time to find out the tokens of a request's prompt; then it is placed by load alone. With Envoy: "
-        "less than its message_timeout, which is 0.2 s unless it is set.", min=0.001, max=60)]
+        "Longest time to find out the tokens of a request's prompt; then it is placed by load alone. Less than Envoy's "
+        "message_timeout.", min=0.001, max=60)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +79,8 @@ class FleetSettings:
         ",ranks=COUNT (data-parallel ones).")] = field(default_factory=list)
     worker_networks: Annotated[list[str], option(WORKERS, "CIDR,...",
         "Where workers that announce themselves may be, such as 10.0.0.0/8, and ipc for Unix sockets. With TENANT=, "
-        "such as team=10.1.0.0/16: this tenant's are there alone, and no other's. Can be given several times. "
-        "Without it: everywhere but on this host and its link; on this host, too, when --listen is loopback."
+        "such as team=10.1.0.0/16: this tenant's are there alone, and no other's. Without it: everywhere but on this "
+        "host and its link; on this host, too, when --listen is loopback."
     )] = field(default_factory=list)
     max_blocks: Annotated[int, option(MEMORY, "BLOCKS",
         "Most distinct blocks that are known of each model; each takes 17 to 30 bytes.", min=1, max=1 << 32)] = 1 << 27
@@ -140,8 +140,8 @@ class FleetSettings:
         "After SIGTERM, how long requests are still answered while health says no, so that callers go elsewhere; a "
         "second SIGTERM ends it.", min=0, max=3600)] = 5.0
     traces: Annotated[str | None, option(LOGS, "URL",
-        "An OpenTelemetry collector, such as http://otel:4318 (OTLP over HTTP). It gets spans of requests whose "
-        "traceparent says that they are sampled. Needs the extra trace. Without it: nowhere.")] = None
+        "An OpenTelemetry collector, such as http://otel:4318 (OTLP over HTTP), for spans of sampled requests. Needs "
+        "the extra trace. Without it: nowhere.")] = None
     log_level: Annotated[LogLevel, option(LOGS, None,
         "Lowest level that is logged, to standard error.")] = LogLevel.INFO
     log_format: Annotated[LogFormat, option(LOGS, None,
