@@ -23,28 +23,33 @@ TYPES = ("16 bits", "fp8")  # of a cache: --kv-cache-dtype auto and fp8
 
 _MEASURE = "kvpool size --json tells the block_nbytes of engines that run"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
-_NESTED = ("text_config", "language_config", "llm_config")  # of a model that reads pictures or sound, too
+_NESTED = ("text_config", "thinker_config", "language_config", "llm_config")  # of pictures or sound, too
 _WINDOWS = ("sliding_attention", "chunked_attention")
 _ATTENTION = ("full_attention", "attention", "indexed_attention", "deepseek_sparse_attention", *_WINDOWS)
 _STATES = ("linear_attention", "mamba", "mamba2", "conv", "recurrent")
 _NOTHING = ("mlp", "moe")
 _LETTERS = {"*": "attention", "M": "mamba", "-": "mlp", "E": "moe"}
+_INTERVALS = ("full_attention_interval", "layer_group_size")  # the last layer of each has attention
 # Settings of layers that differ from each other, or keep something else; and signs of layers with a state.
-_UNTOLD = ("block_configs", "compress", "global_head_dim", "index_topk_freq", "index_topk_pattern", "indexer_types",
-           "is_encoder_decoder", "num_global_key_value_heads", "swa_")  # fmt: skip
+_UNTOLD = ("block_configs", "compress_", "global_head_dim", "index_topk_freq", "index_topk_pattern", "indexer_types",
+           "is_encoder_decoder", "loop_num", "num_global_key_value_heads", "num_layers", "swa_")  # fmt: skip
 _OF_STATES = ("attn_layer_", "linear_", "mamba", "ssm_")
 # Where their files leave head_dim out, it is hidden_size / num_attention_heads; others have one of their own.
-_DIVIDED = ("llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen2_5_vl", "qwen2_moe", "qwen2_vl")
+_DIVIDED = ("cohere", "granite", "granitemoehybrid", "lfm2", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2",
+            "qwen2_5_omni", "qwen2_5_vl", "qwen2_moe", "qwen2_vl")  # fmt: skip
+_EXPANDED = ("minicpm3",)  # has latent vectors, of which vLLM keeps K and V of all heads
+_OF_QK = ("qk_nope_head_dim", "qk_rope_head_dim")
 
 
 class KVCache(NamedTuple):
-    """``layers``: those that keep something of each token, ``window_layers`` of them with a window or chunks.
-    ``state_layers``: those that keep a state. ``row``: what a layer keeps of a token, in words. ``heads``: ranks beyond
-    them keep copies; 0: one copy for any number. ``token_nbytes``: by ``TYPES``.
+    """``layers``: those that keep something of each token, ``window_layers`` of them with a window or chunks; None: the
+    file has a window, and does not say for which. ``state_layers``: those that keep a state. ``row``: what a layer
+    keeps of a token, in words. ``heads``: ranks beyond them keep copies; 0: one copy for any number.
+    ``token_nbytes``: by ``TYPES``.
     """
 
     layers: int
-    window_layers: int
+    window_layers: int | None
     state_layers: int
     row: str
     heads: int
@@ -56,23 +61,23 @@ def read_kv_cache(source: str) -> KVCache:
     in its cache or fetches it. Blocking. Errors: ``ConfigError``.
     """
     path = Path(source)
-    if path.is_dir():
-        path /= "config.json"
-    elif not path.exists() and _HUB_NAME.fullmatch(source):
-        path = _of_hub(source)
     try:
-        config = json.loads(read_file(path, MAX_FILE_NBYTES))
+        if path.is_dir():
+            path /= "config.json"
+        elif not path.exists() and _HUB_NAME.fullmatch(source):
+            path = _of_hub(source)
+        raw = read_file(path, MAX_FILE_NBYTES)
     except OSError as error:
         raise ConfigError(
             f"--model {source}: {path}: {error.strerror}; write a folder with config.json, such a file, or ORG/MODEL "
             "of the Hugging Face hub"
         ) from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--model {source}: {path} is no JSON") from error
     try:
-        return kv_cache_of(config)
+        return kv_cache_of(json.loads(raw))
     except ConfigError as error:
         raise ConfigError(f"--model {source}: {path} {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--model {source}: {path} is no JSON") from error
 
 
 def _of_hub(name: str) -> Path:
@@ -120,15 +125,13 @@ def print_kv_cache(model: str, cache: KVCache, *, as_json: bool) -> None:
             f"{rate:,} tokens/s",
         )
     show(out, *fitted(columns, out.width))
-    of_all = "all ranks together"
+    of_all = "all ranks together, without layers of drafts"
     if cache.heads:
         of_all += f"; beyond {cache.heads} tensor-parallel ranks each KV head is kept more than once"
     show(out, of_all)
-    if cache.window_layers:
-        show(
-            out,
-            f"{cache.window_layers} of the layers have a window or chunks: all is stored, only the last is loaded",
-        )
+    if cache.window_layers != 0:
+        some = "layers may" if cache.window_layers is None else f"{cache.window_layers} of the layers"
+        show(out, f"{some} have a window or chunks: all is stored, only the last is loaded")
     if cache.state_layers:
         show(
             out,
@@ -145,9 +148,11 @@ def kv_cache_of(config: object) -> KVCache:
     """By a config.json. Errors: ``ConfigError`` without the file's name."""
     if not isinstance(config, dict):
         raise ConfigError("is no object")
-    text = next((config[name] for name in _NESTED if isinstance(config.get(name), dict)), config)
-    for name, value in text.items():
-        if name.startswith(_UNTOLD) and value not in (None, False, 0, 1):
+    text, told = config, dict(config)
+    while part := next((text[name] for name in _NESTED if isinstance(text.get(name), dict)), None):
+        text, told = part, told | part
+    for name, value in told.items():
+        if name.startswith(_UNTOLD) and value and (value is True or value != 1):
             raise ConfigError(
                 f"has {name}: what its layers keep differs in ways that this does not read; {_MEASURE}"
             )
@@ -157,18 +162,27 @@ def kv_cache_of(config: object) -> KVCache:
     layers, windows, states = (sum(kind in of for kind in kinds) for of in (_ATTENTION, _WINDOWS, _STATES))
     if not layers:
         raise ConfigError("has layers with states alone, which keep nothing of a token")
+    window = text.get("sliding_window") or text.get("attention_chunk_size")
+    is_untold = window and text.get("use_sliding_window", True) and set(kinds) == {"attention"}
     row, heads, nbytes = _row(text)
-    return KVCache(layers, windows, states, row, heads, (layers * nbytes[0], layers * nbytes[1]))
+    return KVCache(
+        layers, None if is_untold else windows, states, row, heads, (layers * nbytes[0], layers * nbytes[1])
+    )
 
 
 def _kinds(text: Mapping[str, Any]) -> Sequence[str]:
     """Of each layer, what it keeps."""
     layers = _count(text, "num_hidden_layers")
     kinds = text.get("layer_types") or text.get("layers_block_type")
+    linear = text.get("linear_attn_config")
     if isinstance(pattern := text.get("hybrid_override_pattern"), str):
         kinds = [_LETTERS.get(letter, letter) for letter in pattern]
-    elif not kinds and text.get("full_attention_interval"):
-        every = _count(text, "full_attention_interval")
+    elif not kinds and isinstance(numbers := text.get("attn_type_list"), list):
+        kinds = ["attention" if number == 1 else "linear_attention" for number in numbers]
+    elif not kinds and isinstance(linear, dict) and isinstance(full := linear.get("full_attn_layers"), list):
+        kinds = ["attention" if layer + 1 in full else "linear_attention" for layer in range(layers)]
+    elif not kinds and (interval := next(filter(text.get, _INTERVALS), None)):
+        every = _count(text, interval)
         kinds = ["linear_attention" if (layer + 1) % every else "attention" for layer in range(layers)]
     if not kinds:
         if any(name.startswith(_OF_STATES) and value for name, value in text.items()):
@@ -184,6 +198,9 @@ def _kinds(text: Mapping[str, Any]) -> Sequence[str]:
 
 def _row(text: Mapping[str, Any]) -> tuple[str, int, tuple[int, int]]:
     """What a layer keeps of a token: in words, KV heads, and bytes by ``TYPES``."""
+    if text.get("kv_lora_rank") and text.get("model_type") in _EXPANDED:
+        heads, size = _count(text, "num_attention_heads"), sum(_count(text, name) for name in _OF_QK)
+        return f"K and V of {heads} heads of {size}", heads, (4 * heads * size, 2 * heads * size)
     if text.get("kv_lora_rank"):
         latent, rotary = _count(text, "kv_lora_rank"), _count(text, "qk_rope_head_dim")
         row = f"a vector of {latent} + {rotary}"
@@ -196,12 +213,13 @@ def _row(text: Mapping[str, Any]) -> tuple[str, int, tuple[int, int]]:
         return f"{row} and a key of {index}", 0, (2 * (latent + rotary) + keys, fp8 + keys)
     heads = _count(text, "num_key_value_heads")
     if text.get("head_dim") is None and str(text.get("model_type")).removesuffix("_text") in _DIVIDED:
-        size = _count(text, "hidden_size") // _count(text, "num_attention_heads")
-    else:
-        size = _count(text, "head_dim")
+        divided = _count(text, "hidden_size") // _count(text, "num_attention_heads")
+        text = {**text, "head_dim": divided}
+    size = _count(text, "head_dim")
     value_size = _count(text, "v_head_dim") if text.get("v_head_dim") else size
     elements = heads * (size + value_size)
-    return f"K and V of {heads} heads of {size}", heads, (2 * elements, elements)
+    sizes = f"{size}" if size == value_size else f"{size} and {value_size}"
+    return f"K and V of {heads} heads of {sizes}", heads, (2 * elements, elements)
 
 
 def _count(text: Mapping[str, Any], name: str) -> int:

@@ -354,7 +354,7 @@ class SizeOptions:
     as_json: Json = False
     model: Annotated[str | None, option(MODEL, "MODEL",
         "What its KV cache takes: a folder with config.json, such a file, or ORG/MODEL of the Hugging Face hub. No "
-        "weights are read. With --trace: the bytes of its table.")] = None
+        "weights are read. With --trace: the bytes of its table, of a cache in 16 bits.")] = None
     trace: Annotated[Path | None, option(TRACE, "FILE",
         "Requests and their blocks, a session or a request a line; no index is asked then.")] = None
     apart: Annotated[float, option(TRACE, "SECONDS", "Between the beginnings of two sessions.", min=0, max=1e9)] = 60.0

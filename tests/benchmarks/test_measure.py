@@ -22,7 +22,9 @@ from benchmarks.measure import (
     measure_engine,
 )
 from benchmarks.measure.calls import ALLOCATING, SYNCHRONIZING, count_calls, of_kind
+from kvpool.cli.model import kv_cache_of
 from kvpool.transfer import BlockCopier
+from tests.support.model_configs import CONFIGS
 
 SMALL = Cache("small", "LBNHC", (3,), 2, 32)
 HYBRID = Cache("hybrid", "LBHNC", (3, 2, 2), 2, 32)
@@ -93,10 +95,16 @@ def test_caches_are_laid_out_as_vllm_does_it(cache: Cache) -> None:
 
 
 def test_the_caches_are_of_the_models_that_are_named() -> None:
-    payload = {(cache.model, cache.layout): cache.block_nbytes(16) for cache in CACHES}
-    assert payload["Llama-3-8B", "LBNHC"] == 2 << 20
-    assert payload["Qwen3-32B", "LBHNC"] == 4 << 20
-    assert payload["DeepSeek-V3", "LBNHC"] == 61 * 16 * 576 * 2
+    named = {
+        "Llama-3-8B": "meta-llama/Llama-3.1-8B-Instruct",
+        "Qwen3-32B": "Qwen/Qwen3-32B",
+        "DeepSeek-V3": "deepseek-ai/DeepSeek-V3.1",
+        "Gemma-3-27B": "google/gemma-3-27b-it",
+        "gpt-oss-120b": "openai/gpt-oss-120b",
+    }
+    for cache in CACHES:
+        token_nbytes = sum(cache.layers) * cache.heads * cache.content * 2
+        assert kv_cache_of(CONFIGS[named[cache.model]]).token_nbytes[0] == token_nbytes
     assert {cache.model for cache in CACHES if len(cache.layers) > 1} == {"Gemma-3-27B", "gpt-oss-120b"}
     assert sum(next(cache for cache in CACHES if cache.model == "Gemma-3-27B").layers) == 62
 

@@ -17,6 +17,14 @@ from tests.support.model_configs import CONFIGS
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "models.md"
 LLAMA = CONFIGS["meta-llama/Llama-3.1-8B-Instruct"]
+LLAMAS = KVCache(32, 0, 0, "K and V of 8 heads of 128", 8, (131072, 65536))
+MINIMAX = {
+    "num_hidden_layers": 80, "num_key_value_heads": 8, "head_dim": 128, "attn_type_list": ([0] * 7 + [1]) * 10,
+}  # fmt: skip
+KIMI_LINEAR = {
+    "model_type": "kimi_linear", "num_hidden_layers": 27, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+    "linear_attn_config": {"full_attn_layers": [4, 8, 12, 16, 20, 24, 27]},
+}  # fmt: skip
 
 
 def written(folder: Path, config: Any) -> Path:
@@ -44,6 +52,13 @@ def test_the_table_says_bytes_tokens_and_network(tmp_path: Path) -> None:
         assert " ".join(fp8.split()) == "fp8 65,536 bytes 16,384 tokens 0.52 Gbit/s 19,073 tokens/s"
         assert "N tokens/s need N / 1,000 times that network" in notes[-1]
         assert "beyond 8 tensor-parallel ranks" in notes[0]
+
+
+def test_a_window_of_layers_that_the_file_does_not_name_is_told(tmp_path: Path) -> None:
+    folder = written(tmp_path / "model", CONFIGS["google/gemma-3-27b-it"])
+    assert "layers may have a window or chunks: all is" in kvpool("size", "--model", str(folder)).stdout
+    assert asked(folder, CONFIGS["google/gemma-3-27b-it"])["window_layers"] is None
+    assert "a window" not in kvpool("size", "--model", str(written(tmp_path / "model", LLAMA))).stdout
 
 
 def test_json_has_the_figures(tmp_path: Path) -> None:
@@ -84,7 +99,52 @@ def test_json_has_the_figures(tmp_path: Path) -> None:
             {**LLAMA, "num_kv_shared_layers": 12},
             KVCache(20, 0, 0, "K and V of 8 heads of 128", 8, (81920, 40960)),
         ),
-        ({**LLAMA, "v_head_dim": 64}, KVCache(32, 0, 0, "K and V of 8 heads of 128", 8, (98304, 49152))),
+        (
+            {**LLAMA, "v_head_dim": 64},
+            KVCache(32, 0, 0, "K and V of 8 heads of 128 and 64", 8, (98304, 49152)),
+        ),
+        (MINIMAX, KVCache(10, 0, 70, "K and V of 8 heads of 128", 8, (40960, 20480))),
+        (
+            {**MINIMAX, "attn_type_list": [1] * 80},
+            KVCache(80, 0, 0, "K and V of 8 heads of 128", 8, (327680, 163840)),
+        ),
+        (KIMI_LINEAR, KVCache(7, 0, 20, "a vector of 512 + 64", 0, (8064, 4032))),
+        # Ring 2.5: one layer in eight has attention.
+        (
+            {"num_hidden_layers": 80, "layer_group_size": 8, "kv_lora_rank": 512, "qk_rope_head_dim": 64},
+            KVCache(10, 0, 70, "a vector of 512 + 64", 0, (11520, 5760)),
+        ),
+        # vLLM keeps no latent vectors of it: 40 heads of 64 + 32, and V as wide as K.
+        (
+            {
+                "model_type": "minicpm3",
+                "num_hidden_layers": 62,
+                "num_attention_heads": 40,
+                "num_key_value_heads": 40,
+                "kv_lora_rank": 256,
+                "qk_nope_head_dim": 64,
+                "qk_rope_head_dim": 32,
+                "v_head_dim": 64,
+            },
+            KVCache(62, 0, 0, "K and V of 40 heads of 96", 40, (952320, 476160)),
+        ),
+        (
+            {
+                **LLAMA,
+                "model_type": "granitemoehybrid",
+                "layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 2) * 4,
+            },
+            KVCache(4, 0, 28, "K and V of 8 heads of 128", 8, (16384, 8192)),
+        ),
+        (
+            {"thinker_config": {"text_config": {**LLAMA, "head_dim": 64}}},
+            KVCache(32, 0, 0, "K and V of 8 heads of 64", 8, (65536, 32768)),
+        ),
+        ({**LLAMA, "compression_config": {"format": "float-quantized"}}, LLAMAS),
+        # A window, and no word of its layers.
+        ({**LLAMA, "sliding_window": 4096}, LLAMAS._replace(window_layers=None)),
+        ({**LLAMA, "attention_chunk_size": 8192}, LLAMAS._replace(window_layers=None)),
+        ({**LLAMA, "sliding_window": 4096, "use_sliding_window": False}, LLAMAS),
     ],
 )
 def test_each_kind_of_layer_is_counted_as_it_is_kept(config: dict[str, Any], expected: KVCache) -> None:
@@ -100,6 +160,12 @@ def test_each_kind_of_layer_is_counted_as_it_is_kept(config: dict[str, Any], exp
         ({**LLAMA, "num_key_value_heads": [8, 4]}, "does not say num_key_value_heads"),
         ({**LLAMA, "model_type": "gemma3_text"}, "does not say head_dim"),
         ({**LLAMA, "compress_ratios": [0, 4]}, "has compress_ratios: what its layers keep differs"),
+        ({**LLAMA, "is_encoder_decoder": True}, "has is_encoder_decoder: what its layers keep differs"),
+        ({"is_encoder_decoder": True, "text_config": LLAMA}, "has is_encoder_decoder: what its layers"),
+        ({**LLAMA, "loop_num": 2}, "has loop_num: what its layers keep differs"),
+        # LongCat: each of them has attention twice.
+        ({"num_layers": 28, "kv_lora_rank": 512, "qk_rope_head_dim": 64}, "has num_layers: what its layers"),
+        ({**LLAMA, "hidden_size": 1}, "does not say head_dim"),
         ({**LLAMA, "mamba_d_state": 16}, "does not say which layers have attention and which a state"),
         ({**LLAMA, "layer_types": ["hybrid"] * 32}, "has layers of a kind that this does not know, 'hybrid'"),
         ({**LLAMA, "layer_types": ["attention"]}, "has 32 layers, and kinds of another number"),
@@ -119,6 +185,8 @@ def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
         assert line.startswith(
             f"kvpool: --model {none}: {none}: No such file or directory; write a folder with config.json"
         )
+    line = refused("size", "--model", "x" * 300)
+    assert "File name too long; write a folder with config.json" in line
     (tmp_path / "empty").mkdir()
     assert "empty/config.json: No such file or directory" in refused("size", "--model", f"{tmp_path}/empty")
     line = refused("size", "--model", str(tmp_path), "--token-bytes", "1KiB")
