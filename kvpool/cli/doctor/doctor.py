@@ -30,35 +30,29 @@ def run_doctor(options: DoctorOptions) -> bool:
     ``ConfigError`` for an invalid URL or tenant.
     """
     urls = [check_url(url, "--front") for url in options.front]
-    indexes, pickers = options.connections(options.index), options.connections(options.picker)
-    if indexes or pickers:  # a pool is examined where gRPC is not installed, too
-        from kvpool.cli.doctor.indexes import (
-            add_followed,
-            index_findings,
-            look_at,
-            picker_findings,
-            replica_findings,
-        )
+    named, pickers = options.connections(options.index), options.connections(options.picker)
+    if named or pickers:  # a pool is examined where gRPC is not installed, too
+        from kvpool.cli.doctor import indexes
     findings: list[Finding] = []
     announced: list[Worker] | None = None
     if options.pool is not None:
         findings, announced = pool_findings(options.pool, check_tenant(options.tenant))
     workers = Workers(announced or (), options.tls_ca)
-    looks = [look_at(index) for index in indexes]
+    looks = [indexes.look_at(index) for index in named]
     for look in looks:
-        add_followed(look, workers)
+        indexes.add_followed(look, workers)
     workers.ask()
     findings += workers.findings()
     for look in looks:
-        findings += index_findings(look, workers)
-    for replica in indexes[1:]:
-        findings += replica_findings(indexes[0], replica, workers)
+        findings += indexes.index_findings(look, workers)
+    for replica in named[1:]:
+        findings += indexes.replica_findings(named[0], replica, workers)
     there = [worker for worker in workers.by_id.values() if not workers.is_away(worker)]
     findings += serving_findings(there, workers.pages)
     for url in urls:
         findings += front_findings(url, there, options.tls_ca, has_picker=bool(pickers))
     for picker in pickers:
-        findings += picker_findings(picker)
+        findings += indexes.picker_findings(picker)
     left_out = [name for name in ("pool", "index", "front", "picker") if not getattr(options, name)]
     good = all(finding.level != "fail" for finding in findings)
     if options.as_json:

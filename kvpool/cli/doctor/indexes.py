@@ -37,11 +37,15 @@ def look_at(index: IndexConnection) -> IndexLook:
     with index.open(CALL_S) as client:
         try:
             return IndexLook(index, client.workers(), [])
-        except (AccessDenied, IndexUnavailable) as error:
-            denied = isinstance(error, AccessDenied)
-            says = str(error) if denied else in_options(without_advice(error))
-            away = subjects.IndexAway(index.target, denied, says, says.endswith(NOTHING_LISTENS))
-            return IndexLook(index, [], list(judge("index", rules.INDEX_AWAY, away, first=True)))
+        except IndexUnavailable as error:
+            return IndexLook(index, [], list(_away(index, error)))
+
+
+def _away(index: IndexConnection, error: IndexUnavailable) -> Iterator[Finding]:
+    denied = isinstance(error, AccessDenied)
+    says = str(error) if denied else in_options(without_advice(error))
+    away = subjects.IndexAway(index.target, denied, says, says.endswith(NOTHING_LISTENS))
+    return judge("index", rules.INDEX_AWAY, away, first=True)
 
 
 def add_followed(look: IndexLook, workers: Workers) -> None:
@@ -76,6 +80,9 @@ def index_findings(look: IndexLook, workers: Workers) -> Iterator[Finding]:
                 client.lookup(model, token_ids=[0], tenant=of_tenant)
             except UnknownModel as error:  # the index cannot hash as the workers do
                 yield from judge("index", rules.INDEX_HASHING, str(error))
+            except IndexUnavailable as error:
+                yield from _away(index, error)
+                break
     for worker in workers.announced.values():
         if worker.id not in known and not workers.is_away(worker):
             yield from judge("index", rules.INDEX_LACKS, worker)

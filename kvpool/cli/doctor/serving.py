@@ -88,7 +88,7 @@ def front_findings(
     """Read a front's models. ``has_picker``: one should have placed the request for them."""
     page = read_page(f"{url}/v1/models", tls_ca)
     models: set[str] | None = None
-    with contextlib.suppress(ValueError, KeyError, TypeError):
+    with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
         models = {str(one["id"]) for one in json.loads(page.body)["data"]}
     front = Front(
         url=url, away=page.away, status=page.status, models=models, names=", ".join(sorted(models or ())) or "none",

@@ -17,6 +17,8 @@ from kvpool.cli.doctor.serving import REASON, front_findings, samples
 from kvpool.cli.doctor.workers import Workers
 from kvpool.discovery.facts import announce_facts
 from kvpool.discovery.worker import Publisher
+from kvpool.errors import IndexUnavailable
+from kvpool.index.client.client import IndexClient
 from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.front import placement
 from tests.support.command_line import kvpool, refused
@@ -85,8 +87,9 @@ def test_a_front_is_asked_for_its_models(tmp_path: Path) -> None:
         shows(pages, models)
         assert judged() == (0, f"{pages.address} answers; models: m -> ")
         assert b"GET /v1/models" in pages.asked[-1]
-        shows(pages, b"{}")
-        assert "is no front of vLLM workers" in judged()[1]
+        for none in (b"{}", b"[" * 100_000):
+            shows(pages, none)
+            assert "is no front of vLLM workers" in judged()[1]
         shows(pages, b"no healthy upstream", "503 Service Unavailable")
         code, says = judged()
         assert (code, "is answered with 503: no healthy upstream" in says) == (1, True)
@@ -182,6 +185,24 @@ def test_a_picker_and_an_index_are_asked_for_their_health() -> None:
 
 
 @pytest.mark.usefixtures("grpc_started")
+@pytest.mark.usefixtures("grpc_started")
+def test_an_index_that_goes_meanwhile_is_a_finding_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, asked = Fleet(), []
+    for name in "ab":
+        fleet.add(a_worker(name, model=name), "flag")
+
+    def goes(client: IndexClient, model: str, **fields: Any) -> None:
+        asked.append(model)
+        raise IndexUnavailable(f"no index answers on {index.target}: its host does not answer")
+
+    monkeypatch.setattr(IndexClient, "lookup", goes)
+    with serving(fleet) as index:
+        code, findings = examined("--index", index.target)
+    assert (code, asked) == (1, ["a"]), "it is asked once"
+    assert "answers: it follows 2 workers with 2 ranks" in sentences(findings, "ok")
+    assert f"no index answers on {index.target}: its host does not answer" in sentences(findings, "fail")
+
+
 def test_a_worker_that_answers_nowhere_is_one_finding(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/pool"
     events, serves, *others = free_ports(4)
