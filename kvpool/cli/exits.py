@@ -24,41 +24,34 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
-# Removed commands, and options by their command, with their replacements.
+# Commands and options that are gone, or tried by habit from other programs, with what to do instead.
 _CHECKOUT = "run python -m benchmarks {} in a checkout of kvpool"
-REMOVED_COMMANDS = {
-    "demo": "run make demo in a checkout of kvpool",
-    "bench hash": _CHECKOUT.format("hash"),
-    "bench device": _CHECKOUT.format("device"),
-    "bench index": _CHECKOUT.format("index"),
-    "bench fleet": _CHECKOUT.format("fleet"),
-    "bench e2e": _CHECKOUT.format("e2e"),
-}
-REMOVED_OPTIONS = {
-    ("kvpool bench store", "--peers"): _CHECKOUT.format("store --peers"),
-    ("kvpool bench store", "--peers-folder"): _CHECKOUT.format("store --peers"),
+_LOOK = "is no command: kvpool top shows an index and its workers, kvpool doctor examines a deployment"
+COMMANDS = {
+    "demo": "is not in the package any more: run make demo in a checkout of kvpool",
     **{
-        (f"kvpool {service}", option): "it is the default; leave it out"
-        for service in ("index", "router")
-        for option in ("--reuse-reports", "--place-headers", "--scrape")
+        f"bench {one}": f"is not in the package any more: {_CHECKOUT.format(one)}"
+        for one in ("hash", "device", "index", "fleet", "e2e")
     },
-    ("kvpool bench store", "--plot"): _CHECKOUT.format("store --plot"),
-}
-
-# Commands of other programs, tried by habit, with ours.
-_LOOK = "kvpool top shows an index and its workers, kvpool doctor examines a deployment"
-HABITS = {
     "status": _LOOK,
     "stats": _LOOK,
-    "ping": "kvpool doctor says whether a pool, an index or a front answers",
-    "version": "kvpool --version prints it",
+    "ping": "is no command: kvpool doctor says whether a pool, an index or a front answers",
+    "version": "is no command: kvpool --version prints it",
 }
-
-HABITS_OF_OPTIONS = {
+_PEERS = f"is no option any more: {_CHECKOUT.format('store --peers')}"
+OPTIONS = {
+    ("kvpool bench store", "--peers"): _PEERS,
+    ("kvpool bench store", "--peers-folder"): _PEERS,
+    ("kvpool bench store", "--plot"): f"is no option any more: {_CHECKOUT.format('store --plot')}",
     (
         "kvpool purge",
         "--all",
-    ): "write --everything; --dry-run alone shows what is there, by tenant and namespace",
+    ): "is no option: write --everything; --dry-run alone shows what is there, by tenant and namespace",
+    **{
+        (f"kvpool {service}", option): "is no option any more: it is the default; leave it out"
+        for service in ("index", "router")
+        for option in ("--reuse-reports", "--place-headers", "--scrape")
+    },
 }
 
 _NO_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE)
@@ -93,11 +86,9 @@ def _run(app: typer.Typer, program: str) -> NoReturn:
             print(f"{program}: {printable(sentence)}", file=sys.stderr)
         sys.exit(code)
 
-    for name, instead in REMOVED_COMMANDS.items() if program == "kvpool" else ():
+    for name, why in COMMANDS.items() if program == "kvpool" else ():
         if sys.argv[1:][: len(name.split())] == name.split():
-            end(f"{name} is not in the package any more: {instead}", EXIT_USAGE, "UsageError")
-    if program == "kvpool" and (habit := " ".join(sys.argv[1:2])) in HABITS:
-        end(f"{habit} is no command: {HABITS[habit]}", EXIT_USAGE, "UsageError")
+            end(f"{name} {why}", EXIT_USAGE, "UsageError")
     try:
         # The code of a command's typer.Exit; Ctrl-C comes as 130.
         code = app(prog_name=program, standalone_mode=False)
@@ -122,10 +113,8 @@ def _run(app: typer.Typer, program: str) -> NoReturn:
         words = [program, *itertools.takewhile(lambda word: not word.startswith("-"), sys.argv[1:])]
         page = getattr(getattr(error, "ctx", None), "command_path", " ".join(words))
         option = str(getattr(error, "option_name", ""))
-        if (page, option) in REMOVED_OPTIONS:
-            end(f"{option} is no option any more: {REMOVED_OPTIONS[page, option]}", EXIT_USAGE, "UsageError")
-        if (page, option) in HABITS_OF_OPTIONS:
-            end(f"{option} is no option: {HABITS_OF_OPTIONS[page, option]}", EXIT_USAGE, "UsageError")
+        if (page, option) in OPTIONS:
+            end(f"{option} {OPTIONS[page, option]}", EXIT_USAGE, "UsageError")
         sentence = " ".join(error.format_message().split()).rstrip(".")
         end(f"{sentence} (see {page} --help)", EXIT_USAGE, "UsageError")
 
