@@ -428,7 +428,8 @@ def test_the_table_names_what_to_change(tmp_path: Path) -> None:
     assert "Not examined, since not named: --index, --front, --picker." in ended.stdout.splitlines()
 
 
-def test_wrong_use_is_one_clear_line() -> None:
+def test_wrong_use_is_one_clear_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool.cli.options.DEFAULT_DIRECTORY", f"{tmp_path}/none")  # this host may have one
     assert "--pool URL" in refused("doctor")
     assert "three slashes" in refused("doctor", "--pool", "file://x")
     assert "tenant" in refused("doctor", "--pool", "file:///pool", "--tenant", "a:b")
