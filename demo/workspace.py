@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from kvpool.cli.bench_store import termination_interrupts
+from kvpool.cli.tables import termination_interrupts
 
 
 @contextlib.contextmanager

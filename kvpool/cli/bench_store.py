@@ -12,7 +12,6 @@ import json
 import os
 import secrets
 import shutil
-import signal
 import statistics
 import tempfile
 import time
@@ -22,7 +21,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvpool.cli.tables import Column, add_row, console, fitted, progress_bar, show
+from kvpool.cli.tables import (
+    Column,
+    add_row,
+    console,
+    fitted,
+    progress_bar,
+    show,
+    termination_interrupts,
+)
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.key.key import Namespace
 from kvpool.store import Store, StoreURL, open_store
@@ -68,7 +75,7 @@ def run_bench_store(*, pool: str | None, rounds: int, batch_nbytes: int, as_json
         parsed = StoreURL.parse(url)
         with open_store(url) as store, server_memory(parsed, batch_nbytes) as memory_of:
             client = StoreClient("kvpool", store)
-            if not progress.console.is_terminal:
+            if progress.disable:
                 progress.console.print("measuring puts and gets, about a minute")
             task = progress.add_task("moving bytes", total=len(VALUE_NBYTES) * rounds)
             rows = []
@@ -166,16 +173,6 @@ def benched_pool(pool: str | None, batch_nbytes: int) -> Iterator[tuple[str, Pat
         raise StoreUnavailable(f"{redact(url)}: {error}") from error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def termination_interrupts() -> Iterator[None]:
-    """SIGTERM raises ``KeyboardInterrupt`` inside, as Ctrl-C does. Main thread only."""
-    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 class Values:

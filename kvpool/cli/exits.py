@@ -8,11 +8,13 @@ output: ``{"error": {"type", "message", "exit_code"}}``.
 from __future__ import annotations
 
 import errno
+import io
 import itertools
 import json
 import os
 import re
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 import typer
@@ -61,6 +63,11 @@ _ARGUMENT = re.compile(r"(?<![\w/.-])tls_(ca|cert|key)(?![\w/.-])")
 
 def run(app: typer.Typer, program: str) -> NoReturn:
     """Run a command line and exit. ``program``: its name, before each line about a failure."""
+    for name, mode in (("stdin", "r"), ("stdout", "w")):
+        if getattr(sys, name) is None:  # whoever started this has closed it
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - until the end
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names of others may be in no locale's bytes
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             _run(app, program)

@@ -6,7 +6,9 @@ Rich takes 80 columns for a pipe and cuts the rest. A table for a program or ``g
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from rich.box import SIMPLE_HEAD
@@ -52,15 +54,23 @@ class Column:
 class _Console(Console):
     """Prints names and words of others (models, workers, servers) without what a terminal would obey."""
 
+    @property
+    def is_screen(self) -> bool:
+        """Whether it shows what moves. ``FORCE_COLOR`` makes no screen of a pipe, only colours."""
+        return self.file.isatty() and not self.is_dumb_terminal
+
+    def on_broken_pipe(self) -> None:
+        raise  # rich would end the process with 1
+
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=printable(segment.text))
 
 
-def console(*, stderr: bool = False) -> Console:
+def console(*, stderr: bool = False) -> _Console:
     """As wide as its terminal, else as ``COLUMNS`` says, else without a limit."""
     made = _Console(stderr=stderr)
-    if not made.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
+    if made.width == 0 or not (made.file.isatty() or os.environ.get("COLUMNS", "").isdigit()):
         made.width = WIDE
     return made
 
@@ -77,11 +87,24 @@ class _Count(ProgressColumn):
         return Text(f"{task.completed:,.0f}{of_all} {self._of}")
 
 
-def progress_bar(counts: str = "") -> Progress:
+@contextmanager
+def progress_bar(counts: str = "") -> Iterator[Progress]:
     """On standard error, while that is a terminal. ``counts``: what it counts aloud, such as ``blocks``."""
     out = _Console(stderr=True)
     columns = [*Progress.get_default_columns(), *([_Count(counts)] if counts else [])]
-    return Progress(*columns, console=out, transient=True, disable=not out.is_terminal)
+    bar = Progress(*columns, console=out, transient=True, disable=not out.is_screen)
+    with termination_interrupts(), bar:
+        yield bar
+
+
+@contextmanager
+def termination_interrupts() -> Iterator[None]:
+    """SIGTERM raises ``KeyboardInterrupt`` inside, as Ctrl-C does: a hidden cursor comes back. Main thread only."""
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def add_row(columns: Sequence[Column], *cells: object) -> None:

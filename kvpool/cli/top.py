@@ -18,7 +18,7 @@ from kvpool.cli.exits import code_of, error_object, in_options
 from kvpool.cli.options import IndexConnection
 from kvpool.cli.quota import said
 from kvpool.cli.settings import TopOptions
-from kvpool.cli.tables import Column, add_row, console, fitted, kept, show
+from kvpool.cli.tables import Column, add_row, console, fitted, kept, show, termination_interrupts
 from kvpool.discovery.quota import Standing, fullest_first
 from kvpool.errors import ConfigError, IndexUnavailable
 from kvpool.index.answer import FleetStatus, IndexStatus, PublisherStatus, WorkerStatus
@@ -98,13 +98,14 @@ def run_top(options: TopOptions, index: IndexConnection) -> None:
             if options.once:
                 watch.look()
                 _print(out, watch)
-            elif options.as_json or not out.is_terminal:
+            elif options.as_json or not out.is_screen:
                 while True:
                     watch.try_to_look()
                     _print(out, watch)
                     time.sleep(options.interval)
             else:
-                with Live(console=out, auto_refresh=False, vertical_overflow="crop") as live:
+                live = Live(console=out, auto_refresh=False, vertical_overflow="crop")
+                with termination_interrupts(), live:
                     while True:
                         watch.try_to_look()
                         live.update(_fitted_to(out, watch), refresh=True)

@@ -15,11 +15,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvpool import open_store
 from kvpool.cli import tables
 from kvpool.cli.exits import EXIT_USAGE
 from kvpool.cli.tables import Column, fitted, show
 from kvpool.config import PoolConfig
-from tests.support.command_line import kvpool, refused
+from tests.support.command_line import kvpool, kvpool_process, refused
 
 COMMANDS = [
     ("index",), ("router",), ("vllm",), ("doctor",), ("top",), ("lookup",), ("size",), ("purge",), ("quota",),
@@ -161,6 +162,47 @@ def test_a_reader_that_has_gone_is_told_nothing() -> None:
     )
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (1, "")
+
+
+def test_a_name_that_the_output_has_no_bytes_for_is_escaped(tmp_path: Path) -> None:
+    model = {"model_type": "llama", "num_hidden_layers": 1, "num_key_value_heads": 1, "head_dim": 64}
+    (tmp_path / "模型").mkdir()
+    (tmp_path / "模型" / "config.json").write_text(json.dumps(model))
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "COLUMNS": "200"}
+    ended = kvpool_process("size", "--model", f"{tmp_path}/模型", env=environment)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith(f"{tmp_path}/\\u6a21\\u578b: K and V of 1 heads of 64")
+
+
+def test_input_and_output_may_be_closed() -> None:
+    for command, code, says in (
+        ("--version >&-", 0, ""),
+        ("lookup --model m --token-ids - <&-", 2, "holds no"),
+    ):
+        ended = subprocess.run(
+            ["sh", "-c", f'exec "$0" -m kvpool {command}', sys.executable],
+            capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        assert ended.returncode == code
+        assert says in ended.stderr
+        assert len(ended.stderr.splitlines()) == bool(says), ended.stderr
+
+
+def test_forced_colours_make_no_screen_of_a_pipe(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/pool"
+    open_store(f"{url}?capacity=16MiB").close()
+    ended = kvpool_process("purge", "--pool", url, "--dry-run", env={**os.environ, "FORCE_COLOR": "1"})
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "\x1b[" not in ended.stdout
+
+
+@pytest.mark.parametrize("said", [{"FORCE_COLOR": "1"}, {"COLUMNS": "0"}, {}])
+def test_a_table_on_a_pipe_has_no_limit(said: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    for name, value in said.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    assert tables.console().width == tables.WIDE
 
 
 def test_failures_say_nothing_of_grpc() -> None:

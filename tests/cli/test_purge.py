@@ -129,7 +129,8 @@ def test_a_model_has_the_name_that_its_workers_announce(tmp_path: Path) -> None:
     }
 
 
-def test_it_counts_at_a_terminal(tmp_path: Path) -> None:
+def test_it_counts_at_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool.cli.tables._Console.is_screen", True)
     url = f"file://{tmp_path}/pool"
     with open_store(url) as store:
         fill(store)

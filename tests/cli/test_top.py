@@ -14,7 +14,7 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -233,8 +233,9 @@ def test_an_index_that_goes_and_comes_again_is_waited_for(served: Served) -> Non
 
 
 @pytest.mark.usefixtures("grpc_started")
-def test_who_stops_reading_is_no_error(served: Served) -> None:
-    arguments = ["--index", served.target, "--json"]
+@pytest.mark.parametrize("form", [["--json"], []])
+def test_who_stops_reading_is_no_error(served: Served, form: list[str]) -> None:
+    arguments = ["--index", served.target, *form]
     with watching(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
@@ -255,39 +256,65 @@ def test_wrong_use() -> None:
 # ---- on a terminal
 
 
-@pytest.mark.usefixtures("grpc_started")
-def test_live(served: Served) -> None:
+@contextmanager
+def on_a_terminal(
+    served: Served, kind: str
+) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[bytes], bool]]]:
+    """``kvpool top``, and whether its screen shows a text that it did not show before."""
     screen, terminal = pty.openpty()
+    shown = b""
+
+    def shows(text: bytes) -> bool:
+        nonlocal shown
+        if select.select([screen], [], [], 0.1)[0]:
+            shown += os.read(screen, 65536)
+        _, found, rest = shown.partition(text)
+        shown = rest if found else shown
+        return bool(found)
+
     try:
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
-        environment = {**os.environ, "TERM": "xterm"}
+        environment = {**os.environ, "TERM": kind}
         for name in ("COLUMNS", "LINES", "NO_COLOR"):
             environment.pop(name, None)
         with watching(
             "--index", served.target, stdin=terminal, stdout=terminal, stderr=terminal, env=environment
         ) as process:
-            os.close(terminal)
-            terminal = -1
-            shown = b""
-
-            def shows(text: bytes) -> bool:
-                nonlocal shown
-                if select.select([screen], [], [], 0.1)[0]:
-                    shown += os.read(screen, 65536)
-                return text in shown
-
-            assert eventually(lambda: shows(b"w-1 rank 0")), shown
-            shown = b""
-            say(served.fleet, "default/w-1", 0, 6, batch(stored([11, 12, 13, 14])))
-            assert eventually(lambda: shows(b" 7 ")), shown  # device blocks, on the same screen
-            served.stop()
-            assert eventually(lambda: shows(b"trying again")), shown
-            process.send_signal(signal.SIGINT)
-            assert process.wait(60) == 0
+            yield process, lambda text: eventually(lambda: shows(text))
     finally:
         os.close(screen)
-        if terminal >= 0:
-            os.close(terminal)
+        os.close(terminal)
+
+
+@pytest.mark.usefixtures("grpc_started")
+def test_live(served: Served) -> None:
+    with on_a_terminal(served, "xterm") as (process, shows):
+        assert shows(b"w-1 rank 0")
+        say(served.fleet, "default/w-1", 0, 6, batch(stored([11, 12, 13, 14])))
+        assert shows(b" 7 ")  # device blocks, on the same screen
+        served.stop()
+        assert shows(b"trying again")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+
+
+@pytest.mark.usefixtures("grpc_started")
+def test_who_ends_it_has_the_cursor_back(served: Served) -> None:
+    with on_a_terminal(served, "xterm") as (process, shows):
+        assert shows(b"\x1b[?25l")
+        assert shows(b"w-1 rank 0")
+        process.terminate()
+        assert shows(b"\x1b[?25h")
+        assert process.wait(60) == 0
+
+
+@pytest.mark.usefixtures("grpc_started")
+def test_a_terminal_that_moves_no_cursor_gets_a_table_each_time(served: Served) -> None:
+    with on_a_terminal(served, "dumb") as (process, shows):
+        for _ in range(3):
+            assert shows(b"w-1 rank 0"), "while it runs"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (100, 30), (240, 60)])
