@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvpool._native import RECORD_HEADER_NBYTES
+from kvpool.cli.model import kv_cache_of
 from tests.support.engines import (
     BLOCK_TOKENS,
     GENERATED_TOKENS,
@@ -74,11 +76,16 @@ def test_windows_and_chunks_beside_full_attention(
 
     The sinks of gpt-oss are weights: a block is as without them.
     """
-    pool = tmp_path / "pool"
-    options = engine_options(request.getfixturevalue(model), f"file://{pool}")
+    folder, pool = request.getfixturevalue(model), tmp_path / "pool"
+    options = engine_options(folder, f"file://{pool}")
     reference = _compute("first", tmp_path, options)
-    groups = {record.name.split(".")[-2] for record in records(pool, PROMPT)}
+    of_prompt = records(pool, PROMPT)
+    groups = {record.name.split(".")[-2] for record in of_prompt}
     assert len(groups) > 1, "the model has several KV-cache groups"
+    nbytes = sum(record.stat().st_size - RECORD_HEADER_NBYTES for record in of_prompt)
+    of_a_token = kv_cache_of(json.loads((folder / "config.json").read_text())).token_nbytes[0]
+    full_tokens = len(PROMPT) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert nbytes == 2 * of_a_token * full_tokens, "32 bits where kvpool size says 16"
     full_group = _full_attention_group(pool)
     hit = (len(PROMPT) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     first_seen = hit // 512 * 512 if model == "llama4" else hit - 512 + 1
