@@ -52,7 +52,9 @@ class Endpoints:
             return url.endpoint
         found = self._resolver.resolve(url.host, tenant, url.port)
         if not found.done() and (tenant, url.host) not in self._known:
-            await asyncio.wait({asyncio.wrap_future(found)}, timeout=timeout_s)
+            answer = asyncio.wrap_future(found)
+            answer.add_done_callback(lambda one: one.cancelled() or one.exception())  # else it is logged
+            await asyncio.wait({answer}, timeout=timeout_s)
         return self._endpoint(url, tenant, found, timeout_s)
 
     async def of_picks(self, picks: Sequence[Pick], tenant: str, ends_s: float, most: int) -> dict[str, Pick]:
@@ -123,7 +125,8 @@ class Endpoints:
                 known = found.result()
                 self._remember((tenant, url.host), known)
             elif known is None:
-                raise error
+                # Not the same one: until its name is asked for again, it would keep what each request holds.
+                raise Unresolved(str(error)) from error
         if known is None:
             raise _NotYet(f"the name {url.host} is not resolved within {waited_s:g} s")
         return numeric(known[0], url.port)

@@ -4,6 +4,10 @@ that nothing needs."""
 from __future__ import annotations
 
 import asyncio
+import gc
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,6 +15,7 @@ from kvpool.errors import ConfigError
 from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.front import endpoints
 from kvpool.index.front.endpoints import Endpoints
+from kvpool.index.net.resolver import Addresses, Unresolved
 from kvpool.index.net.worker_url import parse_url
 from tests.support.fleets import a_worker
 from tests.support.networks import KnownNames
@@ -52,6 +57,26 @@ def test_an_address_is_a_host_and_a_port(rest: str) -> None:
     with pytest.raises(ConfigError, match="no user, path or query: write http://HOST:PORT") as caught:
         parse_url(f"http://{rest}")
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.anyio
+async def test_requests_without_an_address_leave_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:
+    """One answer is for all of them, for 30 s: an error that is raised again has the frames of each."""
+    answer: Future[Addresses] = Future()
+    names: Any = SimpleNamespace(resolve=lambda *of: answer)
+    there = Endpoints(Fleet(), names)
+    with pytest.raises(Unresolved, match="not resolved within"):
+        await there.resolve("http://gone:1", "default", 0.01)
+    answer.set_exception(Unresolved("the name gone does not resolve"))
+    await asyncio.sleep(0.01)
+    for _ in range(3):
+        with pytest.raises(Unresolved, match="the name gone does not resolve"):
+            await there.resolve("http://gone:1", "default", 60)
+    error = answer.exception()
+    assert error is not None
+    assert error.__traceback__ is None
+    gc.collect()
+    assert not caplog.text
 
 
 @pytest.mark.anyio
