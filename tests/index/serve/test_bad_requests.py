@@ -124,6 +124,14 @@ REQUESTS = {
 }  # fmt: skip
 
 
+def test_a_request_has_so_many_headers(front: Front) -> None:
+    """At Envoy a hundred, with those that it and the picker add."""
+    router, of_envoy = ((110, 200), (129, 400)), ((88, 200), (96, 500), (101, 0))
+    for count, status in router if isinstance(front, ProxyCluster) else of_envoy:
+        more = (f"x-{number}: 1" for number in range(count - 3))
+        assert answered(front, sent("POST / HTTP/1.1", LENGTH, *more, body=BODY))[0] == status, count
+
+
 def test_what_is_an_odd_request_is_served(front: Front) -> None:
     for number, (name, request) in enumerate(REQUESTS.items(), 1):
         status, body = answered(front, request)
