@@ -5,6 +5,7 @@ It takes the extra ``client``, which a worker's environment may lack.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -59,13 +60,15 @@ def index_findings(look: IndexLook, workers: Workers) -> Iterator[Finding]:
     if look.found:
         yield from look.found
         return
-    index, statuses = look.connection, look.statuses
+    index, statuses, serves = look.connection, look.statuses, False
+    with contextlib.suppress(IndexUnavailable):
+        serves = index.is_serving(timeout_s=CALL_S)
     state = subjects.Index(
         target=index.target,
         workers=counted(len(statuses), "worker"),
         ranks=counted(sum(len(status.publishers) for status in statuses), "rank"),
         followed=bool(statuses),
-        serves=_serves(index),
+        serves=serves,
     )
     yield from judge("index", rules.INDEX, state)
     known = {status.worker.id for status in statuses}
@@ -86,13 +89,6 @@ def index_findings(look: IndexLook, workers: Workers) -> Iterator[Finding]:
     for worker in workers.announced.values():
         if worker.id not in known and not workers.is_away(worker):
             yield from judge("index", rules.INDEX_LACKS, worker)
-
-
-def _serves(index: IndexConnection) -> bool:
-    try:
-        return index.is_serving(timeout_s=CALL_S)
-    except IndexUnavailable:
-        return False
 
 
 def _ranks(status: WorkerStatus, workers: Workers) -> Iterator[Finding]:

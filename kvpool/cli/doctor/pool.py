@@ -60,12 +60,20 @@ def _findings(url: StoreURL, name: str, tenant: str) -> tuple[list[Finding], lis
             if url.scheme != "valkey+unix":
                 found += host_findings()
         try:
-            workers, problems = _announced(store, tenant)
+            records = announced_workers(store, tenant)
+            by_id, problems = merge_ranks([one for one in records if one is not None])
+            workers = list(by_id.values())
             found += _sharing(store, tenant, workers)
             found += _quota(store, tenant)
         except StoreUnavailable as error:
             return [*found, *judge("pool", rules.POOL, Pool(tenant, unreadable=str(error)))], None
-    return [*found, *_worker_findings(workers, problems, tenant)], workers
+    if unreadable := records.count(None):
+        problems.append(f"{unreadable} records of workers cannot be read: of another version?")
+    if not workers:
+        found += judge("workers", rules.WORKERS, tenant)
+    for sentence in problems:
+        found += judge("workers", rules.RECORD, sentence)
+    return found, workers
 
 
 def _trial(store: Store, name: str, tenant: str) -> Trial:
@@ -146,21 +154,3 @@ def _quota(store: Store, tenant: str) -> Iterator[Finding]:
         held=format_size(standing.held_nbytes or 0),
     )
     return judge("quota", rules.QUOTA, subject, first=True)
-
-
-def _announced(store: Store, tenant: str) -> tuple[list[Worker], list[str]]:
-    """A tenant's announced workers, and faults of their records."""
-    records = announced_workers(store, tenant)
-    found = [one for one in records if one is not None]
-    workers, problems = merge_ranks(found)
-    if len(found) < len(records):
-        problems.append(f"{len(records) - len(found)} records of workers cannot be read: of another version?")
-    return list(workers.values()), problems
-
-
-def _worker_findings(workers: list[Worker], problems: list[str], tenant: str) -> Iterator[Finding]:
-    """Of their records alone."""
-    if not workers:
-        yield from judge("workers", rules.WORKERS, tenant)
-    for sentence in problems:
-        yield from judge("workers", rules.RECORD, sentence)

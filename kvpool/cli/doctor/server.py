@@ -21,6 +21,7 @@ from kvpool.store.server.notices import refusal
 from kvpool.store.server.server import refused_commands, server_name
 from kvpool.store.server.topology import LAST_SLOT, Primaries
 from kvpool.store.url import StoreURL
+from kvpool.text import is_ip_address
 
 if TYPE_CHECKING:
     import redis
@@ -116,11 +117,8 @@ def _change(name: str, *, live: bool) -> str:
 
 def _cores(url: StoreURL) -> int:
     """Of the server's host, where the URL says that it is this one; else 0: no server tells them."""
-    with contextlib.suppress(ValueError):  # a name
-        if not url.path and not ipaddress.ip_address(url.host).is_loopback:
-            return 0
-        return os.cpu_count() or 0
-    return (os.cpu_count() or 0) if url.host == "localhost" else 0
+    is_loopback = is_ip_address(url.host) and ipaddress.ip_address(url.host).is_loopback
+    return os.cpu_count() or 0 if url.path or is_loopback or url.host == "localhost" else 0
 
 
 def _info(server: redis.Redis) -> Info | None:
