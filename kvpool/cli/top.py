@@ -5,6 +5,7 @@ Live on a terminal; elsewhere a table or JSON object per interval. One thread, w
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -92,26 +93,25 @@ def run_top(options: TopOptions, index: IndexConnection) -> None:
     if options.sort not in SORTS:
         raise ConfigError(f"--sort: {unknown('order', options.sort, SORTS)}")
     out = console()
-    try:
-        with index.open(TIMEOUT_S) as client:
-            watch = _Watch(client, options)
-            if options.once:
-                watch.look()
+    # A watch ends with its watcher, or the reader of its pipe; one look has not been had then.
+    ends = () if options.once else (KeyboardInterrupt, BrokenPipeError)
+    with contextlib.suppress(*ends), index.open(TIMEOUT_S) as client:
+        watch = _Watch(client, options)
+        if options.once:
+            watch.look()
+            _print(out, watch)
+        elif options.as_json or not out.is_screen:
+            while True:
+                watch.try_to_look()
                 _print(out, watch)
-            elif options.as_json or not out.is_screen:
+                time.sleep(options.interval)
+        else:
+            live = Live(console=out, auto_refresh=False, vertical_overflow="crop")
+            with termination_interrupts(), live:
                 while True:
                     watch.try_to_look()
-                    _print(out, watch)
+                    live.update(_fitted_to(out, watch), refresh=True)
                     time.sleep(options.interval)
-            else:
-                live = Live(console=out, auto_refresh=False, vertical_overflow="crop")
-                with termination_interrupts(), live:
-                    while True:
-                        watch.try_to_look()
-                        live.update(_fitted_to(out, watch), refresh=True)
-                        time.sleep(options.interval)
-    except (KeyboardInterrupt, BrokenPipeError):  # the watcher, or a pipe's reader, has gone
-        return
 
 
 def _print(out: Console, watch: _Watch) -> None:

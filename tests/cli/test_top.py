@@ -246,6 +246,16 @@ def test_who_stops_reading_is_no_error(served: Served, form: list[str]) -> None:
         assert (process.wait(60), errors) == (0, b"")
 
 
+@pytest.mark.usefixtures("grpc_started")
+def test_one_look_that_was_interrupted_is_none(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(client: IndexClient, **of: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(IndexClient, "status", interrupted)
+    ended = kvpool("top", "--index", served.target, "--once")
+    assert (ended.returncode, ended.stderr) == (130, "kvpool: interrupted\n")
+
+
 def test_wrong_use() -> None:
     line = refused("top", "--sort", "devcie")
     assert line == 'kvpool: --sort: unknown order "devcie"; did you mean "device"?'
