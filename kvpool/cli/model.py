@@ -19,7 +19,7 @@ from kvpool.files import read_file
 from kvpool.text import counted
 
 MAX_FILE_NBYTES = 4 << 20
-TYPES = ("16 bits", "fp8")  # of a cache: --kv-cache-dtype auto and fp8
+TYPES = ("16 bits", "fp8")  # of a cache's elements
 
 _MEASURE = "kvpool size --json tells the block_nbytes of engines that run"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
