@@ -26,7 +26,7 @@ from kvpool.index.fleet.start import Start
 from kvpool.index.follow.metrics_page import BadPage, LoadCosts, read_page
 from kvpool.index.follow.model_list import read_names
 from kvpool.index.limits import Work
-from kvpool.index.net.resolver import Resolver
+from kvpool.index.net.resolver import Resolver, addresses_of
 from kvpool.index.net.worker_connection import KEEP_ALIVE_S, WorkerConnector, why_not
 from kvpool.index.net.worker_url import parse_url
 from kvpool.index.prompt import Load
@@ -204,7 +204,7 @@ class Scraper:
         assert self._session is not None
         named, at = URL(address.rstrip("/") + path), parse_url(address)
         # aiohttp would resolve in the event loop's few threads, which hanging names could fill.
-        addresses = await asyncio.wrap_future(self._resolver.resolve(at.host, tenant, at.port))
+        addresses = await addresses_of(self._resolver.resolve(at.host, tenant, at.port))
         headers = {"host": at.authority}
         if len(self._readers) > MAX_KEPT_OPEN:
             headers["connection"] = "close"

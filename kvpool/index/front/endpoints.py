@@ -17,7 +17,7 @@ from kvpool.errors import KVPoolError
 from kvpool.index.answer import Pick
 from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.front.placement import Refusal
-from kvpool.index.net.resolver import Addresses, Resolver, Unresolved
+from kvpool.index.net.resolver import Addresses, Resolver, Unresolved, ended
 from kvpool.index.net.worker_url import MAX_NAMES, Url, numeric, parse_url
 
 MAX_TENANTS = 64  # with remembered endpoints
@@ -52,9 +52,7 @@ class Endpoints:
             return url.endpoint
         found = self._resolver.resolve(url.host, tenant, url.port)
         if not found.done() and (tenant, url.host) not in self._known:
-            answer = asyncio.wrap_future(found)
-            answer.add_done_callback(lambda one: one.cancelled() or one.exception())  # else it is logged
-            await asyncio.wait({answer}, timeout=timeout_s)
+            await ended(found, timeout_s)
         return self._endpoint(url, tenant, found, timeout_s)
 
     async def of_picks(self, picks: Sequence[Pick], tenant: str, ends_s: float, most: int) -> dict[str, Pick]:
@@ -125,8 +123,7 @@ class Endpoints:
                 known = found.result()
                 self._remember((tenant, url.host), known)
             elif known is None:
-                # Not the same one: until its name is asked for again, it would keep what each request holds.
-                raise Unresolved(str(error)) from error
+                raise Unresolved(str(error)) from error  # as addresses_of does
         if known is None:
             raise _NotYet(f"the name {url.host} is not resolved within {waited_s:g} s")
         return numeric(known[0], url.port)

@@ -6,7 +6,6 @@ tenant could spell another tenant's publisher differently and read its prompts. 
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter, defaultdict
 from concurrent.futures import Future
 
@@ -14,7 +13,7 @@ import anyio
 
 from kvpool.discovery.networks import unmapped
 from kvpool.index.limits import Limits
-from kvpool.index.net.resolver import Addresses, Resolver, Unresolved
+from kvpool.index.net.resolver import Addresses, Resolver, Unresolved, addresses_of
 from kvpool.index.net.zmtp import Connection, Lost
 
 CONNECT_S = 5.0  # for name, connection and handshake together
@@ -59,7 +58,7 @@ class Line:
         try:
             with anyio.fail_after(CONNECT_S):
                 if addresses is not None:
-                    self._enter(endpoint, int(port), await asyncio.wrap_future(addresses))
+                    self._enter(endpoint, int(port), await addresses_of(addresses))
                 if self._refused:
                     raise OfAnotherTenant(next(iter(self._refused.values())))
                 return await Connection.connect(

@@ -9,6 +9,7 @@ Threads: any. ``_lock`` guards all fields; no name is looked up under it.
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import threading
 import time
@@ -150,6 +151,24 @@ class Resolver:
             name.answer.set_result(found)
         else:
             name.answer.set_exception(Unresolved(f"the name {name.host} does not resolve: {why}"))
+
+
+async def ended(found: Future[Addresses], timeout_s: float | None = None) -> None:
+    """Wait for an answer, at most so long."""
+    answer = asyncio.wrap_future(found)
+    answer.add_done_callback(lambda one: one.cancelled() or one.exception())  # else asyncio logs it
+    await asyncio.wait({answer}, timeout=timeout_s)
+
+
+async def addresses_of(found: Future[Addresses]) -> Addresses:
+    """Those of an answer, when it is there. Errors: ``Unresolved``, each a new one.
+
+    An answer's own error is everybody's for up to 30 s: raised again, it would keep what each who asked for it holds.
+    """
+    await ended(found)
+    if (error := found.exception()) is not None:
+        raise Unresolved(str(error)) from error
+    return found.result()
 
 
 _is_numeric = lru_cache(4096)(is_ip_address)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvpool.index.net import resolver as module
-from kvpool.index.net.resolver import Resolver, Unresolved
+from kvpool.index.net.resolver import Resolver, Unresolved, addresses_of
 from tests.support.deadlines import eventually
 from tests.support.fleets import Clock
 from tests.support.networks import WITHIN_S, Names
@@ -37,6 +37,20 @@ def test_a_name_that_does_not_resolve_is_tried_again_later_and_later(names: Name
         clock.now_s += backoff_s
     names.known["b.test"] = "127.0.0.3"
     assert resolver.resolve("b.test").result(WITHIN_S) == ("127.0.0.3",)
+
+
+@pytest.mark.anyio
+async def test_who_waits_for_a_name_leaves_nothing_in_its_answer(names: Names) -> None:
+    answer = Resolver(clock=Clock()).resolve("b.test")
+    errors = []
+    for _ in range(2):
+        with pytest.raises(Unresolved, match=r"b\.test does not resolve") as caught:
+            await addresses_of(answer)
+        errors.append(caught.value)
+    assert errors[0] is not errors[1]
+    error = answer.exception()
+    assert error is not None
+    assert error.__traceback__ is None
 
 
 def test_addresses_that_are_not_allowed_are_none(names: Names) -> None:
