@@ -242,6 +242,7 @@ class Placer:
             try:
                 ranked = await self._rendered(ranked.request, headers, ends_s)
             except NoTokens as error:
+                self._renderer.warn(ranked.request, error)
                 detail = f"{ranked.detail}; {error}" if ranked.detail else str(error)
                 ranked = ranked._replace(promptless=error.reason, detail=detail)
                 if ranked.has_own:  # tokens that differ still match up to the first difference

@@ -150,6 +150,7 @@ class Renderer:
         # Ends of the memory, the oldest first: by tenant, model and path, and by a worker's endpoint.
         self._without: dict[tuple[str, str, str], float] = {}
         self._away: dict[str, float] = {}
+        self._warned: dict[tuple[str, str, str], float] = {}  # as _without, when it was said
         self._session: aiohttp.ClientSession | None = None
 
     async def close(self) -> None:
@@ -186,14 +187,9 @@ class Renderer:
             self._under_way[key] = task
             task.add_done_callback(partial(self._made, key))
         await asyncio.wait({task}, timeout=timeout_s)
-        try:
-            if not task.done():
-                raise NoTokens("late", f"its tokens were not made within {timeout_s:g} s")
-            return task.result().prompt()
-        except NoTokens as error:
-            if error.reason in ("late", "busy"):
-                self._warn_of_slow(request.model)
-            raise
+        if not task.done():
+            raise NoTokens("late", f"its tokens were not made within {timeout_s:g} s")
+        return task.result().prompt()
 
     def _made(self, key: tuple[str, bytes], task: asyncio.Task[_Made]) -> None:
         del self._under_way[key]
@@ -205,6 +201,20 @@ class Renderer:
         self._known_nbytes += task.result().nbytes
         while self._known_nbytes > MAX_KEPT_NBYTES:
             self._known_nbytes -= self._known.popitem(last=False)[1].nbytes
+
+    def warn(self, request: InferenceRequest, error: NoTokens) -> None:
+        """Of a request that ``error`` leaves to be placed by load: where workers have no /render, and of slow ones."""
+        if error.reason in ("late", "busy"):
+            self._warn_of_slow(request.model)
+        elif error.reason == "no-render":
+            key = (request.tenant, request.model, request.path)
+            if key not in self._warned:
+                logger.warning(
+                    "requests for %s that only a worker makes into tokens are placed by load: %s; for texts start "
+                    "kvpool with --tokenizer %s=FOLDER, else the workers with --enable-scale-out",
+                    request.model, str(error), request.model,
+                )  # fmt: skip
+            _put(self._warned, key, self._clock())
 
     def _warn_of_slow(self, model: str) -> None:
         self._missed += 1
@@ -305,12 +315,6 @@ class Renderer:
             if reply.status == 404 and is_short and denies_model(await reply.read()):  # others may serve it
                 raise _Unanswered("no-answer", said)
             if reply.status in _NO_RENDER:
-                if key not in self._without:
-                    logger.warning(
-                        "%s of %s answers with HTTP status %d, so texts without a --tokenizer are placed by load: "
-                        "start kvpool with --tokenizer, or the workers with --enable-scale-out",
-                        url, request.model, reply.status,
-                    )  # fmt: skip
                 _put(self._without, key, self._clock() + WITHOUT_S)
                 raise NoTokens("no-render", said)
             if reply.status >= 500 and reply.status not in _REFUSES:
@@ -318,6 +322,7 @@ class Renderer:
             if reply.status != 200:
                 raise NoTokens("refused", said, lasts=reply.status in _REFUSES)
             self._without.pop(key, None)
+            self._warned.pop(key, None)
             packed = bytearray()
             try:
                 while part := await reply.content.readany():

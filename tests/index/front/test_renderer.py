@@ -54,7 +54,11 @@ async def tokens_of(
 
     body = json.dumps({"model": model, "prompt": text}).encode()
     request = read_request(path, body, tenant)
-    prompt = await rendering.prompt(request, body, {}, ask, lambda start: lasts, timeout_s)
+    try:
+        prompt = await rendering.prompt(request, body, {}, ask, lambda start: lasts, timeout_s)
+    except NoTokens as error:
+        rendering.warn(request, error)
+        raise
     assert isinstance(prompt.token_ids, array)
     return list(prompt.token_ids)
 

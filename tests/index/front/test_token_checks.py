@@ -288,6 +288,19 @@ async def test_tokens_that_differ_are_better_than_none() -> None:
 
 
 @pytest.mark.anyio
+async def test_workers_without_render_are_no_reason_to_ask_for_the_tokenizer_that_is_there(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    async with checking() as there:
+        there.worker.render = None
+        assert (await there.place()).reason == "load"
+        await there.checked(unanswered=1)
+        assert "were not compared" in caplog.text
+        assert "placed by load" not in caplog.text, "its tokens were made here"
+
+
+@pytest.mark.anyio
 async def test_a_worker_that_does_not_answer_costs_no_trust() -> None:
     async with checking() as there:
         there.worker.render = None
