@@ -113,7 +113,8 @@ def test_tls(tmp_path: Path) -> None:
         with pytest.raises(urllib.error.HTTPError) as caught:
             urllib.request.urlopen(request, timeout=60, context=context)
         with caught.value as answered:
-            assert json.load(answered)["error"]["message"] == "no worker has joined the index"
+            said = json.load(answered)["error"]["message"]
+        assert said == "the index knows no worker: its log says which it refused or lost"
 
 
 def test_a_router_that_can_know_no_worker_says_so() -> None:

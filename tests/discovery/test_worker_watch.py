@@ -217,7 +217,7 @@ def test_a_pool_that_is_away_takes_no_worker_along(
             assert rounds(watch, 3)
             assert (told.gone, told.starts) == ([], ["one"])
             assert told.pool_losses == (fault == "killed"), "a server that starts anew has lost what it held"
-            assert "cannot be announced: an index that starts now will not see it" in said[0]
+            assert "an index that the pool answers forgets it when its lease ends" in said[0]
             assert said[1].endswith("is announced again")
             assert said.levels == ["WARNING", "INFO"]
             leave_facts(store)

@@ -70,8 +70,10 @@ def hold(limits: Limits, have_nbytes: int, nbytes: int, host: str) -> None:
 def fit(picks: Sequence[Pick], max_waiting: int | None) -> Sequence[Pick]:
     """Candidates for a request. ``max_waiting``: as in ``PlacingSettings``. Errors: ``Refusal``."""
     awake = [pick for pick in picks if not pick.asleep]
+    if not picks:
+        raise Refusal(503, "the index knows no worker: its log says which it refused or lost")
     if not awake:
-        raise Refusal(503, "all workers sleep" if picks else "no worker has joined the index")
+        raise Refusal(503, "all workers sleep")
     # If none is reachable, the index itself may be cut off.
     reachable = [pick for pick in awake if not pick.unreachable] or awake
     # If all fail, the fault may be the requests'.

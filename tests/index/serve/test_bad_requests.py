@@ -191,7 +191,8 @@ def test_all_workers_away(front: Front) -> None:
     for name in NAMES:
         front.index.fleet.remove(f"default/{name}")
     reply = post(front.url, ASKED)
-    assert in_form(reply.body, reply.status) == "no worker has joined the index"
+    said = in_form(reply.body, reply.status)
+    assert said == "the index knows no worker: its log says which it refused or lost"
     assert reply.headers["retry-after"] == "1"
 
 
