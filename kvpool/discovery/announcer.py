@@ -98,7 +98,7 @@ class Announcer(_Writer):
         self._woken.set()
 
     def _write(self) -> bool:
-        says = "cannot be announced: an index that the pool answers forgets it when its lease ends"
+        says = "cannot be announced: an index that starts now will not see it"
         return self._try(self._renew, says) and not self._evicted
 
     def _end(self) -> None:

@@ -66,9 +66,9 @@ class WorkerWatch:
     when the caller's state was saved; empty: no saved state.
 
     A worker that stops says so (``ENDED``). A record that is missing was evicted, or its lease ended: its worker
-    is kept until the lease ends that began when this watch first saw the last renewal. After an outage, restart
-    or flush of the pool, each worker gets a lease from the first answered round. The same holds for one tenant
-    whose announcements are unreadable, at no cost to other tenants.
+    is kept until the lease ends that began when this watch first saw the last renewal, and while a server is full and
+    refuses renewals. After an outage, restart or flush of the pool, each worker gets a lease from the first answered
+    round. The same holds for one tenant whose announcements are unreadable, at no cost to other tenants.
 
     Callbacks run in the watch's thread and must not block for long; their exceptions are logged. Each problem
     and each outage is logged once. The store must stay open until ``close`` has returned.
@@ -206,7 +206,10 @@ class WorkerWatch:
         tenant.refused, tenant.unreadable_records = False, len(read) - len(found)
         if emptied:
             self._pool_lost(name)
-        for key in tenant.known.keys() - found.keys():
+        missing = tenant.known.keys() - found.keys()
+        if any(now_s >= tenant.known[key].ends_s for key in missing) and self._is_full():
+            tenant.grant(now_s)
+        for key in missing:
             known = tenant.known[key]
             known.missing = True
             if now_s >= known.ends_s:
@@ -218,6 +221,16 @@ class WorkerWatch:
             known.missing = False
         if self._all_tenants and not tenant.known:
             tenant.next_s = now_s + TENANTS_INTERVAL_S  # most tenants in the list have no worker any more
+
+    def _is_full(self) -> bool:
+        """Whether a server refuses announcements, too, so that a lease that ended proves nothing."""
+        refusing = [one.server for one in self._store.usage() if one.refuses]
+        if refusing:
+            self._log_once(
+                f"{', '.join(refusing)}: the server is full and evicts nothing, so workers cannot announce themselves; "
+                "those known are kept: CONFIG SET maxmemory-policy allkeys-lru"
+            )
+        return bool(refusing)
 
     def _unpacked(self, key: str, record: bytes) -> WorkerRecord | None:
         announced = unpack_worker(key, record)

@@ -81,6 +81,7 @@ class Usage(NamedTuple):
     capacity_nbytes: int | None = None
     keys: int | None = None
     evicted: int | None = None  # since it was started
+    refuses: bool = False  # what is new: it is full, and evicts nothing
 
 
 class Invalidations(NamedTuple):

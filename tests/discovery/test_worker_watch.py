@@ -196,6 +196,27 @@ def test_who_may_not_write_says_so_once_and_watches_on(
     assert sum("asked for all it holds" in text for text in caplog.messages) == 1
 
 
+def test_a_full_server_that_evicts_nothing_takes_no_worker_along(
+    server: Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    told = Watched()
+    with open_store(server.url) as store, watching(store, told, ["default"]) as watch:
+        with announced(store, worker("a")) as said:
+            leave_facts(store)
+            assert eventually(lambda: told.sees("a"))
+            server.client.config_set("maxmemory-policy", "noeviction")
+            server.client.config_set("maxmemory", 1)
+            assert eventually(lambda: bool(said))
+            start_s = time.monotonic()
+            assert eventually(lambda: time.monotonic() > start_s + 3 * LEASE_S)
+            assert rounds(watch, 2)
+            assert (told.gone, told.pool_losses) == ([], 0)
+            server.client.config_set("maxmemory", 0)
+            assert eventually(lambda: len(said) == 2), "announced again"
+        assert eventually(lambda: told.gone == ["default/a"])
+    assert sum("is full and evicts nothing" in text for text in caplog.messages) == 1
+
+
 @pytest.mark.parametrize("fault", ["killed", "stopped"])
 def test_a_pool_that_is_away_takes_no_worker_along(
     server: Server, fault: str, caplog: pytest.LogCaptureFixture
@@ -217,7 +238,7 @@ def test_a_pool_that_is_away_takes_no_worker_along(
             assert rounds(watch, 3)
             assert (told.gone, told.starts) == ([], ["one"])
             assert told.pool_losses == (fault == "killed"), "a server that starts anew has lost what it held"
-            assert "an index that the pool answers forgets it when its lease ends" in said[0]
+            assert "cannot be announced: an index that starts now will not see it" in said[0]
             assert said[1].endswith("is announced again")
             assert said.levels == ["WARNING", "INFO"]
             leave_facts(store)

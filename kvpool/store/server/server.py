@@ -78,13 +78,16 @@ def _usage(name: str, server: redis.Redis) -> Usage:
         info = server.info()
     except redis.exceptions.ResponseError:  # also without the permission
         return Usage(name)
+    used_nbytes, capacity_nbytes = info.get("used_memory"), info.get("maxmemory") or None
+    is_full = bool(used_nbytes and capacity_nbytes and used_nbytes >= capacity_nbytes)
     databases = [part for database, part in info.items() if re.fullmatch(r"db[0-9]+", database)]
     return Usage(
         name,
-        used_nbytes=info.get("used_memory"),
-        capacity_nbytes=info.get("maxmemory") or None,
+        used_nbytes=used_nbytes,
+        capacity_nbytes=capacity_nbytes,
         keys=sum(part["keys"] for part in databases),
         evicted=info.get("evicted_keys"),
+        refuses=is_full and info.get("maxmemory_policy") == "noeviction",
     )
 
 
