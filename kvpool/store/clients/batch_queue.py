@@ -59,6 +59,7 @@ _COUNTED_ALWAYS = {
     _native.TIMED_OUT: "timed_out",
 }
 _COUNTED_NBYTES = {_native.PUT: "put_nbytes", _native.PUT_ABSENT: "put_nbytes", _native.GET: "get_nbytes"}
+_MOVED = frozenset((_native.OK, _native.PRESENT, _native.MISS, _native.NO_ROOM))  # the server answered
 _PUTS = (_native.PUT, _native.PUT_ABSENT)
 
 
@@ -240,7 +241,7 @@ class BatchQueue:
             batch.statuses[start : start + len(statuses)] = bytes(statuses)
             batch.fault = batch.fault or fault
             batch.slices -= 1
-            if batch.views is not None and fault is None:
+            if batch.views is not None and not _MOVED.isdisjoint(statuses):
                 self.moved_s = time.monotonic()
             if batch.lookup is not None:
                 batch.lookup.take(start, statuses)

@@ -1,7 +1,8 @@
 """``ClusterLink``: a link to each server of a cluster, or to the primary that sentinels name, for one thread.
 
 Each key's commands go to the server that holds its slot, one server after the other, and follow MOVED and ASK.
-What befalls a server befalls its keys alone: they get an ``Unanswered``, the others their replies. Only a
+What befalls a server befalls its keys alone, a refused user too: they get an ``Unanswered``, the others their
+replies. Where a connection ended, another server may be by now: the map is read again. Only a
 connection that ends in an exchange about one key is told as such, because the key's size may be why. A server
 has half of the time that is left, so that behind a silent one there is time for the rest.
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from kvpool.store.clients.link import (
@@ -54,29 +56,30 @@ class ClusterLink:
     def __init__(self, shards: Shards, link_to: Callable[[Address], Link]) -> None:
         self._shards, self._link_to = shards, link_to
         self._links: dict[Address, Link] = {}
+        self._servers = shards.servers()  # of the map that the links were last compared with
         self._times_away: dict[Address, int] = {}  # of linked servers, when their links last worked
 
     def dial(self, timeout_s: float) -> None:
-        """Errors: ``LinkRefused`` by any server; ``LinkFault`` where none can be dialled."""
+        """Errors: ``LinkFault`` where no server can be dialled; ``LinkRefused``, if one of them refuses."""
         end_s = time.monotonic() + timeout_s
         faults: list[LinkFault] = []
-        servers = sorted(self._shards.servers())
+        servers = sorted(self._follow_map())
         for server in servers:
             try:
                 self._check_not_away(server)
                 self._dialled(server, _share_s(end_s))
-            except LinkRefused:
-                raise
             except LinkFault as error:
                 faults.append(error)
         if len(faults) == len(servers):
-            raise faults[0] if faults else LinkFault("no server of the pool is known")
+            refused = [one for one in faults if isinstance(one, LinkRefused)]
+            raise (refused or faults or [LinkFault("no server of the pool is known")])[0]
 
     def is_stale(self) -> bool:
         return False  # each is checked before it is used
 
     def exchange(self, commands: Sequence[Command], timeout_s: float) -> list[Any]:
         end_s = time.monotonic() + timeout_s
+        self._follow_map()
         replies: list[Any] = [None] * len(commands)
         waiting: dict[Address | None, list[_Item]] = {}
         for item, key in _items(commands):
@@ -135,22 +138,32 @@ class ClusterLink:
     def _exchanged(self, server: Address | None, sent: Sequence[Command], end_s: float) -> list[Any]:
         """Errors: ``LinkFault``, with the link dropped."""
         if server is None:
+            self._shards.look_again()
             raise LinkFault("no node of the cluster serves its slot")
         self._check_not_away(server)
         link = self._dialled(server, _share_s(end_s))
         try:
-            replies = link.exchange(sent, _share_s(end_s))
+            with _as_faults():
+                replies = link.exchange(sent, _share_s(end_s))
             if len(replies) != len(sent):
                 raise LinkFault("it sent too few replies or too many")
         except LinkFault as error:
             self._drop(server)
             if isinstance(error, LinkSilent):
                 self._shards.fell_away(server, str(error))
+            else:
+                self._shards.look_again()
             raise
-        except Exception as error:  # any error of a client
-            self._drop(server)
-            raise LinkFault(f"{type(error).__name__}: {error}") from error
         return replies
+
+    def _follow_map(self) -> frozenset[Address]:
+        """The servers of the present map; links that an older one had, or a redirect named, end with it."""
+        servers = self._shards.servers()
+        if servers is not self._servers:
+            self._servers = servers
+            for server in [one for one in self._links if one not in servers]:
+                self._drop(server)
+        return servers
 
     def _check_not_away(self, server: Address) -> None:
         if why := self._shards.why_away(server):
@@ -162,16 +175,17 @@ class ClusterLink:
             if self._times_away[server] == times_away:
                 return link
         elif link is not None:
+            self._shards.look_again()
             link.drop()
         if link is None:
             self._make_room(server)
             link = self._links[server] = self._link_to(server)
         try:
-            link.dial(timeout_s)
+            with _as_faults():
+                link.dial(timeout_s)
         except LinkFault as error:
             self._drop(server)
-            if not isinstance(error, LinkRefused):
-                self._shards.fell_away(server, str(error))
+            self._shards.fell_away(server, str(error))
             raise
         self._times_away[server] = times_away
         return link
@@ -223,6 +237,17 @@ def cluster_of(
 
     shards = Shards(probe)
     return shards, [ClusterLink(shards, lambda at: link_to(primaries.at(*at))) for _ in range(url.threads)]
+
+
+@contextmanager
+def _as_faults() -> Iterator[None]:
+    """Any error of a client is a ``LinkFault``."""
+    try:
+        yield
+    except LinkFault:
+        raise
+    except Exception as error:
+        raise LinkFault(f"{type(error).__name__}: {error}") from error
 
 
 def _items(commands: Sequence[Command]) -> Iterator[tuple[_Item, bytes]]:

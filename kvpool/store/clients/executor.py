@@ -218,14 +218,21 @@ class LinkThread:
         return statuses, fault or words
 
     def _ask(self, batch: QueuedBatch, verb: bytes, keys: Sequence[bytes], *more: bytes) -> _Outcome:
-        replies = self._exchange(batch, [(verb, key, *more) for key in keys])
-        return _outcome([found(reply) for reply in replies])
+        return _outcome(self._found(batch, verb, keys, *more))
+
+    def _found(
+        self, batch: QueuedBatch, verb: bytes, keys: Sequence[bytes], *more: bytes
+    ) -> list[int | ErrorReply]:
+        return [found(reply) for reply in self._exchange(batch, [(verb, key, *more) for key in keys])]
 
     def _touch(self, batch: QueuedBatch, keys: Sequence[bytes]) -> _Outcome:
-        statuses, fault = self._ask(batch, b"TOUCH" if self._may_touch else b"EXISTS", keys)
-        if fault is not None and self._may_touch and is_command_refused(fault):
+        answers = self._found(batch, b"TOUCH" if self._may_touch else b"EXISTS", keys)
+        if self._may_touch and any(
+            isinstance(one, ErrorReply) and is_command_refused(one) for one in answers
+        ):
             self._may_touch = False
-            statuses, fault = self._ask(batch, b"EXISTS", keys)
+            answers = self._found(batch, b"EXISTS", keys)
+        statuses, fault = _outcome(answers)
         self._use([key for key, status in zip(keys, statuses, strict=True) if status == _native.OK])
         return statuses, fault
 
@@ -306,7 +313,9 @@ class LinkThread:
             return
         try:
             left = self._link.exchange([(b"PTTL", key) for key in keys], MAX_CALL_S)
-            if any(isinstance(reply, ErrorReply) and not isinstance(reply, Unanswered) for reply in left):
+            if any(
+                isinstance(reply, ErrorReply) and first_word(reply) in ("NOPERM", "ERR") for reply in left
+            ):
                 self._may_renew = False
                 return
             oldest_ms = self._ttl_ms - self._ttl_ms // 4

@@ -105,10 +105,7 @@ class GlideLink:
             raise LinkEnded(_words(error)) from error
         except glide_sync.GlideError as error:
             raise LinkFault(_words(error)) from error
-        return [
-            ErrorReply(_words(reply)) if isinstance(reply, glide_sync.RequestError) else reply
-            for reply in replies or ()
-        ]
+        return [_reply(reply) for reply in replies or ()]
 
     def drop(self) -> None:
         if self._client is not None:
@@ -158,6 +155,14 @@ def _tls(tls: Tls) -> glide_sync.TlsAdvancedConfiguration:
         )
     except OSError as error:
         raise LinkFault(f"{error.filename}: {error.strerror}") from error
+
+
+def _reply(reply: Any) -> Any:
+    import glide_sync
+
+    if isinstance(reply, list):  # EXEC's may hold errors
+        return [_reply(one) for one in reply]
+    return ErrorReply(_words(reply)) if isinstance(reply, glide_sync.RequestError) else reply
 
 
 def _words(error: Exception) -> str:

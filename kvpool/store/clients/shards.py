@@ -7,7 +7,6 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from kvpool.store.clients.link import LinkFault
 from kvpool.store.server.topology import LAST_SLOT, Primary
 
 Address = tuple[str, int]
@@ -23,10 +22,10 @@ def slot_of(key: bytes) -> int:
 class Shards:
     """The map of the servers for a store's links, and a breaker a server. Any thread.
 
-    A silent server, or one that nobody can dial, is away: links ask it for nothing. ``TopologyWatch`` reads the
-    map again while one is, and each reading calls ``probe`` with every server that is away (blocking, for
-    ``LinkFault`` where there is no answer); an answer ends it. ``_changed`` (a condition) guards all fields; no
-    I/O under it.
+    A silent server, one that nobody can dial, or one that refuses is away: links ask it for nothing.
+    ``TopologyWatch`` reads the map again while one is, and each reading calls ``probe`` with every server that is
+    away (blocking; it raises where there is no answer); an answer ends it. ``_changed`` (a condition) guards all
+    fields; no I/O under it.
     """
 
     def __init__(self, probe: Callable[[Address], None]) -> None:
@@ -48,24 +47,29 @@ class Shards:
                 holders[first : last + 1] = [(host, port)] * (last + 1 - first)
         with self._changed:
             self._holders, self._known = holders, frozenset((one.host, one.port) for one in found)
-            self._is_stale = False
             self._away = {server: why for server, why in self._away.items() if server in self._known}
             self._times_away = Counter({one: n for one, n in self._times_away.items() if one in self._known})
             away = list(self._away)
         for server in away:
             if self.closed():
                 return
+            why = ""
             try:
                 self._probe(server)
-            except LinkFault:
-                continue
+            except Exception as error:  # any error of a client
+                why = str(error) or type(error).__name__
             with self._changed:
-                self._away.pop(server, None)
+                if not why:
+                    self._away.pop(server, None)
+                elif server in self._away:
+                    self._away[server] = why
 
     def wait_until_stale(self, timeout_s: float) -> bool:
+        """What links see after it, the reading that follows may have missed: that counts for the next one."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_stale or self._away or self._closed, timeout_s)
-            return not self._closed and (self._is_stale or bool(self._away))
+            is_stale, self._is_stale = self._is_stale or bool(self._away), False
+            return is_stale and not self._closed
 
     def close(self) -> None:
         with self._changed:

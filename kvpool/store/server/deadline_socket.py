@@ -97,7 +97,10 @@ def dialled(place: tuple[str, int] | str, end_s: float) -> socket.socket:
         plain = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         return _connected(plain, place, end_s)
     failure = OSError(f"{place[0]} has no address")
-    found = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)
+    try:
+        found = socket.getaddrinfo(*place, type=socket.SOCK_STREAM)
+    except UnicodeError as error:  # a label that is empty or too long
+        raise OSError(f"{place[0]} is no host's name") from error
     share_s = (end_s - time.monotonic()) / max(len(found), 1)
     for family, kind, protocol, _, address in found:
         try:

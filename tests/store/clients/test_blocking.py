@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from kvpool import open_store
+from kvpool import _native, open_store
 from kvpool.errors import ConfigError, NoThread, StoreUnavailable
 from kvpool.store.clients import batch_queue, executor
 from kvpool.store.store import Store
 from tests.support.conformance import MIB, key, keys, payload
 from tests.support.deadlines import MARGIN_S, ends_within, eventually
 from tests.support.misbehaving import misbehaving, says, to
-from tests.support.servers import Server, running
+from tests.support.servers import CLIENTS, Server, running, with_client
 
 
 @pytest.fixture
@@ -141,6 +141,38 @@ def test_a_fork_dials_nothing(server: Server, store: Store) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert server.info("total_connections_received") == dialled
     assert store.contains_many([key(1)]) == [True]
+
+
+def test_a_key_of_another_type_costs_no_put_beside_it(server: Server, store: Store) -> None:
+    """EXEC's reply holds its error."""
+    server.client.set(key(1), "a text")
+    put = store.submit_put(keys(3), [b"value"] * 3)
+    with pytest.raises(StoreUnavailable, match="WRONGTYPE Operation against a key"):
+        put.wait()
+    assert list(put.statuses()) == [_native.OK, _native.REFUSED, _native.OK]
+    assert store.counters()["disconnections"] == 0
+
+
+def test_values_beside_a_fault_are_progress() -> None:
+    """Of a node that is away each slice has some keys: what the others send keeps a long batch alive."""
+    queue = batch_queue.BatchQueue()
+    views = [memoryview(bytearray(8)) for _ in range(2)]
+    batch = queue.submit(batch_queue.QueuedBatch(queue, _native.GET, keys(2), views, 1.0, 60.0))
+    assert queue.take() == (batch, 0, 2)
+    queue.put_down(batch, 0, [_native.OK, _native.FAULT], "a node is away")
+    moved_s = queue.moved_s
+    assert moved_s > 0
+    batch = queue.submit(batch_queue.QueuedBatch(queue, _native.GET, keys(2), views, 1.0, 60.0))
+    assert queue.take() == (batch, 0, 2)
+    queue.put_down(batch, 0, [_native.FAULT] * 2, "all are away")
+    assert queue.moved_s == moved_s
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("host", ["a..b", f"{'x' * 64}.test"])
+def test_a_name_that_no_resolver_takes_is_told(client: str, host: str) -> None:
+    with pytest.raises(StoreUnavailable, match=f"cannot connect: .*{host}"):
+        open_store(with_client(f"valkey://{host}:6379", client))
 
 
 # ---------------------------------------------------------------------- a server that misbehaves

@@ -65,6 +65,11 @@ def moved(cluster: Cluster, name: str) -> None:
     cluster.end_move(slot, to)
 
 
+def connections(server: Server) -> list[str]:
+    """The links of stores that stand at a server."""
+    return [one["name"] for one in server.client.client_list() if one["name"].startswith("kvpool:values")]
+
+
 def round_trip(store: Store, values: list[bytes]) -> None:
     names, targets = keys(len(values)), [bytearray(len(value)) for value in values]
     assert all(store.put_many(names, values, timeout_s=60))
@@ -254,6 +259,41 @@ def test_a_replica_takes_over(client: str, tmp_path: Path) -> None:
         assert store.counters()["damaged"] == 0
 
 
+def test_a_node_that_leaves_is_let_go(client: str, tmp_path: Path) -> None:
+    """With a thread's next batch: no client of it tries for ever to come back."""
+    with (
+        Cluster("valkey-server", tmp_path) as cluster,
+        open_store(with_client(f"{cluster.url}?connections=1", client)) as store,
+    ):
+        values = [payload(number, 1000) for number in range(MANY)]
+        round_trip(store, values)
+        leaves = cluster.servers[-1]
+        assert connections(leaves)
+        leaves.client.flushall()  # empty slots change hands at once
+        heir = cluster.servers[0].client.execute_command("CLUSTER MYID").decode()
+        for first, last, primary, *_ in leaves.client.execute_command("CLUSTER SLOTS"):
+            for slot in range(first, last + 1) if primary[1] == leaves.port else ():
+                for server in cluster.servers:
+                    server.client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", heir)
+
+        def is_let_go() -> bool:
+            round_trip(store, values)
+            return not connections(leaves)
+
+        assert eventually(is_let_go, within_s=30)
+
+
+def test_a_slot_that_nobody_had_is_used_when_somebody_has_it(client: str, tmp_path: Path) -> None:
+    with Cluster("valkey-server", tmp_path) as cluster:
+        slot = int(cluster.servers[0].client.execute_command("CLUSTER", "KEYSLOT", key(1)))
+        for server in cluster.servers:
+            server.client.execute_command("CLUSTER", "DELSLOTS", slot)
+        with open_store(with_client(cluster.url, client)) as store:
+            assert not serves(store, 1)
+            cluster.servers[0].client.execute_command("CLUSTER", "ADDSLOTS", slot)
+            assert eventually(lambda: serves(store, 1), within_s=30)
+
+
 # ---------------------------------------------------------------------- TLS, and users
 
 
@@ -283,6 +323,47 @@ def test_tls_and_a_user_with_few_rights(client: str, tmp_path: Path) -> None:
             open_store(url("worker:hunter2", Authority(tmp_path, "another").ca))
         with pytest.raises(ConfigError, match="the file of authorities cannot be read"):
             open_store(url("worker:hunter2", tmp_path / "missing.pem"))
+
+
+def test_a_node_that_refuses_costs_its_keys_alone(client: str, tmp_path: Path) -> None:
+    """Users are each node's own: one that joined may lack them."""
+    with Cluster("valkey-server", tmp_path) as cluster:
+        for server in cluster.servers:
+            server.client.acl_setuser(
+                "worker", enabled=True, passwords=["+hunter2"], keys=["kvpool:*"], commands=["+@all"]
+            )
+        nodes = cluster.url.partition("://")[2]
+        url = with_client(f"valkey+cluster://worker:hunter2@{nodes}", client)
+        values = [payload(number, 1000) for number in range(MANY)]
+        with open_store(url) as store:
+            round_trip(store, values)
+            refuses = holder_of(cluster, key(1))
+            refuses.client.acl_deluser("worker")  # which ends its connections
+            lost = [holder_of(cluster, name) is refuses for name in keys(MANY)]
+            for _ in range(3):
+                for number, is_lost in enumerate(lost):  # a key by itself, too
+                    get = store.submit_get([key(number)], [bytearray(1000)])
+                    with contextlib.suppress(StoreUnavailable):
+                        get.wait(60)
+                    assert (get.statuses() == bytes([_native.OK])) == (not is_lost)
+                get = store.submit_get(keys(MANY), [bytearray(1000) for _ in values])
+                with pytest.raises(StoreUnavailable, match=f"127.0.0.1:{refuses.port}: "):
+                    get.wait(60)
+                assert [status == _native.OK for status in get.statuses()] == [not one for one in lost]
+            kept = [name for name, is_lost in zip(keys(MANY), lost, strict=True) if not is_lost]
+            with open_store(url) as another:
+                assert all(another.contains_many(kept))
+
+            def says_why() -> bool:
+                with pytest.raises(StoreUnavailable) as caught:
+                    store.contains_many([key(1)])
+                return "WRONGPASS" in str(caught.value)
+
+            assert eventually(says_why)
+            refuses.client.acl_setuser(
+                "worker", enabled=True, passwords=["+hunter2"], keys=["kvpool:*"], commands=["+@all"]
+            )
+            assert eventually(lambda: serves(store, 1))
 
 
 def test_glide_names_the_right_that_it_needs(cluster: Cluster) -> None:

@@ -227,19 +227,70 @@ def test_links_to_servers_that_only_redirects_name_are_bounded() -> None:
         assert len(servers.link._links) <= MAX_STRANGERS + 2
 
 
-def test_a_slot_without_a_node_is_said() -> None:
+def test_links_to_servers_that_the_map_has_no_more_end() -> None:
+    servers = Servers(a=sends_on("ASK 12 10.1.0.1:6379"))
+    servers.link.exchange([(b"EXISTS", OF_A), (b"EXISTS", OF_B)], 1.0)
+    named, gone, kept = servers.links["10.1.0.1", 6379], servers.links[A], servers.links[B]
+    servers.shards.install([Primary(*B, [(0, 16383)])])
+    assert servers.link.exchange([(b"EXISTS", OF_A)], 1.0) == [1]
+    assert (named.drops, gone.drops, kept.drops) == (1, 1, 0)
+    assert set(servers.link._links) == {B}
+
+
+def test_a_slot_without_a_node_is_said_and_has_the_map_read_again() -> None:
     servers = Servers()
     servers.shards.install(PRIMARIES[:1])
     assert servers.link.exchange([(b"EXISTS", OF_B)], 1.0) == ["no node of the cluster serves its slot"]
+    assert servers.shards.wait_until_stale(0)
 
 
-def test_a_dial_is_refused_by_one_and_fails_where_nobody_answers() -> None:
-    one_is_gone = Servers(a=fails(LinkFault("gone")))
-    one_is_gone.link.dial(1.0)
+@pytest.mark.parametrize("ended", ["in an exchange", "before it"])
+def test_a_connection_that_ended_has_the_map_read_again(ended: str) -> None:
+    """By now another server may be at its address, or this one a replica."""
+    servers = Servers()
+    servers.link.exchange([(b"EXISTS", OF_A)], 1.0)
+    assert not servers.shards.wait_until_stale(0)
+    if ended == "in an exchange":
+        servers.links[A].answer = fails(LinkEnded("closed"), at=b"EXISTS")
+    else:
+        servers.links[A].is_stale = lambda: True  # type: ignore[method-assign]
+    servers.link.exchange([(b"EXISTS", OF_A), (b"EXISTS", OF_B)], 1.0)
+    assert servers.shards.wait_until_stale(0)
+
+
+def test_what_a_link_sees_while_the_map_is_read_counts() -> None:
+    servers = Servers()
+    servers.shards.look_again()
+    assert servers.shards.wait_until_stale(0)
+    servers.shards.look_again()  # perhaps after the servers were asked
+    servers.shards.install(PRIMARIES)
+    assert servers.shards.wait_until_stale(0)
+    assert not servers.shards.wait_until_stale(0)
+
+
+GONE, REFUSED = fails(LinkFault("gone")), fails(LinkRefused("WRONGPASS"))
+
+
+def test_a_dial_fails_where_nobody_answers_and_is_refused_if_one_refuses() -> None:
+    Servers(a=GONE).link.dial(1.0)
+    Servers(a=REFUSED).link.dial(1.0)
     with pytest.raises(LinkFault, match="gone"):
-        Servers(a=fails(LinkFault("gone")), b=fails(LinkFault("gone"))).link.dial(1.0)
+        Servers(a=GONE, b=GONE).link.dial(1.0)
     with pytest.raises(LinkRefused, match="WRONGPASS"):
-        Servers(b=fails(LinkRefused("WRONGPASS"))).link.dial(1.0)
+        Servers(a=GONE, b=REFUSED).link.dial(1.0)
+
+
+@pytest.mark.parametrize("error", [LinkRefused("WRONGPASS no"), RuntimeError("a client's own")])
+def test_a_server_that_cannot_be_used_costs_its_keys_alone(error: Exception) -> None:
+    servers = Servers(a=fails(error, at=b"DIAL"))
+    for _ in range(3):
+        first, second = servers.link.exchange([(b"EXISTS", OF_A), (b"EXISTS", OF_B)], 1.0)
+        assert str(error) in first
+        assert second == 1
+    assert servers.links[A].dials == 1, "it is away until a probe is answered"
+    servers.shards.install(PRIMARIES)
+    assert servers.probed == [A]
+    assert servers.shards.why_away(A)
 
 
 def test_only_a_connection_that_ends_beside_one_key_is_told_as_such() -> None:

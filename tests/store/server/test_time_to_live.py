@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from kvpool import _native, open_store
 from tests.support.conformance import key, keys
 from tests.support.deadlines import eventually
+from tests.support.misbehaving import misbehaving, to
 from tests.support.servers import Server, with_client
 
 TTL_MS = 86_400_000
@@ -97,3 +100,21 @@ def test_what_expires_has_a_short_time_left_until_it_is_used_again(server: Serve
         used = [key(0), key(1), key(2)]
         assert eventually(lambda: all(server.client.pttl(name) > TTL_MS - 60_000 for name in used))
         assert server.client.pttl(key(3)) <= soon_ms
+
+
+def test_a_passing_error_does_not_end_renewals(client: str) -> None:
+    """As a server says while its cluster changes, or while a script runs."""
+    asked: list[bytes] = []
+
+    def once_down(words: Sequence[bytes], good: bytes) -> bytes:
+        asked.append(words[1])
+        return b"-CLUSTERDOWN The cluster is down\r\n" if len(asked) == 1 else b":1000\r\n"
+
+    with misbehaving() as server, open_store(with_client(f"{server.url}?connections=1", client)) as store:
+        for number in range(2):
+            server.put(key(number), b"value")
+        server.misbehave(to(b"PTTL", once_down))
+        assert store.touch_many([key(0)]) == [True]
+        assert eventually(lambda: len(asked) == 1)
+        assert store.touch_many([key(1)]) == [True]
+        assert eventually(lambda: asked == [key(0).encode(), key(1).encode()], within_s=10)
