@@ -176,7 +176,8 @@ async def _serve(settings: Settings, index: Index, named: int) -> None:
     async with AsyncExitStack() as parts:
         parts.push_async_callback(_calls_end)
         parts.push_async_callback(index.stop)
-        ports = await index.start()
+        if (ports := await _started(index, ended)) is None:
+            return
         gc.collect()
         gc.freeze()  # full collections over all imports stopped the index for 160 ms
         if not (settings.pool or named or settings.snapshot or settings.bootstrap):
@@ -188,6 +189,18 @@ async def _serve(settings: Settings, index: Index, named: int) -> None:
         print(_ready(settings, ports, named), flush=True)
         await index.wait(ended)
         await index.leave(settings.drain, settings.finish, now)
+
+
+async def _started(index: Index, ended: asyncio.Event) -> Ports | None:
+    """Its ports; None: told to end before it answered, which a pool or a peer that is silent may hold up."""
+    starting, waiting = asyncio.ensure_future(index.start()), asyncio.ensure_future(ended.wait())
+    try:
+        await asyncio.wait((starting, waiting), return_when=asyncio.FIRST_COMPLETED)
+        return await starting if starting.done() else None
+    finally:
+        starting.cancel()
+        waiting.cancel()
+        await asyncio.wait((starting, waiting))
 
 
 def _ready(settings: Settings, ports: Ports, named: int) -> str:

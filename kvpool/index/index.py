@@ -11,7 +11,7 @@ import logging
 import ssl
 import time
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -146,7 +146,9 @@ class Index:
         self._server: IndexServer | None = None
         self._proxy: Proxy | None = None
         self._is_complete = False  # all workers to follow are named
-        self._parts = AsyncExitStack()
+        self._is_begun = False
+        self._changing = asyncio.Lock()  # held by ``start`` and ``stop``
+        self._parts, self._asked = AsyncExitStack(), ExitStack()
 
     async def __aenter__(self) -> Index:
         await self.start()
@@ -157,9 +159,15 @@ class Index:
 
     async def start(self) -> Ports:
         """Follow, listen and answer. Blocks for seconds on a pool that is away. Errors: ``ConfigError``; then nothing
-        of it runs.
+        of it runs. ``RuntimeError``: it was started or stopped before, or its fleet was closed.
         """
-        async with AsyncExitStack() as parts:
+        feed = self.fleet.feed
+        if self._is_begun or (feed is not None and not feed.is_alive):
+            raise RuntimeError(
+                "an index starts once, and so does its fleet: make another Index, with another Fleet"
+            )
+        self._is_begun = True
+        async with self._changing, AsyncExitStack() as parts:
             await self._learn(parts)
             ports = await self._open(parts)
             for worker in self._following.workers:
@@ -194,8 +202,13 @@ class Index:
             await self._proxy.finish(finish_s, now)
 
     async def stop(self) -> None:
-        """End all; running calls have a few seconds. Idempotent."""
-        await self._parts.aclose()
+        """End all, behind a start that is under way; running calls have a few seconds. Idempotent. Blocks as ``start``
+        does.
+        """
+        self._is_begun = True
+        self._asked.close()
+        async with self._changing:
+            await self._parts.aclose()
 
     # ---- parts
 
@@ -217,7 +230,11 @@ class Index:
             )
             parts.callback(self._pool.close)
         if beginning.snapshot is not None or beginning.bootstrap is not None:
-            await asyncio.to_thread(self._warm_up)
+            with ExitStack() as self._asked:  # when it closes, a thread that still waits for the peer ends
+                peer: IndexClient | None = None
+                if beginning.bootstrap is not None:
+                    peer = self._asked.enter_context(IndexClient(beginning.bootstrap, token=beginning.token))
+                await asyncio.to_thread(self._warm_up, peer)
 
     async def _open(self, parts: AsyncExitStack) -> Ports:
         """Everything that answers."""
@@ -313,16 +330,15 @@ class Index:
         """Any thread."""
         return Snapshot(time.time(), "" if self._pool is None else self._pool.life, self.fleet.snapshot())
 
-    def _warm_up(self) -> None:
+    def _warm_up(self, peer: IndexClient | None) -> None:
         """Begin with a warm peer's snapshot, else with the file's, else empty. Blocking."""
         beginning, fleet = self._beginning, self.fleet
         max_nbytes = fleet.limits.limit_of_snapshot_nbytes(MAX_NBYTES)
 
         def of_peer() -> Snapshot | None:
-            if beginning.bootstrap is None:
+            if peer is None:
                 return None
-            with IndexClient(beginning.bootstrap, token=beginning.token) as peer:
-                return unpack(peer.snapshot(timeout_s=BOOTSTRAP_TIMEOUT_S, max_nbytes=max_nbytes))
+            return unpack(peer.snapshot(timeout_s=BOOTSTRAP_TIMEOUT_S, max_nbytes=max_nbytes))
 
         def of_file() -> Snapshot | None:
             path = beginning.snapshot

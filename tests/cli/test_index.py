@@ -394,6 +394,21 @@ def test_after_sigterm_health_says_no_and_calls_are_answered_until_a_second_one(
         ]
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_one_that_still_waits_for_a_silent_peer_ends_at_once(number: signal.Signals) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.settimeout(240)
+        peer = f"127.0.0.1:{silent.getsockname()[1]}"
+        command = [str(Path(sys.executable).parent / "kvpool"), "index", "--listen", "127.0.0.1:0"]
+        with subprocess.Popen([*command, "--bootstrap", peer], stdout=subprocess.PIPE) as process:
+            asked, _ = silent.accept()
+            with asked, ends_within(1.0):
+                process.send_signal(number)
+                said, _ = process.communicate(timeout=60)
+            assert process.returncode == 0
+            assert not said
+
+
 def test_an_index_that_others_reach_without_a_token_says_so() -> None:
     command = [str(Path(sys.executable).parent / "kvpool"), "index", "--listen", "0.0.0.0:0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

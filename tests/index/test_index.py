@@ -15,10 +15,10 @@ import pytest
 
 from kvpool import BlockHasher, ConfigError, IndexClient, Worker
 from kvpool.index import Lookup, Ranking
-from kvpool.index.index import Doors, Following, Index
+from kvpool.index.index import Beginning, Doors, Following, Index
 from kvpool.key.hashing import seed_id
 from tests.support.calls import WAIT_S
-from tests.support.deadlines import eventually
+from tests.support.deadlines import ends_within, eventually
 from tests.support.feeds import misbehaving
 from tests.support.fleets import a_worker
 from tests.support.wire import batch, stored
@@ -107,3 +107,67 @@ def test_a_start_that_fails_leaves_nothing_behind() -> None:
             await index.stop()
 
         asyncio.run(fail())
+
+
+def test_it_starts_once() -> None:
+    """A second start would leave the first one's ports open, or follow nobody: a fleet ends with its index."""
+
+    async def is_refused(index: Index) -> None:
+        with pytest.raises(RuntimeError, match="make another Index, with another Fleet"):
+            await index.start()
+
+    async def serve() -> None:
+        index = Index(doors=Doors(grpc=ANY))
+        await index.start()
+        await is_refused(index)
+        await index.stop()
+        await is_refused(index)
+        await is_refused(Index(index.fleet))
+        never = Index()
+        await never.stop()
+        await is_refused(never)
+
+    asyncio.run(serve())
+
+
+def test_after_a_start_that_failed_another_one_follows_its_workers() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        doors = Doors(grpc=f"127.0.0.1:{taken.getsockname()[1]}")
+        index = Index(doors=doors)
+
+        async def fail() -> None:
+            with pytest.raises(ConfigError, match="Address already in use"):
+                await index.start()
+
+        asyncio.run(fail())
+
+    async def serve() -> None:
+        with pytest.raises(RuntimeError, match="an index starts once"):
+            await index.start()
+        async with Index(doors=doors) as another:
+            assert another.fleet.feed is not None
+            assert another.fleet.feed.is_alive
+
+    asyncio.run(serve())
+
+
+@pytest.mark.usefixtures("grpc_started")
+@pytest.mark.parametrize("way", ["stop", "cancel"])
+def test_a_start_that_waits_for_a_silent_peer_is_ended(way: str) -> None:
+    async def serve(peer: str) -> None:
+        index = Index(doors=Doors(grpc=ANY), beginning=Beginning(bootstrap=peer))
+        starting = asyncio.create_task(index.start())
+        await asyncio.sleep(0.1)
+        if way == "cancel":
+            starting.cancel()
+        await index.stop()
+        if way == "cancel":
+            with pytest.raises(asyncio.CancelledError):
+                await starting
+        else:
+            port = (await starting).grpc
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)
+
+    with socket.create_server(("127.0.0.1", 0)) as silent, ends_within(1.0):
+        asyncio.run(serve(f"127.0.0.1:{silent.getsockname()[1]}"))
