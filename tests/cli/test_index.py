@@ -431,6 +431,7 @@ WORKER = "w=tcp://h:5557,model=m,block=16"
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (["--listen", "a..b:0"], "cannot listen on a..b:0: it is no host's name"),
         (["--max-blocks", "0"], "--max-blocks"),
         (["--pool-keys-per-s", "0"], "--pool-keys-per-s"),
         (["--worker", "w"], '--worker "w": write NAME=tcp://HOST:PORT,model=MODEL,block=TOKENS'),

@@ -109,7 +109,7 @@ def _answers(endpoint: str) -> bool | None:
         return None
     try:
         socket.create_connection((address.hostname, address.port), CONNECT_S).close()
-    except OSError:
+    except (OSError, UnicodeError):  # UnicodeError: a name with a label that is empty or too long
         return False
     return True
 

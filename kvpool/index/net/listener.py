@@ -364,9 +364,10 @@ def open_listening(listen: str, what: str) -> socket.socket:
         except BaseException:
             opened.close()
             raise
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # UnicodeError: a label that is empty or too long
+        why = error.strerror if isinstance(error, OSError) else "it is no host's name"
         raise ConfigError(
-            f"cannot {what} {listen}: {error.strerror}; choose another address, or {host}:0 for any free port"
+            f"cannot {what} {listen}: {why}; choose another address, or {host}:0 for any free port"
         ) from error
     return opened
 

@@ -183,7 +183,9 @@ def local_host(pool: str) -> str:
     url = StoreURL.parse(pool)
     if not url.host:
         return LOOPBACK
-    with contextlib.suppress(socket.gaierror):
+    with contextlib.suppress(
+        socket.gaierror, UnicodeError
+    ):  # UnicodeError: a label that is empty or too long
         for family, _, _, _, address in socket.getaddrinfo(url.host, url.port, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(address)

@@ -242,6 +242,14 @@ def test_what_a_doctor_cannot_try_is_not_called_away() -> None:
     assert not there.is_away(there.by_id["default/w"])
 
 
+def test_a_name_that_no_resolver_takes_is_away() -> None:
+    """Whoever writes to the pool chooses the names of its records."""
+    publishers = (Publisher(0, "tcp://a..b:5557"),)
+    there = Workers([a_worker("w", address="http://a..b:8000", publishers=publishers)], None)
+    there.ask()
+    assert there.is_away(there.by_id["default/w"])
+
+
 def test_a_model_has_one_name_that_requests_ask_for(tmp_path: Path) -> None:
     """A record of facts has another, which no path is in."""
     url = f"file://{tmp_path}/pool"

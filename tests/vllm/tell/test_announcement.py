@@ -142,6 +142,7 @@ def test_the_host_is_the_one_that_faces_the_pool(described: Described) -> None:
     assert described(EVENTS, pool="valkey://127.0.0.1:6379").worker.name == "127.0.0.1:5557"
     assert local_host("valkey://localhost:1") in ("127.0.0.1", "::1")
     assert local_host("valkey://name.invalid:1") == "127.0.0.1"
+    assert local_host("valkey://a..b:1") == "127.0.0.1"
     assert local_host("valkey+unix:///socket") == "127.0.0.1"
 
 
