@@ -259,6 +259,24 @@ def test_a_replica_takes_over(client: str, tmp_path: Path) -> None:
         assert store.counters()["damaged"] == 0
 
 
+def test_a_right_that_is_taken_back_is_noticed_beside_a_dead_shard(client: str, tmp_path: Path) -> None:
+    """Without TOUCH a look is an EXISTS, whatever befell the batch's first key."""
+    with (
+        Cluster("valkey-server", tmp_path) as cluster,
+        open_store(with_client(f"{cluster.url}?connections=1", client)) as store,
+    ):
+        assert all(store.put_many(keys(MANY), [b"value"] * MANY))
+        dead = holder_of(cluster, key(0))
+        is_lost = [holder_of(cluster, name) is dead for name in keys(MANY)]
+        for server in cluster.servers:
+            server.client.execute_command("ACL", "SETUSER", "default", "-touch")
+        dead.kill()
+        touch = store.submit_touch(keys(MANY))
+        with pytest.raises(StoreUnavailable):
+            touch.wait()
+        assert [status != _native.OK for status in touch.statuses()] == is_lost
+
+
 def test_a_node_that_leaves_is_let_go(client: str, tmp_path: Path) -> None:
     """With a thread's next batch: no client of it tries for ever to come back."""
     with (
