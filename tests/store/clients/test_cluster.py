@@ -291,7 +291,7 @@ def test_a_node_that_leaves_is_let_go(client: str, tmp_path: Path) -> None:
         heir = cluster.servers[0].client.execute_command("CLUSTER MYID").decode()
         for first, last, primary, *_ in leaves.client.execute_command("CLUSTER SLOTS"):
             for slot in range(first, last + 1) if primary[1] == leaves.port else ():
-                for server in cluster.servers:
+                for server in reversed(cluster.servers):  # first the one that claims it
                     server.client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", heir)
 
         def is_let_go() -> bool:
