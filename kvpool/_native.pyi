@@ -26,6 +26,7 @@ PRESENT: int  # put absent: the value was there, or another put of its key that 
 NEAR: int  # OK of a get or a question of presence, of the nearer of two pools
 
 RECORD_HEADER_NBYTES: int
+RECORD_VERSION: int
 MIN_CAPACITY_NBYTES: int  # of a file pool; less is none
 
 # token_ids: ints from 0 to 2**64 - 1, or a contiguous buffer of 16, 32 or 64 bit integers in native byte order
@@ -68,6 +69,10 @@ def checksum(data: Buffer) -> int: ...
 
 # "avx512", "avx2", "sse2" or "portable": what computes the checksums in this process.
 def checksum_isa() -> str: ...
+
+# The fields of a record on a server: their names, and how many bytes of the payload each has. The header is behind
+# those of the last.
+def cut_record(payload_nbytes: int) -> list[tuple[str, int]]: ...
 def pack_header(key: str, payload: Buffer) -> bytes: ...
 
 # None if right, else the first thing wrong: truncated, magic, version, flags, length, fingerprint, hash, group,

@@ -225,10 +225,20 @@ nb::object py_verify_record(std::string_view key_text, nb::handle header, nb::ha
   return to_str(damage_name(damage));
 }
 
+nb::list py_cut_record(std::uint64_t payload_nbytes) {
+  const RecordFields fields = cut_record(payload_nbytes);
+  nb::list list;
+  for (std::size_t i = 0; i < fields.count; ++i) {
+    list.append(nb::make_tuple(to_str(fields.name(i)), fields.nbytes[i]));
+  }
+  return list;
+}
+
 }  // namespace
 
 void bind_key(nb::module_& m) {
   m.attr("RECORD_HEADER_NBYTES") = kRecordHeaderNbytes;
+  m.attr("RECORD_VERSION") = kRecordVersion;
 
   m.def("hash_chain", &py_hash_chain, "algorithm"_a, "parent"_a, "token_ids"_a, "block_tokens"_a, "extras"_a);
   m.def("hash_chain64", &py_hash_chain64, "algorithm"_a, "parent"_a, "token_ids"_a, "block_tokens"_a,
@@ -240,6 +250,7 @@ void bind_key(nb::module_& m) {
   m.def("digest", &py_digest, "algorithm"_a, "data"_a);
   m.def("checksum", &py_checksum, "data"_a);
   m.def("checksum_isa", &checksum_isa);
+  m.def("cut_record", &py_cut_record, "payload_nbytes"_a);
   m.def("pack_header", &py_pack_header, "key"_a, "payload"_a);
   m.def("verify_record", &py_verify_record, "key"_a, "header"_a, "payload"_a);
 }

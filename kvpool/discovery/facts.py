@@ -96,7 +96,7 @@ def _described(tenant: str, document: bytes) -> tuple[str, Namespace] | None:
     if not isinstance(model, str) or not isinstance(facts, dict):
         return None
     try:
-        return model, Namespace(tenant, facts)
+        return model, Namespace(tenant, facts, record_version=None)
     except ConfigError:
         return None
 

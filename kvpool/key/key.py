@@ -1,4 +1,4 @@
-"""The parts and spelling of store keys; no other module writes or parses them.
+"""The parts and spelling of store keys. Over 400 lines because no other module writes or parses them.
 
 A block's key is ``kvpool:{tenant}:{namespace}:{hash hex}:{group}:{rank}`` (without the braces) in printable
 ASCII:
@@ -17,10 +17,11 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple, NewType
 
+from kvpool._native import RECORD_VERSION
 from kvpool.errors import ConfigError
 
 BlockHash = NewType("BlockHash", bytes)
@@ -30,6 +31,9 @@ KEY_PREFIX = "kvpool:"
 FACTS_SUFFIX = ":facts"  # of the key of a namespace's facts
 QUOTA_PREFIX = "kvpool-quota:"  # beside all tenants' keys: their users may read these, and not write
 EPOCH_FACT = "epoch"  # of one engine alone, whose weights may have changed since its start
+RECORD_FACT = (
+    "record_version"  # of every namespace, so that readers of one version never meet records of another
+)
 FINGERPRINT_NBYTES = 16
 MIN_HASH_NBYTES = 8
 MAX_HASH_NBYTES = 64
@@ -213,17 +217,23 @@ class Namespace:
     fingerprint are. The fingerprint is the first 16 bytes of SHA-256 over the facts as JSON: keys sorted by
     code point, no spaces, UTF-8, only ``"``, ``\\`` and control characters escaped.
 
+    ``record_version``: of the records under these keys, which becomes a fact; None: as ``facts`` say it, of a namespace
+    that somebody else named.
+
     Errors: ``ConfigError`` that names the tenant or the fact.
     """
 
     tenant: str
     facts: Mapping[str, Fact]
+    record_version: InitVar[int | None] = RECORD_VERSION
     fingerprint: bytes = field(init=False, repr=False)
     _prefix: str = field(init=False, repr=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, record_version: int | None) -> None:
         check_tenant(self.tenant)
         facts = _checked_facts(self.facts)
+        if record_version is not None:
+            facts[RECORD_FACT] = record_version
         canonical = json.dumps(facts, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
         try:
             encoded = canonical.encode()

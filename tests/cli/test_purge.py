@@ -104,7 +104,7 @@ def test_a_tenant_goes_with_all_it_announced_and_others_stay(pool: Pool) -> None
         (part["tenant"], part["namespace"], part["model"], part["blocks"]) for part in report["namespaces"]
     ]  # type: ignore[attr-defined]
     assert shown == sorted(("alpha", one.hex, "m", BLOCKS) for one in (ALPHA_1, ALPHA_2))
-    assert sum(part["nbytes"] for part in report["namespaces"]) == 2 * BLOCKS * (64 + 128)  # type: ignore[attr-defined]
+    assert sum(part["nbytes"] for part in report["namespaces"]) == 2 * BLOCKS * (80 + 128)  # type: ignore[attr-defined]
     assert left(pool.store) == [0, 0, BLOCKS]
     assert list(pool.store.announcements()) == [BETA_1.facts_key]
 
@@ -248,7 +248,7 @@ def test_a_confined_user_needs_the_commands_and_is_told_so(server: Server) -> No
 
 def test_without_a_terminal_nothing_goes_before_yes(pool: Pool) -> None:
     line = refused("purge", "--pool", pool.url, "--tenant", "alpha")
-    assert "would delete 2,400 blocks (450.0 KiB) in 2 namespaces, and at least 3 announcements" in line
+    assert "would delete 2,400 blocks (487.5 KiB) in 2 namespaces, and at least 3 announcements" in line
     assert "--yes" in line
     assert left(pool.store) == [BLOCKS] * 3
     assert len(pool.store.announcements()) == 4

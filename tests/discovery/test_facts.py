@@ -15,7 +15,7 @@ def test_alone_nothing_differs(store: Store) -> None:
     assert announce_facts(store, namespace, "m") == []
     assert announce_facts(store, namespace, "m") == []
     (document,) = store.announcements(namespace.facts_key).values()
-    assert msgpack.unpackb(document) == {"version": 1, "model": "m", "facts": OURS}
+    assert msgpack.unpackb(document) == {"version": 1, "model": "m", "facts": {**OURS, "record_version": 2}}
     assert LEASE_S == 30 * 86400
 
 

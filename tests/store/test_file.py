@@ -43,6 +43,7 @@ from tests.support.file_user import (
     record_files,
     run_user,
 )
+from tests.support.records import HEADER_NBYTES
 
 
 @pytest.fixture
@@ -540,7 +541,7 @@ def test_cutting_the_counts_kills_nobody(root: Path, store: Store) -> None:
     for number in range(50):
         os.truncate(root / "usage", 0)
         assert store.put_many([key(number)], [b"value"]) == [True]
-        assert store.counters()["stored_nbytes"] == (number + 1) * 69
+        assert store.counters()["stored_nbytes"] == (number + 1) * (5 + HEADER_NBYTES)
 
 
 def test_hits_are_about_those_of_an_exact_order(root: Path) -> None:
@@ -550,7 +551,7 @@ def test_hits_are_about_those_of_an_exact_order(root: Path) -> None:
     weights = [1 / (rank + 1) for rank in range(8000)]
     exact: dict[int, None] = {}
     hits = exact_hits = 0
-    with FileStore(str(root), held * 164, 1) as store:
+    with FileStore(str(root), held * (100 + HEADER_NBYTES), 1) as store:
         for number in chance.choices(range(8000), weights, k=asked):
             exact_hits += number in exact
             exact.pop(number, None)

@@ -152,11 +152,11 @@ def corrupt(record: Path, *, keep_checksum: bool, first_share: float = 0.0) -> N
     ``first_share``: of the payload, in front of those bits; layers lie one after the other.
     """
     content = bytearray(record.read_bytes())
-    first = RECORD_HEADER_NBYTES + int(first_share * (len(content) - RECORD_HEADER_NBYTES))
-    for at in range(first, len(content)):
+    payload_nbytes = len(content) - RECORD_HEADER_NBYTES
+    for at in range(int(first_share * payload_nbytes), payload_nbytes):
         content[at] ^= 0x11
     if not keep_checksum:
-        content[:RECORD_HEADER_NBYTES] = pack_header(_key(record), content[RECORD_HEADER_NBYTES:])
+        content[payload_nbytes:] = pack_header(_key(record), content[:payload_nbytes])
     record.write_bytes(content)
 
 

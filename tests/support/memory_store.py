@@ -179,7 +179,7 @@ class MemoryStore(SelfMoving):
         return self._put(key, view)
 
     def _put(self, key: str, view: memoryview) -> int:
-        record = b"".join((_native.pack_header(key, view), view))
+        record = b"".join((view, _native.pack_header(key, view)))
         with self._lock:
             if len(record) > self._capacity_nbytes:
                 self._counters["no_room"] += 1
@@ -202,7 +202,7 @@ class MemoryStore(SelfMoving):
                 return _native.MISS
             self._records.move_to_end(key)
         whole = memoryview(record)
-        header, payload = whole[: _native.RECORD_HEADER_NBYTES], whole[_native.RECORD_HEADER_NBYTES :]
+        payload, header = whole[: -_native.RECORD_HEADER_NBYTES], whole[-_native.RECORD_HEADER_NBYTES :]
         fault = _native.verify_record(key, header, payload)
         if fault is None and payload.nbytes == view.nbytes:
             view[:] = payload

@@ -13,11 +13,10 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from tests.support.records import pack_header
+from tests.support.records import fields_of
 
 Harm = Callable[["Peer", Sequence[bytes], bytes], None]
 
-TAIL_NBYTES = 128
 _JOIN_S = 60.0
 # What a dial says, and what clients say of themselves.
 _GREETINGS = (b"AUTH", b"CLIENT", b"HELLO", b"INFO", b"PING", b"SELECT")
@@ -93,7 +92,7 @@ class Misbehaving:
     def put(self, key: str, value: bytes) -> None:
         """Keep a good record."""
         with self._lock:
-            self._hashes[key.encode()] = fields(key, value)
+            self._hashes[key.encode()] = fields_of(key, value)
 
     def forget(self, key: str) -> None:
         """Keep nothing under ``key``."""
@@ -103,7 +102,7 @@ class Misbehaving:
     def holds(self, key: str, value: bytes) -> bool:
         """Whether a good record of ``value`` is kept under ``key``."""
         with self._lock:
-            return self._hashes.get(key.encode()) == fields(key, value)
+            return self._hashes.get(key.encode()) == fields_of(key, value)
 
     def close(self) -> None:
         with self._lock:
@@ -182,7 +181,7 @@ class Misbehaving:
             return b"+OK\r\n"
         if name == b"HSET":
             self._hashes.setdefault(rest[0], {}).update(zip(rest[1::2], rest[2::2], strict=True))
-            return b":2\r\n"
+            return b":%d\r\n" % (len(rest) // 2)
         if name == b"HMGET":
             kept = self._hashes.get(rest[0], {})
             return b"*%d\r\n" % (len(rest) - 1) + b"".join(bulk(kept.get(field)) for field in rest[1:])
@@ -190,7 +189,9 @@ class Misbehaving:
             return b":%d\r\n" % (self._hashes.pop(rest[0], None) is not None)
         if name == b"PTTL":
             return b":86400000\r\n"
-        if name in (b"EXISTS", b"TOUCH", b"PEXPIRE"):
+        if name in (b"EXISTS", b"TOUCH"):
+            return b":%d\r\n" % sum(key in self._hashes for key in rest)
+        if name == b"PEXPIRE":
             return b":%d\r\n" % (rest[0] in self._hashes)
         return b"-ERR unknown command\r\n"
 
@@ -207,12 +208,6 @@ def to(name: bytes, change: Callable[[Sequence[bytes], bytes], bytes]) -> Harm:
 
 def bulk(data: bytes | None) -> bytes:
     return b"$-1\r\n" if data is None else b"$%d\r\n%s\r\n" % (len(data), data)
-
-
-def fields(key: str, value: bytes) -> dict[bytes, bytes]:
-    """What a good record of ``value`` consists of."""
-    split = max(0, len(value) - TAIL_NBYTES)
-    return {b"h": pack_header(key, value) + value[split:], b"b": value[:split]}
 
 
 @contextmanager

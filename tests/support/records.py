@@ -1,4 +1,4 @@
-"""The record: a 64-byte header before every payload, which proves that the bytes belong to the key.
+"""The record: a payload and a header of 80 bytes behind it, which proves that the bytes belong to the key.
 
 The header names the whole key except the tenant, whose keyspace the server's access rules protect. Native I/O
 threads pack and verify; here the format is told once more, for tests.
@@ -17,21 +17,22 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 MAGIC = b"KVPR"
-VERSION = 1  # fixes the checksum, too: version 1 is XXH3-64
-HEADER_NBYTES = 64
+VERSION = 2  # fixes the checksum, too: XXH3-64
+HEADER_NBYTES = 80
 HASH_PREFIX_NBYTES = 20
 
 _HEADER = struct.Struct(
     "<"  # little-endian, packed
     "4s"  # magic: "KVPR"
-    "H"  # version: 1
+    "H"  # version: 2
     "H"  # flags: 0
-    "Q"  # payload_nbytes: bytes that follow the header
+    "Q"  # payload_nbytes: bytes before the header
     "16s"  # fingerprint: of the namespace
     "20s"  # hash_prefix: first 20 bytes of the block hash, padded with zeros
     "H"  # group
     "H"  # rank
-    "Q"  # checksum: XXH3-64 over the header with this field zero, then the payload
+    "16s"  # writer: zeros
+    "Q"  # checksum: XXH3-64 over the payload, then the header with this field zero
 )
 assert _HEADER.size == HEADER_NBYTES == _native.RECORD_HEADER_NBYTES
 
@@ -45,18 +46,19 @@ class Header(NamedTuple):
     hash_prefix: bytes
     group: int
     rank: int
+    writer: bytes
     checksum: int
 
 
 def parse_header(header: bytes) -> Header:
-    """Parse a header's 64 bytes, unverified. Errors: ``ConfigError`` for another length."""
+    """Parse a header's 80 bytes, unverified. Errors: ``ConfigError`` for another length."""
     if len(header) != HEADER_NBYTES:
         raise ConfigError(f"a record's header has {HEADER_NBYTES} bytes, not {len(header)}")
     return Header._make(_HEADER.unpack(header))
 
 
 def pack_header(key: str, payload: Buffer) -> bytes:
-    """The 64-byte header of ``payload`` (contiguous, not empty). Errors: ``ConfigError`` for an invalid key."""
+    """The header of ``payload`` (contiguous, not empty). Errors: ``ConfigError`` for an invalid key."""
     parse_key(key)
     return _native.pack_header(key, payload)
 
@@ -65,3 +67,14 @@ def verify(key: str, header: bytes, payload: Buffer) -> str | None:
     """None for a record of ``key``, else the first fault in words. Errors: ``ConfigError`` for a wrong key."""
     parse_key(key)
     return _native.verify_record(key, header, payload)
+
+
+def fields_of(key: str, payload: bytes, header: bytes | None = None) -> dict[bytes, bytes]:
+    """What a server holds of a record, in the order of its bytes; ``header``: in place of the right one."""
+    record = payload + (pack_header(key, payload) if header is None else header)
+    fields, begin = {}, 0
+    for name, nbytes in _native.cut_record(len(payload)):
+        fields[name.encode()] = record[begin : begin + nbytes]
+        begin += nbytes
+    fields[b"h"] += record[begin:]
+    return fields

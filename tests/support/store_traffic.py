@@ -15,7 +15,7 @@ from kvpool.store.store import Store
 from tests.support.conformance import key, keys, opened, payload
 from tests.support.deadlines import Stopwatch, eventually
 from tests.support.proxy import Proxy, Way
-from tests.support.records import pack_header
+from tests.support.records import fields_of
 
 
 def serves(store: Store, number: int = 1) -> bool:
@@ -85,15 +85,15 @@ class Traffic:
 # ---- one batch of each kind
 
 
-OLD = [payload(number, 5000) for number in (1, 2)]
-NEW = [payload(number, 5000) for number in (3, 4)]
+OLD = [payload(number, 17_000) for number in (1, 2)]
+NEW = [payload(number, 17_000) for number in (3, 4)]
 ANOTHER = 9  # the number of a key that the exchange leaves alone
 TIMEOUT_S = 5.0
 _Answer = TypeVar("_Answer")
 
 
 def on_the_server(number: int, value: bytes) -> dict[bytes, bytes]:
-    return {b"h": pack_header(key(number), value) + value[-128:], b"b": value[:-128]}
+    return fields_of(key(number), value)
 
 
 class Exchange:
@@ -128,7 +128,7 @@ class Exchange:
             assert direct.hgetall(key(number)) in allowed, "torn, or another value than the one that was put"
             assert not kept or direct.pttl(key(number)) > 0
 
-        targets = [bytearray(5000) for _ in range(3)]
+        targets = [bytearray(17_000) for _ in range(3)]
         found = self._try(lambda: store.get_many_into(keys(3), targets, timeout_s=TIMEOUT_S))
         assert found in (None, [True, True, False])
         for number in (0, 1) if found else ():

@@ -16,6 +16,10 @@ constexpr std::size_t kMaxTenantNbytes = 64;
 constexpr std::size_t kNamespaceDigits = 32;
 constexpr std::size_t kMinHashDigits = 16;
 constexpr std::size_t kMaxHashDigits = 128;
+
+constexpr std::uint64_t kLeastCutNbytes = 16 << 10;  // a further field costs a server about 80 bytes
+constexpr std::uint64_t kMostWasted = 100;           // a field may leave a hundredth of its record unused
+constexpr std::uint64_t kStringNbytes = 12;          // beside a server's string: its header of 9 and its end
 constexpr std::size_t kMaxShownNbytes = 256;
 
 [[noreturn]] void refuse(std::string_view text, const char* why) {
@@ -26,6 +30,14 @@ constexpr std::size_t kMaxShownNbytes = 256;
 
 bool is_tenant_char(char c) {
   return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '_' || c == '-';
+}
+
+// jemalloc has four size classes a doubling.
+std::uint64_t class_step(std::uint64_t nbytes) { return std::bit_floor(nbytes) / 4; }
+std::uint64_t size_class_below(std::uint64_t nbytes) { return nbytes - nbytes % class_step(nbytes); }
+std::uint64_t size_class(std::uint64_t nbytes) {
+  const std::uint64_t step = class_step(nbytes - 1);
+  return (nbytes + step - 1) / step * step;
 }
 
 int hex_digit(char c) {
@@ -103,7 +115,8 @@ std::string_view damage_name(Damage damage) {
   return kNames[static_cast<std::size_t>(damage)];
 }
 
-RecordHeader make_header(const Key& key, std::uint64_t payload_nbytes) {
+RecordHeader make_header(const Key& key, std::uint64_t payload_nbytes,
+                         const std::array<std::uint8_t, 16>& writer) {
   return RecordHeader{.magic = kRecordMagic,
                       .version = kRecordVersion,
                       .flags = 0,
@@ -112,6 +125,7 @@ RecordHeader make_header(const Key& key, std::uint64_t payload_nbytes) {
                       .hash_prefix = key.hash_prefix,
                       .group = key.group,
                       .rank = key.rank,
+                      .writer = writer,
                       .checksum = 0};
 }
 
@@ -127,17 +141,18 @@ Damage check_header(const RecordHeader& header, const Key& key, std::uint64_t pa
   return Damage::kNone;
 }
 
-RecordChecksum::RecordChecksum(const RecordHeader& header) {
+std::uint64_t RecordChecksum::digest(const RecordHeader& header) {
   RecordHeader zeroed = header;
   zeroed.checksum = 0;
   checksum_.update(std::as_bytes(std::span(&zeroed, 1)));
+  return checksum_.digest();
 }
 
 RecordHeader pack_header(const Key& key, std::span<const std::byte> payload) {
   RecordHeader header = make_header(key, payload.size());
-  RecordChecksum checksum(header);
+  RecordChecksum checksum;
   checksum.update(payload);
-  header.checksum = checksum.digest();
+  header.checksum = checksum.digest(header);
   return header;
 }
 
@@ -147,9 +162,24 @@ Damage verify_record(const Key& key, std::span<const std::byte> header_bytes,
   RecordHeader header;
   std::memcpy(&header, header_bytes.data(), sizeof header);
   if (const Damage damage = check_header(header, key, payload.size()); damage != Damage::kNone) return damage;
-  RecordChecksum checksum(header);
+  RecordChecksum checksum;
   checksum.update(payload);
-  return checksum.digest() == header.checksum ? Damage::kNone : Damage::kChecksum;
+  return checksum.digest(header) == header.checksum ? Damage::kNone : Damage::kChecksum;
+}
+
+RecordFields cut_record(std::uint64_t payload_nbytes) {
+  const std::uint64_t whole = payload_nbytes + kRecordHeaderNbytes;
+  RecordFields fields;
+  std::uint64_t left = payload_nbytes;
+  while (fields.count + 1 < kMaxRecordFields && whole >= kLeastCutNbytes) {
+    const std::uint64_t last = left + kRecordHeaderNbytes + kStringNbytes;
+    if ((size_class(last) - last) * kMostWasted <= whole) break;
+    const std::uint64_t fitting = size_class_below(left + kStringNbytes);
+    fields.nbytes[fields.count++] = fitting - kStringNbytes;
+    left -= fitting - kStringNbytes;
+  }
+  fields.nbytes[fields.count++] = left;
+  return fields;
 }
 
 }  // namespace kvpool

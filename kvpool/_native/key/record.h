@@ -1,4 +1,4 @@
-// A record: a 64-byte header before the payload, which proves that these bytes belong to the key.
+// A record: the payload and a header behind it, which proves that these bytes belong to the key.
 #pragma once
 
 #include <array>
@@ -12,9 +12,10 @@
 
 namespace kvpool {
 
-inline constexpr std::size_t kRecordHeaderNbytes = 64;
+inline constexpr std::size_t kRecordHeaderNbytes = 80;
 inline constexpr std::array<char, 4> kRecordMagic = {'K', 'V', 'P', 'R'};
-inline constexpr std::uint16_t kRecordVersion = 1;
+inline constexpr std::uint16_t kRecordVersion = 2;
+inline constexpr std::size_t kMaxRecordFields = 3;
 // The data path hashes in steps of this size, so that a chunk is hashed while in the cache.
 inline constexpr std::size_t kChunkNbytes = 256 * 1024;
 
@@ -34,18 +35,19 @@ Key parse_key(std::string_view text);
 // Little-endian, as in memory.
 struct RecordHeader {
   std::array<char, 4> magic;                 //  0: "KVPR"
-  std::uint16_t version;                     //  4: 1; fixes the checksum's algorithm
+  std::uint16_t version;                     //  4: 2; fixes the checksum's algorithm and the fields, too
   std::uint16_t flags;                       //  6: 0; reserved
   std::uint64_t payload_nbytes;              //  8
   std::array<std::uint8_t, 16> fingerprint;  // 16: of the namespace
   std::array<std::uint8_t, 20> hash_prefix;  // 32: first 20 bytes of the block hash, zero padded
   std::uint16_t group;                       // 52
   std::uint16_t rank;                        // 54
-  std::uint64_t checksum;                    // 56: XXH3-64 over this header with 0 here, then the payload
+  std::array<std::uint8_t, 16> writer;       // 56: who computed the payload; zeros: not named
+  std::uint64_t checksum;                    // 72: XXH3-64 over the payload, then this header with 0 here
 };
 static_assert(sizeof(RecordHeader) == kRecordHeaderNbytes);
 
-// Damage of a record, in the order of the checks.
+// Damage of a record, in the order of the checks; lengths that do not fit are found before the header is read.
 enum class Damage : std::uint8_t {
   kNone,
   kTruncated,    // shorter than a header
@@ -62,18 +64,25 @@ enum class Damage : std::uint8_t {
 inline constexpr std::size_t kDamageCount = 11;
 std::string_view damage_name(Damage damage);
 
+// What a copy of a record takes over from it beside the payload.
+struct Seal {
+  std::array<std::uint8_t, 16> writer{};
+  std::uint64_t checksum = 0;
+};
+
 // The header for this key and length, with a checksum of zero.
-RecordHeader make_header(const Key& key, std::uint64_t payload_nbytes);
+RecordHeader make_header(const Key& key, std::uint64_t payload_nbytes,
+                         const std::array<std::uint8_t, 16>& writer = {});
 
 // All checks except the checksum.
 Damage check_header(const RecordHeader& header, const Key& key, std::uint64_t payload_nbytes);
 
-// Streams the checksum of a record: the header first, then the payload by chunks.
+// Streams the checksum of a record: the payload by chunks, then the header.
 class RecordChecksum {
  public:
-  explicit RecordChecksum(const RecordHeader& header);  // ignores header.checksum
   void update(std::span<const std::byte> chunk) { checksum_.update(chunk); }
-  std::uint64_t digest() const { return checksum_.digest(); }
+  // Once. Ignores header.checksum.
+  std::uint64_t digest(const RecordHeader& header);
 
  private:
   Checksum checksum_;
@@ -81,5 +90,16 @@ class RecordChecksum {
 
 RecordHeader pack_header(const Key& key, std::span<const std::byte> payload);
 Damage verify_record(const Key& key, std::span<const std::byte> header, std::span<const std::byte> payload);
+
+// The payload bytes in each of the fields in which a server holds a record: all but the last are as large as fits a size
+// class of jemalloc; the last one has the header behind its bytes.
+struct RecordFields {
+  std::array<std::uint64_t, kMaxRecordFields> nbytes{};
+  std::size_t count = 0;
+
+  // "b", "c" and at the end "h".
+  std::string_view name(std::size_t field) const { return field + 1 == count ? "h" : field == 0 ? "b" : "c"; }
+};
+RecordFields cut_record(std::uint64_t payload_nbytes);
 
 }  // namespace kvpool

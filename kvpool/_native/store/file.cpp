@@ -139,42 +139,36 @@ FileIoThread::Outcome FileIoThread::get(const Item& item, const std::string& pat
   if (fstat(file.get(), &info) != 0) return fault("get", path, errno);
   const std::span<std::byte> payload = item.buffer();
   if (!S_ISREG(info.st_mode)) return damaged(item, path, Damage::kLength);
-  if (static_cast<std::uint64_t>(info.st_size) < kRecordHeaderNbytes)
-    return damaged(item, path, Damage::kTruncated);
+  const auto size = static_cast<std::uint64_t>(info.st_size);
+  if (size < kRecordHeaderNbytes) return damaged(item, path, Damage::kTruncated);
+  if (size != payload.size() + kRecordHeaderNbytes) return damaged(item, path, Damage::kLength);
 
   RecordHeader header;
-  std::size_t got = 0;  // payload bytes read
-  {
-    const std::span<std::byte> first = payload.first(std::min(payload.size(), kChunkNbytes));
-    const iovec parts[2] = {{&header, sizeof header}, {first.data(), first.size()}};
-    const ssize_t n = retry([&] { return preadv(file.get(), parts, 2, 0); });
+  RecordChecksum checksum;
+  std::size_t got = 0;  // bytes read
+  while (got < size) {
+    if (const auto stopped = item.stopped()) return {*stopped};
+    const std::size_t at = std::min(got, payload.size());
+    const std::span<std::byte> chunk = payload.subspan(at, std::min(payload.size() - at, kChunkNbytes));
+    // The header with the last chunk.
+    const bool is_last = at + chunk.size() == payload.size();
+    const std::size_t header_got = got - at;
+    const iovec parts[2] = {{chunk.data(), chunk.size()},
+                            {reinterpret_cast<std::byte*>(&header) + header_got, sizeof header - header_got}};
+    const ssize_t n =
+        retry([&] { return preadv(file.get(), parts, is_last ? 2 : 1, static_cast<off_t>(got)); });
     if (n < 0) return unreadable(item, path, errno);
-    if (static_cast<std::size_t>(n) < sizeof header) return damaged(item, path, Damage::kTruncated);
-    got = static_cast<std::size_t>(n) - sizeof header;
+    if (n == 0) return damaged(item, path, Damage::kLength);
+    checksum.update(chunk.first(std::min(static_cast<std::size_t>(n), chunk.size())));
+    got += static_cast<std::size_t>(n);
+    item.moved(Clock::now());
   }
   if (const Damage damage = check_header(header, item.key(), payload.size()); damage != Damage::kNone) {
     return damaged(item, path, damage);
   }
-  if (static_cast<std::uint64_t>(info.st_size) != kRecordHeaderNbytes + payload.size()) {
-    return damaged(item, path, Damage::kLength);
-  }
-  RecordChecksum checksum(header);
-  checksum.update(payload.first(got));
-  while (got < payload.size()) {
-    if (const auto stopped = item.stopped()) return {*stopped};
-    const std::span<std::byte> chunk = payload.subspan(got, std::min(payload.size() - got, kChunkNbytes));
-    const ssize_t n = retry([&] {
-      return pread(file.get(), chunk.data(), chunk.size(), static_cast<off_t>(kRecordHeaderNbytes + got));
-    });
-    if (n < 0) return unreadable(item, path, errno);
-    if (n == 0) return damaged(item, path, Damage::kLength);
-    checksum.update(chunk.first(static_cast<std::size_t>(n)));
-    got += static_cast<std::size_t>(n);
-    item.moved(Clock::now());
-  }
-  if (checksum.digest() != header.checksum) return damaged(item, path, Damage::kChecksum);
+  if (checksum.digest(header) != header.checksum) return damaged(item, path, Damage::kChecksum);
   mark_used(file.get());
-  item.tell({payload.size(), header.checksum});
+  item.tell({payload.size(), Seal{header.writer, header.checksum}});
   return {Status::kOk};
 }
 

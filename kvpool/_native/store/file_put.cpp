@@ -74,7 +74,7 @@ class FileIoThread::Temporary {
 };
 
 FileIoThread::Outcome FileIoThread::put_absent(const Item& item, const std::string& path) {
-  // The touch tells the present value's length in place of our value's checksum, which is kept for the put.
+  // The touch tells the present value's length in place of our value's seal, which is kept for the put.
   const Outcome found = touch(item, path);
   if (found.status == Status::kOk) return {Status::kPresent};
   return found.status == Status::kMiss ? put(item, path) : found;
@@ -163,9 +163,8 @@ int FileIoThread::put_once(const Item& item, const std::string& path, std::uint6
 // The payload in chunks, each hashed before its write, then the header. Returns -1, else as put_once().
 int FileIoThread::write(const Item& item, int fd, Outcome& outcome) const {
   const std::span<const std::byte> payload = item.buffer();
-  RecordHeader header = make_header(item.key(), payload.size());
-  const std::optional<std::uint64_t> known = item.checksum();
-  RecordChecksum checksum(header);
+  const std::optional<Seal> known = item.seal();
+  RecordChecksum checksum;
   for (std::size_t begin = 0; begin < payload.size(); begin += kChunkNbytes) {
     if (const auto stopped = item.stopped()) {
       outcome = {*stopped};
@@ -173,11 +172,12 @@ int FileIoThread::write(const Item& item, int fd, Outcome& outcome) const {
     }
     const auto chunk = payload.subspan(begin, std::min(payload.size() - begin, kChunkNbytes));
     if (!known) checksum.update(chunk);
-    if (const int error = write_all(fd, chunk, kRecordHeaderNbytes + begin); error != 0) return error;
+    if (const int error = write_all(fd, chunk, begin); error != 0) return error;
   }
-  header.checksum = known ? *known : checksum.digest();
-  item.tell({payload.size(), header.checksum});
-  const int error = write_all(fd, std::as_bytes(std::span(&header, 1)), 0);
+  RecordHeader header = make_header(item.key(), payload.size(), known.value_or(Seal{}).writer);
+  header.checksum = known ? known->checksum : checksum.digest(header);
+  item.tell({payload.size(), Seal{header.writer, header.checksum}});
+  const int error = write_all(fd, std::as_bytes(std::span(&header, 1)), payload.size());
   return error == 0 ? -1 : error;
 }
 

@@ -82,11 +82,11 @@ inline constexpr std::size_t kStatusCount = 9;
 // ended or time ran out, which may be this key's fault.
 enum class Blame : std::uint8_t { kUnknown, kStore };
 
-// What a store learned of a present value, for who copies it on. The checksum is the record's own: a copy that is put
+// What a store learned of a present value, for who copies it on. The seal is the record's own: a copy that is put
 // with it is not hashed again, and is no valid record should its bytes have changed in between.
 struct Found {
   std::size_t nbytes = 0;  // of its payload; 0: unknown
-  std::optional<std::uint64_t> checksum;
+  std::optional<Seal> seal;
 };
 
 inline constexpr std::size_t kMaxQueuedItems = 1'048'576;
@@ -191,10 +191,8 @@ class Item {
   std::optional<Status> stopped() const;
   // A byte moved.
   void moved(Clock::time_point now) const;
-  // The record's checksum, of a put whose value is a copy of a record.
-  std::optional<std::uint64_t> checksum() const {
-    return batch_->lookup_ ? std::nullopt : batch_->found_[index_].checksum;
-  }
+  // The record's, of a put whose value is a copy of a record.
+  std::optional<Seal> seal() const { return batch_->lookup_ ? std::nullopt : batch_->found_[index_].seal; }
   // Tells the batch's owner what is known of the value. Before finish().
   void tell(const Found& found) const {
     if (!batch_->lookup_) batch_->found_[index_] = found;

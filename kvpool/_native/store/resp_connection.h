@@ -1,12 +1,9 @@
 // One connection to one server, and its requests: payloads between the socket and the callers' buffers.
 //
-// A record is one HASH key (docs/explanation/stores.md):
-//   h   the record's header, then the last min(128, n) bytes of the payload
-//   b   the payload bytes before those; an empty string without any
+// A record is one HASH key (docs/explanation/stores.md): its bytes, the header last, in the fields of cut_record().
 //
 // A put is MULTI, HSET key b ... h ..., PEXPIRE, EXEC: no record lacks a time to live, wherever the
-// connection is cut. The header holds the payload's checksum and each chunk is hashed just before it is sent,
-// so h follows b. A get is HMGET key h b: the header comes first, and each chunk of b is hashed on arrival.
+// connection is cut. Each chunk is hashed just before it is sent, and on arrival in a get, HMGET key b h.
 //
 // A kPutAbsent is TOUCH key (EXISTS without that right), then a put on the same connection if the key is
 // missing.
@@ -150,10 +147,10 @@ class RespConnection {
   void advance(std::size_t nbytes);
 
   bool receive_some();
-  std::size_t wanted_nbytes(bool in_body) const;
+  std::size_t wanted_nbytes(bool in_payload) const;
   std::string parse_replies(std::span<const std::byte> input);
   void on_bulk(Request& request, std::span<const std::byte> piece);
-  void on_body(Request& request, std::size_t nbytes);
+  void on_payload(Request& request, std::size_t nbytes);
   std::string on_token(Request& request, const RespToken& token);
   std::string shown(std::string_view words) const { return kvpool::shown(words, password_); }
   std::string unasked(const RespToken& token, const char* otherwise);
@@ -164,9 +161,7 @@ class RespConnection {
   std::string on_put_token(Request& request, const RespToken& token);
   void on_put_error(Request& request, std::string_view error);
   std::string on_get_token(Request& request, const RespToken& token);
-  static void check_h(Request& request);
-  std::string on_body_begin(Request& request, std::uint64_t nbytes);
-  std::string too_large(Request& request);
+  std::string on_field(Request& request, std::uint64_t nbytes);
   void end_get(Request& request);
   void clean_up(Request& damaged);
   void end_front(Status status, std::string words, Blame blame = Blame::kUnknown);

@@ -69,7 +69,7 @@ std::string hung_up(std::string_view said) {
   return "the server says \"" + std::string(said) + "\" and hangs up";
 }
 
-void append_command(std::string& to, std::initializer_list<std::string_view> words) {
+void append_command(std::string& to, std::span<const std::string_view> words) {
   to.append("*").append(std::to_string(words.size())).append("\r\n");
   for (const std::string_view word : words) {
     to.append("$").append(std::to_string(word.size())).append("\r\n").append(word).append("\r\n");

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <memory>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -48,7 +49,10 @@ struct RespError : std::runtime_error {
 };
 
 // "*2\r\n$6\r\nEXISTS\r\n$1\r\nk\r\n"
-void append_command(std::string& to, std::initializer_list<std::string_view> words);
+void append_command(std::string& to, std::span<const std::string_view> words);
+inline void append_command(std::string& to, std::initializer_list<std::string_view> words) {
+  append_command(to, std::span(words.begin(), words.size()));
+}
 
 inline constexpr auto kDialPatience = std::chrono::seconds(2);
 

@@ -10,13 +10,12 @@ namespace kvpool {
 namespace {
 
 using Kind = RespRequest::Kind;
-using Stage = RespRequest::Stage;
-using Sink = RespRequest::Sink;
 
 // A value of a wrong length up to this is read and discarded; beyond it, a new dial is cheaper.
 constexpr std::uint64_t kMaxDrainNbytes = 64 << 20;
 
 constexpr std::size_t kMaxParts = 64;  // of one sendmsg
+constexpr std::size_t kPartsOfRequest = 2 + 2 * kMaxRecordFields;
 // Replaces the rest of a given up put.
 constexpr std::array<std::byte, kChunkNbytes> kZeros{};
 
@@ -28,7 +27,7 @@ bool RespConnection::send_some() {
   std::size_t count = 0;
   std::size_t nbytes = 0;
   for (std::size_t i = first_unsent_; i < requests_.size(); ++i) {
-    if (count + 4 > kMaxParts || nbytes >= kChunkNbytes) break;
+    if (count + kPartsOfRequest > kMaxParts || nbytes >= kChunkNbytes) break;
     if (!gather(*requests_[i], parts, count, nbytes)) break;
   }
   const Stream::Result result = socket_.send({parts, count});
@@ -54,30 +53,31 @@ bool RespConnection::gather(Request& request, iovec* parts, std::size_t& count, 
     nbytes += size;
   };
   std::size_t at = request.sent;
-  if (at < request.head.size()) {
-    add_part(request.head.data() + at, request.head.size() - at);
-    at = request.head.size();
-  }
+  const auto add_text = [&](const std::string& text) {
+    if (at < text.size()) add_part(text.data() + at, text.size() - at);
+    at -= std::min(at, text.size());
+  };
+  add_text(request.head);
   if (request.kind != Kind::kPut) return true;
-  at -= request.head.size();
-  if (at < request.body.size()) {
-    const std::size_t until = std::min(request.body.size(), at + kChunkNbytes);
-    if (request.item && !request.item->checksum()) hash_up_to(request, until);
-    add_part(request.item ? request.body.data() + at : kZeros.data(), until - at);
-    if (until < request.body.size()) return false;
-    at = request.body.size();
+  std::size_t begin = 0;  // of a field's payload
+  for (std::size_t i = 0; i < request.fields.count; ++i) {
+    const std::size_t size = request.fields.nbytes[i];
+    add_text(request.names[i]);
+    if (at < size) {
+      const std::size_t until = std::min(size, at + kChunkNbytes);
+      if (request.item && !request.item->seal()) hash_up_to(request, begin + until);
+      add_part(request.item ? request.body.data() + begin + at : kZeros.data(), until - at);
+      if (until < size || nbytes >= kChunkNbytes) return false;
+    }
+    at -= std::min(at, size);
+    begin += size;
   }
   if (!request.end_made) make_end(request);
-  at -= request.body.size();
   add_part(request.end.data() + at, request.end.size() - at);
   return true;
 }
 
 void RespConnection::hash_up_to(Request& request, std::size_t until) {
-  if (!request.checksum) {
-    const Item& item = *request.item;
-    request.checksum.emplace(make_header(item.key(), item.buffer().size()));
-  }
   if (request.hashed >= until) return;
   request.checksum->update(request.body.subspan(request.hashed, until - request.hashed));
   request.hashed = until;
@@ -86,19 +86,10 @@ void RespConnection::hash_up_to(Request& request, std::size_t until) {
 void RespConnection::make_end(Request& request) const {
   if (!request.item) return request.make_end(std::nullopt, request.key_text, settings_.ttl);
   const Item& item = *request.item;
-  const std::span<const std::byte> tail = item.buffer().subspan(request.body.size());
-  RecordHeader header = make_header(item.key(), item.buffer().size());
-  if (const auto known = item.checksum()) {
-    header.checksum = *known;
-  } else {
-    hash_up_to(request, request.body.size());  // also without a body
-    request.checksum->update(tail);
-    header.checksum = request.checksum->digest();
-  }
-  std::string h(kRecordHeaderNbytes + tail.size(), '\0');
-  std::memcpy(h.data(), &header, sizeof header);
-  if (!tail.empty()) std::memcpy(h.data() + sizeof header, tail.data(), tail.size());
-  request.make_end(h, item.key().text, settings_.ttl);
+  const std::optional<Seal> known = item.seal();
+  RecordHeader header = make_header(item.key(), request.body.size(), known.value_or(Seal{}).writer);
+  header.checksum = known ? known->checksum : request.checksum->digest(header);
+  request.make_end(header, item.key().text, settings_.ttl);
 }
 
 void RespConnection::advance(std::size_t nbytes) {
@@ -114,73 +105,40 @@ void RespConnection::advance(std::size_t nbytes) {
   }
 }
 
+// HMGET's array has the record's fields in order.
 std::string RespConnection::on_get_token(Request& request, const RespToken& token) {
-  switch (request.stage) {
-    case Stage::kStart:
-      if (token.kind != RespKind::kArray || token.value != 2) return kUnexpected;
-      request.stage = Stage::kHeader;
-      return {};
-    case Stage::kHeader:
-      if (token.kind == RespKind::kBulk) {
-        request.h_nbytes = static_cast<std::uint64_t>(token.value);
-        if (request.h_nbytes > kMaxDrainNbytes) return too_large(request);
-        request.sink = Sink::kHeader;
-        return {};
-      }
-      if (token.kind == RespKind::kNil) {
-        request.h_is_nil = true;
-      } else if (token.kind != RespKind::kBulkEnd) {
-        return kUnexpected;
-      } else {
-        check_h(request);
-      }
-      request.sink = Sink::kNowhere;
-      request.stage = Stage::kBody;
-      return {};
-    case Stage::kBody:
-      if (token.kind == RespKind::kBulk)
-        return on_body_begin(request, static_cast<std::uint64_t>(token.value));
-      if (token.kind == RespKind::kNil) {
-        if (request.h_is_nil) {
-          end_front(Status::kMiss, {});
-          return {};
-        }
-        if (request.damage == Damage::kNone) request.damage = Damage::kLength;
-      } else if (token.kind != RespKind::kBulkEnd) {
-        return kUnexpected;
-      }
-      end_get(request);
-      return {};
+  if (!request.has_begun) {
+    if (token.kind != RespKind::kArray || token.value != static_cast<std::int64_t>(request.fields.count)) {
+      return kUnexpected;
+    }
+    request.has_begun = true;
+    return {};
   }
-  return kUnexpected;
+  switch (token.kind) {
+    case RespKind::kBulk:
+      return on_field(request, static_cast<std::uint64_t>(token.value));
+    case RespKind::kNil:
+      ++request.missing;
+      [[fallthrough]];
+    case RespKind::kBulkEnd:
+      request.is_kept = false;
+      if (++request.field == request.fields.count) end_get(request);
+      return {};
+    default:
+      return kUnexpected;
+  }
 }
 
-// h is complete: check that its header matches the request.
-void RespConnection::check_h(Request& request) {
-  if (!request.item) return;
-  if (request.h_nbytes < kRecordHeaderNbytes) {
-    request.damage = Damage::kTruncated;
-    return;
+// A field begins: its length must be its part of the record.
+std::string RespConnection::on_field(Request& request, std::uint64_t nbytes) {
+  const bool is_last = request.field + 1 == request.fields.count;
+  const std::uint64_t payload_nbytes = request.fields.nbytes[request.field];
+  if (request.damage == Damage::kNone && nbytes != payload_nbytes + (is_last ? kRecordHeaderNbytes : 0)) {
+    request.damage = is_last && nbytes < kRecordHeaderNbytes ? Damage::kTruncated : Damage::kLength;
   }
-  RecordHeader header;
-  std::memcpy(&header, request.h.data(), sizeof header);
-  const Item& item = *request.item;
-  request.damage = check_header(header, item.key(), item.buffer().size());
-  if (request.damage == Damage::kNone && request.h_nbytes != kRecordHeaderNbytes + request.into_tail.size()) {
-    request.damage = Damage::kLength;
-  }
-  if (request.damage == Damage::kNone) request.checksum.emplace(header);
-}
-
-std::string RespConnection::on_body_begin(Request& request, std::uint64_t nbytes) {
-  if (request.h_is_nil) request.damage = Damage::kTruncated;
-  if (request.damage == Damage::kNone && nbytes != request.into.size()) request.damage = Damage::kLength;
-  const bool good = request.item && request.damage == Damage::kNone;
-  request.sink = good ? Sink::kBody : Sink::kNowhere;
-  return good || nbytes <= kMaxDrainNbytes ? std::string() : too_large(request);
-}
-
-std::string RespConnection::too_large(Request& request) {
+  request.is_kept = request.item && request.damage == Damage::kNone;
+  request.field_left = payload_nbytes;
+  if (request.is_kept || nbytes <= kMaxDrainNbytes) return {};
   if (request.damage == Damage::kNone) request.damage = Damage::kLength;
   if (request.item) clean_up(request);
   return "a record that is too large to be read to its end";
@@ -188,19 +146,20 @@ std::string RespConnection::too_large(Request& request) {
 
 // The reply to a get is complete.
 void RespConnection::end_get(Request& request) {
-  if (!request.item) return end_front(Status::kMiss, {});  // the caller has given up
+  if (!request.item || request.missing == request.fields.count) return end_front(Status::kMiss, {});
+  if (request.damage == Damage::kNone && request.missing != 0) request.damage = Damage::kTruncated;
   if (request.damage == Damage::kNone) {
     RecordHeader header;
-    std::memcpy(&header, request.h.data(), sizeof header);
-    if (!request.into_tail.empty()) {
-      std::memcpy(request.into_tail.data(), request.h.data() + sizeof header, request.into_tail.size());
-      request.checksum->update(request.into_tail);
+    std::memcpy(&header, request.header.data(), sizeof header);
+    const Item& item = *request.item;
+    request.damage = check_header(header, item.key(), request.into.size());
+    if (request.damage == Damage::kNone && request.checksum->digest(header) != header.checksum) {
+      request.damage = Damage::kChecksum;
     }
-    if (request.checksum->digest() == header.checksum) {
-      request.item->tell({request.item->buffer().size(), header.checksum});
+    if (request.damage == Damage::kNone) {
+      item.tell({request.into.size(), Seal{header.writer, header.checksum}});
       return end_front(Status::kOk, {});
     }
-    request.damage = Damage::kChecksum;
   }
   clean_up(request);
   end_front(Status::kMiss, {});

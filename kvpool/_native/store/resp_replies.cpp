@@ -11,8 +11,6 @@ namespace {
 
 using Kind = RespRequest::Kind;
 using PutReply = RespRequest::PutReply;
-using Stage = RespRequest::Stage;
-using Sink = RespRequest::Sink;
 
 // Smaller values are received with their neighbours and copied: cheaper than a system call.
 constexpr std::size_t kDirectNbytes = 4096;
@@ -53,11 +51,11 @@ bool RespConnection::receive_some() {
   std::size_t count = 0;
   std::size_t direct = 0;
   Request* front = requests_.empty() ? nullptr : requests_.front().get();
-  if (front != nullptr && parser_.bulk_left() != 0 && front->sink == Sink::kBody && front->item) {
-    direct = static_cast<std::size_t>(std::min<std::uint64_t>(parser_.bulk_left(), kChunkNbytes));
-    parts[count++] = {front->into.data() + front->body_got, direct};
+  if (front != nullptr && parser_.bulk_left() != 0 && front->is_kept && front->item) {
+    direct = std::min(front->field_left, kChunkNbytes);
+    if (direct != 0) parts[count++] = {front->into.data() + front->got, direct};
   }
-  if (direct == parser_.bulk_left() || direct == 0) {
+  if (direct == 0 || direct == front->field_left) {
     parts[count++] = {scratch_.data(), wanted_nbytes(direct != 0)};
   }
   const Stream::Result result = socket_.receive({parts, count});
@@ -71,29 +69,38 @@ bool RespConnection::receive_some() {
   }
   const std::size_t got = result.nbytes;
   const std::size_t straight = std::min(got, direct);
-  if (straight != 0) on_body(*front, straight);
+  if (straight != 0) on_payload(*front, straight);
   std::string why = parse_replies({scratch_.data(), got - straight});
   if (!why.empty()) said_.empty() ? lose(Cause::kServer, why) : end_by_server(why);
   return true;
 }
 
-// Bytes to receive through the scratch buffer: up to the next large payload.
-std::size_t RespConnection::wanted_nbytes(bool in_body) const {
+// Bytes to receive through the scratch buffer: up to the next large payload. `in_payload`: behind what is left of the
+// payload in the present field.
+std::size_t RespConnection::wanted_nbytes(bool in_payload) const {
   if (requests_.empty()) return scratch_.size();  // nothing is due, but a reason to hang up
-  const Request& front = *requests_.front();
-  if (front.kind == Kind::kGet && (!front.item || front.damage != Damage::kNone)) return scratch_.size();
-  std::size_t wanted = in_body ? 2 : 0;
-  for (std::size_t i = in_body ? 1 : 0; i < requests_.size() && wanted < scratch_.size(); ++i) {
+  std::size_t wanted = 0;
+  for (std::size_t i = 0; i < requests_.size() && wanted < scratch_.size(); ++i) {
     const Request& request = *requests_[i];
-    if (request.asking) wanted += kOkNbytes;
+    if (request.asking && !request.asked) wanted += kOkNbytes;
     if (request.kind != Kind::kGet) {
       wanted += request.kind == Kind::kPut ? kPutRepliesNbytes : 4;
       continue;
     }
-    const std::size_t h_nbytes = kRecordHeaderNbytes + request.into_tail.size();
-    wanted += 4 + bulk_line_nbytes(h_nbytes) + h_nbytes + 2 + bulk_line_nbytes(request.into.size());
-    if (request.into.size() >= kDirectNbytes) break;
-    wanted += request.into.size() + 2;
+    if (!request.item || request.damage != Damage::kNone) return scratch_.size();
+    if (!request.has_begun) wanted += 4;
+    bool is_within = in_payload && i == 0;
+    for (std::size_t field = request.field; field < request.fields.count; ++field) {
+      const std::size_t payload = request.fields.nbytes[field];
+      const std::size_t header = field + 1 == request.fields.count ? kRecordHeaderNbytes : 0;
+      if (!is_within) {
+        wanted += bulk_line_nbytes(payload + header);
+        if (payload >= kDirectNbytes) return std::clamp<std::size_t>(wanted, 1, scratch_.size());
+        wanted += payload;
+      }
+      wanted += header + 2;
+      is_within = false;
+    }
   }
   return std::clamp<std::size_t>(wanted, 1, scratch_.size());
 }
@@ -121,28 +128,26 @@ std::string RespConnection::parse_replies(std::span<const std::byte> input) {
   return {};
 }
 
+// A piece of the present field: payload, and behind that of the last one the header.
 void RespConnection::on_bulk(Request& request, std::span<const std::byte> piece) {
-  switch (request.item ? request.sink : Sink::kNowhere) {
-    case Sink::kHeader: {
-      const std::size_t kept = std::min(piece.size(), request.h.size() - request.h_got);
-      if (kept != 0) std::memcpy(request.h.data() + request.h_got, piece.data(), kept);
-      request.h_got += kept;
-      break;
-    }
-    case Sink::kBody:
-      std::memcpy(request.into.data() + request.body_got, piece.data(), piece.size());
-      on_body(request, piece.size());
-      return;
-    case Sink::kNowhere:
-      break;
+  if (!request.item || !request.is_kept) return parser_.take(piece.size());
+  const auto payload = piece.first(std::min(piece.size(), request.field_left));
+  if (!payload.empty()) {
+    std::memcpy(request.into.data() + request.got, payload.data(), payload.size());
+    on_payload(request, payload.size());
   }
-  parser_.take(piece.size());
+  const auto header = piece.subspan(payload.size());
+  if (header.empty()) return;
+  std::memcpy(request.header.data() + request.header_got, header.data(), header.size());
+  request.header_got += header.size();
+  parser_.take(header.size());
 }
 
-// `nbytes` more of b are in place.
-void RespConnection::on_body(Request& request, std::size_t nbytes) {
-  request.checksum->update(request.into.subspan(request.body_got, nbytes));
-  request.body_got += nbytes;
+// `nbytes` more of the payload are in place.
+void RespConnection::on_payload(Request& request, std::size_t nbytes) {
+  request.checksum->update(request.into.subspan(request.got, nbytes));
+  request.got += nbytes;
+  request.field_left -= nbytes;
   parser_.take(nbytes);
   release_send_window(request, request.released_by(nbytes));
 }
@@ -196,7 +201,7 @@ std::string RespConnection::unasked(const RespToken& token, const char* otherwis
 std::string RespConnection::on_error(Request& request, std::string_view text) {
   const std::string_view word = first_word(text);
   const std::string words = settings_.endpoint.name() + ": " + shown(text);
-  if (request.stage != Stage::kStart) {
+  if (request.has_begun) {
     end_item(request, Status::kFault, words);
     return "it answered: " + shown(text);
   }
@@ -271,7 +276,7 @@ std::string RespConnection::on_put_token(Request& request, const RespToken& toke
   } else if (reply == PutReply::kExec) {
     if (token.kind != RespKind::kArray || token.value != 2) return kUnexpected;
   } else if (token.kind == RespKind::kInteger && token.value >= 0 &&
-             token.value <= (reply == PutReply::kPexpireDone ? 1 : 2)) {
+             token.value <= (reply == PutReply::kPexpireDone ? 1 : static_cast<int>(request.fields.count))) {
     // A transaction would have queued it: users without the right to begin one get the result at once.
     const bool is_done = reply == PutReply::kHsetDone || reply == PutReply::kPexpireDone;
     if (!is_done && request.outcome == Status::kOk) return kUnexpected;

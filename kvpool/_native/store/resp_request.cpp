@@ -2,6 +2,8 @@
 #include "store/resp_request.h"
 
 #include <algorithm>
+#include <array>
+#include <span>
 #include <utility>
 
 #include "store/resp_dial.h"
@@ -31,20 +33,30 @@ RespRequest::RespRequest(Kind kind_, Item&& item_, std::chrono::milliseconds ttl
   const std::string& key = item->key().text;
   const bool moves_bytes = kind == Kind::kPut || kind == Kind::kGet;
   const auto buffer = moves_bytes ? item->buffer() : std::span<std::byte>();
-  const std::size_t tail = std::min(buffer.size(), kRespTailNbytes);
+  if (moves_bytes) {
+    fields = cut_record(buffer.size());
+    checksum.emplace();
+  }
   switch (kind) {
     case Kind::kPut:
-      body = buffer.first(buffer.size() - tail);
+      body = buffer;
       append_command(head, {"MULTI"});
       answerable[0] = head.size();
-      head += "*6\r\n$4\r\nHSET\r\n$" + std::to_string(key.size()) + "\r\n" + key + "\r\n$1\r\nb\r\n$" +
-              std::to_string(body.size()) + "\r\n";
+      head += "*" + std::to_string(2 + 2 * fields.count) + "\r\n$4\r\nHSET\r\n$" +
+              std::to_string(key.size()) + "\r\n" + key;
+      for (std::size_t i = 0; i < fields.count; ++i) {
+        const std::size_t more = i + 1 == fields.count ? kRecordHeaderNbytes : 0;
+        names[i].append("\r\n$1\r\n").append(fields.name(i));
+        names[i].append("\r\n$").append(std::to_string(fields.nbytes[i] + more)).append("\r\n");
+      }
       break;
-    case Kind::kGet:
-      into = buffer.first(buffer.size() - tail);
-      into_tail = buffer.last(tail);
-      append_command(head, {"HMGET", key, "h", "b"});
+    case Kind::kGet: {
+      into = buffer;
+      std::array<std::string_view, 2 + kMaxRecordFields> command = {"HMGET", key};
+      for (std::size_t i = 0; i < fields.count; ++i) command[2 + i] = fields.name(i);
+      append_command(head, std::span(command).first(2 + fields.count));
       break;
+    }
     case Kind::kContains:
       append_command(head, {"EXISTS", key});
       break;
@@ -74,11 +86,12 @@ RespRequest::RespRequest(Kind kind_, std::string key, std::chrono::milliseconds 
   }
 }
 
-void RespRequest::make_end(const std::optional<std::string>& last, std::string_view key,
+void RespRequest::make_end(const std::optional<RecordHeader>& last, std::string_view key,
                            std::chrono::milliseconds ttl) {
-  const std::string field = last.value_or(std::string(kRecordHeaderNbytes + kRespTailNbytes, '\0'));
-  const std::size_t before = head.size() + body.size();
-  end = "\r\n$1\r\nh\r\n$" + std::to_string(field.size()) + "\r\n" + field + "\r\n";
+  const RecordHeader sent_header = last.value_or(RecordHeader{});
+  const std::size_t before = before_end();
+  end.assign(reinterpret_cast<const char*>(&sent_header), sizeof sent_header);
+  end += "\r\n";
   answerable[1] = before + end.size();
   if (last) {
     append_command(end, {"PEXPIRE", key, std::to_string(ttl.count())});
@@ -92,6 +105,12 @@ void RespRequest::make_end(const std::optional<std::string>& last, std::string_v
   end_made = true;
 }
 
+std::size_t RespRequest::before_end() const {
+  std::size_t nbytes = head.size() + body.size();
+  for (const std::string& name : names) nbytes += name.size();
+  return nbytes;
+}
+
 std::size_t RespRequest::cost() const {
   const std::size_t to_come = asks_before_put() ? item->buffer().size() / kSendWindowsAhead : 0;
   return kRequestNbytes + body.size() + into.size() + to_come;
@@ -103,7 +122,7 @@ std::size_t RespRequest::released_by(std::size_t moved_nbytes) const {
 }
 
 bool RespRequest::give_up_sending() {
-  const std::size_t before = head.size() + body.size();
+  const std::size_t before = before_end();
   if (sent >= before && end_made) return true;  // the rest is in our memory: keep the record
   if (sent < before && before - sent > kMaxFillNbytes) return false;
   key_text = item->key().text;

@@ -14,7 +14,6 @@
 
 namespace kvpool {
 
-inline constexpr std::size_t kRespTailNbytes = 128;
 inline constexpr std::size_t kRequestNbytes = 128;  // of a request, beside its payload
 // A sent value's cost until the server answers. One value and a part of the next keep a server busy; more in
 // the sockets leaves the caches and is copied once more.
@@ -29,8 +28,6 @@ struct RespRequest {
   enum class Kind : std::uint8_t { kPut, kGet, kContains, kDelete, kTouch, kExpire, kCleanup, kAge, kRenew };
   // The replies to a put: to each of its commands, then EXEC's two results.
   enum class PutReply : std::uint8_t { kMulti, kHset, kPexpire, kExec, kHsetDone, kPexpireDone };
-  enum class Stage : std::uint8_t { kStart, kHeader, kBody };
-  enum class Sink : std::uint8_t { kNowhere, kHeader, kBody };
 
   // Composes the item's command. `ttl`: of used values.
   RespRequest(Kind kind, Item&& item, std::chrono::milliseconds ttl, bool asking = false, unsigned hops = 0);
@@ -44,25 +41,29 @@ struct RespRequest {
   Clock::duration patience = kRespPatience;
   Clock::time_point lost_at = Clock::time_point::max();
 
-  // The sent bytes: head, body, end. `body` lies in the caller's buffer, as do the `tail` bytes after it.
+  // The sent bytes: head; of a put each field's name and payload, which lies in the caller's buffer; end.
   std::string head;
-  std::span<const std::byte> body;
+  std::span<const std::byte> body;  // put
   std::string end;
   bool end_made = false;
   std::size_t sent = 0;
   std::size_t hashed = 0;  // of the body, for a put
   std::size_t cost_left = 0;
 
+  // Put and get: how the record is cut. A put's names[i] is sent before field i.
+  RecordFields fields;
+  std::array<std::string, kMaxRecordFields> names;
+
   // The received bytes.
-  std::span<std::byte> into;       // get: target of b
-  std::span<std::byte> into_tail;  // get: target of the rest of h
-  Stage stage = Stage::kStart;
-  Sink sink = Sink::kNowhere;
-  std::array<std::byte, kRecordHeaderNbytes + kRespTailNbytes> h;
-  std::size_t h_got = 0;
-  std::uint64_t h_nbytes = 0;
-  bool h_is_nil = false;
-  std::size_t body_got = 0;
+  std::span<std::byte> into;   // get: target of the payload
+  bool has_begun = false;      // the reply's array
+  bool is_kept = false;        // the present field belongs to the record
+  std::size_t field = 0;       // the present one, or the next
+  std::size_t missing = 0;     // fields
+  std::size_t got = 0;         // of the payload
+  std::size_t field_left = 0;  // of the payload, in the present field
+  std::array<std::byte, kRecordHeaderNbytes> header;
+  std::size_t header_got = 0;
   std::optional<RecordChecksum> checksum;
   Damage damage = Damage::kNone;
   PutReply put_reply = PutReply::kMulti;  // put: the next to come
@@ -80,9 +81,9 @@ struct RespRequest {
   bool asking = false;  // it begins with an ASKING, which has its own reply
   bool asked = false;   // that reply has come
 
-  // The rest of a put: the last field, the time to live, and the end of the transaction. `last`: that field's
-  // value; none: the put is given up midway and leaves nothing.
-  void make_end(const std::optional<std::string>& h, std::string_view key_text,
+  // The rest of a put: the header, the time to live, and the end of the transaction. No `last` header: the put is
+  // given up midway and leaves nothing.
+  void make_end(const std::optional<RecordHeader>& last, std::string_view key_text,
                 std::chrono::milliseconds ttl);
   // Releases the caller's buffer while a put is being sent. False: too much of it is left; else zeros replace
   // the rest, and the transaction fails.
@@ -93,7 +94,8 @@ struct RespRequest {
   std::size_t cost() const;
   // The part of that released by further sent or received payload bytes.
   std::size_t released_by(std::size_t moved_nbytes) const;
-  std::size_t total_nbytes() const { return head.size() + body.size() + end.size(); }
+  std::size_t before_end() const;
+  std::size_t total_nbytes() const { return before_end() + end.size(); }
   bool is_sent() const { return end_made && sent == total_nbytes(); }
   bool on_the_wire() const { return sent != 0; }
 };

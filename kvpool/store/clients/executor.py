@@ -29,6 +29,7 @@ from kvpool.store.clients.link import (
     LinkSilent,
     Unanswered,
     found,
+    get_command,
     probe_s,
     put_commands,
     put_outcome,
@@ -265,7 +266,7 @@ class LinkThread:
         return statuses, fault
 
     def _get(self, batch: QueuedBatch, keys: Sequence[bytes], views: Sequence[memoryview]) -> _Outcome:
-        replies = self._exchange(batch, [(b"HMGET", key, b"h", b"b") for key in keys])
+        replies = self._exchange(batch, [get_command(*one) for one in zip(keys, views, strict=True)])
         if batch.cancelled:  # the caller has given up
             return [_native.CANCELLED] * len(keys), None
         outcomes: list[int | ErrorReply] = []

@@ -12,8 +12,6 @@ from kvpool import _native
 from kvpool.store.server.replies import first_word, reason_of
 from kvpool.store.url import StoreURL
 
-# The payload's last bytes lie beside the header, which keeps both fields inside the allocator's size classes.
-TAIL_NBYTES = 128
 DIAL_S = 2.0
 PATIENCE_S = 0.25  # least limit of a call, and of a dial: a shorter silence says nothing of a server
 _PROBE_S = 0.5
@@ -81,14 +79,24 @@ def probe_s(url: StoreURL) -> float:
 
 def put_commands(key: bytes, view: memoryview, ttl_ms: bytes) -> list[Command]:
     """A transaction, so that no record lacks a time to live wherever the connection is cut."""
-    header = _native.pack_header(key.decode("ascii"), view)
-    split = max(0, view.nbytes - TAIL_NBYTES)
-    return [
-        (b"MULTI",),
-        (b"HSET", key, b"b", view[:split], b"h", header + bytes(view[split:])),
-        (b"PEXPIRE", key, ttl_ms),
-        (b"EXEC",),
-    ]
+    fields: list[bytes | memoryview] = []
+    for name, part in _cut(view):
+        fields += [name, part]
+    fields[-1] = bytes(fields[-1]) + _native.pack_header(key.decode("ascii"), view)
+    return [(b"MULTI",), (b"HSET", key, *fields), (b"PEXPIRE", key, ttl_ms), (b"EXEC",)]
+
+
+def get_command(key: bytes, view: memoryview) -> Command:
+    return (b"HMGET", key, *(name for name, _ in _cut(view)))
+
+
+def _cut(view: memoryview) -> list[tuple[bytes, memoryview]]:
+    """The record's fields without its header: names, and parts of the payload."""
+    fields, begin = [], 0
+    for name, nbytes in _native.cut_record(view.nbytes):
+        fields.append((name.encode("ascii"), view[begin : begin + nbytes]))
+        begin += nbytes
+    return fields
 
 
 def put_outcome(replies: Sequence[Any]) -> int | ErrorReply:
@@ -100,7 +108,7 @@ def put_outcome(replies: Sequence[Any]) -> int | ErrorReply:
         if isinstance(reply, ErrorReply):
             words = ErrorReply(reason_of(reply))
             return _native.NO_ROOM if first_word(words) == "OOM" else words
-    if len(done) != 2 or done[0] not in (0, 1, 2) or done[1] not in (0, 1):
+    if len(done) != 2 or done[0] not in (0, 1, 2, 3) or done[1] not in (0, 1):
         raise LinkFault(_UNEXPECTED)
     return _native.OK if done[1] else _native.NO_ROOM
 
@@ -115,23 +123,22 @@ def found(reply: Any) -> int | ErrorReply:
 
 
 def read_record(key: str, reply: Any, view: memoryview) -> str | None:
-    """Copy a record from HMGET's reply into ``view``: "" if valid, else its damage; None: a miss."""
+    """Copy a record from the reply to ``get_command`` into ``view``: "" if valid, else its damage; None: a miss."""
     if isinstance(reply, ErrorReply):  # a key of another type
         return "magic"
-    if not isinstance(reply, list) or len(reply) != 2:
+    fields = _cut(view)
+    if not isinstance(reply, list) or len(reply) != len(fields):
         raise LinkFault(_UNEXPECTED)
-    head, body = reply
-    if head is None and body is None:
+    if not all(isinstance(field, bytes) for field in reply if field is not None):
+        raise LinkFault(_UNEXPECTED)
+    if all(field is None for field in reply):
         return None
-    if not all(isinstance(field, bytes) for field in (head, body) if field is not None):
-        raise LinkFault(_UNEXPECTED)
-    if head is None or len(head) < _native.RECORD_HEADER_NBYTES:
+    header_nbytes = _native.RECORD_HEADER_NBYTES
+    if None in reply or len(reply[-1]) < header_nbytes:
         return "truncated"
-    header, tail = head[: _native.RECORD_HEADER_NBYTES], head[_native.RECORD_HEADER_NBYTES :]
-    split = max(0, view.nbytes - TAIL_NBYTES)
-    if body is None or len(body) != split or len(tail) != view.nbytes - split:
-        # Header fields are judged first, as in every store.
-        cause = _native.verify_record(key, header, view)
-        return cause if cause not in (None, "checksum") else "length"
-    view[:split], view[split:] = body, tail
+    reply[-1], header = memoryview(reply[-1])[:-header_nbytes], reply[-1][-header_nbytes:]
+    if any(len(got) != part.nbytes for got, (_, part) in zip(reply, fields, strict=True)):
+        return "length"
+    for got, (_, part) in zip(reply, fields, strict=True):
+        part[:] = got
     return _native.verify_record(key, header, view) or ""

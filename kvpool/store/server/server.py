@@ -20,12 +20,13 @@ RUN_ID_S = 2.0
 USAGE_S = 2.0
 SCAN_S = 5.0  # per request and reply
 RIGHTS_S = 2.0
+FIELDS = ("b", "c", "h")  # of a record; the first two only of those that are cut
 _SPECIAL = re.compile(r"([\\*?\[\]])")
 
 _KEY = f"{KEY_PREFIX}:rights"  # only its name matters; no tenant owns it
 _BEGIN = (("MULTI",), ("EXEC",))
 _COMMANDS: tuple[tuple[str, ...], ...] = (
-    ("HMGET", _KEY, "h", "b"),
+    ("HMGET", _KEY, *FIELDS),
     ("EXISTS", _KEY),
     ("TOUCH", _KEY),
     ("PTTL", _KEY),
@@ -142,17 +143,18 @@ def _walk(server: redis.Redis, prefix: str, count: int) -> Iterator[list[str]]:
 
 
 def _sized(server: redis.Redis, keys: list[str]) -> list[StoredBlock]:
-    """Blocks with the size of their two fields; foreign values count 0 bytes."""
+    """Blocks with the size of their fields; foreign values count 0 bytes."""
     with server.pipeline(transaction=False) as together:
         for key in keys:
-            together.hstrlen(key, "h")
-            together.hstrlen(key, "b")
+            for field in FIELDS:
+                together.hstrlen(key, field)
         replies = together.execute(raise_on_error=False)
     for reply in replies:
         if isinstance(reply, redis.exceptions.NoPermissionError):
             raise reply
     nbytes = [reply if isinstance(reply, int) else 0 for reply in replies]
-    return [StoredBlock(key, nbytes[2 * at] + nbytes[2 * at + 1]) for at, key in enumerate(keys)]
+    count = len(FIELDS)
+    return [StoredBlock(key, sum(nbytes[at * count : (at + 1) * count])) for at, key in enumerate(keys)]
 
 
 class MissingRight(NamedTuple):

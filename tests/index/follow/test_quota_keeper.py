@@ -23,9 +23,8 @@ from kvpool.store.store import Store, StoredBlock
 from tests.support.credentials import DOCUMENTED
 from tests.support.deadlines import eventually
 from tests.support.memory_store import MemoryStore
+from tests.support.records import HEADER_NBYTES
 from tests.support.servers import Cluster, Server, running
-
-HEADER_NBYTES = 64
 
 
 def fill(store: Store, tenant: str, records: int, nbytes: int, model: str = "m") -> int:

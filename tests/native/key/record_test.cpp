@@ -85,7 +85,7 @@ TEST(the_header_is_golden) {
   const RecordHeader header = pack_header(key, payload);
   const std::uint8_t expected[56] = {
       'K',  'V',  'P',  'R',                        // magic
-      1,    0,                                      // version
+      2,    0,                                      // version
       0,    0,                                      // flags
       0xe8, 0x03, 0,    0,    0,    0,    0,    0,  // payload_nbytes
       0x00, 0x01, 0x02, 0x03, 0x04, 0x05, 0x06, 0x07,
@@ -97,8 +97,8 @@ TEST(the_header_is_golden) {
       3,    0,                                         // rank
   };
   CHECK(std::memcmp(&header, expected, sizeof expected) == 0);
-  // python-xxhash: xxh3_64_intdigest(header with 8 zero bytes at 56, then the payload)
-  CHECK(header.checksum == 0xd9e1f8150dfaf517U);
+  // python-xxhash: xxh3_64_intdigest(payload + header with 8 zero bytes at 72)
+  CHECK(header.checksum == 0x1f4c810f9f6b40f4U);
 }
 
 TEST(each_damage_has_its_name) {
@@ -109,20 +109,21 @@ TEST(each_damage_has_its_name) {
     return verify_record(key, std::as_bytes(std::span(&header, 1)), payload);
   };
   CHECK(verdict(good) == Damage::kNone);
-  CHECK(verify_record(key, std::as_bytes(std::span(&good, 1)).first(63), payload) == Damage::kTruncated);
+  CHECK(verify_record(key, std::as_bytes(std::span(&good, 1)).first(79), payload) == Damage::kTruncated);
   const auto with = [&](auto change) {
     RecordHeader header = good;
     change(header);
     return damage_name(verdict(header));
   };
   CHECK(with([](RecordHeader& h) { h.magic[3] = 'r'; }) == "magic");
-  CHECK(with([](RecordHeader& h) { h.version = 2; }) == "version");
+  CHECK(with([](RecordHeader& h) { h.version = 1; }) == "version");
   CHECK(with([](RecordHeader& h) { h.flags = 1; }) == "flags");
   CHECK(with([](RecordHeader& h) { h.payload_nbytes += 1; }) == "length");
   CHECK(with([](RecordHeader& h) { h.fingerprint[15] ^= 1; }) == "fingerprint");
   CHECK(with([](RecordHeader& h) { h.hash_prefix[19] ^= 1; }) == "hash");
   CHECK(with([](RecordHeader& h) { h.group = 1; }) == "group");
   CHECK(with([](RecordHeader& h) { h.rank = 1; }) == "rank");
+  CHECK(with([](RecordHeader& h) { h.writer[15] = 1; }) == "checksum");
   CHECK(with([](RecordHeader& h) { h.checksum ^= 1; }) == "checksum");
   for (const std::size_t at : {std::size_t{0}, payload.size() / 2, payload.size() - 1}) {
     payload[at] ^= std::byte{1};

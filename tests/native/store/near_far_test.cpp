@@ -566,10 +566,31 @@ TEST(near_far_a_value_put_with_another_checksum_is_no_record) {
   const Pools pools;
   Bytes value = value_of(1);
   const Key key = make_key(1);
-  const auto put = pools.far->submit(Op::kPut, {key}, {value}, 60s, std::nullopt, {}, {Found{kNbytes, 7}});
+  const auto put =
+      pools.far->submit(Op::kPut, {key}, {value}, 60s, std::nullopt, {}, {Found{kNbytes, Seal{{}, 7}}});
   CHECK(put->wait_until(Clock::now() + 60s) && put->results()[0] == Status::kOk);
   CHECK(run_one(*pools.far, Op::kGet, 1, Bytes(kNbytes)) == Status::kMiss);
   CHECK(counter(*pools.far, "damaged_checksum") == 1);
+}
+
+TEST(near_far_a_copy_says_who_wrote_its_record) {
+  const Pools pools;
+  Bytes value = value_of(1);
+  const Key key = make_key(1);
+  RecordHeader header = make_header(key, kNbytes, {1, 2, 3});
+  RecordChecksum checksum;
+  checksum.update(value);
+  header.checksum = checksum.digest(header);
+  const Found known{kNbytes, Seal{header.writer, header.checksum}};
+  const auto put = pools.far->submit(Op::kPut, {key}, {value}, 60s, std::nullopt, {}, {known});
+  CHECK(put->wait_until(Clock::now() + 60s) && put->results()[0] == Status::kOk);
+  CHECK(run_one(*pools.both, Op::kGet, 1, Bytes(kNbytes)) == Status::kOk);
+  CHECK(eventually([&] {
+    Bytes target(kNbytes);
+    const auto got = pools.near->submit(Op::kGet, {key}, {target}, 60s);
+    CHECK(got->wait_until(Clock::now() + 60s));
+    return got->results()[0] == Status::kOk && got->found(0).seal->writer == header.writer;
+  }));
 }
 
 TEST(near_far_close_in_the_middle_ends_all) {

@@ -158,7 +158,7 @@ std::string RespServer::answer(const Command& command) {
   if (name == "AUTH" || name == "SELECT" || name == "CLIENT") return "+OK\r\n";
   if (name == "HSET") {
     for (std::size_t i = 2; i + 1 < command.size(); i += 2) hashes_[command[1]][command[i]] = command[i + 1];
-    return ":2\r\n";
+    return ":" + std::to_string((command.size() - 2) / 2) + "\r\n";
   }
   const auto found = hashes_.find(command[1]);
   if (name == "PEXPIRE" || name == "EXISTS" || name == "TOUCH")

@@ -30,19 +30,31 @@ using test::make_payload;
 using test::Peer;
 using test::RespServer;
 
-// What the two fields of a good record hold.
-std::pair<std::string, std::string> fields(const Key& key, const Bytes& payload) {
+using Fields = std::vector<std::pair<std::string, std::string>>;
+
+// What a good record consists of, in the order of its bytes.
+Fields fields(const Key& key, const Bytes& payload) {
   const RecordHeader header = pack_header(key, payload);
-  const std::size_t tail = std::min<std::size_t>(payload.size(), 128);
   const auto* data = reinterpret_cast<const char*>(payload.data());
-  std::string h(reinterpret_cast<const char*>(&header), sizeof header);
-  h.append(data + payload.size() - tail, tail);
-  return {h, std::string(data, payload.size() - tail)};
+  const RecordFields cut = cut_record(payload.size());
+  Fields found;
+  for (std::size_t i = 0, begin = 0; i < cut.count; begin += cut.nbytes[i++]) {
+    found.emplace_back(cut.name(i), std::string(data + begin, cut.nbytes[i]));
+  }
+  found.back().second.append(reinterpret_cast<const char*>(&header), sizeof header);
+  return found;
 }
 
-std::string good_reply(const Key& key, const Bytes& payload) {
-  const auto [h, b] = fields(key, payload);
-  return "*2\r\n" + bulk(h) + bulk(b);
+std::string reply_of(const Fields& fields) {
+  std::string reply = "*" + std::to_string(fields.size()) + "\r\n";
+  for (const auto& [name, value] : fields) reply += bulk(value);
+  return reply;
+}
+
+std::string good_reply(const Key& key, const Bytes& payload) { return reply_of(fields(key, payload)); }
+
+void keep(RespServer& server, const Key& key, const Bytes& payload) {
+  for (const auto& [name, value] : fields(key, payload)) server.set(key.text, name, value);
 }
 
 std::unique_ptr<IoExecutor> connect(const RespServer& server, unsigned io_threads = 1) {
@@ -119,8 +131,9 @@ TEST(resp_round_trips_of_every_shape) {
     CHECK(run(*engine, Op::kGet, keys, &targets) == std::vector<Status>(3, Status::kOk));
     CHECK(targets == values);
     const auto kept = server.value(keys[1].text);
-    const auto [h, b] = fields(keys[1], values[1]);
-    CHECK(kept.at("h") == h && kept.at("b") == b);
+    const Fields wanted = fields(keys[1], values[1]);
+    CHECK(kept.size() == wanted.size());
+    for (const auto& [name, value] : wanted) CHECK(kept.at(name) == value);
   }
   CHECK(run(*engine, Op::kContains, make_keys(4), nullptr) ==
         (std::vector<Status>{Status::kOk, Status::kOk, Status::kOk, Status::kMiss}));
@@ -158,52 +171,60 @@ TEST(resp_a_reply_may_come_byte_by_byte) {
 
 TEST(resp_a_damaged_record_is_a_miss_and_goes) {
   const Key key = make_key(0);
-  const Bytes value = make_payload(10'000);
-  const auto [h, b] = fields(key, value);
+  const Bytes value = make_payload(296'000);
+  const Fields good = fields(key, value);
+  CHECK(good.size() == 3);
+  const std::string &b = good[0].second, &c = good[1].second, &h = good[2].second;
+  const std::size_t tail = h.size() - kRecordHeaderNbytes;
   const auto flipped = [](std::string text, std::size_t at) {
     text[at] = static_cast<char>(text[at] ^ 1);
     return text;
   };
   struct Case {
-    std::optional<std::string> h, b;
+    std::optional<std::string> b, c, h;
     const char* cause;
   };
-  const auto [other_h, other_b] = fields(make_key(5), value);
+  const Fields other = fields(make_key(5), value);
   const std::vector<Case> cases = {
-      {flipped(h, 0), b, "magic"},
-      {flipped(h, 4), b, "version"},
-      {flipped(h, 6), b, "flags"},
-      {flipped(h, 8), b, "length"},
-      {flipped(h, 16), b, "fingerprint"},
-      {flipped(h, 32), b, "hash"},
-      {flipped(h, 52), b, "group"},
-      {flipped(h, 54), b, "rank"},
-      {flipped(h, 56), b, "checksum"},
-      {flipped(h, 191), b, "checksum"},
-      {h, flipped(b, 0), "checksum"},
-      {h, flipped(b, 9871), "checksum"},
-      {h.substr(0, 63), b, "truncated"},
-      {"", b, "truncated"},
-      {h.substr(0, 64), b, "length"},
-      {h.substr(0, 191), b, "length"},
-      {h + "x", b, "length"},
-      {h + std::string(99999, 'x'), b, "length"},
-      {h, b.substr(1), "length"},
-      {h, b + "x", "length"},
-      {h, "", "length"},
-      {h, b + std::string(1 << 20, 'x'), "length"},
-      {other_h, other_b, "hash"},
-      {std::nullopt, b, "truncated"},
-      {h, std::nullopt, "length"},
-      {std::string(192, 'x'), b, "magic"},
+      {b, c, flipped(h, tail + 0), "magic"},
+      {b, c, flipped(h, tail + 4), "version"},
+      {b, c, flipped(h, tail + 6), "flags"},
+      {b, c, flipped(h, tail + 8), "length"},
+      {b, c, flipped(h, tail + 16), "fingerprint"},
+      {b, c, flipped(h, tail + 32), "hash"},
+      {b, c, flipped(h, tail + 52), "group"},
+      {b, c, flipped(h, tail + 54), "rank"},
+      {b, c, flipped(h, tail + 56), "checksum"},
+      {b, c, flipped(h, tail + 72), "checksum"},
+      {b, c, flipped(h, 0), "checksum"},
+      {b, c, flipped(h, tail - 1), "checksum"},
+      {flipped(b, 0), c, h, "checksum"},
+      {flipped(b, b.size() - 1), c, h, "checksum"},
+      {b, flipped(c, 0), h, "checksum"},
+      {b, c, h.substr(0, kRecordHeaderNbytes - 1), "truncated"},
+      {b, c, "", "truncated"},
+      {b, c, h.substr(0, kRecordHeaderNbytes), "length"},
+      {b, c, h + "x", "length"},
+      {b, c, h + std::string(99999, 'x'), "length"},
+      {b.substr(1), c, h, "length"},
+      {b + "x", c, h, "length"},
+      {"", c, h, "length"},
+      {b + std::string(1 << 20, 'x'), c, h, "length"},
+      {b, c.substr(1), h, "length"},
+      {other[0].second, other[1].second, other[2].second, "hash"},
+      {b, c, std::nullopt, "truncated"},
+      {b, std::nullopt, h, "truncated"},
+      {std::nullopt, c, h, "truncated"},
+      {b, c, std::string(h.size(), 'x'), "magic"},
   };
   for (const Case& one : cases) {
     RespServer server;
-    if (one.h) server.set(key.text, "h", *one.h);
     if (one.b) server.set(key.text, "b", *one.b);
-    std::vector<Bytes> good = {value};
+    if (one.c) server.set(key.text, "c", *one.c);
+    if (one.h) server.set(key.text, "h", *one.h);
+    std::vector<Bytes> values = {value};
     const auto engine = connect(server);
-    CHECK(run_one(*engine, Op::kPut, make_key(1), &good[0]) == Status::kOk);
+    CHECK(run_one(*engine, Op::kPut, make_key(1), &values[0]) == Status::kOk);
     // The one behind it on the same connection must not suffer.
     std::vector<Bytes> targets(2, Bytes(value.size()));
     CHECK(run(*engine, Op::kGet, {key, make_key(1)}, &targets) ==
@@ -218,15 +239,15 @@ TEST(resp_a_damaged_record_is_a_miss_and_goes) {
 
 TEST(resp_a_record_too_large_to_drain_costs_the_connection_and_goes) {
   const Key key = make_key(0);
-  const auto [h, b] = fields(key, make_payload(1000));
-  RespServer server([&, h_copy = h](Peer& peer, const Command& command) {
+  const Bytes value = make_payload(17'000);
+  RespServer server([&](Peer& peer, const Command& command) {
     if (command[0] != "HMGET" || command[1] != key.text) return false;
-    peer.write("*2\r\n" + bulk(h_copy) + "$100000000\r\nxxxxx");
+    peer.write("*2\r\n$100000000\r\nxxxxx");
     return true;
   });
-  server.set(key.text, "h", h);
+  keep(server, key, value);
   const auto engine = connect(server);
-  Bytes target(1000);
+  Bytes target(value.size());
   CHECK(run_one(*engine, Op::kGet, key, &target) == Status::kMiss);
   CHECK(eventually([&] { return !server.has(key.text); }));
   CHECK(counter(*engine, "damaged_length") == 1);
@@ -245,9 +266,7 @@ TEST(resp_a_reply_cut_at_any_byte_is_a_fault) {
     peer.hang_up();
     return true;
   });
-  const auto [h, b] = fields(key, value);
-  server.set(key.text, "h", h);
-  server.set(key.text, "b", b);
+  keep(server, key, value);
   const auto engine = connect(server);
   for (; cut < reply.size(); cut = cut + 1) {
     CHECK(gets(*engine, key, value));
@@ -262,7 +281,7 @@ TEST(resp_a_reply_cut_at_any_byte_is_a_fault) {
 
 TEST(resp_what_cannot_be_understood_is_a_fault_and_another_connection) {
   const Key key = make_key(0);
-  const Bytes value = make_payload(3000);
+  const Bytes value = make_payload(17'000);
   for (const std::string reply :
        {"+OK\r\n", ":1\r\n", "$3\r\nabc\r\n", "*3\r\n", "*1\r\n", "*-1\r\n", "*2\r\n:1\r\n:2\r\n",
         "*2\r\n*2\r\n", "$-1\r\n", "garbage\r\n", "\r\n", "*2\r\n$-2\r\n", "*2\r\n$9999999999\r\n",
@@ -273,11 +292,9 @@ TEST(resp_what_cannot_be_understood_is_a_fault_and_another_connection) {
       peer.write(reply);
       return true;
     });
-    const auto [h, b] = fields(key, value);
-    server.set(key.text, "h", h);
-    server.set(key.text, "b", b);
+    keep(server, key, value);
     const auto engine = connect(server);
-    Bytes target(3000);
+    Bytes target(17'000);
     CHECK(run_one(*engine, Op::kGet, key, &target) == Status::kFault);
     CHECK(gets(*engine, key, value));
     CHECK(counter(*engine, "disconnections") == 1);
@@ -295,11 +312,7 @@ TEST(resp_a_surplus_reply_is_never_taken_for_the_next_one) {
     peer.write(once + once);
     return true;
   });
-  for (unsigned i = 0; i < 2; ++i) {
-    const auto [h, b] = fields(make_key(i), i == 0 ? first : second);
-    server.set(make_key(i).text, "h", h);
-    server.set(make_key(i).text, "b", b);
-  }
+  for (unsigned i = 0; i < 2; ++i) keep(server, make_key(i), i == 0 ? first : second);
   const auto engine = connect(server);
   Bytes target(500);
   // The reply itself was right and proved itself.
@@ -332,12 +345,13 @@ TEST(resp_error_replies) {
            Case{"HSET", "-NOPERM No permissions to access a key\r\n", Op::kPut, Status::kRefused, 0},
            Case{"PEXPIRE", "-NOPERM no\r\n", Op::kPut, Status::kRefused, 0},
            Case{"MULTI", "-NOPERM no\r\n", Op::kPut, Status::kRefused, 0},
-           Case{"EXEC", "*2\r\n:2\r\n:0\r\n", Op::kPut, Status::kNoRoom, 0},
+           Case{"EXEC", "*2\r\n:1\r\n:0\r\n", Op::kPut, Status::kNoRoom, 0},
            Case{"EXEC", "*2\r\n-ERR x\r\n:1\r\n", Op::kPut, Status::kRefused, 0},
            Case{"EXEC", "-NOPERM no\r\n", Op::kPut, Status::kRefused, 0},
            Case{"EXEC", "*1\r\n:2\r\n", Op::kPut, Status::kFault, 1},
            Case{"EXEC", "*-1\r\n", Op::kPut, Status::kFault, 1},
-           Case{"EXEC", "*2\r\n:2\r\n:2\r\n", Op::kPut, Status::kFault, 1},
+           Case{"EXEC", "*2\r\n:1\r\n:2\r\n", Op::kPut, Status::kFault, 1},
+           Case{"EXEC", "*2\r\n:2\r\n:1\r\n", Op::kPut, Status::kFault, 1},
            Case{"HSET", "-WRONGTYPE x\r\n", Op::kPut, Status::kRefused, 0},
            Case{"HSET", "-MOVED 1 127.0.0.1:1\r\n", Op::kPut, Status::kFault, 0},
            Case{"HSET", "-ERR unknown command 'HSET'\r\n", Op::kPut, Status::kRefused, 0},
@@ -348,7 +362,7 @@ TEST(resp_error_replies) {
            Case{"HMGET", "-NOAUTH Authentication required.\r\n", Op::kGet, Status::kFault, 0},
            Case{"HMGET", "-WRONGTYPE x\r\n", Op::kGet, Status::kMiss, 0},
            Case{"HMGET", "-WRONGPASS x\r\n", Op::kGet, Status::kFault, 0},
-           Case{"HMGET", "*2\r\n-ERR x\r\n", Op::kGet, Status::kFault, 1},
+           Case{"HMGET", "*1\r\n-ERR x\r\n", Op::kGet, Status::kFault, 1},
            Case{"TOUCH", "-NOPERM User w has no permissions to run the 'touch' command\r\n", Op::kTouch,
                 Status::kMiss, 0},
            Case{"TOUCH", "-NOPERM No permissions to access a key\r\n", Op::kTouch, Status::kRefused, 0},
@@ -495,9 +509,7 @@ TEST(resp_a_cancelled_get_lets_its_buffer_go_and_harms_no_other) {
     peer.write(std::string_view(reply).substr(300'000));
     return true;
   });
-  const auto [h, b] = fields(make_key(1), value);
-  server.set(make_key(1).text, "h", h);
-  server.set(make_key(1).text, "b", b);
+  keep(server, make_key(1), value);
   const auto engine = connect(server);
   std::vector<Bytes> cancelled(1, Bytes(value.size()));
   std::vector<Bytes> other(1, Bytes(value.size()));
@@ -584,9 +596,7 @@ TEST(resp_a_load_does_not_wait_for_a_put) {
     if (command[0] == "MULTI") gate.pass();  // reads no further
     return false;
   });
-  const auto [h, b] = fields(make_key(0), value);
-  server.set(make_key(0).text, "h", h);
-  server.set(make_key(0).text, "b", b);
+  keep(server, make_key(0), value);
   const auto engine = connect(server);
   std::vector<Bytes> sources(8, make_payload(4 << 20));
   std::vector<Key> written;
@@ -667,9 +677,7 @@ TEST(resp_a_key_in_use_is_renewed_now_and_then) {
   });
   const Bytes value = make_payload(1000);
   for (unsigned i = 0; i < 4; ++i) {
-    const auto [h, b] = fields(make_key(i), value);
-    server.set(make_key(i).text, "h", h);
-    server.set(make_key(i).text, "b", b);
+    keep(server, make_key(i), value);
   }
   const auto engine = connect(server);
   for (int round = 0; round < 50; ++round) {
@@ -697,9 +705,7 @@ TEST(resp_a_put_if_absent_sends_what_is_missing) {
   std::vector<Bytes> values;
   for (unsigned i = 0; i < kKeys; ++i) values.push_back(make_payload(300'000, i + 1));
   for (unsigned i = 0; i < kKeys; i += 2) {
-    const auto [h, b] = fields(make_key(i), values[i]);
-    server.set(make_key(i).text, "h", h);
-    server.set(make_key(i).text, "b", b);
+    keep(server, make_key(i), values[i]);
   }
   const auto engine = connect(server, 2);
   const auto results = run(*engine, Op::kPutAbsent, make_keys(kKeys), &values);
@@ -817,9 +823,7 @@ TEST(resp_batches_cancelled_at_any_point_leave_nothing_behind) {
     }
   });
   for (unsigned i = 0; i < kKeys; ++i) {
-    const auto [h, b] = fields(make_key(i), value);
-    server.set(make_key(i).text, "h", h);
-    server.set(make_key(i).text, "b", b);
+    keep(server, make_key(i), value);
   }
   const auto engine = connect(server, 3);
   std::atomic<unsigned> hits = 0;
@@ -854,9 +858,8 @@ TEST(resp_batches_cancelled_at_any_point_leave_nothing_behind) {
   good = true;
   silence.open();
   for (unsigned i = 0; i < kKeys; ++i) {
-    const auto [h, b] = fields(make_key(i), value);
     const auto kept = server.value(make_key(i).text);
-    CHECK(kept.at("h") == h && kept.at("b") == b);
+    for (const auto& [name, field] : fields(make_key(i), value)) CHECK(kept.at(name) == field);
     CHECK(gets(*engine, make_key(i), value));
   }
   CHECK(counter(*engine, "queued") == 0);

@@ -13,6 +13,7 @@ from kvpool.key.key import namespace_prefix, tenant_prefix
 from kvpool.store.store import SCAN_KEYS, Store
 from tests.support.conformance import NAMESPACE, keys
 from tests.support.memory_store import MemoryStore
+from tests.support.records import HEADER_NBYTES
 from tests.support.servers import SERVERS, running
 
 OTHER = Namespace("tenant-10", dict(NAMESPACE.facts))  # its prefix begins with the other's letters
@@ -42,7 +43,7 @@ def test_every_block_comes_in_portions_with_its_size(store: Store) -> None:
     portions = [len(batch) for batch in store.scan()]
     assert sum(portions) >= COUNT
     assert max(portions) <= 2 * SCAN_KEYS, "a server may give some more than it was asked for"
-    assert found(store) == dict.fromkeys(keys(COUNT), 264)
+    assert found(store) == dict.fromkeys(keys(COUNT), 200 + HEADER_NBYTES)
 
 
 def test_the_keys_alone(store: Store) -> None:
@@ -117,7 +118,7 @@ def test_what_is_no_record_of_a_directory_is_passed_over(tmp_path: Path) -> None
         elsewhere.mkdir()
         (elsewhere / name).write_bytes(b"x")
         (tmp_path / "pool" / "blocks" / "file").write_bytes(b"x")
-        assert found(store) == {keys(1)[0]: 65}
+        assert found(store) == {keys(1)[0]: 1 + HEADER_NBYTES}
 
 
 def test_a_server_that_goes_in_the_middle_is_a_fault(tmp_path: Path) -> None:

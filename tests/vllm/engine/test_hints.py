@@ -23,12 +23,12 @@ from kvpool.vllm.plan import PoolWorkerMetadata
 from kvpool.vllm.save.retention import KEEPER_LEASE_S, TOUCH_EVERY_S, Prefix, Retention
 from tests.support.deadlines import eventually
 from tests.support.memory_store import MemoryStore
+from tests.support.records import HEADER_NBYTES
 from tests.support.scheduler import BLOCK_TOKENS, FACTS, NAMESPACE, half, request
 
 pytestmark = [pytest.mark.vllm]
 
 RECORD_NBYTES = 100
-HEADER_NBYTES = 64
 
 
 def envelope(*actions: tuple[str, Any]) -> dict[str, Any]:

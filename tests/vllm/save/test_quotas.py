@@ -24,12 +24,13 @@ from kvpool.vllm.scheduler import SchedulerHalf
 from tests.support.command_line import kvpool
 from tests.support.deadlines import eventually
 from tests.support.memory_store import MemoryStore
+from tests.support.records import HEADER_NBYTES
 from tests.support.scheduler import FACTS, TABLE, answer, half, output, request
 
 pytestmark = [pytest.mark.vllm]
 
 NBYTES = 1000
-RECORD_NBYTES = NBYTES + 64
+RECORD_NBYTES = NBYTES + HEADER_NBYTES
 BLOCKS = 6  # full ones of a prompt of 100 tokens
 
 

@@ -11,7 +11,7 @@ void Ahead::fill(const Item& got, const Found& found) {
   const std::span<const std::byte> value = got.buffer();
   if (!memory_.has_room(fills_, value.size())) return backend_.add(Count::kNotFilled);
   Task task;
-  task.copy = Copy{got.key(), value.size(), false, false, 0, found.checksum};
+  task.copy = Copy{got.key(), value.size(), false, false, 0, found.seal};
   task.memory = memory_.get(fills_, value.size());
   std::memcpy(task.memory.bytes.get(), value.data(), value.size());
   send(tasks_.add(std::move(task)), Step::kFill);
@@ -95,7 +95,7 @@ void Ahead::send(Task& task, Step step) {
   IoExecutor& executor = reads ? backend_.far() : backend_.near();
   const std::string refusal =
       tasks_.send(task, executor, {copy.key}, {{task.memory.bytes.get(), copy.nbytes}}, kCopyTimeout,
-                  kCopyTimeout, {reads ? Found{} : Found{copy.nbytes, copy.checksum}});
+                  kCopyTimeout, {reads ? Found{} : Found{copy.nbytes, copy.seal}});
   if (refusal.empty()) return;
   Tasks::finish_all(task, Status::kFault, refusal);
   if (!reads) backend_.add(Count::kNotFilled);
@@ -109,7 +109,7 @@ void Ahead::go_on(Task& task, const Batch& batch) {
 void Ahead::read_ended(Task& task, const Batch& batch) {
   const Status status = batch.results()[0];
   if (status == Status::kOk && !task.deleted) {
-    task.copy->checksum = batch.found(0).checksum;
+    task.copy->seal = batch.found(0).seal;
     return send(task, Step::kFill);
   }
   if (was_joined_late(task, status)) return send(task, Step::kReadAhead);

@@ -37,7 +37,7 @@ constexpr Clock::duration kRefusedSpan = 10min;  // until a use sends a refused 
 
 void Behind::put(const Item& item, const Found& found) {
   const std::size_t nbytes = item.buffer().size();
-  Copy copy{item.key(), nbytes, item.op() == Op::kPut, false, 0, found.checksum};
+  Copy copy{item.key(), nbytes, item.op() == Op::kPut, false, 0, found.seal};
   Shard& shard = shards_.of(copy.key.text);
   told_.set(copy.key.text, Clock::now() + span_of(shard, Clock::now()), false);
   if (!shard.waiting.empty() || nbytes > kMostCopiedNbytes || !shard.may_copy(nbytes, memory_)) {
@@ -61,7 +61,7 @@ void Behind::enqueue(Shard& shard, Copy copy) {
     waits.lets_go = false;
     return;
   }
-  copy.checksum.reset();  // what is near then is read
+  copy.seal.reset();  // what is near then is read
   shard.waiting.push_back(std::move(copy));
   const auto place = std::prev(shard.waiting.end());
   index_.emplace(place->key.text, Place(&shard, place));
@@ -170,7 +170,7 @@ void Behind::send(Task& task, Step step) {
   IoExecutor& executor = reads ? backend_.near() : backend_.far();
   const std::string refusal =
       tasks_.send(task, executor, {copy.key}, {{task.memory.bytes.get(), copy.nbytes}}, kCopyTimeout,
-                  kLongestCopy, {reads ? Found{} : Found{copy.nbytes, copy.checksum}});
+                  kLongestCopy, {reads ? Found{} : Found{copy.nbytes, copy.seal}});
   if (refusal.empty()) return;
   backend_.add(Count::kLost);
   end(task);
@@ -201,7 +201,7 @@ void Behind::go_on(Task& task, const Batch& batch) {
 
 void Behind::read_ended(Task& task, const Batch& batch) {
   if (batch.results()[0] == Status::kOk && !task.deleted) {
-    task.copy->checksum = batch.found(0).checksum;
+    task.copy->seal = batch.found(0).seal;
     return send(task, Step::kWriteBehind);
   }
   if (!task.deleted) backend_.add(Count::kLost);

@@ -25,7 +25,7 @@ struct Copy {
   bool replaces = false;
   bool lets_go = false;  // its use ended while it waited: far lets it go as well
   unsigned failures = 0;
-  std::optional<std::uint64_t> checksum = {};  // once it was read, or put
+  std::optional<Seal> seal = {};  // once it was read, or put
 };
 
 // A key that was used near. `nbytes`: of its value; 0: unknown. `was_far`: far had it before. `is_reuse`: its value was
