@@ -104,6 +104,9 @@ void RespConnection::on_poll(short events) {
 }
 
 void RespConnection::again(std::unique_ptr<Request> request) {
+  for (Item& item : request->joined) {
+    requests_.push_back(std::make_unique<Request>(request->kind, std::move(item), settings_.ttl));
+  }
   auto fresh = request->item ? std::make_unique<Request>(request->kind, std::move(*request->item),
                                                          settings_.ttl, request->asking, request->hops)
                              : std::make_unique<Request>(request->kind, std::move(request->key_text),
@@ -125,10 +128,13 @@ void RespConnection::end_item(Request& request, Status status, std::string words
   if (!request.item) return;
   const auto stopped = request.item->stopped();
   if (stopped && status == Status::kFault) {
-    request.item->finish(*stopped);
-  } else {
-    request.item->finish(status, std::move(words), blame);
+    status = *stopped;
+    words.clear();
+    blame = Blame::kUnknown;
   }
+  for (Item& item : request.joined) item.finish(status, words, blame);
+  request.joined.clear();
+  request.item->finish(status, std::move(words), blame);
   request.item.reset();
 }
 
@@ -181,6 +187,12 @@ RespRequest::Kind RespConnection::kind_of(Op op) const {
 }
 
 void RespConnection::begin(Item&& taken) {
+  if (joins_ && !requests_.empty() && requests_.back()->can_join(taken)) {
+    requests_.back()->join(std::move(taken));
+    requests_.back()->cost_left += kRequestNbytes;
+    in_flight_nbytes_ += kRequestNbytes;
+    return;
+  }
   const Kind kind = kind_of(taken.op());
   add(std::make_unique<Request>(kind, std::move(taken), settings_.ttl));
 }

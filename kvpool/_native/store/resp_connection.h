@@ -5,6 +5,9 @@
 // A put is MULTI, HSET key b ... h ..., PEXPIRE, EXEC: no record lacks a time to live, wherever the
 // connection is cut. Each chunk is hashed just before it is sent, and on arrival in a get, HMGET key b h.
 //
+// On one server, keys of one batch whose presence is asked for share a command: it answers how many are there, and unless
+// that is all or none, each key is asked for by itself.
+//
 // A kPutAbsent is TOUCH key (EXISTS without that right), then a put on the same connection if the key is
 // missing.
 //
@@ -14,8 +17,8 @@
 // Requests beyond the send window wait beside it, up to a bound of bytes, and of items where they wait for long, so that
 // a slow or silent server does not hold up the others of its I/O thread.
 //
-// Parts: resp_connection.cpp (requests), resp_reconnect.cpp, resp_replies.cpp and resp_records.cpp (records, sent
-// and received).
+// Parts: resp_connection.cpp (requests), resp_reconnect.cpp, resp_replies.cpp, resp_presence.cpp (keys that share a
+// command, times to live) and resp_records.cpp (records, sent and received).
 //
 // Belongs to one I/O thread, the only caller. Nothing blocks, except the resolver (see find_addresses) and a
 // dial's files.
@@ -157,6 +160,8 @@ class RespConnection {
   std::string on_error(Request& request, std::string_view text);
   bool note_refusal(Request& request, std::string_view word, std::string_view text);
   void go_on(Request& answered, Request::Kind kind);
+  void end_joined(Request& answered, std::size_t present);
+  void ask_each(Request& answered, Request::Kind kind);
   std::string on_age(Request& request, const RespToken& token);
   std::string on_put_token(Request& request, const RespToken& token);
   void on_put_error(Request& request, std::string_view error);
@@ -165,7 +170,7 @@ class RespConnection {
   void end_get(Request& request);
   void clean_up(Request& damaged);
   void end_front(Status status, std::string words, Blame blame = Blame::kUnknown);
-  std::unique_ptr<Request> look_at(const Request& used);
+  std::unique_ptr<Request> look_at(const Item& used, Request::Kind kind);
   bool note_redirect(Request& request, std::string_view text) const;
   void redirect_front();
 
@@ -187,6 +192,7 @@ class RespConnection {
   bool readable_ = false;                   // by poll()
   bool is_full_ = false;                    // the socket did not take all bytes
   bool touches_ = true;                     // until refused: TOUCH
+  bool joins_ = true;                       // until refused: several keys in one command
   bool renews_ = true;                      // until refused: reading and changing times to live
   std::chrono::microseconds round_trip_{};  // the shortest, at connect
   bool up_ = false;                         // connected, and not suspect

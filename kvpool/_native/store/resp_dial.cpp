@@ -69,11 +69,13 @@ std::string hung_up(std::string_view said) {
   return "the server says \"" + std::string(said) + "\" and hangs up";
 }
 
+void append_word(std::string& to, std::string_view word) {
+  to.append("$").append(std::to_string(word.size())).append("\r\n").append(word).append("\r\n");
+}
+
 void append_command(std::string& to, std::span<const std::string_view> words) {
   to.append("*").append(std::to_string(words.size())).append("\r\n");
-  for (const std::string_view word : words) {
-    to.append("$").append(std::to_string(word.size())).append("\r\n").append(word).append("\r\n");
-  }
+  for (const std::string_view word : words) append_word(to, word);
 }
 
 Dial::Dial(const RespSettings& settings, const std::vector<SocketAddress>& addresses, std::string_view role,

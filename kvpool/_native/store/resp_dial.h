@@ -48,6 +48,8 @@ struct RespError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// "$6\r\nEXISTS\r\n"
+void append_word(std::string& to, std::string_view word);
 // "*2\r\n$6\r\nEXISTS\r\n$1\r\nk\r\n"
 void append_command(std::string& to, std::span<const std::string_view> words);
 inline void append_command(std::string& to, std::initializer_list<std::string_view> words) {

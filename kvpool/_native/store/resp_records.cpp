@@ -58,7 +58,10 @@ bool RespConnection::gather(Request& request, iovec* parts, std::size_t& count, 
     at -= std::min(at, text.size());
   };
   add_text(request.head);
-  if (request.kind != Kind::kPut) return true;
+  if (request.kind != Kind::kPut) {
+    add_text(request.end);
+    return true;
+  }
   std::size_t begin = 0;  // of a field's payload
   for (std::size_t i = 0; i < request.fields.count; ++i) {
     const std::size_t size = request.fields.nbytes[i];
@@ -73,7 +76,7 @@ bool RespConnection::gather(Request& request, iovec* parts, std::size_t& count, 
     begin += size;
   }
   if (!request.end_made) make_end(request);
-  add_part(request.end.data() + at, request.end.size() - at);
+  add_text(request.end);
   return true;
 }
 

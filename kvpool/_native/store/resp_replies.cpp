@@ -3,6 +3,7 @@
 #include <charconv>
 #include <cstring>
 #include <utility>
+#include <vector>
 
 #include "store/resp_connection.h"
 
@@ -84,7 +85,7 @@ std::size_t RespConnection::wanted_nbytes(bool in_payload) const {
     const Request& request = *requests_[i];
     if (request.asking && !request.asked) wanted += kOkNbytes;
     if (request.kind != Kind::kGet) {
-      wanted += request.kind == Kind::kPut ? kPutRepliesNbytes : 4;
+      wanted += request.kind == Kind::kPut ? kPutRepliesNbytes : 3 + digits(request.keys);
       continue;
     }
     if (!request.item || request.damage != Damage::kNone) return scratch_.size();
@@ -174,7 +175,12 @@ std::string RespConnection::on_token(Request& request, const RespToken& token) {
     case Kind::kExpire:
     case Kind::kCleanup:
     case Kind::kRenew:
-      if (token.kind != RespKind::kInteger || token.value < 0 || token.value > 1) return kUnexpected;
+      if (token.kind != RespKind::kInteger || token.value < 0) return kUnexpected;
+      if (static_cast<std::size_t>(token.value) > request.keys) return kUnexpected;
+      if (request.keys > 1) {
+        end_joined(request, static_cast<std::size_t>(token.value));
+        return {};
+      }
       if (request.asks_before_put()) {
         if (token.value == 1) {
           end_front(Status::kPresent, {});
@@ -204,6 +210,12 @@ std::string RespConnection::on_error(Request& request, std::string_view text) {
   if (request.has_begun) {
     end_item(request, Status::kFault, words);
     return "it answered: " + shown(text);
+  }
+  if (request.keys > 1) {
+    const bool is_refused = request.kind == Kind::kTouch && is_command_refused(text);
+    (is_refused ? touches_ : joins_) = false;
+    ask_each(request, is_refused ? Kind::kContains : request.kind);
+    return {};
   }
   switch (request.kind) {
     case Kind::kAge:
@@ -251,17 +263,6 @@ void RespConnection::go_on(Request& answered, Kind kind) {
   answered.item.reset();
   end_front(Status::kMiss, {});
   add(std::move(request));
-}
-
-// The remaining time to live, in ms; -1: none, -2: the key is absent.
-std::string RespConnection::on_age(Request& request, const RespToken& token) {
-  if (token.kind != RespKind::kInteger || token.value < -2) return kUnexpected;
-  const std::int64_t ttl_ms = settings_.ttl.count();
-  const bool is_old = token.value != -2 && token.value <= ttl_ms - ttl_ms / 4;
-  std::string key = std::move(request.key_text);
-  end_front(Status::kMiss, {});
-  if (is_old) add(std::make_unique<Request>(Kind::kRenew, std::move(key), settings_.ttl));
-  return {};
 }
 
 // MULTI, HSET, PEXPIRE and EXEC have a reply each; EXEC's contains the results of the middle two.
@@ -316,7 +317,7 @@ void RespConnection::end_front(Status status, std::string words, Blame blame) {
   if (status != Status::kFault && status != Status::kRefused) said_.clear();
   std::unique_ptr<Request> look;
   if (front.item) {
-    if (status == Status::kOk || status == Status::kPresent) look = look_at(front);
+    if (status == Status::kOk || status == Status::kPresent) look = look_at(*front.item, front.kind);
     const bool has_moved = status == Status::kOk || status == Status::kNoRoom;
     if (RefusedSize* const sizes = refused(front.kind); sizes != nullptr && has_moved) {
       sizes->moved(front.item->buffer().size());
@@ -328,18 +329,6 @@ void RespConnection::end_front(Status status, std::string words, Blame blame) {
   requests_.pop_front();
   --first_unsent_;
   if (look) add(std::move(look));
-}
-
-// Asks for a used key's time to live now and then, so that it restarts at a recent use. A write per use would
-// notify all followers of the server.
-std::unique_ptr<RespRequest> RespConnection::look_at(const Request& used) {
-  const std::string& key = used.item->key().text;
-  const Op op = used.item->op();
-  if (op == Op::kExpire) uses_.forget(key);  // the next use renews it
-  if (op == Op::kContains || op == Op::kDelete || op == Op::kExpire) return nullptr;
-  if (!renews_ || !uses_.is_due(key, settings_.ttl, Clock::now())) return nullptr;
-  if (used.kind == Kind::kPut) return nullptr;  // its time to live just began
-  return std::make_unique<Request>(Kind::kAge, key, settings_.ttl);
 }
 
 // "MOVED 3999 10.0.0.1:6381", or ASK: an empty host is the same server; IPv6 hosts occur. False: nonsense, or

@@ -18,6 +18,13 @@ constexpr std::size_t kMaxFillNbytes = 8 << 20;
 // with many, one I/O thread would take a batch that others could share.
 constexpr std::size_t kSendWindowsAhead = 4;
 
+// Of a command whose other words are so many keys.
+std::string presence_head(RespRequest::Kind kind, std::size_t keys) {
+  std::string head = "*" + std::to_string(1 + keys) + "\r\n";
+  append_word(head, kind == RespRequest::Kind::kTouch ? "TOUCH" : "EXISTS");
+  return head;
+}
+
 }  // namespace
 
 RespRequest::RespRequest(Kind kind_, Item&& item_, std::chrono::milliseconds ttl, bool asking_,
@@ -35,7 +42,7 @@ RespRequest::RespRequest(Kind kind_, Item&& item_, std::chrono::milliseconds ttl
   const auto buffer = moves_bytes ? item->buffer() : std::span<std::byte>();
   if (moves_bytes) {
     fields = cut_record(buffer.size());
-    checksum.emplace();
+    checksum = std::make_unique<RecordChecksum>();
   }
   switch (kind) {
     case Kind::kPut:
@@ -58,10 +65,9 @@ RespRequest::RespRequest(Kind kind_, Item&& item_, std::chrono::milliseconds ttl
       break;
     }
     case Kind::kContains:
-      append_command(head, {"EXISTS", key});
-      break;
     case Kind::kTouch:
-      append_command(head, {"TOUCH", key});
+      head += presence_head(kind, 1);
+      append_word(end, key);
       break;
     case Kind::kExpire:
       append_command(head, {"PEXPIRE", key, std::to_string(RespUses::shortened(ttl).count())});
@@ -84,6 +90,18 @@ RespRequest::RespRequest(Kind kind_, std::string key, std::chrono::milliseconds 
   } else {
     append_command(head, {kind == Kind::kAge ? "PTTL" : "UNLINK", key_text});
   }
+}
+
+bool RespRequest::can_join(const Item& other) const {
+  if (kind != Kind::kTouch && kind != Kind::kContains) return false;
+  return item && !asking && hops == 0 && sent == 0 && keys < kMaxJoined && !is_put(item->op()) &&
+         item->op() == other.op() && item->is_of_batch(other);
+}
+
+void RespRequest::join(Item&& other) {
+  append_word(end, other.key().text);
+  head = presence_head(kind, ++keys);
+  joined.push_back(std::move(other));
 }
 
 void RespRequest::make_end(const std::optional<RecordHeader>& last, std::string_view key,
@@ -113,7 +131,7 @@ std::size_t RespRequest::before_end() const {
 
 std::size_t RespRequest::cost() const {
   const std::size_t to_come = asks_before_put() ? item->buffer().size() / kSendWindowsAhead : 0;
-  return kRequestNbytes + body.size() + into.size() + to_come;
+  return keys * kRequestNbytes + body.size() + into.size() + to_come;
 }
 
 std::size_t RespRequest::released_by(std::size_t moved_nbytes) const {

@@ -4,17 +4,20 @@
 #include <array>
 #include <chrono>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "key/record.h"
 #include "store/io_executor.h"
 
 namespace kvpool {
 
-inline constexpr std::size_t kRequestNbytes = 128;  // of a request, beside its payload
+inline constexpr std::size_t kRequestNbytes = 128;  // of a key's request, beside its payload
+inline constexpr std::size_t kMaxJoined = 64;       // keys of one command
 // A sent value's cost until the server answers. One value and a part of the next keep a server busy; more in
 // the sockets leaves the caches and is copied once more.
 inline constexpr std::size_t kUnansweredNbytes = 256 * 1024;
@@ -36,12 +39,15 @@ struct RespRequest {
 
   Kind kind;
   std::optional<Item> item;  // none once given up
+  std::vector<Item> joined;  // further ones of its batch, whose presence the same command asks for
+  std::size_t keys = 1;      // of the command
   Clock::time_point deadline;
   // Once given up: the longest silence before the connection is lost, and its end however much moves.
   Clock::duration patience = kRespPatience;
   Clock::time_point lost_at = Clock::time_point::max();
 
-  // The sent bytes: head; of a put each field's name and payload, which lies in the caller's buffer; end.
+  // The sent bytes: head; of a put each field's name and payload, which lies in the caller's buffer; end, which holds
+  // the keys of a question of presence.
   std::string head;
   std::span<const std::byte> body;  // put
   std::string end;
@@ -64,7 +70,7 @@ struct RespRequest {
   std::size_t field_left = 0;  // of the payload, in the present field
   std::array<std::byte, kRecordHeaderNbytes> header;
   std::size_t header_got = 0;
-  std::optional<RecordChecksum> checksum;
+  std::unique_ptr<RecordChecksum> checksum;
   Damage damage = Damage::kNone;
   PutReply put_reply = PutReply::kMulti;  // put: the next to come
   // put: bytes to send before each of its first four replies can come
@@ -90,6 +96,9 @@ struct RespRequest {
   bool give_up_sending();
   // Whether it tests the presence of a kPutAbsent's key, which is put if missing.
   bool asks_before_put() const { return item && item->op() == Op::kPutAbsent && kind != Kind::kPut; }
+  // Whether its command may ask for the presence of this item's key, too: both are of one batch, and nothing was sent.
+  bool can_join(const Item& other) const;
+  void join(Item&& other);
   // Its share of the connection's send window.
   std::size_t cost() const;
   // The part of that released by further sent or received payload bytes.

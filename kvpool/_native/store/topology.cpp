@@ -10,22 +10,33 @@
 namespace kvpool {
 namespace {
 
-constexpr std::array<std::uint16_t, 256> make_crc_table() {
-  std::array<std::uint16_t, 256> table{};
+constexpr std::size_t kCrcStep = 8;  // bytes at once: keys have over a hundred
+
+// [i][byte]: the CRC of the byte and i zeros behind it.
+constexpr auto make_crc_tables() {
+  std::array<std::array<std::uint16_t, 256>, kCrcStep> tables{};
   for (unsigned byte = 0; byte < 256; ++byte) {
     unsigned value = byte << 8;
-    for (int bit = 0; bit < 8; ++bit) value = (value & 0x8000U) != 0 ? (value << 1) ^ 0x1021U : value << 1;
-    table[byte] = static_cast<std::uint16_t>(value);
+    for (std::size_t zeros = 0; zeros < kCrcStep; ++zeros) {
+      for (int bit = 0; bit < 8; ++bit) value = (value & 0x8000U) != 0 ? (value << 1) ^ 0x1021U : value << 1;
+      tables[zeros][byte] = static_cast<std::uint16_t>(value);
+    }
   }
-  return table;
+  return tables;
 }
 
-constexpr auto kCrcTable = make_crc_table();
+constexpr auto kCrcTables = make_crc_tables();
 
 unsigned crc16(std::string_view text) {
   unsigned crc = 0;
+  const auto byte_at = [&](std::size_t at) { return static_cast<unsigned char>(text[at]); };
+  for (; text.size() >= kCrcStep; text.remove_prefix(kCrcStep)) {
+    unsigned next = kCrcTables[7][byte_at(0) ^ (crc >> 8)] ^ kCrcTables[6][byte_at(1) ^ (crc & 0xffU)];
+    for (std::size_t i = 2; i < kCrcStep; ++i) next ^= kCrcTables[kCrcStep - 1 - i][byte_at(i)];
+    crc = next;
+  }
   for (const char c : text) {
-    crc = ((crc << 8) & 0xffffU) ^ kCrcTable[((crc >> 8) ^ static_cast<unsigned char>(c)) & 0xffU];
+    crc = ((crc << 8) & 0xffffU) ^ kCrcTables[0][((crc >> 8) ^ static_cast<unsigned char>(c)) & 0xffU];
   }
   return crc;
 }

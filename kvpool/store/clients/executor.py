@@ -1,5 +1,7 @@
 """The engine of a store on a blocking client: threads with a link each take slices of batches.
 
+Over 400 lines because all that a link is asked, and what its answers mean, stands here.
+
 Threads: any may call ``ClientExecutor``; its queue has the lock.
 """
 
@@ -45,6 +47,7 @@ MAX_CALL_S = 4.0  # per call, so that close() can wait for it
 LOOKS = 96  # checks of a used key's time to live, per time to live
 SPANS_LEFT = 2  # of an expiring key, between two checks
 MAX_LOOKED = 1 << 17  # checked keys that a thread remembers
+MAX_JOINED = 64  # keys of one command
 
 _Outcome = tuple[Sequence[int], str | None]  # a status per key, and the first fault in words
 
@@ -58,7 +61,11 @@ class ClientExecutor:
     def __init__(self, url: StoreURL, links: Sequence[Link], shards: Shards | None = None) -> None:
         self._pid = os.getpid()
         self._queue, self._shards = BatchQueue(), shards
-        threads = [LinkThread(self._queue, link, ttl_s=url.ttl_s, probe_s=probe_s(url)) for link in links]
+        joins = shards is None
+        threads = [
+            LinkThread(self._queue, link, ttl_s=url.ttl_s, probe_s=probe_s(url), joins=joins)
+            for link in links
+        ]
         threads[0].open()
         # Daemons, so that a program that forgets to close the store still ends.
         self._threads = [
@@ -121,11 +128,11 @@ class LinkThread:
     """One thread and its link: takes slices, makes their calls, and reports results.
 
     ``run`` is the thread; ``open`` is called before it starts. The thread owns all fields. ``probe_s``: limit
-    of a dial to an unreachable server.
+    of a dial to an unreachable server. ``joins``: one command may have many keys.
     """
 
-    def __init__(self, queue: BatchQueue, link: Link, *, ttl_s: float, probe_s: float) -> None:
-        self._queue, self._link, self._probe_s = queue, link, probe_s
+    def __init__(self, queue: BatchQueue, link: Link, *, ttl_s: float, probe_s: float, joins: bool) -> None:
+        self._queue, self._link, self._probe_s, self._joins = queue, link, probe_s, joins
         self._ttl_s, self._ttl_ms = ttl_s, int(ttl_s * 1000)
         self._is_up = False
         self._may_touch = True  # until refused: TOUCH
@@ -177,7 +184,7 @@ class LinkThread:
     def _call(self, batch: QueuedBatch, start: int, end: int) -> _Outcome:
         keys = [key.encode("ascii") for key in batch.keys[start:end]]
         if batch.operation == _native.CONTAINS:
-            return self._ask(batch, b"EXISTS", keys)
+            return _outcome(self._presence(batch, b"EXISTS", keys))
         if batch.operation == _native.DELETE:
             return self._ask(batch, b"UNLINK", keys)
         if batch.operation == _native.TOUCH:
@@ -226,13 +233,35 @@ class LinkThread:
     ) -> list[int | ErrorReply]:
         return [found(reply) for reply in self._exchange(batch, [(verb, key, *more) for key in keys])]
 
+    def _presence(self, batch: QueuedBatch, verb: bytes, keys: Sequence[bytes]) -> list[int | ErrorReply]:
+        """By commands of many keys, which count; those that find some and not all are asked again key by key."""
+        if not self._joins or len(keys) == 1:
+            return self._found(batch, verb, keys)
+        starts = range(0, len(keys), MAX_JOINED)
+        counts = self._exchange(batch, [(verb, *keys[start : start + MAX_JOINED]) for start in starts])
+        answers: list[int | ErrorReply] = [_native.MISS] * len(keys)
+        unclear: list[int] = []
+        for start, count in zip(starts, counts, strict=True):
+            places = range(start, min(start + MAX_JOINED, len(keys)))
+            if count == len(places):
+                answers[places.start : places.stop] = [_native.OK] * len(places)
+            elif count != 0:
+                unclear += places
+                if isinstance(count, ErrorReply) and not is_command_refused(count):
+                    self._joins = False  # a cluster behind a plain URL, or a user who may see some keys only
+        if unclear:
+            asked = self._found(batch, verb, [keys[place] for place in unclear])
+            for place, answer in zip(unclear, asked, strict=True):
+                answers[place] = answer
+        return answers
+
     def _touch(self, batch: QueuedBatch, keys: Sequence[bytes]) -> _Outcome:
-        answers = self._found(batch, b"TOUCH" if self._may_touch else b"EXISTS", keys)
+        answers = self._presence(batch, b"TOUCH" if self._may_touch else b"EXISTS", keys)
         if self._may_touch and any(
             isinstance(one, ErrorReply) and is_command_refused(one) for one in answers
         ):
             self._may_touch = False
-            answers = self._found(batch, b"EXISTS", keys)
+            answers = self._presence(batch, b"EXISTS", keys)
         statuses, fault = _outcome(answers)
         self._use([key for key, status in zip(keys, statuses, strict=True) if status == _native.OK])
         return statuses, fault

@@ -6,6 +6,7 @@
 #include <netinet/tcp.h>
 #include <sys/socket.h>
 
+#include <algorithm>
 #include <memory>
 
 #include "check.h"
@@ -161,8 +162,12 @@ std::string RespServer::answer(const Command& command) {
     return ":" + std::to_string((command.size() - 2) / 2) + "\r\n";
   }
   const auto found = hashes_.find(command[1]);
-  if (name == "PEXPIRE" || name == "EXISTS" || name == "TOUCH")
-    return found != hashes_.end() ? ":1\r\n" : ":0\r\n";
+  if (name == "EXISTS" || name == "TOUCH") {
+    const auto there = std::count_if(command.begin() + 1, command.end(),
+                                     [&](const auto& key) { return hashes_.contains(key); });
+    return ":" + std::to_string(there) + "\r\n";
+  }
+  if (name == "PEXPIRE") return found != hashes_.end() ? ":1\r\n" : ":0\r\n";
   if (name == "UNLINK") return ":" + std::to_string(hashes_.erase(command[1])) + "\r\n";
   CHECK(name == "HMGET");
   std::string reply = "*" + std::to_string(command.size() - 2) + "\r\n";

@@ -2,6 +2,7 @@
 // Over 400 lines because every fault of a connection is tried on the same scripted server.
 #include "store/resp.h"
 
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdlib>
@@ -154,6 +155,88 @@ TEST(resp_many_in_flight_keep_their_order) {
   CHECK(run(*engine, Op::kPut, keys, &values) == std::vector<Status>(600, Status::kOk));
   CHECK(run(*engine, Op::kGet, keys, &targets) == std::vector<Status>(600, Status::kOk));
   CHECK(targets == values);
+}
+
+// Keys of one question share commands of up to 64; only where some are there and some are not is each asked for.
+TEST(resp_presence_of_many_keys_is_asked_for_in_few_commands) {
+  constexpr unsigned kKeys = 200;
+  for (const Op op : {Op::kContains, Op::kTouch}) {
+    for (const unsigned present : {0U, 63U, 64U, 65U, 130U, kKeys}) {
+      RespServer server;
+      for (unsigned i = 0; i < present; ++i) server.set(make_key(i).text, "h", "x");
+      const auto engine = connect(server);
+      CHECK(run(*engine, Op::kContains, {make_key(kKeys)}, nullptr)[0] == Status::kMiss);  // it is connected
+      const std::size_t before = server.commands().size();
+      const std::vector<Status> found = run(*engine, op, make_keys(kKeys), nullptr);
+      for (unsigned i = 0; i < kKeys; ++i) CHECK((found[i] == Status::kOk) == (i < present));
+      const auto commands = server.commands();
+      const auto asked = std::count_if(commands.begin() + static_cast<std::ptrdiff_t>(before), commands.end(),
+                                       [](const auto& name) { return name == "EXISTS" || name == "TOUCH"; });
+      CHECK(asked <= 2 * kKeys / 32 + 64);
+    }
+  }
+}
+
+// A cluster behind a plain URL, and a user who may see some keys only.
+TEST(resp_keys_that_may_not_share_a_command_are_asked_for_one_by_one) {
+  for (const std::string error : {"-CROSSSLOT Keys in request don't hash to the same slot\r\n",
+                                  "-NOPERM No permissions to access a key\r\n",
+                                  "-NOPERM User w has no permissions to run the 'touch' command\r\n"}) {
+    std::atomic<unsigned> refused = 0;
+    RespServer server([&](Peer& peer, const Command& command) {
+      const bool is_of_command = error.find("command") != std::string::npos && command[0] == "TOUCH";
+      if (!is_of_command && (command.size() <= 2 || (command[0] != "TOUCH" && command[0] != "EXISTS")))
+        return false;
+      ++refused;
+      peer.write(error);
+      return true;
+    });
+    server.set(make_key(3).text, "h", "x");
+    const auto engine = connect(server);
+    for (int turn = 0; turn < 2; ++turn) {
+      const std::vector<Status> found = run(*engine, Op::kTouch, make_keys(100), nullptr);
+      for (unsigned i = 0; i < 100; ++i) CHECK(found[i] == (i == 3 ? Status::kOk : Status::kMiss));
+    }
+    CHECK(refused <= 4);
+    CHECK(counter(*engine, "disconnections") == 0);
+  }
+}
+
+TEST(resp_more_keys_than_were_asked_for_are_no_answer) {
+  RespServer server([&](Peer& peer, const Command& command) {
+    if (command[0] != "EXISTS") return false;
+    peer.write(":" + std::to_string(command.size()) + "\r\n");
+    return true;
+  });
+  const auto engine = connect(server);
+  for (const Status status : run(*engine, Op::kContains, make_keys(40), nullptr))
+    CHECK(status == Status::kFault);
+}
+
+// A caller that gives up, and a connection that ends, end all that share the command.
+TEST(resp_keys_of_one_command_end_together) {
+  Gate gate;
+  std::atomic<bool> good = false;
+  RespServer server([&](Peer& peer, const Command& command) {
+    if (command[0] != "EXISTS" || good) return false;
+    gate.pass();
+    peer.hang_up();
+    return true;
+  });
+  const auto engine = connect(server);
+  const auto late = submit(*engine, Op::kContains, make_keys(50), nullptr, 300ms);
+  CHECK(late->wait_until(Clock::now() + 10s));
+  for (const Status status : late->results()) CHECK(status == Status::kTimedOut);
+  const auto cancelled = submit(*engine, Op::kContains, make_keys(50), nullptr, 60s);
+  cancelled->cancel();
+  CHECK(cancelled->wait_until(Clock::now() + 10s));
+  good = true;
+  gate.open();
+  CHECK(eventually([&] {
+    const auto found = run(*engine, Op::kContains, make_keys(50), nullptr);
+    return std::count(found.begin(), found.end(), Status::kMiss) == 50;
+  }));
+  CHECK(counter(*engine, "queued") == 0);
 }
 
 TEST(resp_a_reply_may_come_byte_by_byte) {

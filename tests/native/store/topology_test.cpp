@@ -70,6 +70,9 @@ TEST(slots_are_those_of_the_cluster_specification) {
   CHECK(slot_of("123456789") == 0x31C3 % kSlots);
   CHECK(slot_of("") == 0);
   CHECK(slot_of("foo") == 12182);
+  // By binascii.crc_hqx(key, 0) % 16384.
+  CHECK(slot_of("kvpool:default:de0c1e4a") == 6235);
+  CHECK(slot_of("kvpool:default:de0c1e4a1") == 16323);
   CHECK(slot_of("bar") == 5061);
   CHECK(slot_of("hello") == 866);
   CHECK(slot_of("{user1000}.following") == slot_of("user1000"));

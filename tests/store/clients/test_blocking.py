@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from kvpool.store.clients import batch_queue, executor
 from kvpool.store.store import Store
 from tests.support.conformance import MIB, key, keys, payload
 from tests.support.deadlines import MARGIN_S, ends_within, eventually
-from tests.support.misbehaving import misbehaving, says, to
+from tests.support.misbehaving import Peer, misbehaving, says, to
 from tests.support.servers import CLIENTS, Server, running, with_client
 
 
@@ -176,6 +176,41 @@ def test_a_name_that_no_resolver_takes_is_told(client: str, host: str) -> None:
 
 
 # ---------------------------------------------------------------------- a server that misbehaves
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("there", [0, 1, 63, 64, 65, 129, 150])
+def test_presence_of_many_keys_takes_few_commands(server: Server, client: str, there: int) -> None:
+    with open_store(f"{server.url}?client={client}&connections=1") as store:
+        if there:
+            assert all(store.put_many(keys(there), [b"x"] * there))
+        before = server.info("total_commands_processed")
+        assert store.contains_many(keys(150)) == [True] * there + [False] * (150 - there)
+        assert store.submit_touch(keys(150)).wait() == [True] * there + [False] * (150 - there)
+        assert server.info("total_commands_processed") - before < 150 + 80
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize(
+    "words",
+    [b"CROSSSLOT Keys in request don't hash to the same slot", b"NOPERM No permissions to access a key"],
+)
+def test_keys_that_may_not_share_a_command_are_asked_for_one_by_one(client: str, words: bytes) -> None:
+    refused: list[bytes] = []
+
+    def refuse(peer: Peer, asked: Sequence[bytes], good: bytes) -> None:
+        if asked[0] in (b"EXISTS", b"TOUCH") and len(asked) > 2:
+            refused.append(asked[0])
+            good = b"-" + words + b"\r\n"
+        peer.send(good)
+
+    with misbehaving() as server, open_store(f"{server.url}?client={client}&connections=1") as store:
+        assert store.put_many(keys(2), [b"x"] * 2) == [True] * 2
+        server.misbehave(refuse)
+        for _ in range(3):
+            assert store.contains_many(keys(100)) == [True] * 2 + [False] * 98
+            assert store.submit_touch(keys(100)).wait() == [True] * 2 + [False] * 98
+        assert 0 < len(refused) <= 4
 
 
 def test_an_evicted_value_has_no_room() -> None:
