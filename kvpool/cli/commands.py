@@ -144,7 +144,7 @@ def capacity(options: CapacityOptions) -> None:
 def size(options: SizeOptions) -> None:
     """What a pool of any size would have held of the engines' requests, or of a trace: the hit rate against blocks.
 
-    With --model: the bytes of a token, tokens of a GiB, and the network for them.
+    With --model: the bytes of a token and a record, and the link and disk below which computing is faster.
     """
     from kvpool.cli.size import run_size
 

@@ -1,4 +1,4 @@
-"""The KV cache of a model, by its config.json alone: what a token takes, over all layers and ranks.
+"""The KV cache of a model, by its config.json alone: what a token takes, over all layers and ranks, and a record.
 
 A layer with attention keeps K and V of each token, KV heads x (head size of K + that of V) elements; with MLA one
 vector of latent and rotary dimensions. Layers with a window or chunks are stored like others; those with a state keep
@@ -13,13 +13,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvpool import _native
+from kvpool.cli.settings import CacheType, SizeOptions
 from kvpool.cli.tables import Column, add_row, console, fitted, show
 from kvpool.errors import ConfigError
 from kvpool.files import read_file
-from kvpool.text import counted
+from kvpool.text import MAX_NBYTES, counted
 
 MAX_FILE_NBYTES = 4 << 20
 TYPES = ("16 bits", "fp8")  # of a cache's elements
+BLOCK_TOKENS = 16  # vLLM's, unless its kernels or layers with a state want more
+STRING_NBYTES = 12  # beside a string in a server
 
 _MEASURE = "kvpool size --json tells the block_nbytes of engines that run"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
@@ -54,6 +58,23 @@ class KVCache(NamedTuple):
     row: str
     heads: int
     token_nbytes: tuple[int, int]
+
+    def on_ranks(self, ranks: int) -> KVCache:
+        """With the bytes of so many tensor-parallel ranks together. Errors: ``ConfigError`` where heads do not part."""
+        heads = self.heads or ranks
+        if heads % ranks and ranks % heads:
+            raise ConfigError(f"--tp {ranks}: {heads} KV heads are not shared out evenly to so many ranks")
+        plain, fp8 = (nbytes * max(1, ranks // heads) for nbytes in self.token_nbytes)
+        return self._replace(token_nbytes=(plain, fp8))
+
+    def record_layers(self) -> int | None:
+        """Of the largest of vLLM's groups of attention, which has a record for each block and rank; None: not told."""
+        if self.window_layers is None:
+            return None
+        kinds = (self.layers - self.window_layers, self.window_layers)
+        counts = [count for count in (*kinds, self.state_layers) if count]
+        is_close = max(counts) < 1.5 * min(counts)
+        return min(max(counts) if is_close else min(counts), max(kinds))
 
 
 def read_kv_cache(source: str) -> KVCache:
@@ -95,40 +116,76 @@ def _of_hub(name: str) -> Path:
         raise ConfigError(f"--model {name}: no config.json of the hub: {why:.200}; else {ours}") from error
 
 
-def print_kv_cache(model: str, cache: KVCache, *, as_json: bool) -> None:
-    """A table or JSON, with the network's rule: N tokens a second need N times the bits of one."""
-    needs = [
-        {
+def server_nbytes(payload_nbytes: int) -> int:
+    """What a record's fields take of a server with jemalloc, which has four size classes a doubling; not its key."""
+    strings = [nbytes + STRING_NBYTES for _, nbytes in _native.cut_record(payload_nbytes)]
+    strings[-1] += _native.RECORD_HEADER_NBYTES
+    steps = [1 << max(0, (nbytes - 1).bit_length() - 3) for nbytes in strings]
+    return sum(-(-nbytes // step) * step for nbytes, step in zip(strings, steps, strict=True))
+
+
+def print_kv_cache(cache: KVCache, options: SizeOptions) -> None:
+    """A table or JSON. ``cache``: of ``options.model`` on so many ranks."""
+    layers, prefill = cache.record_layers(), options.prefill
+    block_tokens = options.block_tokens or (None if cache.state_layers else BLOCK_TOKENS)
+    keys = options.tp if cache.heads else 1
+    of_types: list[dict[str, Any]] = []
+    for name, nbytes in zip(TYPES, cache.token_nbytes, strict=True):
+        record = nbytes // cache.layers // keys * layers * block_tokens if layers and block_tokens else None
+        if record and record > MAX_NBYTES:
+            raise ConfigError(
+                f"--model {options.model}: a record of {block_tokens:,} tokens would be too large"
+            )
+        of_types.append({
             "cache": name,
             "token_nbytes": nbytes,
             "tokens_of_a_gib": (1 << 30) // nbytes,
-            "gbit_per_s_for_1000_tokens_per_s": nbytes * 8 / 1e6,
-            "tokens_per_s_by_10_gbit_per_s": 10**10 // (nbytes * 8),
-        }
-        for name, nbytes in zip(TYPES, cache.token_nbytes, strict=True)
-    ]
-    if as_json:
+            "record_nbytes": record,
+            "record_server_nbytes": record and server_nbytes(record),
+            "link_gbit_per_s": nbytes * prefill * 8 / 1e9,
+            "disk_gb_per_s": nbytes * prefill / 1e9,
+        })  # fmt: skip
+    if options.dtype:
+        of_types = [of_types[options.dtype is CacheType.FP8]]
+    if options.as_json:
         of_model = {name: value for name, value in cache._asdict().items() if name != "token_nbytes"}
-        print(json.dumps({"model": model, **of_model, "caches": needs}))
+        of_engine = {"ranks": options.tp, "block_tokens": block_tokens, "prefill_tokens_per_s": prefill}
+        print(json.dumps({"model": options.model, **of_model, **of_engine, "caches": of_types}))
         return
     out = console()
-    show(out, f"{model}: {cache.row}, in {counted(cache.layers, 'layer')}")
-    names = ("KV cache", "a token takes", "a GiB holds", "1,000 tokens/s need", "10 Gbit/s bring")
+    show(out, f"{options.model}: {cache.row}, in {counted(cache.layers, 'layer')}")
+    names = ("KV cache", "a token takes", "a GiB holds", "a record", "in a server", "link", "disk")
     columns = [Column(name) for name in names]
-    for name, nbytes, tokens, gbits, rate in (one.values() for one in needs):
+    for name, nbytes, tokens, record, of_server, gbits, gbytes in (one.values() for one in of_types):
         add_row(
             columns,
             name,
             f"{nbytes:,} bytes",
             f"{tokens:,} tokens",
+            f"{record:,} bytes" if record else "-",
+            f"{of_server / record:.3f} times" if record else "-",
             f"{gbits:.2f} Gbit/s",
-            f"{rate:,} tokens/s",
+            f"{gbytes:.3f} GB/s",
         )
     show(out, *fitted(columns, out.width))
-    of_all = "all ranks together, without layers of drafts"
-    if cache.heads:
-        of_all += f"; beyond {cache.heads} tensor-parallel ranks each KV head is kept more than once"
+    show(
+        out,
+        f"link, disk: on slower ones an engine that prefills {prefill:,} tokens/s (--prefill) is faster without a pool",
+    )
+    of_all = "a token: all ranks together, without layers of drafts"
+    if cache.heads >= options.tp:
+        of_all += f"; beyond {cache.heads} tensor-parallel ranks (--tp) each KV head is kept more than once"
     show(out, of_all)
+    if layers and block_tokens:
+        whose = "a rank's" if keys > 1 else "a block's"
+        show(
+            out,
+            f"a record: {whose} {counted(layers, 'layer')} for {block_tokens:,} tokens (--block-tokens)",
+        )
+    elif layers:
+        show(out, "a record: --block-tokens says of how many tokens; layers with a state make blocks large")
+    else:
+        show(out, "a record: the file does not say which layers are stored together")
     if cache.window_layers != 0:
         some = "layers may" if cache.window_layers is None else f"{cache.window_layers} of the layers"
         show(out, f"{some} have a window or chunks: all is stored, only the last is loaded")
@@ -137,11 +194,6 @@ def print_kv_cache(model: str, cache: KVCache, *, as_json: bool) -> None:
             out,
             f"{cache.state_layers} more layers keep a state, stored at ends of prompts and not counted here",
         )
-    show(
-        out,
-        "N tokens/s need N / 1,000 times that network; a pool pays where the network brings more tokens a second than "
-        "the engine prefills",
-    )
 
 
 def kv_cache_of(config: object) -> KVCache:

@@ -57,6 +57,11 @@ class LogFormat(str, Enum):
     JSON = "json"
 
 
+class CacheType(str, Enum):
+    BFLOAT16 = "bfloat16"
+    FP8 = "fp8"
+
+
 # fmt: off
 PlaceTimeout = Annotated[float, option(PLACING, "SECONDS",
         "Longest time to find out the tokens of a request's prompt; then it is placed by load alone. Less than Envoy's "
@@ -347,14 +352,21 @@ class SizeOptions:
     tenant: Annotated[str | None, option(ANSWER, "TENANT",
         "Of an index: this tenant's requests. Without it: those of all.")] = None
     block_tokens: Annotated[int | None, option(ANSWER, "TOKENS",
-        "Of a block. Without it: as the index or the trace tells.", min=1, max=1 << 20)] = None
+        "Of a block. Without it: as the index or the trace tells, or 16.", min=1, max=1 << 20)] = None
     token_bytes: Annotated[str | None, option(ANSWER, "SIZE",
         "KV cache of a token, such as 128KiB, for bytes in the table. Without it: as the index knows them.",
         callback=is_size)] = None
+    price: Annotated[float | None, option(ANSWER, "MONEY",
+        "Of a GiB for a month: shows what each size costs, and a further point of hit rate.", min=0, max=1e9)] = None
     as_json: Json = False
     model: Annotated[str | None, option(MODEL, "MODEL",
         "What its KV cache takes: a folder with config.json, such a file, or ORG/MODEL of the Hugging Face hub. No "
-        "weights are read. With --trace: the bytes of its table, of a cache in 16 bits.")] = None
+        "weights are read. With --trace: for its bytes.")] = None
+    dtype: Annotated[CacheType | None, option(MODEL, None,
+        "Of the cache. Without it: both; with --trace bfloat16.")] = None
+    tp: Annotated[int, option(MODEL, "RANKS", "Tensor-parallel ranks of an engine.", min=1, max=1024)] = 1
+    prefill: Annotated[int, option(MODEL, "TOKENS/S",
+        "What an engine computes, for --model's link and disk.", min=1, max=10**9)] = 1000
     trace: Annotated[Path | None, option(TRACE, "FILE",
         "Requests and their blocks, a session or a request a line; no index is asked then.")] = None
     apart: Annotated[float, option(TRACE, "SECONDS", "Between the beginnings of two sessions.", min=0, max=1e9)] = 60.0

@@ -89,6 +89,30 @@ def test_the_table_says_what_to_buy(tmp_path: Path) -> None:
     assert "estimated from one block in" in " ".join(sampled.stdout.split())
 
 
+def test_a_price_of_a_gib_says_what_a_pool_and_a_further_point_cost(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.jsonl", SESSIONS)
+    priced = ("--token-bytes", "16MiB", "--price", "2.5")  # a block: 1 GiB
+    *_, row = kvpool("size", "--trace", str(path), *priced).stdout.splitlines()
+    assert row.split() == ["100%", "54.2%", "8", "512", "8.0", "GiB", "20.00", "-"]
+    points = curve(path, *priced)["points"]
+    assert [one["price"] for one in points] == [one["blocks"] * 2.5 for one in points]
+    lines = kvpool("size", "--trace", str(path), *priced).stdout.splitlines()
+    assert lines[1].split("  ")[-2:] == ["a month", "a point more"]
+    money = [row.split()[-2:] for row in lines[3:]]
+    rates = [{one["blocks"]: one["hit_rate"] for one in points}[int(row.split()[2])] for row in lines[3:]]
+    before, paid = 0.0, 0.0
+    for rate, (price, step) in zip(rates, money, strict=True):
+        expected = f"{(float(price) - paid) / (100 * (rate - before)):.2f}" if rate > before else "-"
+        assert step == expected
+        before, paid = rate, float(price)
+    line = refused("size", "--trace", str(path), "--price", "2.5")
+    assert (
+        line == "kvpool: --price is of a GiB: say what a token takes, by --token-bytes or a trace's --model"
+    )
+    for bad in ("nan", "inf", "-1", "2.5EUR"):
+        assert "Invalid value for '--price'" in refused("size", "--trace", str(path), "--price", bad)
+
+
 def _long(folder: Path) -> Path:
     return written(folder / "long.jsonl", [[at, 64 * 9, 1, [[9 * at, 9]]] for at in range(200)])
 
@@ -142,6 +166,8 @@ def test_an_index_tells_the_curve_of_all_and_of_a_tenant() -> None:
             "today's size, 60 blocks, 60.0 GiB: a quarter 0.0%, half 0.0%, as it is 25.0%, twice 50.0%, four"
             in text
         )
+        priced = kvpool("size", "--index", index.target, "--price", "2").stdout
+        assert "50% 25.0% 50 800 50.0 GiB 100.00 4.00" in " ".join(priced.split())
         answer = json.loads(kvpool("size", "--index", index.target, "--json").stdout)
         assert answer == {
             "block_tokens": 16, "requests": 7, "requested_blocks": 400, "share": 0.25, "since_s": 1.5e9,
@@ -155,6 +181,9 @@ def test_an_index_tells_the_curve_of_all_and_of_a_tenant() -> None:
             of_tenant.stdout.split()
         )
         assert "today's size is not known" in of_tenant.stdout
+        assert "--price is of a GiB: say" in refused(
+            "size", "--index", index.target, "--tenant", "t", "--price", "1"
+        )
         assert "knows no request of tenant x" in refused("size", "--index", index.target, "--tenant", "x")
 
 
