@@ -35,6 +35,12 @@ bool is_command_refused(std::string_view text) {
   return (word == "NOPERM" || word == "ERR") && text.find("command") != std::string_view::npos;
 }
 
+// Whether an error of a command with many keys may be none with one: not one of a busy or loading server.
+bool is_joining_refused(std::string_view text) {
+  const std::string_view word = first_word(text);
+  return error_status(text) != Status::kFault || word == "ASK" || word == "MOVED" || word == "TRYAGAIN";
+}
+
 std::size_t digits(std::uint64_t value) {
   std::size_t count = 1;
   for (; value >= 10; value /= 10) ++count;
@@ -213,7 +219,11 @@ std::string RespConnection::on_error(Request& request, std::string_view text) {
   }
   if (request.keys > 1) {
     const bool is_refused = request.kind == Kind::kTouch && is_command_refused(text);
-    (is_refused ? touches_ : joins_) = false;
+    if (is_refused) {
+      touches_ = false;
+    } else if (is_joining_refused(text)) {
+      joins_ = false;
+    }
     ask_each(request, is_refused ? Kind::kContains : request.kind);
     return {};
   }

@@ -39,7 +39,7 @@ from kvpool.store.clients.link import (
 )
 from kvpool.store.clients.lookup_keys import LookupKeys
 from kvpool.store.clients.shards import Shards
-from kvpool.store.server.replies import first_word, is_command_refused
+from kvpool.store.server.replies import first_word, is_command_refused, is_joining_refused
 from kvpool.store.url import StoreURL
 from kvpool.threads import start_thread
 
@@ -132,9 +132,10 @@ class LinkThread:
     """
 
     def __init__(self, queue: BatchQueue, link: Link, *, ttl_s: float, probe_s: float, joins: bool) -> None:
-        self._queue, self._link, self._probe_s, self._joins = queue, link, probe_s, joins
+        self._queue, self._link, self._probe_s, self._may_join = queue, link, probe_s, joins
         self._ttl_s, self._ttl_ms = ttl_s, int(ttl_s * 1000)
         self._is_up = False
+        self._joins = joins  # until refused
         self._may_touch = True  # until refused: TOUCH
         self._may_renew = True  # until refused: times to live
         self._looked: dict[bytes, int] = {}  # used key -> the span of its last check
@@ -247,7 +248,11 @@ class LinkThread:
                 answers[places.start : places.stop] = [_native.OK] * len(places)
             elif count != 0:
                 unclear += places
-                if isinstance(count, ErrorReply) and not is_command_refused(count):
+                if (
+                    isinstance(count, ErrorReply)
+                    and not is_command_refused(count)
+                    and is_joining_refused(count)
+                ):
                     self._joins = False  # a cluster behind a plain URL, or a user who may see some keys only
         if unclear:
             asked = self._found(batch, verb, [keys[place] for place in unclear])
@@ -391,6 +396,7 @@ class LinkThread:
             self._queue.count("connections")
             self._queue.count("up_connections")
             self._may_touch = self._may_renew = True  # the user's rights may have changed
+            self._joins = self._may_join
         self._is_up, self._failures = True, failures
 
     def _fail(self) -> None:

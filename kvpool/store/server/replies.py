@@ -41,6 +41,12 @@ def is_command_refused(words: str) -> bool:
     return first_word(words) in ("NOPERM", "ERR") and "command" in words
 
 
+def is_joining_refused(words: str) -> bool:
+    """Whether an error of a command with many keys may be none with one: not one of a busy or loading server."""
+    is_of_server = _native.error_status(words) == _native.FAULT
+    return not is_of_server or first_word(words) in ("ASK", "MOVED", "TRYAGAIN")
+
+
 def _error(words: bytes) -> Exception:
     said = words.decode("utf-8", "replace")
     error: Any = BaseParser.parse_error(said)  # type: ignore[no-untyped-call]

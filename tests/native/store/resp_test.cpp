@@ -202,6 +202,28 @@ TEST(resp_keys_that_may_not_share_a_command_are_asked_for_one_by_one) {
   }
 }
 
+// A busy or loading server refuses everything, not that keys share a command.
+TEST(resp_keys_share_a_command_again_after_a_fault_that_passes) {
+  std::atomic<bool> busy = true;
+  std::atomic<unsigned> asked = 0;
+  RespServer server([&](Peer& peer, const Command& command) {
+    if (command[0] != "EXISTS") return false;
+    ++asked;
+    if (!busy) return false;
+    peer.write("-BUSY Valkey is busy running a script\r\n");
+    return true;
+  });
+  const auto engine = connect(server);
+  for (const Status status : run(*engine, Op::kContains, make_keys(40), nullptr))
+    CHECK(status == Status::kFault);
+  busy = false;
+  asked = 0;
+  for (const Status status : run(*engine, Op::kContains, make_keys(40), nullptr))
+    CHECK(status == Status::kMiss);
+  CHECK(asked == 1 || asked == 2);  // the I/O thread may send what it has taken before the rest
+  CHECK(counter(*engine, "disconnections") == 0);
+}
+
 TEST(resp_more_keys_than_were_asked_for_are_no_answer) {
   RespServer server([&](Peer& peer, const Command& command) {
     if (command[0] != "EXISTS") return false;
@@ -609,6 +631,95 @@ TEST(resp_a_cancelled_get_lets_its_buffer_go_and_harms_no_other) {
   CHECK(second->wait_until(Clock::now() + 10s));
   CHECK(second->results()[0] == Status::kOk);
   CHECK(other[0] == value);
+  CHECK(counter(*engine, "disconnections") == 0);
+}
+
+// Wherever a reply of three fields pauses, and whether its caller waits or leaves meanwhile.
+TEST(resp_a_get_pauses_or_ends_at_any_boundary_of_its_fields) {
+  const Bytes value = make_payload(296'000);
+  const Fields record = fields(make_key(0), value);
+  CHECK(record.size() == 3);
+  const std::string reply = reply_of(record);
+  std::vector<std::size_t> cuts = {1, 3, 4};
+  std::size_t end = 4;
+  for (const auto& [name, field] : record) {
+    const std::size_t begin = end + bulk(field).size() - field.size() - 2;
+    end += bulk(field).size();
+    const std::size_t last = begin + field.size();
+    for (const std::size_t at : {begin - 1, begin, begin + 1, begin + field.size() / 2, last - kRecordHeaderNbytes,
+                                 last - kRecordHeaderNbytes + 1, last - 1, last, last + 1, end}) {
+      if (at < reply.size()) cuts.push_back(at);
+    }
+  }
+  std::atomic<std::size_t> cut = 0;
+  std::shared_ptr<Gate> gate;
+  RespServer server([&](Peer& peer, const Command& command) {
+    if (command[0] != "HMGET" || command[1] != make_key(0).text) return false;
+    peer.write(std::string_view(reply).substr(0, cut));
+    gate->pass();
+    peer.write(std::string_view(reply).substr(cut));
+    return true;
+  });
+  keep(server, make_key(1), value);
+  const auto engine = connect(server);
+  for (const bool leaves : {false, true}) {
+    for (const std::size_t at : cuts) {
+      cut = at;
+      gate = std::make_shared<Gate>();
+      std::vector<Bytes> first_target(1, Bytes(value.size()));
+      std::vector<Bytes> second_target(1, Bytes(value.size()));
+      const auto first = submit(*engine, Op::kGet, {make_key(0)}, &first_target, 60s);
+      const auto second = submit(*engine, Op::kGet, {make_key(1)}, &second_target, 60s);
+      const auto third = submit(*engine, Op::kContains, make_keys(70), nullptr, 60s);
+      CHECK(eventually([&] { return gate->somebody_waits(); }));
+      std::this_thread::sleep_for(1ms);
+      if (leaves) {
+        first->cancel();
+        CHECK(first->wait_until(Clock::now() + 10s));
+        CHECK(first->results()[0] == Status::kCancelled);
+        first_target.clear();
+        first_target.shrink_to_fit();
+      }
+      gate->open();
+      CHECK(first->wait_until(Clock::now() + 10s));
+      CHECK(leaves || (first->results()[0] == Status::kOk && first_target[0] == value));
+      CHECK(second->wait_until(Clock::now() + 10s));
+      CHECK(second->results()[0] == Status::kOk && second_target[0] == value);
+      CHECK(third->wait_until(Clock::now() + 10s));
+      for (unsigned i = 0; i < 70; ++i) CHECK((third->results()[i] == Status::kOk) == (i == 1));
+    }
+  }
+  CHECK(counter(*engine, "disconnections") == 0);
+  CHECK(counter(*engine, "damaged_length") == 0);
+}
+
+// What keys of one command took of the window is free again however they end: else a connection takes no more.
+TEST(resp_keys_of_one_command_leave_the_window) {
+  constexpr unsigned kKeys = 500;
+  std::atomic<int> answer = 0;
+  RespServer server([&](Peer& peer, const Command& command) {
+    if (command[0] != "EXISTS" && command[0] != "TOUCH") return false;
+    if (answer == 1) std::this_thread::sleep_for(2ms);
+    if (answer != 2 || command.size() <= 2) return false;
+    peer.write("-BUSY Valkey is busy running a script\r\n");
+    return true;
+  });
+  for (unsigned i = 0; i < kKeys; i += 3) keep(server, make_key(i), make_payload(10));
+  const auto engine = connect(server);
+  for (unsigned round = 0; round < 60; ++round) {
+    answer = static_cast<int>(round % 3);
+    const auto batch =
+        submit(*engine, round % 2 == 0 ? Op::kTouch : Op::kContains, make_keys(kKeys), nullptr, 60s);
+    if (answer == 1) {
+      std::this_thread::sleep_for(std::chrono::microseconds(300 * (round % 7)));
+      batch->cancel();
+    }
+    CHECK(batch->wait_until(Clock::now() + 20s));
+    for (unsigned i = 0; i < kKeys && answer != 1; ++i) {
+      CHECK(batch->results()[i] == (i % 3 == 0 ? Status::kOk : Status::kMiss));
+    }
+  }
+  CHECK(counter(*engine, "queued") == 0);
   CHECK(counter(*engine, "disconnections") == 0);
 }
 

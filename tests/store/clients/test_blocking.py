@@ -16,7 +16,7 @@ from kvpool.errors import ConfigError, NoThread, StoreUnavailable
 from kvpool.store.clients import batch_queue, executor
 from kvpool.store.store import Store
 from tests.support.conformance import MIB, key, keys, payload
-from tests.support.deadlines import MARGIN_S, ends_within, eventually
+from tests.support.deadlines import MARGIN_S, ends_within, eventually, raises
 from tests.support.misbehaving import Peer, misbehaving, says, to
 from tests.support.servers import CLIENTS, Server, running, with_client
 
@@ -211,6 +211,41 @@ def test_keys_that_may_not_share_a_command_are_asked_for_one_by_one(client: str,
             assert store.contains_many(keys(100)) == [True] * 2 + [False] * 98
             assert store.submit_touch(keys(100)).wait() == [True] * 2 + [False] * 98
         assert 0 < len(refused) <= 4
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize(
+    ("words", "reconnects"),
+    [(b"BUSY Valkey is busy running a script", False), (b"NOPERM No permissions to access a key", True)],
+)
+def test_keys_share_a_command_again(client: str, words: bytes, reconnects: bool) -> None:
+    """After a fault that passes; and after rights that may have changed, which a new connection finds out."""
+    asked: list[int] = []
+    good, hangs_up = True, False
+
+    def answer(peer: Peer, command: Sequence[bytes], reply: bytes) -> None:
+        if hangs_up:
+            peer.hang_up()
+        if command[0] == b"EXISTS" and len(command) > 2:
+            asked.append(len(command))
+            if not good:
+                reply = b"-" + words + b"\r\n"
+        peer.send(reply)
+
+    with misbehaving() as server, open_store(f"{server.url}?client={client}&connections=1") as store:
+        server.misbehave(answer)
+        good = False
+        assert store.contains_many(keys(40)) == [False] * 40
+        good, hangs_up = True, reconnects
+        if reconnects:
+            with contextlib.suppress(StoreUnavailable):
+                store.contains_many(keys(40))
+            hangs_up = False
+        asked.clear()
+        assert eventually(
+            lambda: not raises(StoreUnavailable, lambda: store.contains_many(keys(40))) and asked == [41],
+            within_s=MARGIN_S,
+        )
 
 
 def test_an_evicted_value_has_no_room() -> None:
