@@ -231,9 +231,7 @@ class Namespace:
 
     def __post_init__(self, record_version: int | None) -> None:
         check_tenant(self.tenant)
-        facts = _checked_facts(self.facts)
-        if record_version is not None:
-            facts[RECORD_FACT] = record_version
+        facts = _checked_facts(self.facts, record_version)
         canonical = json.dumps(facts, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
         try:
             encoded = canonical.encode()
@@ -385,8 +383,11 @@ def _index(name: str, value: int) -> int:
     return value
 
 
-def _checked_facts(facts: Mapping[str, Fact]) -> dict[str, Fact]:
-    if not facts or len(facts) > MAX_FACTS:
+def _checked_facts(given: Mapping[str, Fact], record_version: int | None) -> dict[str, Fact]:
+    facts = dict(given)
+    if given and record_version is not None:
+        facts[RECORD_FACT] = record_version
+    if not 1 <= len(facts) <= MAX_FACTS:
         raise ConfigError(f"a namespace has 1 to {MAX_FACTS} facts, not {len(facts)}")
     plain: dict[str, Fact] = {}
     for name, value in facts.items():

@@ -3,11 +3,17 @@ from __future__ import annotations
 import msgpack
 import pytest
 
-from kvpool.discovery.facts import LEASE_S, announce_facts
-from kvpool.key.key import Namespace
+from kvpool.discovery.facts import LEASE_S, announce_facts, announced_namespaces
+from kvpool.key.key import MAX_FACTS, Namespace
 from kvpool.store.store import Store
 
 OURS = {"model": "m", "kv_dtype": "bfloat16", "tp": 2, "prefix": True, "isa": "avx512"}
+
+
+def test_as_many_facts_as_a_namespace_has_are_readable(store: Store) -> None:
+    namespace = Namespace("t", {str(number): 1 for number in range(MAX_FACTS - 1)})
+    announce_facts(store, namespace, "m")
+    assert announced_namespaces(store, "t") == {"m": [namespace]}
 
 
 def test_alone_nothing_differs(store: Store) -> None:

@@ -212,7 +212,7 @@ def test_a_namespace_is_frozen() -> None:
     ("bad", "words"),
     [
         ({}, "1 to 4096 facts, not 0"),
-        ({str(number): 1 for number in range(4097)}, "not 4097"),
+        ({str(number): 1 for number in range(4096)}, "not 4097"),
         ({"a": 1.5}, "fact 'a' is a str, int or bool, not float"),
         ({"a": None}, "not NoneType"),
         ({"a": [1]}, "not list"),
