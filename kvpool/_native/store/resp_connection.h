@@ -192,7 +192,7 @@ class RespConnection {
   bool readable_ = false;                   // by poll()
   bool is_full_ = false;                    // the socket did not take all bytes
   bool touches_ = true;                     // until refused: TOUCH
-  bool joins_ = true;                       // until refused: several keys in one command
+  bool joins_ = false;                      // several keys in one command: on one server, until refused
   bool renews_ = true;                      // until refused: reading and changing times to live
   std::chrono::microseconds round_trip_{};  // the shortest, at connect
   bool up_ = false;                         // connected, and not suspect

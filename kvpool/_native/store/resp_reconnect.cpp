@@ -51,7 +51,7 @@ void RespConnection::dial(Clock::time_point now) {
       failing_ = false;
       stood_ = true;
       touches_ = true;  // its rights may have changed
-      joins_ = true;
+      joins_ = topology_.map()->nodes.size() == 1;
       renews_ = true;
       is_full_ = false;
       moved_at_ = now;

@@ -138,6 +138,21 @@ TEST(cluster_keys_go_to_the_node_of_their_slot) {
   CHECK(store.counter("moved") == 0);
 }
 
+// Nodes refuse keys of several slots in one command, and count each refusal among their errors.
+TEST(cluster_keys_are_asked_for_one_by_one) {
+  std::atomic<unsigned> joined = 0;
+  const RespServer::Hook refuse = [&](Peer& peer, const Command& command) {
+    if (command[0] != "EXISTS" || command.size() == 2) return false;
+    ++joined;
+    peer.write("-CROSSSLOT Keys in request don't hash to the same slot\r\n");
+    return true;
+  };
+  RespServer low(refuse), high(refuse);
+  Store store({{"127.0.0.1", low.port(), {{0, 8191}}}, {"127.0.0.1", high.port(), {{8192, kLast}}}});
+  CHECK(store.run(Op::kContains, test::make_keys(100)) == std::vector<Status>(100, Status::kMiss));
+  CHECK(joined == 0);
+}
+
 TEST(cluster_without_a_map_or_with_a_hole_says_which_slot) {
   RespServer server;
   Store store({});
