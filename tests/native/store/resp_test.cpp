@@ -646,8 +646,9 @@ TEST(resp_a_get_pauses_or_ends_at_any_boundary_of_its_fields) {
     const std::size_t begin = end + bulk(field).size() - field.size() - 2;
     end += bulk(field).size();
     const std::size_t last = begin + field.size();
-    for (const std::size_t at : {begin - 1, begin, begin + 1, begin + field.size() / 2, last - kRecordHeaderNbytes,
-                                 last - kRecordHeaderNbytes + 1, last - 1, last, last + 1, end}) {
+    for (const std::size_t at :
+         {begin - 1, begin, begin + 1, begin + field.size() / 2, last - kRecordHeaderNbytes,
+          last - kRecordHeaderNbytes + 1, last - 1, last, last + 1, end}) {
       if (at < reply.size()) cuts.push_back(at);
     }
   }
