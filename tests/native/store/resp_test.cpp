@@ -634,6 +634,26 @@ TEST(resp_a_cancelled_get_lets_its_buffer_go_and_harms_no_other) {
   CHECK(counter(*engine, "disconnections") == 0);
 }
 
+TEST(resp_a_copy_says_who_wrote_its_record) {
+  RespServer server;
+  const auto engine = connect(server);
+  for (const std::size_t nbytes : {0UL, 1UL, 17'000UL, 262'132UL, 296'000UL}) {
+    std::vector<Bytes> values = {make_payload(nbytes)};
+    std::vector<Bytes> targets(1, Bytes(nbytes));
+    RecordHeader header = make_header(make_key(0), nbytes, {1, 2, 3});
+    RecordChecksum checksum;
+    checksum.update(values[0]);
+    header.checksum = checksum.digest(header);
+    const auto put = engine->submit(Op::kPut, {make_key(0)}, {values[0]}, 10s, std::nullopt, {},
+                                    {Found{nbytes, Seal{header.writer, header.checksum}}});
+    CHECK(put->wait_until(Clock::now() + 15s) && put->results()[0] == Status::kOk);
+    const auto got = submit(*engine, Op::kGet, {make_key(0)}, &targets);
+    CHECK(got->wait_until(Clock::now() + 15s) && got->results()[0] == Status::kOk);
+    CHECK(targets == values);
+    CHECK(got->found(0).seal->writer == header.writer && got->found(0).seal->checksum == header.checksum);
+  }
+}
+
 // Wherever a reply of three fields pauses, and whether its caller waits or leaves meanwhile.
 TEST(resp_a_get_pauses_or_ends_at_any_boundary_of_its_fields) {
   const Bytes value = make_payload(296'000);
