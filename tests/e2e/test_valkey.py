@@ -83,7 +83,7 @@ def test_a_stopped_server_costs_a_recompute_and_the_budget(pair: Pair) -> None:
 
 
 def touch_calls(pair: Pair) -> int:
-    """How many keys the server was asked for."""
+    """How often the server was asked for keys."""
     stats: dict[str, Any] = pair.server.client.info("commandstats")
     return int(stats.get("cmdstat_touch", {}).get("calls", 0))
 

@@ -481,13 +481,8 @@ def test_what_is_asked_for_counts_as_used(valkey: StoreServer, serve: Serve) -> 
     keys, slots = hashes(3), server.slots(3)
     assert all(server.backend.batch_set_v1(keys, slots))
 
-    def touched_by(call: Callable[[], object]) -> int:
-        valkey.client.config_resetstat()
-        call()
-        return int(valkey.client.info("commandstats").get("cmdstat_touch", {"calls": 0})["calls"])
-
-    assert touched_by(lambda: server.backend.batch_exists(keys)) == 6
-    assert touched_by(lambda: server.backend.batch_set_v1(keys, slots)) == 6, "keys and values"
+    assert valkey.touched_by(lambda: server.backend.batch_exists(keys)) == 6
+    assert valkey.touched_by(lambda: server.backend.batch_set_v1(keys, slots)) == 6, "keys and values"
 
 
 def test_after_close_everything_is_a_miss(tmp_path: Path, serve: Serve) -> None:
