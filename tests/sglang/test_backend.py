@@ -29,6 +29,7 @@ from tests.sglang.server import PAGE_TOKENS, Controller, Server, extra, hashes, 
 from tests.support.deadlines import Stopwatch, eventually
 from tests.support.servers import Server as StoreServer
 from tests.support.servers import running, started
+from tests.support.touches import touched_by
 
 pytestmark = pytest.mark.sglang
 
@@ -481,8 +482,8 @@ def test_what_is_asked_for_counts_as_used(valkey: StoreServer, serve: Serve) -> 
     keys, slots = hashes(3), server.slots(3)
     assert all(server.backend.batch_set_v1(keys, slots))
 
-    assert valkey.touched_by(lambda: server.backend.batch_exists(keys)) == 6
-    assert valkey.touched_by(lambda: server.backend.batch_set_v1(keys, slots)) == 6, "keys and values"
+    assert touched_by(valkey, lambda: server.backend.batch_exists(keys)) == 6
+    assert touched_by(valkey, lambda: server.backend.batch_set_v1(keys, slots)) == 6, "keys and values"
 
 
 def test_after_close_everything_is_a_miss(tmp_path: Path, serve: Serve) -> None:

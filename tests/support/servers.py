@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -92,19 +92,6 @@ class Server:
         assert self._process is None
         self._process = subprocess.Popen(self.command(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         assert eventually(self._answers), (self.folder / "log").read_text()[-2000:]
-
-    def touched_by(self, act: Callable[[], object]) -> int:
-        """How many keys TOUCH names while ``act`` runs: one command may have many."""
-        with redis.Redis(port=self.port, protocol=2, socket_timeout=60) as own, own.monitor() as heard:
-            act()
-            self.client.echo("over")
-            touched = 0
-            for one in heard.listen():
-                name, *words = one["command"].split()
-                if name == "ECHO":
-                    return touched
-                touched += len(words) if name == "TOUCH" else 0
-        raise AssertionError("the server went away")
 
     def kill(self) -> None:
         """End it without a chance to say goodbye."""

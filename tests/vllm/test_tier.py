@@ -51,6 +51,7 @@ from tests.support.secondary_tier import (
     spec,
 )
 from tests.support.servers import SERVERS, Server, running, started
+from tests.support.touches import touched_by
 
 
 def memory() -> np.ndarray:
@@ -500,17 +501,17 @@ def test_what_engines_ask_for_and_use_counts_as_used(server: Server, driven: Dri
     """Else the pool drops first what every engine has in its own memory."""
     keys = stored(driven, range(3))
 
-    def touched_by(act: Callable[[], object]) -> int:
+    def touched(act: Callable[[], object]) -> int:
         def whole() -> None:
             act()
             assert isinstance(driven.tier, KVPoolTier)
             assert eventually(lambda: (driven.poll(), not driven.tier._lookups._touching)[1])  # type: ignore[attr-defined]
 
-        return server.touched_by(whole)
+        return touched_by(server, whole)
 
-    assert touched_by(lambda: driven.look_up(keys)) == 3
-    assert touched_by(lambda: driven.tier.touch([*keys, key(9)], ReqContext("r"))) == 4
-    assert touched_by(lambda: stored(driven, range(3))) == 3
+    assert touched(lambda: driven.look_up(keys)) == 3
+    assert touched(lambda: driven.tier.touch([*keys, key(9)], ReqContext("r"))) == 4
+    assert touched(lambda: stored(driven, range(3))) == 3
 
 
 def test_questions_and_jobs_of_any_length_are_cut(on_server: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
