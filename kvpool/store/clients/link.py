@@ -82,7 +82,7 @@ def put_commands(key: bytes, view: memoryview, ttl_ms: bytes) -> list[Command]:
     fields: list[bytes | memoryview] = []
     for name, part in _cut(view):
         fields += [name, part]
-    fields[-1] = bytes(fields[-1]) + _native.pack_header(key.decode("ascii"), view)
+    fields[-1] = b"".join((fields[-1], _native.pack_header(key.decode("ascii"), view)))
     return [(b"MULTI",), (b"HSET", key, *fields), (b"PEXPIRE", key, ttl_ms), (b"EXEC",)]
 
 
