@@ -68,6 +68,19 @@ int parse_u16(std::string_view text) {
   return value <= 65535 ? value : -1;
 }
 
+// All checks except the checksum.
+Damage check_header(const RecordHeader& header, const Key& key, std::uint64_t payload_nbytes) {
+  if (header.magic != kRecordMagic) return Damage::kMagic;
+  if (header.version != kRecordVersion) return Damage::kVersion;
+  if (header.flags != 0) return Damage::kFlags;
+  if (header.payload_nbytes != payload_nbytes) return Damage::kLength;
+  if (header.fingerprint != key.fingerprint) return Damage::kFingerprint;
+  if (header.hash_prefix != key.hash_prefix) return Damage::kHash;
+  if (header.group != key.group) return Damage::kGroup;
+  if (header.rank != key.rank) return Damage::kRank;
+  return Damage::kNone;
+}
+
 }  // namespace
 
 Key parse_key(std::string_view text) {
@@ -129,18 +142,6 @@ RecordHeader make_header(const Key& key, std::uint64_t payload_nbytes,
                       .checksum = 0};
 }
 
-Damage check_header(const RecordHeader& header, const Key& key, std::uint64_t payload_nbytes) {
-  if (header.magic != kRecordMagic) return Damage::kMagic;
-  if (header.version != kRecordVersion) return Damage::kVersion;
-  if (header.flags != 0) return Damage::kFlags;
-  if (header.payload_nbytes != payload_nbytes) return Damage::kLength;
-  if (header.fingerprint != key.fingerprint) return Damage::kFingerprint;
-  if (header.hash_prefix != key.hash_prefix) return Damage::kHash;
-  if (header.group != key.group) return Damage::kGroup;
-  if (header.rank != key.rank) return Damage::kRank;
-  return Damage::kNone;
-}
-
 std::uint64_t RecordChecksum::digest(const RecordHeader& header) {
   RecordHeader zeroed = header;
   zeroed.checksum = 0;
@@ -148,12 +149,23 @@ std::uint64_t RecordChecksum::digest(const RecordHeader& header) {
   return checksum_.digest();
 }
 
+RecordHeader seal_record(const Key& key, std::uint64_t payload_nbytes, const std::optional<Seal>& known,
+                         RecordChecksum& checksum) {
+  RecordHeader header = make_header(key, payload_nbytes, known.value_or(Seal{}).writer);
+  header.checksum = known ? known->checksum : checksum.digest(header);
+  return header;
+}
+
+Damage verify_record(const Key& key, const RecordHeader& header, std::uint64_t payload_nbytes,
+                     RecordChecksum& checksum) {
+  if (const Damage damage = check_header(header, key, payload_nbytes); damage != Damage::kNone) return damage;
+  return checksum.digest(header) == header.checksum ? Damage::kNone : Damage::kChecksum;
+}
+
 RecordHeader pack_header(const Key& key, std::span<const std::byte> payload) {
-  RecordHeader header = make_header(key, payload.size());
   RecordChecksum checksum;
   checksum.update(payload);
-  header.checksum = checksum.digest(header);
-  return header;
+  return seal_record(key, payload.size(), std::nullopt, checksum);
 }
 
 Damage verify_record(const Key& key, std::span<const std::byte> header_bytes,
@@ -161,10 +173,9 @@ Damage verify_record(const Key& key, std::span<const std::byte> header_bytes,
   if (header_bytes.size() != kRecordHeaderNbytes) return Damage::kTruncated;
   RecordHeader header;
   std::memcpy(&header, header_bytes.data(), sizeof header);
-  if (const Damage damage = check_header(header, key, payload.size()); damage != Damage::kNone) return damage;
   RecordChecksum checksum;
   checksum.update(payload);
-  return checksum.digest(header) == header.checksum ? Damage::kNone : Damage::kChecksum;
+  return verify_record(key, header, payload.size(), checksum);
 }
 
 RecordFields cut_record(std::uint64_t payload_nbytes) {
@@ -180,6 +191,16 @@ RecordFields cut_record(std::uint64_t payload_nbytes) {
   }
   fields.nbytes[fields.count++] = left;
   return fields;
+}
+
+std::uint64_t record_server_nbytes(std::uint64_t payload_nbytes) {
+  const RecordFields fields = cut_record(payload_nbytes);
+  std::uint64_t nbytes = 0;
+  for (std::size_t i = 0; i < fields.count; ++i) {
+    nbytes +=
+        size_class(fields.nbytes[i] + (i + 1 == fields.count ? kRecordHeaderNbytes : 0) + kStringNbytes);
+  }
+  return nbytes;
 }
 
 }  // namespace kvpool

@@ -4,6 +4,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -74,9 +75,6 @@ struct Seal {
 RecordHeader make_header(const Key& key, std::uint64_t payload_nbytes,
                          const std::array<std::uint8_t, 16>& writer = {});
 
-// All checks except the checksum.
-Damage check_header(const RecordHeader& header, const Key& key, std::uint64_t payload_nbytes);
-
 // Streams the checksum of a record: the payload by chunks, then the header.
 class RecordChecksum {
  public:
@@ -87,6 +85,14 @@ class RecordChecksum {
  private:
   Checksum checksum_;
 };
+
+// The header behind a payload that `checksum` has seen. `known`: of the record that the payload was copied from, whose
+// payload `checksum` need not have seen.
+RecordHeader seal_record(const Key& key, std::uint64_t payload_nbytes, const std::optional<Seal>& known,
+                         RecordChecksum& checksum);
+// All checks, behind a payload that `checksum` has seen.
+Damage verify_record(const Key& key, const RecordHeader& header, std::uint64_t payload_nbytes,
+                     RecordChecksum& checksum);
 
 RecordHeader pack_header(const Key& key, std::span<const std::byte> payload);
 Damage verify_record(const Key& key, std::span<const std::byte> header, std::span<const std::byte> payload);
@@ -101,5 +107,7 @@ struct RecordFields {
   std::string_view name(std::size_t field) const { return field + 1 == count ? "h" : field == 0 ? "b" : "c"; }
 };
 RecordFields cut_record(std::uint64_t payload_nbytes);
+// What the fields take of a server with jemalloc; not its key.
+std::uint64_t record_server_nbytes(std::uint64_t payload_nbytes);
 
 }  // namespace kvpool

@@ -163,10 +163,10 @@ FileIoThread::Outcome FileIoThread::get(const Item& item, const std::string& pat
     got += static_cast<std::size_t>(n);
     item.moved(Clock::now());
   }
-  if (const Damage damage = check_header(header, item.key(), payload.size()); damage != Damage::kNone) {
+  if (const Damage damage = verify_record(item.key(), header, payload.size(), checksum);
+      damage != Damage::kNone) {
     return damaged(item, path, damage);
   }
-  if (checksum.digest(header) != header.checksum) return damaged(item, path, Damage::kChecksum);
   mark_used(file.get());
   item.tell({payload.size(), Seal{header.writer, header.checksum}});
   return {Status::kOk};

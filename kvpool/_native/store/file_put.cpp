@@ -174,8 +174,7 @@ int FileIoThread::write(const Item& item, int fd, Outcome& outcome) const {
     if (!known) checksum.update(chunk);
     if (const int error = write_all(fd, chunk, begin); error != 0) return error;
   }
-  RecordHeader header = make_header(item.key(), payload.size(), known.value_or(Seal{}).writer);
-  header.checksum = known ? known->checksum : checksum.digest(header);
+  const RecordHeader header = seal_record(item.key(), payload.size(), known, checksum);
   item.tell({payload.size(), Seal{header.writer, header.checksum}});
   const int error = write_all(fd, std::as_bytes(std::span(&header, 1)), payload.size());
   return error == 0 ? -1 : error;

@@ -89,9 +89,7 @@ void RespConnection::hash_up_to(Request& request, std::size_t until) {
 void RespConnection::make_end(Request& request) const {
   if (!request.item) return request.make_end(std::nullopt, request.key_text, settings_.ttl);
   const Item& item = *request.item;
-  const std::optional<Seal> known = item.seal();
-  RecordHeader header = make_header(item.key(), request.body.size(), known.value_or(Seal{}).writer);
-  header.checksum = known ? known->checksum : request.checksum->digest(header);
+  const RecordHeader header = seal_record(item.key(), request.body.size(), item.seal(), *request.checksum);
   request.make_end(header, item.key().text, settings_.ttl);
 }
 
@@ -155,10 +153,7 @@ void RespConnection::end_get(Request& request) {
     RecordHeader header;
     std::memcpy(&header, request.header.data(), sizeof header);
     const Item& item = *request.item;
-    request.damage = check_header(header, item.key(), request.into.size());
-    if (request.damage == Damage::kNone && request.checksum->digest(header) != header.checksum) {
-      request.damage = Damage::kChecksum;
-    }
+    request.damage = verify_record(item.key(), header, request.into.size(), *request.checksum);
     if (request.damage == Damage::kNone) {
       item.tell({request.into.size(), Seal{header.writer, header.checksum}});
       return end_front(Status::kOk, {});
