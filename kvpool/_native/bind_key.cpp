@@ -251,6 +251,7 @@ void bind_key(nb::module_& m) {
   m.def("checksum", &py_checksum, "data"_a);
   m.def("checksum_isa", &checksum_isa);
   m.def("cut_record", &py_cut_record, "payload_nbytes"_a);
+  m.def("record_server_nbytes", &record_server_nbytes, "payload_nbytes"_a);
   m.def("pack_header", &py_pack_header, "key"_a, "payload"_a);
   m.def("verify_record", &py_verify_record, "key"_a, "header"_a, "payload"_a);
 }

@@ -23,7 +23,6 @@ from kvpool.text import MAX_NBYTES, counted
 MAX_FILE_NBYTES = 4 << 20
 TYPES = ("16 bits", "fp8")  # of a cache's elements
 BLOCK_TOKENS = 16  # vLLM's, unless its kernels or layers with a state want more
-STRING_NBYTES = 12  # beside a string in a server
 
 _MEASURE = "kvpool size --json tells the block_nbytes of engines that run"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
@@ -116,14 +115,6 @@ def _of_hub(name: str) -> Path:
         raise ConfigError(f"--model {name}: no config.json of the hub: {why:.200}; else {ours}") from error
 
 
-def server_nbytes(payload_nbytes: int) -> int:
-    """What a record's fields take of a server with jemalloc, which has four size classes a doubling; not its key."""
-    strings = [nbytes + STRING_NBYTES for _, nbytes in _native.cut_record(payload_nbytes)]
-    strings[-1] += _native.RECORD_HEADER_NBYTES
-    steps = [1 << max(0, (nbytes - 1).bit_length() - 3) for nbytes in strings]
-    return sum(-(-nbytes // step) * step for nbytes, step in zip(strings, steps, strict=True))
-
-
 def print_kv_cache(cache: KVCache, options: SizeOptions) -> None:
     """A table or JSON. ``cache``: of ``options.model`` on so many ranks."""
     layers, prefill = cache.record_layers(), options.prefill
@@ -141,7 +132,7 @@ def print_kv_cache(cache: KVCache, options: SizeOptions) -> None:
             "token_nbytes": nbytes,
             "tokens_of_a_gib": (1 << 30) // nbytes,
             "record_nbytes": record,
-            "record_server_nbytes": record and server_nbytes(record),
+            "record_server_nbytes": record and _native.record_server_nbytes(record),
             "link_gbit_per_s": nbytes * prefill * 8 / 1e9,
             "disk_gb_per_s": nbytes * prefill / 1e9,
         })  # fmt: skip

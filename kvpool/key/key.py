@@ -31,9 +31,7 @@ KEY_PREFIX = "kvpool:"
 FACTS_SUFFIX = ":facts"  # of the key of a namespace's facts
 QUOTA_PREFIX = "kvpool-quota:"  # beside all tenants' keys: their users may read these, and not write
 EPOCH_FACT = "epoch"  # of one engine alone, whose weights may have changed since its start
-RECORD_FACT = (
-    "record_version"  # of every namespace, so that readers of one version never meet records of another
-)
+RECORD_FACT = "record_version"  # of every namespace: readers of one version meet no records of another
 FINGERPRINT_NBYTES = 16
 MIN_HASH_NBYTES = 8
 MAX_HASH_NBYTES = 64

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvpool.cli.model import KVCache, kv_cache_of, server_nbytes
+from kvpool._native import record_server_nbytes
+from kvpool.cli.model import KVCache, kv_cache_of
 from tests.support.command_line import kvpool, refused
 from tests.support.model_configs import CONFIGS
 
@@ -120,8 +121,8 @@ def test_vllm_groups_layers_by_the_fewest_of_a_kind(
 def test_a_server_takes_the_size_classes_of_the_fields() -> None:
     """Within what a server's key takes of what was measured: 1.166 of DeepSeek-V3 in one field, now 1.006."""
     for nbytes, measured in ((65536, 1.0065), (1124352, 1.0058), (1376256, 1.0003), (160 << 20, 1.0)):
-        assert abs(measured * nbytes - server_nbytes(nbytes)) < 450 + nbytes * 1e-4
-    assert (server_nbytes(1), server_nbytes(5)) == (96, 112)
+        assert abs(measured * nbytes - record_server_nbytes(nbytes)) < 450 + nbytes * 1e-4
+    assert (record_server_nbytes(1), record_server_nbytes(5)) == (96, 112)
 
 
 def test_the_link_and_the_disk_follow_the_prefill(tmp_path: Path) -> None:
