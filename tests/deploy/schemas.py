@@ -66,6 +66,7 @@ SCHEMAS = {
         "ValkeyCluster",
         only(
             "shards replicas",
+            image={"type": "string", "minLength": 1},
             shards={"type": "integer", "minimum": 1},
             replicas={"type": "integer", "minimum": 0},
             workloadType={"enum": ["StatefulSet", "Deployment"]},

