@@ -14,7 +14,19 @@ import pytest
 import yaml
 
 import kvpool
-from tests.deploy.manifests import K8S, OVERLAYS, ROOT, TOOLS, Object, containers, one, overlay, parsed
+from kvpool.cli.doctor.rules import advised_io_threads
+from tests.deploy.manifests import (
+    K8S,
+    OVERLAYS,
+    ROOT,
+    TOOLS,
+    Object,
+    containers,
+    one,
+    options,
+    overlay,
+    parsed,
+)  # fmt: skip
 
 CHART = ROOT / "deploy/helm"
 # The values of each overlay.
@@ -117,6 +129,21 @@ def test_a_pool_of_ones_own_is_named_by_its_url_or_by_a_secret() -> None:
         assert sources == [{kind: place}, {kind: place}]
         urls = [each["data"]["url"] for each in objects if each["metadata"]["name"] == "kvpool-pool"]
         assert urls == ([] if pool == "secret" else [pool])
+
+
+@pytest.mark.parametrize("cpu", ["100m", "1", "2", "3", "3500m", "4", "8", "64"])
+def test_a_shard_has_the_io_threads_that_doctor_advises_for_its_cpus(cpu: str) -> None:
+    cores = int(cpu.removesuffix("m")) // 1000 if cpu.endswith("m") else int(cpu)
+    advised = advised_io_threads(cores)
+    for values in (["--set=secure=true"], ["--set=pool=operator"]):
+        objects = rendered(f"--set-string=valkey.cpu={cpu}", *values)
+        if values == ["--set=pool=operator"]:
+            said = one(objects, "ValkeyCluster", "kvpool")["spec"]["config"].get("io-threads", "1")
+        else:
+            (container,) = containers(one(objects, "StatefulSet", "valkey"))
+            (told,) = (each["value"] for each in container["env"] if each["name"] == "VALKEY_OPTIONS")
+            said = options(told.split()).get("--io-threads", "1")
+        assert said == str(advised)
 
 
 def test_an_image_is_taken_by_its_digest() -> None:

@@ -22,7 +22,7 @@ from tests.support.conformance import (
 )
 from tests.support.deadlines import eventually
 from tests.support.records import fields_of
-from tests.support.servers import CLIENTS, ON_VALKEY, Server, with_client
+from tests.support.servers import CLIENTS, NEWER, ON_VALKEY, SERVERS, Server, running, with_client
 
 
 class TestValkeyStore(ServerConformance):
@@ -236,3 +236,24 @@ def test_the_threads_of_an_idle_store_do_not_run(server: Server) -> None:
         assert eventually(at_rest)
         assert store.put_many([key(1)], [b"x"]) == [True]
         assert eventually(at_rest)
+
+
+# That they take part whatever the load, where a server has a switch for it.
+ALWAYS = {
+    "valkey-server": ("--events-per-io-thread", "0"),
+    "valkey-server-9": ("--io-threads-always-active", "yes"),
+    "redis-server": ("--io-threads-do-reads", "yes"),
+}
+
+
+@pytest.mark.parametrize("name", [*SERVERS, *NEWER])
+def test_records_pass_through_the_io_threads_of_every_server(name: str, tmp_path: Path) -> None:
+    values = [payload(number, (64 << 10) * number + number) for number in range(1, 33)]
+    targets = [bytearray(len(value)) for value in values]
+    threads = ("--io-threads", "3", *ALWAYS.get(name, ()))
+    with running(name, tmp_path, *threads) as server, open_store(f"{server.url}?connections=8") as store:
+        assert all(store.put_many(keys(32), values, timeout_s=60))
+        assert all(store.get_many_into(keys(32), targets, timeout_s=60))
+        assert targets == values
+        if name != "redis-server":  # it wants more connections at a time than come for certain
+            assert server.info("io_threaded_writes_processed") > 0

@@ -33,6 +33,14 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end }}
 
+{{/* Of a shard, by its CPUs: three quarters of them, 8 at most; empty: one, which is every server's default. */}}
+{{- define "kvpool.ioThreads" -}}
+{{- $cpu := .Values.valkey.cpu -}}
+{{- $milli := hasSuffix "m" $cpu | ternary (trimSuffix "m" $cpu | int) (mul 1000 (int $cpu)) -}}
+{{- $threads := min 8 (div (mul 3 $milli) 4000) -}}
+{{- if gt $threads 1 }}{{ $threads }}{{ end -}}
+{{- end }}
+
 {{- define "kvpool.spread" -}}
 - maxSkew: 1
   topologyKey: kubernetes.io/hostname

@@ -326,6 +326,11 @@ def _clients_mib(of: subjects.Setting) -> float:
     return int(of.value[:-1]) * most_nbytes // 100 / MIB if most_nbytes else _LEAST_CLIENTS_NBYTES / MIB
 
 
+def advised_io_threads(cores: int) -> int:
+    """For a server that has so many cores to itself, the first thread included (docs/how-to/valkey.md says why)."""
+    return max(1, min(8, cores * 3 // 4))
+
+
 # By setting.
 SETTINGS: dict[str, Rules[subjects.Setting]] = {
     "maxmemory": (
@@ -378,10 +383,10 @@ SETTINGS: dict[str, Rules[subjects.Setting]] = {
         Rule("warn", lambda of: int(of.value) > _MOST_LISTPACK_NBYTES, "hash-max-listpack-value is {of.value}: "
              "blocks up to this size take 1.25 times their memory"),
     ),
-    "io-threads": (
-        Rule("warn", lambda of: 0 < of.cores < int(of.value), "io-threads is {of.value}, and this host has {of.cores} "
-             "cores: threads without a core of their own slow everything down", "write io-threads {of.cores}, or fewer "
-             "beside other programs, into its configuration, and start it anew"),  # CONFIG SET may not change it
+    "io-threads": (  # which few servers take by CONFIG SET
+        Rule("warn", lambda of: 0 < of.cores < int(of.value) and advised_io_threads(of.cores), "io-threads is "
+             "{of.value}, and this host has {of.cores} cores: threads without a core of their own slow everything down",
+             "write io-threads {it}, or fewer beside other programs, into its configuration, and start it anew"),
     ),
     "timeout": (
         Rule("warn", lambda of: of.value != "0", "timeout is {of.value}: connections that are idle so many seconds "

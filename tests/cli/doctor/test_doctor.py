@@ -123,7 +123,7 @@ def test_io_threads_are_too_many_where_they_outnumber_the_cores_of_their_host(
         (only,) = to_change(server)
     assert only.level == "warn"
     assert only.says.startswith("io-threads is 4, and this host has 3 cores")
-    assert only.change.startswith("write io-threads 3, or fewer")
+    assert only.change.startswith("write io-threads 2, or fewer")
 
 
 @pytest.mark.parametrize("host", ["10.0.0.7", "valkey.example", "[2001:db8::7]"])
