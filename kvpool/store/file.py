@@ -38,6 +38,9 @@ MAX_FILE_NBYTES = MAX_DOCUMENT_NBYTES + MAX_ANNOUNCEMENT_KEY_CHARS + 128
 # A writer that dies between write and rename leaves a temporary file; it is deleted after this long.
 ORPHAN_AGE_S = 3600.0
 
+# A file has whole blocks and, as a hole, what pads the last one once more: kvpool/_native/store/record_file.h.
+FILE_BLOCK = 4096
+
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _FILE_NAME = re.compile(r"[0-9a-f]{32}")
 _NAME_BESIDE = re.compile(r"\.[0-9a-f]{32}\.[0-9]+\.[0-9a-f]{16}")
@@ -144,7 +147,7 @@ def _record_nbytes(name: str, path: Path) -> int | None:
     """None if gone, or a folder, which is never a record."""
     with _mapped(name, "cannot read a block's size"), contextlib.suppress(FileNotFoundError):
         status = path.lstat()
-        return None if stat.S_ISDIR(status.st_mode) else status.st_size
+        return None if stat.S_ISDIR(status.st_mode) else status.st_size - 2 * (status.st_size % FILE_BLOCK)
     return None
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from kvpool._native import RECORD_HEADER_NBYTES
 from kvpool.cli.model import kv_cache_of
 from tests.support.engines import (
     BLOCK_TOKENS,
@@ -23,6 +22,7 @@ from tests.support.engines import (
     records,
     started,
 )
+from tests.support.file_record import payload_nbytes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
@@ -82,7 +82,7 @@ def test_windows_and_chunks_beside_full_attention(
     of_prompt = records(pool, PROMPT)
     groups = {record.name.split(".")[-2] for record in of_prompt}
     assert len(groups) > 1, "the model has several KV-cache groups"
-    nbytes = sum(record.stat().st_size - RECORD_HEADER_NBYTES for record in of_prompt)
+    nbytes = sum(payload_nbytes(record) for record in of_prompt)
     of_a_token = kv_cache_of(json.loads((folder / "config.json").read_text())).token_nbytes[0]
     full_tokens = len(PROMPT) // BLOCK_TOKENS * BLOCK_TOKENS
     assert nbytes == 2 * of_a_token * full_tokens, "32 bits where kvpool size says 16"
@@ -147,7 +147,7 @@ def test_pipeline_stages_share_with_their_like_only(
     payloads: dict[tuple[str, str], set[int]] = {}
     for record in records(pool, PROMPT):
         of_rank = payloads.setdefault((record.name.split(".")[1], record.suffix), set())
-        of_rank.add(record.stat().st_size - RECORD_HEADER_NBYTES)
+        of_rank.add(payload_nbytes(record))
     (whole,) = payloads.pop((alone, ".0"))
     assert payloads == {(of_stages, ".0"): {whole // 4}, (of_stages, ".1"): {whole // 4 * 3}}
     _check_second(tmp_path, double, reference, pool, **environment)

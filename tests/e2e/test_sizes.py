@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from kvpool._native import RECORD_HEADER_NBYTES
 from tests.support.engines import (
     BLOCK_TOKENS,
     GENERATED_TOKENS,
@@ -17,6 +16,7 @@ from tests.support.engines import (
     records,
     started,
 )
+from tests.support.file_record import payload_nbytes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
@@ -71,7 +71,7 @@ def test_engines_of_one_and_two_ranks_load_what_the_other_one_has_stored(
     if model == "llama":  # 4 KV heads of 32 numbers of 4 bytes, in 4 layers
         part_nbytes = 2 * 2 * 32 * 4 * 4 * BLOCK_TOKENS
         assert [record.suffix for record in parts] == [".0", ".1"] * BLOCKS
-        assert {record.stat().st_size for record in parts} == {part_nbytes + RECORD_HEADER_NBYTES}
+        assert {payload_nbytes(record) for record in parts} == {part_nbytes}
 
 
 def test_where_a_part_would_be_small_sizes_are_kept_apart_and_the_log_says_so(

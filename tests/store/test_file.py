@@ -35,6 +35,7 @@ from tests.support.conformance import (
     payload,
 )
 from tests.support.deadlines import eventually
+from tests.support.file_record import file_nbytes, held_nbytes, read_record, write_record
 from tests.support.file_user import (
     HOT,
     RECORD_NBYTES,
@@ -43,7 +44,6 @@ from tests.support.file_user import (
     record_files,
     run_user,
 )
-from tests.support.records import HEADER_NBYTES
 
 
 @pytest.fixture
@@ -82,9 +82,9 @@ def held_and_counted_nbytes(root: Path) -> tuple[int, int] | None:
             return False
 
         assert eventually(locked)
-        files = [path for folder in ("tmp", "blocks") for path in (root / folder).rglob("*")]
-        held = sum(path.stat().st_size for path in files if path.is_file())
-        counts = usage.read()[24:]  # bytes << 16 | check, for each bucket and for tmp/
+        files = [path for folder in ("tmp", "free", "blocks") for path in (root / folder).rglob("*")]
+        held = sum(held_nbytes(path) for path in files if path.is_file())
+        counts = usage.read()[24:]  # bytes << 16 | check, for each bucket, tmp/ and free/
         if (root / "usage").stat().st_ino != os.fstat(usage.fileno()).st_ino:
             return None
         return held, sum(int.from_bytes(counts[at + 2 : at + 8], "little") for at in range(0, len(counts), 8))
@@ -97,9 +97,9 @@ def test_a_damaged_record_is_a_miss_and_goes(root: Path, store: Store) -> None:
     """Field by field: tests/native/store/file_test.cpp."""
     store.put_many([key(1)], [bytes(1000)])
     (path,) = record_files(root)
-    record = bytearray(path.read_bytes())
+    record = bytearray(read_record(path))
     record[-1] ^= 0x10
-    path.write_bytes(record)
+    write_record(path, record)
     assert store.get_many_into([key(1)], [bytearray(1000)]) == [False]
     assert record_files(root) == []
     assert store.counters()["damaged"] == 1
@@ -378,7 +378,8 @@ def test_a_missing_directory_is_made_for_this_user_alone(tmp_path: Path) -> None
     }
     assert modes == {
         "a/pool": 0o700, "a/pool/blocks": 0o700, "a/pool/kvpool-pool": 0o600,
-        "a/pool/capacity": 0o600, "a/pool/tmp": 0o700, "a/pool/usage": 0o600,
+        "a/pool/capacity": 0o600, "a/pool/tmp": 0o700, "a/pool/free": 0o700,
+        "a/pool/usage": 0o600,
     }  # fmt: skip
 
 
@@ -541,7 +542,7 @@ def test_cutting_the_counts_kills_nobody(root: Path, store: Store) -> None:
     for number in range(50):
         os.truncate(root / "usage", 0)
         assert store.put_many([key(number)], [b"value"]) == [True]
-        assert store.counters()["stored_nbytes"] == (number + 1) * (5 + HEADER_NBYTES)
+        assert store.counters()["stored_nbytes"] == (number + 1) * file_nbytes(5)
 
 
 def test_hits_are_about_those_of_an_exact_order(root: Path) -> None:
@@ -551,7 +552,7 @@ def test_hits_are_about_those_of_an_exact_order(root: Path) -> None:
     weights = [1 / (rank + 1) for rank in range(8000)]
     exact: dict[int, None] = {}
     hits = exact_hits = 0
-    with FileStore(str(root), held * (100 + HEADER_NBYTES), 1) as store:
+    with FileStore(str(root), held * file_nbytes(100), 1) as store:
         for number in chance.choices(range(8000), weights, k=asked):
             exact_hits += number in exact
             exact.pop(number, None)

@@ -5,7 +5,9 @@ Over 400 lines because all cases share one pair of pools and what reads them.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,8 +32,9 @@ from tests.support.conformance import (
     payload,
 )
 from tests.support.deadlines import eventually
+from tests.support.file_record import read_record, write_record
 from tests.support.file_user import record_files, run_user
-from tests.support.servers import ON_VALKEY, Server
+from tests.support.servers import ON_VALKEY, Server, running
 
 ON_VALKEY_OF_ITS_OWN = pytest.mark.parametrize("own_server", ["valkey-server"], indirect=True)
 NBYTES = 4096
@@ -61,6 +64,29 @@ def both(near: Path, far: Store, tmp_path: Path) -> Iterator[Store]:
 def before_server(near: Path, own_server: Server) -> Iterator[Store]:
     with open_store([f"file://{near}?capacity=256MiB", own_server.url]) as store:
         yield store
+
+
+@pytest.mark.parametrize("near_in", ["/dev/shm", None])
+@pytest.mark.parametrize("far_is", ["server", "disk"])
+def test_memory_and_disks_in_any_order(tmp_path: Path, near_in: str | None, far_is: str) -> None:
+    """Near on tmpfs or a disk, far on a disk or a server; near keeps a third, and what it evicts comes from far."""
+    names, values = keys(24), [payload(number, MIB) for number in range(24)]
+    with contextlib.ExitStack() as opened:
+        near = opened.enter_context(tempfile.TemporaryDirectory(dir=near_in or tmp_path))
+        far = f"file://{tmp_path}/far?capacity=256MiB"
+        if far_is == "server":
+            far = opened.enter_context(running("valkey-server", tmp_path)).url
+        store = opened.enter_context(open_store([f"file://{near}/near?capacity=8MiB", far]))
+        for name, value in zip(names, values, strict=True):
+            assert store.put_many([name], [value]) == [True]
+            assert all_went_far(store)
+        for _ in range(2):
+            targets = [bytearray(MIB) for _ in values]
+            assert store.get_many_into(names, targets) == [True] * len(names)
+            assert targets == values
+        found = store.counters()
+        assert min(found["near_hits"], found["far_hits"], found["evicted"]) > 0
+        assert found["damaged"] == found["lost"] == 0
 
 
 def got(store: Store, numbers: range, timeout_s: float = 5.0) -> list[bytes | None]:
@@ -184,9 +210,9 @@ def test_a_damaged_value_near_is_read_far(both: Store, near: Path) -> None:
     both.put_many(keys(3), VALUES[:3])
     assert all_went_far(both)
     for file in record_files(near):
-        content = bytearray(file.read_bytes())
+        content = bytearray(read_record(file))
         content[-1] ^= 1
-        file.write_bytes(content)
+        write_record(file, content)
     assert got(both, range(3)) == VALUES[:3]
     assert both.counters()["damaged_checksum"] == 3
     assert both.counters()["far_hits"] == 3

@@ -12,6 +12,7 @@ from kvpool.store.near_far import NearFarStore
 from kvpool.store.store import Store
 from tests.support.conformance import MIB, NAMESPACE, hashed, lookup_group, payload
 from tests.support.deadlines import eventually
+from tests.support.file_record import read_record, write_record
 from tests.support.file_user import record_files
 from tests.support.servers import Cluster, Server, running
 
@@ -257,9 +258,9 @@ def test_what_was_damaged_near_does_not_go_far(tmp_path: Path, store: Store, far
         put(store, range(20))
         for file in record_files(tmp_path / "near"):
             if file.stat().st_size < MIB:
-                content = bytearray(file.read_bytes())
+                content = bytearray(read_record(file))
                 content[-1] ^= 1
-                file.write_bytes(content)
+                write_record(file, content)
     finally:
         far_server.go_on()
     assert eventually(lambda: waiting(store) == 0)

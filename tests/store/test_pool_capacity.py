@@ -13,6 +13,7 @@ from kvpool.store.file import FileStore
 from kvpool.text import MAX_NBYTES
 from tests.support.conformance import MIB, keys
 from tests.support.deadlines import eventually
+from tests.support.file_record import held_nbytes
 from tests.support.file_user import record_files, run_user
 
 
@@ -22,7 +23,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def held(root: Path) -> int:
-    return sum(path.stat().st_size for path in record_files(root))
+    return sum(held_nbytes(path) for path in record_files(root))
 
 
 def test_another_capacity_than_the_pools_evicts_nothing_and_is_told(

@@ -31,6 +31,7 @@ from kvpool.index.follow.subscriber import END, Subscriber
 from kvpool.store.store import Store
 from tests.support.deadlines import eventually
 from tests.support.engine_forks import ONE_THREAD, ForkedEngine
+from tests.support.file_record import read_record, write_record
 
 BLOCK_TOKENS = 128
 GENERATED_TOKENS = 12
@@ -151,13 +152,13 @@ def corrupt(record: Path, *, keep_checksum: bool, first_share: float = 0.0) -> N
 
     ``first_share``: of the payload, in front of those bits; layers lie one after the other.
     """
-    content = bytearray(record.read_bytes())
+    content = bytearray(read_record(record))
     payload_nbytes = len(content) - RECORD_HEADER_NBYTES
     for at in range(int(first_share * payload_nbytes), payload_nbytes):
         content[at] ^= 0x11
     if not keep_checksum:
         content[payload_nbytes:] = pack_header(_key(record), content[:payload_nbytes])
-    record.write_bytes(content)
+    write_record(record, content)
 
 
 def _key(record: Path) -> str:

@@ -14,13 +14,14 @@ from kvpool import open_store
 from kvpool.errors import KVPoolError
 from kvpool.store.file import FileStore
 from tests.support.conformance import MIB, key, payload
+from tests.support.file_record import file_nbytes
 
 VALUE_NBYTES = 300_000
 F_OFD_SETLK = 37
 
 
 SMALL_CAPACITY_NBYTES = 4 * MIB
-RECORD_NBYTES = 10_000 + 64
+RECORD_NBYTES = file_nbytes(10_000)
 HOT = range(100_000, 100_040)  # a tenth of what the store keeps
 
 

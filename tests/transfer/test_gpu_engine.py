@@ -127,7 +127,7 @@ def test_an_engine_may_have_made_another_device_torchs_default(store: Store, dev
     with torch.device("meta"):
         copier = BlockCopier([torch.randint(-99, 99, (9, 5), dtype=torch.int32, device="cpu").to(device)])
         mover = KVCacheMover(
-            store, [copier], staging_nbytes=256, max_store_nbytes_per_s=0, counters=Counters()
+            store, [copier], staging_nbytes=4096, max_store_nbytes_per_s=0, counters=Counters()
         )
         mover.stage(blocks(range(1, 3)), [1, 2])
         assert run(mover).stored == [(1, True), (2, True)]

@@ -14,7 +14,7 @@ from kvpool.store import Store
 from kvpool.transfer import BlockCopier, KVCacheMover
 from kvpool.transfer.device import device_of
 from kvpool.transfer.kv_cache import Block
-from kvpool.transfer.memory import Staging
+from kvpool.transfer.memory import Staging, slot_size
 from tests.support.block_copies import Copies, content
 from tests.support.devices import ACCELERATED, DEVICE, RunningDevice, keep_busy, needs_cuda
 from tests.support.mover import run
@@ -55,7 +55,7 @@ def test_more_than_staging_and_scratch_hold_goes_in_turns(
 ) -> None:
     """A scratch of less than a record is made as large as one; what gets no slot is not stored, and a load waits."""
     source, target = caches(device, 1), caches(device, 2)
-    at_most = slots * BlockCopier(source[0], PER_RECORD).payload_nbytes
+    at_most = slots * slot_size(BlockCopier(source[0], PER_RECORD).payload_nbytes)
 
     def mover(layers: list[list[torch.Tensor]], staging_nbytes: int) -> KVCacheMover:
         copiers = [BlockCopier(group, PER_RECORD) for group in layers]

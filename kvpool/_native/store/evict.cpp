@@ -67,7 +67,7 @@ std::uint64_t sweep_temporaries(const std::string& root) {
         !S_ISREG(info.st_mode) || (writer_is_dead(fd, name, info) && unlinkat(fd, name, 0) == 0)) {
       return;
     }
-    nbytes += static_cast<std::uint64_t>(info.st_size);
+    nbytes += file_nbytes(info);
   });
   return nbytes;
 }
@@ -94,7 +94,7 @@ std::optional<std::uint64_t> look(const std::string& root, unsigned bucket, std:
       const timespec times[2] = {now, now};
       [[maybe_unused]] const int ignored = utimensat(fd, name, times, AT_SYMLINK_NOFOLLOW);
     }
-    const auto nbytes = static_cast<std::uint64_t>(info.st_size);
+    const std::uint64_t nbytes = file_nbytes(info);
     sum += nbytes;
     entries.push_back({used_at_ns, nbytes, bucket, name});
   });
@@ -131,22 +131,31 @@ Sample take_sample(const std::string& root, Usage& usage, const GiveUp& give_up)
   return sample;
 }
 
-Evicted evict_oldest(const std::string& root, Usage& usage, Sample& sample, std::uint64_t wanted_nbytes) {
+// Their files go to free/, or, where that fails, away.
+Evicted evict_oldest(const std::string& root, Usage& usage, FreeFiles& free, Sample& sample,
+                     std::uint64_t wanted_nbytes) {
   Evicted evicted;
+  std::uint64_t freed_nbytes = 0;
   std::sort(sample.entries.begin(), sample.entries.end(),
             [](const Entry& a, const Entry& b) { return a.used_at_ns < b.used_at_ns; });
   std::sort(sample.held.begin(), sample.held.end());
   for (const Entry& entry : sample.entries) {
     if (evicted.nbytes >= wanted_nbytes) break;
-    if (unlink((bucket_path(root, entry.bucket) + "/" + entry.name).c_str()) != 0) continue;
+    const std::string path = bucket_path(root, entry.bucket) + "/" + entry.name;
+    if (free.give(path, entry.nbytes) == 0) {
+      freed_nbytes += entry.nbytes;
+    } else if (unlink(path.c_str()) != 0) {
+      continue;
+    }
     ++evicted.records;
     evicted.nbytes += entry.nbytes;
     const auto held = std::lower_bound(sample.held.begin(), sample.held.end(), entry.bucket,
                                        [](const auto& one, unsigned bucket) { return one.first < bucket; });
     held->second -= entry.nbytes;
   }
-  // Subtracted after the deletion: a process killed in between leaves too high counts, until the next count.
+  // Subtracted afterwards: a process killed in between leaves too high counts, until the next count.
   UsagePage page = usage.read();
+  if (const auto count = page.nbytes(kFree)) page.set(kFree, *count + freed_nbytes);
   for (const auto& [bucket, nbytes] : sample.held) {
     page.set(bucket, nbytes);
     // Under the lock no writer is between its mkdir and its rename.
@@ -158,12 +167,15 @@ Evicted evict_oldest(const std::string& root, Usage& usage, Sample& sample, std:
 
 }  // namespace
 
-void count(const std::string& root, Usage& usage, Clock::time_point until) {
-  const std::uint64_t temporaries = sweep_temporaries(root);
+void count(const std::string& root, Usage& usage, FreeFiles& free, Clock::time_point until) {
   UsagePage page = usage.read();
-  if (page.nbytes(kTemporaries) != temporaries) usage.set(kTemporaries, temporaries);
+  for (const auto& [index, nbytes] :
+       {std::pair(kTemporaries, sweep_temporaries(root)), std::pair(kFree, free.remove(0))}) {
+    if (page.nbytes(index) == nbytes) continue;
+    usage.set(index, nbytes);
+    page.set(index, nbytes);
+  }
   if (page.sum().unknown == 0) return;
-  page.set(kTemporaries, temporaries);
   page.boot = boot_id();
   std::bitset<kBuckets> there;
   if (const Folder folder = open_folder(AT_FDCWD, (root + "/blocks").c_str())) {
@@ -188,24 +200,35 @@ void count(const std::string& root, Usage& usage, Clock::time_point until) {
   usage.write(page);
 }
 
-Evicted make_room(const std::string& root, Usage& usage, std::uint64_t n, std::uint64_t capacity_nbytes,
-                  const GiveUp& give_up) {
+Evicted make_room(const std::string& root, Usage& usage, FreeFiles& free, std::uint64_t n,
+                  std::uint64_t capacity_nbytes, const GiveUp& give_up) {
+  const auto lacking_nbytes = [&] {
+    const UsagePage page = usage.read();
+    const std::uint64_t excess_nbytes = usage.excess_nbytes(page, n, capacity_nbytes);
+    return excess_nbytes - std::min(excess_nbytes, page.nbytes(kFree).value_or(0));
+  };
   Evicted evicted;
   for (std::size_t fruitless = 0; fruitless < kBuckets;) {
-    if (usage.excess_nbytes(usage.read(), n, capacity_nbytes) == 0) break;
+    if (lacking_nbytes() == 0) break;
     Sample sample = take_sample(root, usage, give_up);
     // The count may have been too high.
-    const std::uint64_t excess_nbytes = usage.excess_nbytes(usage.read(), n, capacity_nbytes);
-    if (sample.entries.empty() || excess_nbytes == 0) break;
+    const std::uint64_t lacking = lacking_nbytes();
+    if (sample.entries.empty() || lacking == 0) break;
     std::uint64_t wanted_nbytes = std::max<std::uint64_t>(sample.nbytes / kEvictedPart, 1);
-    if (sample.whole) wanted_nbytes += excess_nbytes;
-    const Evicted gone = evict_oldest(root, usage, sample, wanted_nbytes);
+    if (sample.whole) wanted_nbytes += lacking;
+    const Evicted gone = evict_oldest(root, usage, free, sample, wanted_nbytes);
     evicted.records += gone.records;
     evicted.nbytes += gone.nbytes;
     fruitless = gone.records != 0 ? 0 : fruitless + sample.held.size();
     if (give_up() || (sample.whole && gone.records == 0)) break;
   }
   return evicted;
+}
+
+void trim(Usage& usage, FreeFiles& free, std::uint64_t n, std::uint64_t capacity_nbytes) {
+  const UsagePage page = usage.read();
+  const std::uint64_t excess_nbytes = usage.excess_nbytes(page, n, capacity_nbytes);
+  if (excess_nbytes != 0 && page.nbytes(kFree) != 0) usage.set(kFree, free.remove(excess_nbytes));
 }
 
 }  // namespace kvpool

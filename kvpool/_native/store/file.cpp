@@ -3,7 +3,6 @@
 
 #include <fcntl.h>
 #include <sys/stat.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -21,6 +20,7 @@ using namespace std::chrono_literals;
 constexpr auto kOpenPatience = 10s;       // for another process's pass, at open
 constexpr auto kGiveBackPatience = 50ms;  // for the lock, to subtract the bytes of a failed put or a deletion
 constexpr auto kOpenCounting = 100ms;     // at open; puts count the rest of a larger store
+constexpr int kMostReplaced = 3;          // times that a record is replaced while it is read
 constexpr auto kOpenEvicting = 1s;        // at open, above capacity; puts continue it
 
 std::string absolute_root(const std::string& root) {
@@ -29,8 +29,11 @@ std::string absolute_root(const std::string& root) {
   return path;
 }
 
-bool is_record(const struct stat& info) {
-  return S_ISREG(info.st_mode) && info.st_size > static_cast<off_t>(kRecordHeaderNbytes);
+// Whether the path still names the file that was opened, and nobody has touched it.
+bool is_as_opened(const std::string& path, const struct stat& opened) {
+  struct stat now;
+  return lstat(path.c_str(), &now) == 0 && now.st_dev == opened.st_dev && now.st_ino == opened.st_ino &&
+         now.st_ctim.tv_sec == opened.st_ctim.tv_sec && now.st_ctim.tv_nsec == opened.st_ctim.tv_nsec;
 }
 
 // The kernel's time stamps move by timer ticks (4 ms): too coarse to order records.
@@ -49,8 +52,9 @@ FileBackend::FileBackend(const std::string& root, std::optional<std::uint64_t> c
                          Patience lock_patience)
     : root_(absolute_root(root)),
       capacity_(root_, capacity_nbytes.value_or(kUnlimited)),
-      lock_patience_(lock_patience) {
-  pool_ = capacity_nbytes ? make_pool(root_) : find_pool(root_);
+      lock_patience_(lock_patience),
+      pool_(capacity_nbytes ? make_pool(root_) : find_pool(root_)),
+      direct_(root_) {
   if (capacity_nbytes) FileIoThread(*this, 0).settle();
 }
 
@@ -98,11 +102,12 @@ void FileIoThread::settle() {
   if (!held) return;
   // Counts from before a reboot may not match the disk.
   if (usage_->read().boot != boot_id()) usage_->write({});
-  count(backend_.root_, *usage_, Clock::now() + kOpenCounting);
+  count(backend_.root_, *usage_, free_, Clock::now() + kOpenCounting);
   const auto enough = Clock::now() + kOpenEvicting;
   const std::uint64_t capacity_nbytes =
       backend_.capacity_.settle(usage_->read().sum().nbytes, pool_.file_mode);
   evict(0, capacity_nbytes, [&] { return Clock::now() >= enough; });
+  trim(*usage_, free_, 0, capacity_nbytes);
 }
 
 FileIoThread::Outcome FileIoThread::execute(const Item& item) {
@@ -128,48 +133,73 @@ FileIoThread::Outcome FileIoThread::execute(const Item& item) {
 }
 
 FileIoThread::Outcome FileIoThread::get(const Item& item, const std::string& path) {
+  for (int attempt = 0; attempt < kMostReplaced;) {
+    Outcome outcome{Status::kFault};
+    const int error = get_once(item, path, outcome);
+    if (error == 0) return outcome;
+    if (error == EAGAIN) {
+      ++attempt;
+    } else if (error != EINVAL || !backend_.direct_.asks_less()) {
+      return unreadable(item, path, error);
+    }
+  }
+  return {Status::kMiss};
+}
+
+int FileIoThread::get_once(const Item& item, const std::string& path, Outcome& outcome) {
   const Descriptor file(open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK));
   if (!file) {
     const int error = errno;
-    if (error == ENOENT) return {Status::kMiss};
-    if (error == ELOOP || error == ENXIO) return damaged(item, path, Damage::kLength);  // a link; a socket
-    return unreadable(item, path, error);
+    if (error == ENOENT) {
+      outcome = {Status::kMiss};
+    } else if (error == ELOOP || error == ENXIO) {  // a link; a socket
+      outcome = damaged(item, path, Damage::kLength);
+    } else {
+      return error;
+    }
+    return 0;
   }
   struct stat info;
-  if (fstat(file.get(), &info) != 0) return fault("get", path, errno);
+  if (fstat(file.get(), &info) != 0) return errno;
   const std::span<std::byte> payload = item.buffer();
-  if (!S_ISREG(info.st_mode)) return damaged(item, path, Damage::kLength);
-  const auto size = static_cast<std::uint64_t>(info.st_size);
-  if (size < kRecordHeaderNbytes) return damaged(item, path, Damage::kTruncated);
-  if (size != payload.size() + kRecordHeaderNbytes) return damaged(item, path, Damage::kLength);
+  const auto refuse = [&](Damage damage) {
+    // Evicted or replaced since it was opened, its file may be another record's, or become it.
+    if (!is_as_opened(path, info)) return EAGAIN;
+    outcome = damaged(item, path, damage);
+    return 0;
+  };
+  if (!S_ISREG(info.st_mode)) return refuse(Damage::kLength);
+  const auto held = payload_nbytes(info);
+  if (!held) return refuse(Damage::kTruncated);
+  if (*held != payload.size()) return refuse(Damage::kLength);
+  backend_.direct_.apply(file.get());
 
   RecordHeader header;
   RecordChecksum checksum;
-  std::size_t got = 0;  // bytes read
-  while (got < size) {
-    if (const auto stopped = item.stopped()) return {*stopped};
-    const std::size_t at = std::min(got, payload.size());
-    const std::span<std::byte> chunk = payload.subspan(at, std::min(payload.size() - at, kChunkNbytes));
-    // The header with the last chunk.
-    const bool is_last = at + chunk.size() == payload.size();
-    const std::size_t header_got = got - at;
-    const iovec parts[2] = {{chunk.data(), chunk.size()},
-                            {reinterpret_cast<std::byte*>(&header) + header_got, sizeof header - header_got}};
-    const ssize_t n =
-        retry([&] { return preadv(file.get(), parts, is_last ? 2 : 1, static_cast<off_t>(got)); });
-    if (n < 0) return unreadable(item, path, errno);
-    if (n == 0) return damaged(item, path, Damage::kLength);
-    checksum.update(chunk.first(std::min(static_cast<std::size_t>(n), chunk.size())));
-    got += static_cast<std::size_t>(n);
-    item.moved(Clock::now());
+  const auto give_up = [&, moves = false]() mutable {
+    if (moves) item.moved(Clock::now());
+    moves = true;
+    return item.stopped().has_value();
+  };
+  switch (record_file_.read(file.get(), payload, header, checksum, give_up)) {
+    case RecordFile::End::kGivenUp:
+      outcome = {item.stopped().value_or(Status::kTimedOut)};
+      return 0;
+    case RecordFile::End::kError:
+      return errno;
+    case RecordFile::End::kCut:
+      return refuse(Damage::kLength);
+    case RecordFile::End::kWhole:
+      break;
   }
   if (const Damage damage = verify_record(item.key(), header, payload.size(), checksum);
       damage != Damage::kNone) {
-    return damaged(item, path, damage);
+    return refuse(damage);
   }
   mark_used(file.get());
   item.tell({payload.size(), Seal{header.writer, header.checksum}});
-  return {Status::kOk};
+  outcome = {Status::kOk};
+  return 0;
 }
 
 // Counts and removes an invalid record. A good one renamed into its place meanwhile is also lost: a further
@@ -197,8 +227,9 @@ FileIoThread::Outcome FileIoThread::contains(const Item& item, const std::string
   if (lstat(path.c_str(), &info) != 0) {
     return errno == ENOENT ? Outcome{Status::kMiss} : fault("contains", path, errno);
   }
-  if (!is_record(info)) return {Status::kMiss};
-  item.tell({static_cast<std::size_t>(info.st_size) - kRecordHeaderNbytes, {}});
+  const auto held = payload_nbytes(info);
+  if (!S_ISREG(info.st_mode) || !held) return {Status::kMiss};
+  item.tell({static_cast<std::size_t>(*held), {}});
   return {Status::kOk};
 }
 
@@ -217,10 +248,10 @@ FileIoThread::Outcome FileIoThread::expire(const Item& item, const std::string& 
 }
 
 FileIoThread::Outcome FileIoThread::remove_record(const std::string& path, unsigned bucket) {
-  if (const int error = remove(path, bucket); error != 0) {
-    return error == ENOENT ? Outcome{Status::kMiss} : fault("delete", path, error);
-  }
-  return {Status::kOk};
+  const int error = remove(path, bucket);
+  remove_free();
+  if (error == 0) return {Status::kOk};
+  return error == ENOENT ? Outcome{Status::kMiss} : fault("delete", path, error);
 }
 
 // Removes anything at a record's path, except a non-empty directory. Returns 0 or an errno.
@@ -228,7 +259,7 @@ int FileIoThread::remove(const std::string& path, unsigned bucket) {
   struct stat info;
   if (lstat(path.c_str(), &info) != 0) return errno;
   if (S_ISDIR(info.st_mode)) return rmdir(path.c_str()) == 0 ? 0 : errno;
-  return remove(path, bucket, S_ISREG(info.st_mode) ? static_cast<std::uint64_t>(info.st_size) : 0);
+  return remove(path, bucket, S_ISREG(info.st_mode) ? file_nbytes(info) : 0);
 }
 
 // Unlinks a file and subtracts its bytes. If an eviction holds the lock, the bytes stay counted until the
@@ -243,6 +274,14 @@ int FileIoThread::remove(const std::string& path, unsigned counted_in, std::uint
   return 0;
 }
 
+// What was evicted is to go with what is deleted.
+void FileIoThread::remove_free() {
+  if (!usage_ || usage_->read().nbytes(kFree) == std::uint64_t{0}) return;
+  const auto until = Clock::now() + kGiveBackPatience;
+  if (const auto held = usage_->lock(Usage::Hold::kExclusive, [&] { return Clock::now() >= until; }))
+    usage_->set(kFree, free_.remove(kUnlimited));
+}
+
 // Under the lock.
 void FileIoThread::give_back(unsigned counted_in, std::uint64_t nbytes) {
   usage_->change({{counted_in, -static_cast<std::int64_t>(nbytes)}});
@@ -250,7 +289,7 @@ void FileIoThread::give_back(unsigned counted_in, std::uint64_t nbytes) {
 
 // Under the exclusive lock.
 void FileIoThread::evict(std::uint64_t n, std::uint64_t capacity_nbytes, const GiveUp& give_up) {
-  const Evicted evicted = make_room(backend_.root_, *usage_, n, capacity_nbytes, give_up);
+  const Evicted evicted = make_room(backend_.root_, *usage_, free_, n, capacity_nbytes, give_up);
   if (evicted.records == 0) return;
   backend_.passes_.fetch_add(1, std::memory_order_relaxed);
   backend_.evicted_.fetch_add(evicted.records, std::memory_order_relaxed);

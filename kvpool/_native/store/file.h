@@ -3,8 +3,9 @@
 //   root/kvpool-pool                                  the marker of a pool, with the format of all this (pool_directory.h)
 //   root/usage                                        the shared byte counts and the lock (usage.h)
 //   root/capacity                                     most bytes of records (pool_capacity.h)
+//   root/free/{bytes}.{random}                        evicted, for puts to overwrite (free_files.h)
 //   root/tmp/{pid}.{io_thread}.{sequence}.{random}         being written; its writer holds its flock
-//   root/blocks/{bucket}/{tenant}.{namespace}.{hash}.{group}.{rank}   header and payload; mtime is the last use
+//   root/blocks/{bucket}/{tenant}.{namespace}.{hash}.{group}.{rank}   a record (record_file.h); mtime is the last use
 //
 // A record appears by rename, whole. Nothing is fsynced: this is a cache, and after a power loss the checksum
 // turns what is torn into a miss.
@@ -13,17 +14,17 @@
 #include <sys/types.h>
 
 #include <atomic>
-#include <cerrno>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <random>
-#include <span>
 #include <string>
 
+#include "store/free_files.h"
 #include "store/io_executor.h"
 #include "store/pool_capacity.h"
 #include "store/pool_directory.h"
+#include "store/record_file.h"
 #include "store/usage.h"
 
 namespace kvpool {
@@ -42,10 +43,11 @@ class FileBackend : public Backend {
  private:
   friend class FileIoThread;
 
-  std::string root_;    // absolute: the process may change its directory
-  PoolDirectory pool_;  // as it was at open
+  std::string root_;  // absolute: the process may change its directory
   PoolCapacity capacity_;
   const Patience lock_patience_;
+  PoolDirectory pool_;  // as it was at open
+  Direct direct_;
   DamageCounts damaged_;
   std::atomic<std::uint64_t> evicted_{0};
   std::atomic<std::uint64_t> evicted_nbytes_{0};
@@ -56,7 +58,11 @@ class FileBackend : public Backend {
 class FileIoThread : public IoThread {
  public:
   FileIoThread(FileBackend& backend, unsigned index)
-      : backend_(backend), pool_(backend.pool_), index_(index) {}
+      : backend_(backend),
+        pool_(backend.pool_),
+        index_(index),
+        free_(backend.root_),
+        record_file_(backend.direct_) {}
 
   void run(Source& source) override;
   // At open: dead writers' files may remain, and the pool may have no capacity yet, or a smaller one.
@@ -72,6 +78,8 @@ class FileIoThread : public IoThread {
 
   Outcome execute(const Item& item);
   Outcome get(const Item& item, const std::string& path);
+  // Returns 0 when `outcome` is decided, else an errno. EAGAIN: it was replaced meanwhile.
+  int get_once(const Item& item, const std::string& path, Outcome& outcome);
   Outcome damaged(const Item& item, const std::string& path, Damage damage);
   Outcome unreadable(const Item& item, const std::string& path, int error);
   Outcome counted(Damage damage);
@@ -82,14 +90,16 @@ class FileIoThread : public IoThread {
   Outcome remove_record(const std::string& path, unsigned bucket);
   int remove(const std::string& path, unsigned bucket);
   int remove(const std::string& path, unsigned counted_in, std::uint64_t nbytes);
+  void remove_free();
   void give_back(unsigned counted_in, std::uint64_t nbytes);
 
   // Concurrent writers that both find nothing both put; the last one's record stays.
   Outcome put_absent(const Item& item, const std::string& path);
   Outcome put(const Item& item, const std::string& path);
   int put_once(const Item& item, const std::string& path, std::uint64_t nbytes, Outcome& outcome);
-  int write(const Item& item, int fd, Outcome& outcome) const;
-  static int write_all(int fd, std::span<const std::byte> data, std::size_t offset);
+  bool begin(std::optional<Temporary>& temporary, std::uint64_t payload_nbytes, std::uint64_t capacity_nbytes,
+             Usage::Known known, int& error);
+  int write(const Item& item, int fd, Outcome& outcome);
   int publish(Temporary& temporary, const std::string& path, std::uint64_t& replaced_nbytes);
   int publish_plainly(Temporary& temporary, const std::string& path, std::uint64_t& replaced_nbytes);
   int make_bucket(const std::string& path) const;
@@ -107,18 +117,12 @@ class FileIoThread : public IoThread {
   static void mark_used(int fd);
   static void mark_used(const std::string& path);
 
-  template <typename Call>
-  static ssize_t retry(Call call) {
-    for (;;) {
-      const ssize_t n = call();
-      if (n >= 0 || errno != EINTR) return n;
-    }
-  }
-
   FileBackend& backend_;
   PoolDirectory pool_;
   const unsigned index_;
   std::optional<Usage> usage_;  // opened when first needed
+  FreeFiles free_;
+  RecordFile record_file_;
   std::uint64_t sequence_ = 0;
   std::random_device random_;
 };
@@ -129,7 +133,7 @@ class FileIoThread : public IoThread {
 // takes that from bucket after bucket, several at once if small. Its cost per record is independent of the
 // store's size. A store within one sample is evicted in exact order.
 //
-// Only files with a record's name are counted or deleted, and in tmp/ only those with a temporary file's.
+// Only files with a record's name are counted or evicted, and in tmp/ and free/ only those with names of theirs.
 struct Evicted {
   std::uint64_t records = 0;
   std::uint64_t nbytes = 0;
@@ -137,11 +141,14 @@ struct Evicted {
 
 // Under the exclusive lock. Removes dead writers' files in tmp/, and counts unknown buckets, at least some,
 // until `until`. Counts persist for the next call.
-void count(const std::string& root, Usage& usage, Clock::time_point until);
+void count(const std::string& root, Usage& usage, FreeFiles& free, Clock::time_point until);
 
-// Under the exclusive lock, after count(). Deletes until `n` more bytes leave no excess (usage.h), nothing
-// deletable is left, or give_up() is true; it deletes something even then. Counts its samples.
-Evicted make_room(const std::string& root, Usage& usage, std::uint64_t n, std::uint64_t capacity_nbytes,
-                  const GiveUp& give_up);
+// Under the exclusive lock, after count(). Evicts until `n` more bytes leave no excess (usage.h) beyond what is free to
+// overwrite, nothing is left to evict, or give_up() is true; it evicts something even then. Counts its samples.
+Evicted make_room(const std::string& root, Usage& usage, FreeFiles& free, std::uint64_t n,
+                  std::uint64_t capacity_nbytes, const GiveUp& give_up);
+
+// Under the exclusive lock. Deletes free files until `n` more bytes leave no excess.
+void trim(Usage& usage, FreeFiles& free, std::uint64_t n, std::uint64_t capacity_nbytes);
 
 }  // namespace kvpool

@@ -36,10 +36,37 @@ bool no_space(int error) { return error == ENOSPC || error == EDQUOT; }
 // A file in tmp/ with reserved bytes. Its destructor frees both unless published.
 class FileIoThread::Temporary {
  public:
+  // Of an evicted file; none: there is none of these bytes. Under the lock.
+  static std::optional<Temporary> reuse(FileIoThread& io_thread, std::uint64_t payload_nbytes) {
+    const std::uint64_t nbytes = file_nbytes(payload_nbytes);
+    const auto counted = static_cast<std::int64_t>(nbytes);
+    for (;;) {
+      const std::string path = io_thread.temporary_path();
+      if (!io_thread.free_.take(nbytes, path)) return std::nullopt;
+      Descriptor file(open(path.c_str(), O_WRONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK));
+      struct stat info;
+      if (file && fstat(file.get(), &info) == 0 && info.st_nlink == 1 && file_nbytes(info) == nbytes) {
+        flock(file.get(), LOCK_EX | LOCK_NB);
+        const auto size = static_cast<off_t>(file_size(payload_nbytes));
+        if (info.st_size == size || ftruncate(file.get(), size) == 0) {
+          io_thread.backend_.direct_.apply(file.get());
+          io_thread.usage_->change({{kFree, -counted}, {kTemporaries, counted}});
+          return Temporary(io_thread, nbytes, path, std::move(file));
+        }
+      }
+      unlink(path.c_str());
+      io_thread.usage_->change({{kFree, -counted}});
+    }
+  }
   Temporary(FileIoThread& io_thread, std::uint64_t nbytes) : io_thread_(io_thread), nbytes_(nbytes) {}
-  Temporary(const Temporary&) = delete;
-  Temporary& operator=(const Temporary&) = delete;
+  Temporary(Temporary&& other) noexcept
+      : io_thread_(other.io_thread_),
+        nbytes_(std::exchange(other.nbytes_, 0)),
+        path_(std::move(other.path_)),
+        file_(std::move(other.file_)) {}
+  Temporary& operator=(Temporary&&) = delete;
   ~Temporary() {
+    if (nbytes_ == 0) return;  // moved
     if (path_.empty()) {
       // Never created: the caller still holds the lock of the reservation.
       io_thread_.give_back(kTemporaries, nbytes_);
@@ -49,7 +76,7 @@ class FileIoThread::Temporary {
   }
 
   // Returns 0 or an errno. Under the lock: other processes must see it only with its flock and its full size.
-  int create() {
+  int create(std::uint64_t payload_nbytes) {
     path_ = io_thread_.temporary_path();
     const mode_t mode = io_thread_.pool_.file_mode;
     file_ = Descriptor(open(path_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC | O_NOFOLLOW, mode));
@@ -59,13 +86,18 @@ class FileIoThread::Temporary {
     }
     flock(file_.get(), LOCK_EX | LOCK_NB);
     if ((mode & S_IWGRP) != 0) fchmod(file_.get(), mode);  // whatever the umask
-    return ftruncate(file_.get(), static_cast<off_t>(nbytes_)) == 0 ? 0 : errno;
+    if (ftruncate(file_.get(), static_cast<off_t>(file_size(payload_nbytes))) != 0) return errno;
+    io_thread_.backend_.direct_.apply(file_.get());
+    return 0;
   }
   int fd() const { return file_.get(); }
   const std::string& path() const { return path_; }
   void set_published() { published_ = true; }
 
  private:
+  Temporary(FileIoThread& io_thread, std::uint64_t nbytes, std::string path, Descriptor file)
+      : io_thread_(io_thread), nbytes_(nbytes), path_(std::move(path)), file_(std::move(file)) {}
+
   FileIoThread& io_thread_;
   std::uint64_t nbytes_;
   std::string path_;
@@ -81,7 +113,7 @@ FileIoThread::Outcome FileIoThread::put_absent(const Item& item, const std::stri
 }
 
 FileIoThread::Outcome FileIoThread::put(const Item& item, const std::string& path) {
-  const std::uint64_t nbytes = kRecordHeaderNbytes + item.buffer().size();
+  const std::uint64_t nbytes = file_nbytes(item.buffer().size());
   if (nbytes > backend_.capacity_.nbytes()) return {Status::kNoRoom};
   bool made_space = false;
   int error = 0;
@@ -100,26 +132,53 @@ FileIoThread::Outcome FileIoThread::put(const Item& item, const std::string& pat
   return fault("put", path, error);
 }
 
-// Returns 0 when `outcome` is decided, else an errno. ENOENT: a directory was removed; try again.
+// Opens a file for a put, an evicted one if there is one. False: there is no room. Under the lock.
+bool FileIoThread::begin(std::optional<Temporary>& temporary, std::uint64_t payload_nbytes,
+                         std::uint64_t capacity_nbytes, Usage::Known known, int& error) {
+  const std::uint64_t nbytes = file_nbytes(payload_nbytes);
+  if (usage_->may_reuse(nbytes, capacity_nbytes)) {
+    if (auto reused = Temporary::reuse(*this, payload_nbytes)) {
+      temporary.emplace(std::move(*reused));
+      return true;
+    }
+  }
+  if (!usage_->reserve(nbytes, capacity_nbytes, known)) return false;
+  temporary.emplace(*this, nbytes);
+  error = temporary->create(payload_nbytes);
+  return true;
+}
+
+// Returns 0 when `outcome` is decided, else an errno. ENOENT: try again, as a directory was removed, or the file system
+// refused to be written past its cache.
 int FileIoThread::put_once(const Item& item, const std::string& path, std::uint64_t nbytes,
                            Outcome& outcome) {
   const GiveUp give_up = [&item] { return item.stopped().has_value(); };
   if (const int error = refresh(); error != 0) return error;
+  const std::uint64_t payload_nbytes = item.buffer().size();
   std::uint64_t capacity_nbytes = backend_.capacity_.nbytes();
 
   std::optional<Temporary> temporary;
   {
     auto held = lock(Usage::Hold::kShared, give_up);
-    if (held && !usage_->reserve(nbytes, capacity_nbytes, Usage::Known::kAll)) {
+    int error = 0;
+    if (held && !begin(temporary, payload_nbytes, capacity_nbytes, Usage::Known::kAll, error)) {
       held.reset();
       held = lock(Usage::Hold::kExclusive, give_up);
       if (held) {
-        count(backend_.root_, *usage_, Clock::now() + kPutCounting);
+        count(backend_.root_, *usage_, free_, Clock::now() + kPutCounting);
         capacity_nbytes = backend_.capacity_.settle(usage_->read().sum().nbytes, pool_.file_mode);
       }
-      if (held && !usage_->reserve(nbytes, capacity_nbytes, Usage::Known::kEstimated)) {
+      const auto begin_now = [&] {
+        return begin(temporary, payload_nbytes, capacity_nbytes, Usage::Known::kEstimated, error);
+      };
+      if (held && !begin_now()) {
         evict(nbytes, capacity_nbytes, give_up);
-        if (!usage_->reserve(nbytes, capacity_nbytes, Usage::Known::kEstimated)) {
+        bool begun = begin_now();
+        if (!begun) {
+          trim(*usage_, free_, nbytes, capacity_nbytes);
+          begun = begin_now();
+        }
+        if (!begun) {
           outcome = {item.stopped().value_or(Status::kNoRoom)};
           return 0;
         }
@@ -129,8 +188,7 @@ int FileIoThread::put_once(const Item& item, const std::string& path, std::uint6
       outcome = {item.stopped().value_or(Status::kTimedOut)};
       return 0;
     }
-    temporary.emplace(*this, nbytes);
-    if (const int error = temporary->create(); error != 0) {
+    if (error != 0) {
       if (temporary->fd() >= 0) held.reset();  // its destructor takes the lock to return the bytes
       temporary.reset();
       return error == ENOENT ? make_again(backend_.root_ + "/tmp") : error;
@@ -154,41 +212,35 @@ int FileIoThread::put_once(const Item& item, const std::string& path, std::uint6
   if (error != 0) {
     usage_->change({{bucket, -counted}, {kTemporaries, counted}});
   } else {
-    if (replaced_nbytes != 0) give_back(bucket, replaced_nbytes);
+    const auto replaced = static_cast<std::int64_t>(replaced_nbytes);
+    if (replaced != 0) usage_->change({{bucket, -replaced}, {kFree, replaced}});
     outcome = {Status::kOk};
   }
   return error;
 }
 
-// The payload in chunks, each hashed before its write, then the header. Returns -1, else as put_once().
-int FileIoThread::write(const Item& item, int fd, Outcome& outcome) const {
-  const std::span<const std::byte> payload = item.buffer();
+// Returns -1, else as put_once().
+int FileIoThread::write(const Item& item, int fd, Outcome& outcome) {
   const std::optional<Seal> known = item.seal();
-  RecordChecksum checksum;
-  for (std::size_t begin = 0; begin < payload.size(); begin += kChunkNbytes) {
-    if (const auto stopped = item.stopped()) {
-      outcome = {*stopped};
+  const std::uint64_t payload_nbytes = item.buffer().size();
+  const auto seal = [&](RecordChecksum& checksum) {
+    const RecordHeader header = seal_record(item.key(), payload_nbytes, known, checksum);
+    item.tell({payload_nbytes, Seal{header.writer, header.checksum}});
+    return header;
+  };
+  const auto give_up = [&] { return item.stopped().has_value(); };
+  switch (record_file_.write(fd, item.buffer(), !known, seal, give_up)) {
+    case RecordFile::End::kWhole:
+      return -1;
+    case RecordFile::End::kGivenUp:
+      outcome = {item.stopped().value_or(Status::kTimedOut)};
       return 0;
-    }
-    const auto chunk = payload.subspan(begin, std::min(payload.size() - begin, kChunkNbytes));
-    if (!known) checksum.update(chunk);
-    if (const int error = write_all(fd, chunk, begin); error != 0) return error;
+    case RecordFile::End::kCut:
+      return EIO;
+    case RecordFile::End::kError:
+      break;
   }
-  const RecordHeader header = seal_record(item.key(), payload.size(), known, checksum);
-  item.tell({payload.size(), Seal{header.writer, header.checksum}});
-  const int error = write_all(fd, std::as_bytes(std::span(&header, 1)), payload.size());
-  return error == 0 ? -1 : error;
-}
-
-int FileIoThread::write_all(int fd, std::span<const std::byte> data, std::size_t offset) {
-  while (!data.empty()) {
-    const ssize_t n = retry([&] { return pwrite(fd, data.data(), data.size(), static_cast<off_t>(offset)); });
-    if (n < 0) return errno;
-    if (n == 0) return EIO;
-    data = data.subspan(static_cast<std::size_t>(n));
-    offset += static_cast<std::size_t>(n);
-  }
-  return 0;
+  return errno == EINVAL && backend_.direct_.asks_less() ? ENOENT : errno;
 }
 
 // Under the lock. An exchange, unlike a replacement, tells each concurrent writer which file it removed:
@@ -208,8 +260,11 @@ int FileIoThread::publish(Temporary& temporary, const std::string& path, std::ui
           rename2(from, to, RENAME_EXCHANGE);
           return EISDIR;
         }
-        if (unlink(from) == 0 && S_ISREG(old.st_mode))
-          replaced_nbytes = static_cast<std::uint64_t>(old.st_size);
+        if (S_ISREG(old.st_mode) && free_.give(from, file_nbytes(old)) == 0) {
+          replaced_nbytes = file_nbytes(old);
+        } else {
+          unlink(from);
+        }
         break;
       }
       if (errno == ENOENT) continue;  // deleted in between
@@ -223,17 +278,17 @@ int FileIoThread::publish(Temporary& temporary, const std::string& path, std::ui
   return 0;
 }
 
-// Without exchange, concurrent writers of a key may count its bytes twice until the next count.
+// Without exchange the key is absent for a moment, and concurrent writers may count its bytes twice until the next count.
 int FileIoThread::publish_plainly(Temporary& temporary, const std::string& path,
                                   std::uint64_t& replaced_nbytes) {
   struct stat old;
-  const bool there = lstat(path.c_str(), &old) == 0 && S_ISREG(old.st_mode);
+  if (lstat(path.c_str(), &old) == 0 && S_ISREG(old.st_mode) && free_.give(path, file_nbytes(old)) == 0)
+    replaced_nbytes = file_nbytes(old);
   if (rename(temporary.path().c_str(), path.c_str()) != 0) {
     if (errno != ENOENT) return errno;
     if (const int error = make_bucket(path); error != 0) return error;
     if (rename(temporary.path().c_str(), path.c_str()) != 0) return errno;
   }
-  if (there) replaced_nbytes = static_cast<std::uint64_t>(old.st_size);
   temporary.set_published();
   return 0;
 }
@@ -249,9 +304,11 @@ std::optional<Status> FileIoThread::make_space(const Item& item, std::uint64_t n
   const GiveUp give_up = [&item] { return item.stopped().has_value(); };
   const auto held = lock(Usage::Hold::kExclusive, give_up);
   if (held) {
-    count(backend_.root_, *usage_, Clock::now() + kPutCounting);
+    count(backend_.root_, *usage_, free_, Clock::now() + kPutCounting);
     // As if the present bytes were the capacity.
-    evict(nbytes, usage_->read().sum().nbytes, give_up);
+    const std::uint64_t present_nbytes = usage_->read().sum().nbytes;
+    evict(nbytes, present_nbytes, give_up);
+    trim(*usage_, free_, nbytes, present_nbytes);
   }
   return item.stopped();
 }

@@ -25,7 +25,7 @@ constexpr std::string_view kMarker =
     "kvpool pool, format 2\n"
     "A cache: kvpool writes and deletes in this directory. Delete the whole directory to be rid of it.\n";
 constexpr std::size_t kMaxMarkerNbytes = 4096;
-constexpr std::array<const char*, 3> kFolders = {"tmp", "blocks", "announcements"};
+constexpr std::array<const char*, 4> kFolders = {"tmp", "free", "blocks", "announcements"};
 constexpr const char* kUsage = "usage";
 constexpr const char* kCapacity = "capacity";
 constexpr std::size_t kBucketDigits = 3;
@@ -203,7 +203,7 @@ PoolDirectory make_pool(const std::string& root, const PoolDirectory& known) {
     }
   }
   check_parts(root, directory.get());
-  for (const char* name : {"tmp", "blocks"}) {
+  for (const char* name : {"tmp", "free", "blocks"}) {
     const std::string path = root + "/" + name;
     int error = make_folder(pool, path);
     if (error == 0 && access(path.c_str(), R_OK | W_OK | X_OK) != 0) error = errno;

@@ -96,8 +96,13 @@ UsagePage::Sum UsagePage::sum() const {
     }
   }
   if (filled != 0) held += held / filled * (kBuckets - known);
-  const auto temporaries = nbytes(kTemporaries);
-  return {held + temporaries.value_or(0), kBuckets - known + (temporaries ? 0 : 1)};
+  unsigned unknown = kBuckets - known;
+  for (const unsigned index : {kTemporaries, kFree}) {
+    const auto count = nbytes(index);
+    held += count.value_or(0);
+    unknown += count ? 0 : 1;
+  }
+  return {held, unknown};
 }
 
 Usage::Lock::~Lock() {
@@ -186,6 +191,13 @@ std::uint64_t Usage::excess_nbytes(const UsagePage& page, std::uint64_t n,
   // Temporaries count as if nothing of them were written yet: peers may write all of them next.
   const std::uint64_t coming = page.nbytes(kTemporaries).value_or(0) + n;
   return std::max(excess, above(coming + system.reserve_nbytes, system.free_nbytes));
+}
+
+bool Usage::may_reuse(std::uint64_t n, std::uint64_t capacity_nbytes) const {
+  std::uint64_t word = 0;
+  if (pread(file_.get(), &word, sizeof word, place_of(kFree)) != sizeof word) return false;
+  if (unpacked(kFree, word).value_or(0) < n) return false;
+  return excess_nbytes(read(), 0, capacity_nbytes) == 0;
 }
 
 bool Usage::reserve(std::uint64_t n, std::uint64_t capacity_nbytes, Known known) {

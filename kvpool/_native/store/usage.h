@@ -38,7 +38,8 @@ using GiveUp = std::function<bool()>;
 
 inline constexpr unsigned kBuckets = 4096;          // directories of records: file.h
 inline constexpr unsigned kTemporaries = kBuckets;  // the count of tmp/, including reservations
-inline constexpr unsigned kCounts = kBuckets + 1;
+inline constexpr unsigned kFree = kBuckets + 1;     // of free/: evicted files that puts overwrite
+inline constexpr unsigned kCounts = kBuckets + 2;
 
 using Patience = std::chrono::steady_clock::duration;
 // With a lock's holder, without a turn; a pass of eviction takes some milliseconds.
@@ -49,7 +50,8 @@ struct UsagePage {
   std::array<char, 16> boot{};  // 0: the host's boot; counts do not outlive it
   // 16: the next bucket of eviction, modulo 4,096; grows whenever the lock is taken exclusively
   std::uint64_t cursor = 0;
-  std::array<std::uint64_t, kCounts> counts{};  // 24: of each bucket, then of tmp/: bytes << 16 | check
+  std::array<std::uint64_t, kCounts>
+      counts{};  // 24: of each bucket, of tmp/ and of free/: bytes << 16 | check
 
   std::optional<std::uint64_t> nbytes(unsigned index) const;
   void set(unsigned index, std::uint64_t nbytes);
@@ -97,6 +99,8 @@ class Usage {
 
   // How many bytes to free before n more fit the capacity and the file system less its reserve.
   std::uint64_t excess_nbytes(const UsagePage& page, std::uint64_t n, std::uint64_t capacity_nbytes) const;
+  // Whether an evicted file of n bytes may be overwritten: there are as many, and nothing is in excess.
+  bool may_reuse(std::uint64_t n, std::uint64_t capacity_nbytes) const;
   // Adds n to the temporaries unless there is an excess, or the sum is not Known. Under the lock.
   bool reserve(std::uint64_t n, std::uint64_t capacity_nbytes, Known known);
   // Under the lock. An unknown count stays so.

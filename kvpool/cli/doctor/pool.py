@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from kvpool.cli.doctor import rules
+from kvpool.cli.doctor.disk import look_at_disk
 from kvpool.cli.doctor.rules import Finding, judge
 from kvpool.cli.doctor.server import host_findings, server_findings
 from kvpool.cli.doctor.subjects import Directory, Pool, Quota, Sharing, Trial
@@ -117,8 +118,10 @@ def _directory(url: StoreURL, counters: Mapping[str, int]) -> Iterator[Finding]:
         room_mib=system.room_nbytes(stored_nbytes) / 2**20,
     )
     yield from judge("pool", rules.DIRECTORY, directory)
-    if system.kind:
-        yield from judge("pool", rules.FILE_SYSTEM, system, first=True)
+    if system.kind == "tmpfs":
+        yield from judge("pool", rules.TMPFS, system, first=True)
+    elif system.kind:
+        yield from judge("pool", rules.DISK, look_at_disk(Path(url.path), system), first=True)
 
 
 def _sharing(store: Store, tenant: str, workers: Sequence[Worker]) -> Iterator[Finding]:

@@ -2,7 +2,7 @@
 
 ``fail``: absent or broken. ``warn``: costs speed, memory or knowledge. ``subjects.py`` has what they
 judge; other modules gather it. Rules of a server's settings agree with ``deploy/valkey.conf``, as a test of real
-servers proves.
+servers proves. Over 400 lines because it is one list.
 """
 
 from __future__ import annotations
@@ -96,10 +96,34 @@ DIRECTORY: Rules[subjects.Directory] = (
     Rule("ok", lambda of: not of.too_full, "capacity {of.capacity}; {of.free_gib:,.1f} GiB are free on {of.place}, of "
          "which a pool leaves {of.reserve_gib:,.2f} GiB to others"),
 )  # fmt: skip
+NETWORK_KINDS = (
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "ceph",
+    "9p",
+    "lustre",
+    "glusterfs",
+    "fuse.sshfs",
+    "fuse.s3fs",
+)
 _REMOUNT = "mount -o remount,huge=within_size {of.place} (and the same option where it is mounted at boot)"
-FILE_SYSTEM: Rules[FileSystem] = (
-    Rule("warn", lambda of: of.kind != "tmpfs", "it is on a disk", "a folder on tmpfs, such as one in /dev/shm, is "
-         "as fast as memory"),
+# Below it, a prefill of 10,000 tokens a second of 40 KiB each waits for its loads.
+SLOW_DISK_GBS = 0.4
+DISK: Rules[subjects.Disk] = (
+    Rule("warn", lambda of: of.kind in NETWORK_KINDS, "{of.place} is {of.kind}, which comes over a network: its locks "
+         "may not hold, and it may hang", "a directory on a disk of this host; for several hosts a Valkey server"),
+    Rule("warn", lambda of: not of.direct, "{of.place} ({of.kind}) reads nothing past the page cache: each record "
+         "takes twice the CPU, and memory of others", "ext4 or xfs on a local NVMe disk"),
+    Rule("warn", lambda of: of.read_gbs is not None and of.read_gbs < SLOW_DISK_GBS, "{of.place} ({of.kind}) reads "
+         "records at {of.read_gbs:.2f} GB/s: computing may be faster", "kvpool size --model MODEL --prefill TOKENS "
+         "says what yours needs; a faster disk, or a smaller pool on tmpfs"),
+    Rule("ok", lambda of: of.read_gbs is not None, "{of.place} ({of.kind}) reads records at {of.read_gbs:.2f} GB/s, "
+         "past the page cache"),
+    Rule("ok", always, "{of.place} ({of.kind}) is a disk; how fast it reads is told when records are there"),
+)  # fmt: skip
+TMPFS: Rules[FileSystem] = (
     Rule("warn", lambda of: of.huge == "always", "{of.place} is mounted with huge=always: a block smaller than 2 MiB "
          "takes 2 MiB of memory", _REMOUNT),
     # Measured on Linux 6.18: benchmarks/journal.md.

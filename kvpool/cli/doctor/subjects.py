@@ -32,6 +32,15 @@ class Trial(NamedTuple):
     took_ms: float = 0.0
 
 
+class Disk(NamedTuple):
+    """Below a directory. ``direct``: it reads past the page cache. ``read_gbs``: None: too little is there to tell."""
+
+    place: str
+    kind: str
+    direct: bool
+    read_gbs: float | None
+
+
 class Directory(NamedTuple):
     """A file store. ``closed``: its folders that this user cannot use. ``of_url``: the URL's capacity.
 

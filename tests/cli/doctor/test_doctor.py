@@ -17,8 +17,10 @@ import pytest
 from demo.engine_process import free_ports
 from demo.index_process import IndexProcess
 from kvpool import IndexClient, Namespace, open_store
-from kvpool.cli.doctor.rules import FILE_SYSTEM, SETTINGS, WANTED, Finding, judge
+from kvpool.cli.doctor.disk import look_at_disk
+from kvpool.cli.doctor.rules import DISK, SETTINGS, TMPFS, WANTED, Finding, judge
 from kvpool.cli.doctor.server import CONGESTION_CONTROL, _cores, host_findings, server_findings
+from kvpool.cli.doctor.subjects import Disk
 from kvpool.discovery.facts import announce_facts
 from kvpool.discovery.quota import write_held, write_quota
 from kvpool.discovery.worker import Publisher
@@ -28,6 +30,7 @@ from kvpool.key.key import quota_keys
 from kvpool.store.file_system import FileSystem
 from kvpool.store.url import StoreURL
 from tests.support.command_line import kvpool, refused
+from tests.support.conformance import keys
 from tests.support.deadlines import eventually
 from tests.support.doctor import NOBODY, announced, examined, sentences, worker
 from tests.support.feeds import misbehaving
@@ -341,7 +344,6 @@ def test_a_near_pool_is_examined_before_the_far_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mounts", "says"),
     [
-        ("/dev/vda / ext4 rw 0 0", "it is on a disk"),
         ("/dev/vda / ext4 rw 0 0\ntmpfs /mem tmpfs rw,size=1g 0 0", "mounted with huge=never"),
         ("tmpfs /mem tmpfs rw,huge=never,size=1g 0 0", "mounted with huge=never"),
         ("tmpfs /mem tmpfs rw,size=1g,huge=advise 0 0", "mounted with huge=advise"),
@@ -349,18 +351,48 @@ def test_a_near_pool_is_examined_before_the_far_one(tmp_path: Path) -> None:
         ("tmpfs /mem tmpfs rw,huge=within_size 0 0", None),
         ("tmpfs /mem tmpfs rw 0 0\ntmpfs /mem tmpfs rw,huge=within_size 0 0", None),  # one over the other
         ("tmpfs /mem tmpfs rw,huge=within_size 0 0\ntmpfs /mem/p tmpfs rw 0 0", None),
-        ("tmpfs /mem tmpfs rw,huge=within_size 0 0\n/dev/vdb /mem/p\\040q ext4 rw 0 0", "it is on a disk"),
     ],
 )
 def test_the_file_system_of_a_directory_is_judged(tmp_path: Path, mounts: str, says: str | None) -> None:
     (tmp_path / "mounts").write_text(f"{mounts}\n")
     system = FileSystem.of("/mem/p q/pool", tmp_path / "mounts")
-    found = list(judge("pool", FILE_SYSTEM, system, first=True))
+    found = list(judge("pool", TMPFS, system, first=True))
     assert [says in finding.says for finding in found] == ([] if says is None else [True])
     for finding in found:
-        assert says == "it is on a disk" or finding.change.startswith(
-            "mount -o remount,huge=within_size /mem "
-        )
+        assert finding.change.startswith("mount -o remount,huge=within_size /mem ")
+
+
+@pytest.mark.parametrize(
+    ("disk", "level", "says"),
+    [
+        (Disk("/nvme", "ext4", True, None), "ok", "how fast it reads is told when records are there"),
+        (
+            Disk("/nvme", "xfs", True, 2.514),
+            "ok",
+            "/nvme (xfs) reads records at 2.51 GB/s, past the page cache",
+        ),
+        (Disk("/hdd", "ext4", True, 0.12), "warn", "reads records at 0.12 GB/s: computing may be faster"),
+        (Disk("/odd", "fuse.odd", False, None), "warn", "reads nothing past the page cache"),
+        (Disk("/net", "nfs4", True, 5.0), "warn", "/net is nfs4, which comes over a network"),
+    ],
+)
+def test_the_disk_of_a_directory_is_judged(disk: Disk, level: str, says: str) -> None:
+    (finding,) = judge("pool", DISK, disk, first=True)
+    assert finding.level == level
+    assert says in finding.says
+
+
+def test_how_fast_a_disk_reads_is_measured_on_its_records(tmp_path: Path) -> None:
+    system = FileSystem("/", "ext4", "never", 0, 0, 0)
+    assert look_at_disk(tmp_path / "none", system).read_gbs is None
+    with open_store(f"file://{tmp_path}/pool") as store:
+        store.put_many(keys(8), [bytes(1 << 20)] * 8)
+    found = look_at_disk(tmp_path / "pool", system)
+    if FileSystem.of(str(tmp_path)).kind == "tmpfs" and not found.direct:
+        pytest.skip("temporary files lie in memory")
+    assert found.direct
+    assert found.read_gbs is not None
+    assert found.read_gbs > 0
 
 
 def test_the_file_system_of_a_link_is_the_one_that_it_leads_to(tmp_path: Path) -> None:

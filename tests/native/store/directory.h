@@ -12,8 +12,8 @@ namespace kvpool::test {
 
 class Directory {
  public:
-  Directory() {
-    std::string pattern = (std::filesystem::temp_directory_path() / "kvpool-test-XXXXXX").string();
+  explicit Directory(const std::filesystem::path& parent = std::filesystem::temp_directory_path()) {
+    std::string pattern = (parent / "kvpool-test-XXXXXX").string();
     CHECK(mkdtemp(pattern.data()) != nullptr);
     path_ = pattern;
   }
@@ -21,6 +21,7 @@ class Directory {
   Directory& operator=(const Directory&) = delete;
   ~Directory() { std::filesystem::remove_all(path_); }
   std::filesystem::path operator/(const std::string& name) const { return path_ / name; }
+  operator const std::filesystem::path&() const { return path_; }
   std::string text() const { return path_.string(); }
 
  private:

@@ -7,6 +7,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <filesystem>
@@ -22,6 +23,7 @@
 #include "store/directory.h"
 #include "store/executors.h"
 #include "store/pool_directory.h"
+#include "store/record_file.h"
 #include "store/usage.h"
 
 namespace kvpool {
@@ -35,6 +37,7 @@ using test::Directory;
 using test::eventually;
 
 constexpr std::uint64_t kMiB = 1 << 20;
+constexpr std::uint64_t kSmall = 4096;  // what a record of up to 4,016 bytes takes
 const std::string kNamespace(32, 'a');
 
 std::unique_ptr<IoExecutor> open_engine(const std::string& root, std::uint64_t capacity_nbytes,
@@ -103,16 +106,15 @@ Status ask(IoExecutor& engine, Op op, unsigned i) {
   return run(engine, op, {i}, none)[0];
 }
 
-// Sizes of all files in blocks/ and tmp/. Files may come and go meanwhile.
-std::uint64_t tree_nbytes(const Directory& root) {
+// Bytes of all files in blocks/, tmp/ and free/. Files may come and go meanwhile.
+std::uint64_t tree_nbytes(const fs::path& root) {
   std::uint64_t sum = 0;
-  for (const char* part : {"blocks", "tmp"}) {
+  for (const char* part : {"blocks", "tmp", "free"}) {
     std::error_code error;
     for (fs::recursive_directory_iterator it(root / part, error), end; !error && it != end;
          it.increment(error)) {
       struct stat info;
-      if (lstat(it->path().c_str(), &info) == 0 && S_ISREG(info.st_mode))
-        sum += static_cast<std::uint64_t>(info.st_size);
+      if (lstat(it->path().c_str(), &info) == 0 && S_ISREG(info.st_mode)) sum += file_nbytes(info);
     }
   }
   return sum;
@@ -138,7 +140,7 @@ TEST(what_is_put_is_got) {
     CHECK(put(*engine, i, n) == Status::kOk);
     CHECK(ask(*engine, Op::kContains, i) == Status::kOk);
     CHECK(get(*engine, i, n) == Status::kOk);
-    CHECK(fs::file_size(path_of(root, i)) == n + 80);
+    CHECK(fs::file_size(path_of(root, i)) == file_size(n));
   }
   CHECK(counter(*engine, "stored_nbytes") == tree_nbytes(root));
   CHECK(ask(*engine, Op::kDelete, 1) == Status::kOk);
@@ -155,7 +157,7 @@ TEST(an_overwrite_replaces_and_is_counted_once) {
   CHECK(put(*engine, 1, 1000) == Status::kOk);
   CHECK(put(*engine, 1, 5000) == Status::kOk);
   CHECK(get(*engine, 1, 5000) == Status::kOk);
-  CHECK(counter(*engine, "stored_nbytes") == 5080);
+  CHECK(counter(*engine, "stored_nbytes") == tree_nbytes(root) && tree_nbytes(root) == 3 * kSmall);
   CHECK(no_temporaries(root));
 }
 
@@ -176,6 +178,7 @@ TEST(each_damage_is_a_miss_and_gone) {
   const Directory root;
   const auto engine = open_engine(root.text(), 64 * kMiB, 1);
   constexpr std::size_t kNbytes = 600'000;
+  const std::size_t kHeader = file_nbytes(kNbytes) - 80;
   const auto flip = [&](unsigned i, std::size_t at) {
     std::fstream file(path_of(root, i), std::ios::in | std::ios::out | std::ios::binary);
     file.seekg(static_cast<std::streamoff>(at));
@@ -188,20 +191,21 @@ TEST(each_damage_is_a_miss_and_gone) {
     std::function<void(unsigned)> damage;
   };
   const std::vector<Case> cases = {
-      {"damaged_magic", [&](unsigned i) { flip(i, kNbytes); }},
-      {"damaged_version", [&](unsigned i) { flip(i, kNbytes + 4); }},
-      {"damaged_flags", [&](unsigned i) { flip(i, kNbytes + 6); }},
-      {"damaged_length", [&](unsigned i) { flip(i, kNbytes + 8); }},
-      {"damaged_fingerprint", [&](unsigned i) { flip(i, kNbytes + 16); }},
-      {"damaged_hash", [&](unsigned i) { flip(i, kNbytes + 32); }},
-      {"damaged_group", [&](unsigned i) { flip(i, kNbytes + 52); }},
-      {"damaged_rank", [&](unsigned i) { flip(i, kNbytes + 54); }},
-      {"damaged_checksum", [&](unsigned i) { flip(i, kNbytes + 56); }},
-      {"damaged_checksum", [&](unsigned i) { flip(i, kNbytes + 72); }},
+      {"damaged_magic", [&](unsigned i) { flip(i, kHeader); }},
+      {"damaged_version", [&](unsigned i) { flip(i, kHeader + 4); }},
+      {"damaged_flags", [&](unsigned i) { flip(i, kHeader + 6); }},
+      {"damaged_length", [&](unsigned i) { flip(i, kHeader + 8); }},
+      {"damaged_fingerprint", [&](unsigned i) { flip(i, kHeader + 16); }},
+      {"damaged_hash", [&](unsigned i) { flip(i, kHeader + 32); }},
+      {"damaged_group", [&](unsigned i) { flip(i, kHeader + 52); }},
+      {"damaged_rank", [&](unsigned i) { flip(i, kHeader + 54); }},
+      {"damaged_checksum", [&](unsigned i) { flip(i, kHeader + 56); }},
+      {"damaged_checksum", [&](unsigned i) { flip(i, kHeader + 72); }},
       {"damaged_checksum", [&](unsigned i) { flip(i, 0); }},
-      {"damaged_length", [&](unsigned i) { fs::resize_file(path_of(root, i), 79 + kNbytes); }},
-      {"damaged_length", [&](unsigned i) { fs::resize_file(path_of(root, i), 81 + kNbytes); }},
-      {"damaged_length", [&](unsigned i) { fs::resize_file(path_of(root, i), 80); }},
+      {"damaged_length", [&](unsigned i) { fs::resize_file(path_of(root, i), file_size(kNbytes) - 1); }},
+      {"damaged_length", [&](unsigned i) { fs::resize_file(path_of(root, i), file_size(kNbytes) + 1); }},
+      {"damaged_length", [&](unsigned i) { fs::resize_file(path_of(root, i), kSmall); }},
+      {"damaged_truncated", [&](unsigned i) { fs::resize_file(path_of(root, i), kSmall - 1); }},
       {"damaged_truncated", [&](unsigned i) { fs::resize_file(path_of(root, i), 63); }},
       {"damaged_truncated", [&](unsigned i) { fs::resize_file(path_of(root, i), 0); }},
       {"damaged_length",
@@ -251,7 +255,7 @@ TEST(a_put_over_something_strange_works_or_says_why) {
   CHECK(ask(*engine, Op::kContains, 1) == Status::kMiss);
   CHECK(put(*engine, 1, 100) == Status::kOk);  // over an empty directory
   CHECK(get(*engine, 1, 100) == Status::kOk);
-  CHECK(counter(*engine, "stored_nbytes") >= tree_nbytes(root) && tree_nbytes(root) == 180);
+  CHECK(counter(*engine, "stored_nbytes") >= tree_nbytes(root) && tree_nbytes(root) == kSmall);
   fs::remove(path_of(root, 1));
   fs::create_directories(path_of(root, 1) / "inside");
   std::string error;
@@ -274,13 +278,13 @@ TEST(a_put_over_something_strange_works_or_says_why) {
 TEST(the_least_recently_used_goes_first) {
   const Directory root;
   constexpr std::size_t kNbytes = 1000;
-  const auto engine = open_engine(root.text(), 10 * (kNbytes + 80), 1);
+  const auto engine = open_engine(root.text(), 10 * kSmall, 1);
   for (unsigned i = 0; i < 10; ++i) CHECK(put(*engine, i, kNbytes) == Status::kOk);
   CHECK(get(*engine, 0, kNbytes) == Status::kOk);  // used again: no longer the oldest
   CHECK(get(*engine, 2, kNbytes) == Status::kOk);
   CHECK(counter(*engine, "evicted") == 0);
   CHECK(put(*engine, 10, kNbytes) == Status::kOk);  // to 90 % less one record: two must go
-  CHECK(counter(*engine, "evicted") == 2 && counter(*engine, "evicted_nbytes") == 2 * (kNbytes + 80));
+  CHECK(counter(*engine, "evicted") == 2 && counter(*engine, "evicted_nbytes") == 2 * kSmall);
   for (unsigned i = 0; i <= 10; ++i) {
     CHECK(ask(*engine, Op::kContains, i) == (i == 1 || i == 3 ? Status::kMiss : Status::kOk));
   }
@@ -289,8 +293,8 @@ TEST(the_least_recently_used_goes_first) {
 
 TEST(too_large_for_the_store_is_no_room) {
   const Directory root;
-  const auto engine = open_engine(root.text(), 1080, 1);
-  CHECK(put(*engine, 1, 1001) == Status::kNoRoom);
+  const auto engine = open_engine(root.text(), kSmall, 1);
+  CHECK(put(*engine, 1, kSmall - 79) == Status::kNoRoom);
   CHECK(put(*engine, 1, 1000) == Status::kOk);
   CHECK(put(*engine, 2, 1000) == Status::kOk);
   CHECK(counter(*engine, "no_room") == 1 && counter(*engine, "evicted") == 1);
@@ -307,7 +311,7 @@ TEST(two_engines_share_a_directory_and_its_capacity) {
   std::atomic<unsigned> hits{0};
   std::thread auditor([&] {
     // Walking is not atomic: a file that moves from blocks/ or tmp/ during the walk is seen twice at most per writer.
-    while (!stop) CHECK(tree_nbytes(root) <= kCapacity + 8 * (300'000 + 80));
+    while (!stop) CHECK(tree_nbytes(root) <= kCapacity + 8 * (300'000 + kSmall));
   });
   std::vector<std::thread> workers;
   for (unsigned t = 0; t < 4; ++t) {
@@ -367,7 +371,8 @@ TEST(many_writers_of_one_key_leave_one_true_record) {
   }
   for (auto& worker : workers) worker.join();
   CHECK(counter(*engine, "damaged") == 0);
-  CHECK(counter(*engine, "stored_nbytes") == 100'080 && tree_nbytes(root) == 100'080);
+  CHECK(counter(*engine, "stored_nbytes") == tree_nbytes(root));
+  CHECK(tree_nbytes(root) <= 5 * file_nbytes(100'000));  // with what each replaced last
 }
 
 TEST(cancel_at_random_leaves_nothing_behind) {
@@ -462,8 +467,8 @@ TEST(the_directory_may_go_away) {
   const std::string root = (parent / "deep/root").string();
   const auto engine = open_engine(root, 64 * kMiB, 2);
   CHECK(put(*engine, 1, 1000) == Status::kOk);
-  for (const char* part : {"deep/root/blocks/001", "deep/root/tmp", "deep/root/blocks", "deep/root/usage",
-                           "deep/root", "deep"}) {
+  for (const char* part : {"deep/root/blocks/001", "deep/root/tmp", "deep/root/free", "deep/root/blocks",
+                           "deep/root/usage", "deep/root", "deep"}) {
     fs::remove_all(parent / part);
     const Status status = get(*engine, 1, 1000);
     CHECK(status == (fs::exists(parent / "deep/root/blocks/001") ? Status::kOk : Status::kMiss));
@@ -472,8 +477,8 @@ TEST(the_directory_may_go_away) {
     // What others delete stays counted until the next pass, or until the counter itself goes.
     const bool counted_anew = std::string_view(part).ends_with("usage") ||
                               std::string_view(part).ends_with("root") || std::string_view(part) == "deep";
-    CHECK(counted_anew ? counter(*engine, "stored_nbytes") == 1080
-                       : counter(*engine, "stored_nbytes") >= 1080);
+    CHECK(counted_anew ? counter(*engine, "stored_nbytes") == tree_nbytes(root)
+                       : counter(*engine, "stored_nbytes") >= tree_nbytes(root));
   }
 }
 
@@ -518,11 +523,11 @@ TEST(the_counter_heals) {
        {"", "KVP", "garbage garbage garbage garbage garbage garbage garbage garbage garbage"}) {
     std::ofstream(root / "usage", std::ios::trunc) << content;
     const auto engine = open_engine(root.text(), 64 * kMiB, 1);
-    CHECK(counter(*engine, "stored_nbytes") == 1080);
+    CHECK(counter(*engine, "stored_nbytes") == kSmall);
   }
   fs::remove(root / "usage");
   const auto engine = open_engine(root.text(), 64 * kMiB, 1);
-  CHECK(counter(*engine, "stored_nbytes") == 1080);
+  CHECK(counter(*engine, "stored_nbytes") == kSmall);
   // Too high by a reservation of the dead: the first put that finds no room counts again.
   Usage usage(root / "usage", std::nullopt);
   CHECK(usage.reserve(60 * kMiB, 64 * kMiB, Usage::Known::kAll));
@@ -620,16 +625,17 @@ TEST(eviction_gets_somewhere_however_short_its_time) {
   const Directory root;
   constexpr unsigned kRecords = 5000;
   constexpr std::size_t kNbytes = 100;
-  const auto engine = open_engine(root.text(), kRecords * (kNbytes + 80), 1);
+  const auto engine = open_engine(root.text(), kRecords * kSmall, 1);
   for (unsigned i = 0; i < kRecords; ++i) CHECK(put(*engine, i, kNbytes) == Status::kOk);
   CHECK(counter(*engine, "evicted") == 0);
   Usage usage(root / "usage", std::nullopt);
+  FreeFiles free(root.text());
   const auto held = usage.lock(Usage::Hold::kExclusive, [] { return false; });
   // It is out of time before it begins, each time.
   const std::uint64_t capacity_nbytes = tree_nbytes(root);
   for (int pass = 0; pass < 10; ++pass) {
     const Evicted evicted =
-        make_room(root.text(), usage, capacity_nbytes / 2, capacity_nbytes, [] { return true; });
+        make_room(root.text(), usage, free, capacity_nbytes / 2, capacity_nbytes, [] { return true; });
     CHECK(evicted.records > 0);
   }
   CHECK(usage.read().sum().nbytes == tree_nbytes(root));
@@ -644,11 +650,12 @@ TEST(an_eviction_looks_at_a_part_of_a_large_store) {
     std::ofstream(path_of(root, i)) << "record";
   }
   Usage usage(root / "usage", 0600);
+  FreeFiles free(root.text());
   const auto held = usage.lock(Usage::Hold::kExclusive, [] { return false; });
-  count(root.text(), usage, Clock::now() + 20s);
+  count(root.text(), usage, free, Clock::now() + 20s);
   CHECK(usage.read().sum().nbytes == 6 * kRecords && usage.read().sum().unknown == 0);
   // Nothing but what it looks at is read: the other buckets may as well be closed to it.
-  const Evicted evicted = make_room(root.text(), usage, 6, 6 * kRecords, [] { return false; });
+  const Evicted evicted = make_room(root.text(), usage, free, 6, 6 * kRecords, [] { return false; });
   CHECK(evicted.records >= 100 && evicted.records <= 120);
   CHECK(usage.read().cursor % kBuckets <= 300);
   CHECK(usage.read().sum().nbytes == tree_nbytes(root));
@@ -663,11 +670,12 @@ TEST(counting_goes_on_where_it_stopped) {
     std::ofstream(path_of(root, i)) << "record";
   }
   Usage usage(root / "usage", 0600);
+  FreeFiles free(root.text());
   const auto held = usage.lock(Usage::Hold::kExclusive, [] { return false; });
   unsigned unknown = kCounts;
   int calls = 0;
   while (unknown != 0) {
-    count(root.text(), usage, Clock::now());  // no time at all
+    count(root.text(), usage, free, Clock::now());  // no time at all
     const auto sum = usage.read().sum();
     CHECK(sum.unknown < unknown);
     // A guess by what has been counted is near enough to keep a capacity by.
@@ -682,7 +690,7 @@ TEST(counting_goes_on_where_it_stopped) {
 TEST(a_touch_counts_as_a_use) {
   const Directory root;
   constexpr std::size_t kNbytes = 1000;
-  const auto engine = open_engine(root.text(), 10 * (kNbytes + 80), 1);
+  const auto engine = open_engine(root.text(), 10 * kSmall, 1);
   for (unsigned i = 0; i < 10; ++i) CHECK(put(*engine, i, kNbytes) == Status::kOk);
   CHECK(ask(*engine, Op::kTouch, 0) == Status::kOk);
   CHECK(ask(*engine, Op::kContains, 1) == Status::kOk);
@@ -695,7 +703,7 @@ TEST(a_touch_counts_as_a_use) {
 TEST(a_put_if_absent_writes_what_is_missing_and_counts_the_rest_as_used) {
   const Directory root;
   constexpr std::size_t kNbytes = 1000;
-  const auto engine = open_engine(root.text(), 10 * (kNbytes + 80), 1);
+  const auto engine = open_engine(root.text(), 10 * kSmall, 1);
   for (unsigned i = 0; i < 10; ++i) CHECK(put(*engine, i, kNbytes) == Status::kOk);
   // Of another number than its key's, so that get() tells who wrote the record.
   std::vector<std::vector<std::byte>> others = {payload_of(90, kNbytes), payload_of(10, kNbytes)};
@@ -710,7 +718,7 @@ TEST(a_put_if_absent_writes_what_is_missing_and_counts_the_rest_as_used) {
 TEST(a_clock_that_was_set_back_keeps_nothing_for_ever) {
   const Directory root;
   constexpr std::size_t kNbytes = 1000;
-  const auto engine = open_engine(root.text(), 10 * (kNbytes + 80), 1);
+  const auto engine = open_engine(root.text(), 10 * kSmall, 1);
   for (unsigned i = 0; i < 10; ++i) {
     CHECK(put(*engine, i, kNbytes) == Status::kOk);
     fs::last_write_time(path_of(root, i), fs::file_time_type::clock::now() + std::chrono::hours(24 * 365));
@@ -724,7 +732,7 @@ TEST(a_clock_that_was_set_back_keeps_nothing_for_ever) {
 
 TEST(only_our_own_names_are_counted_and_evicted) {
   const Directory root;
-  const auto engine = open_engine(root.text(), 4 * 1080, 1);
+  const auto engine = open_engine(root.text(), 4 * kSmall, 1);
   CHECK(put(*engine, 1, 1000) == Status::kOk);
   const fs::path bucket = path_of(root, 1).parent_path();
   std::ofstream(bucket / "thesis.txt") << std::string(5000, 'x');
@@ -737,6 +745,136 @@ TEST(only_our_own_names_are_counted_and_evicted) {
   CHECK(counter(*engine, "evicted") > 0);
   CHECK(fs::exists(bucket / "thesis.txt") && fs::exists(root / "elsewhere/thesis.txt"));
   CHECK(fs::exists(bucket / ("t." + kNamespace + "." + hash_text(2) + ".0.0")));
+}
+
+TEST(a_put_overwrites_an_evicted_file_of_its_size) {
+  const Directory root;
+  const auto engine = open_engine(root.text(), 20 * kSmall, 1);
+  const auto inode = [&](unsigned i) {
+    struct stat info{};
+    CHECK(lstat(path_of(root, i).c_str(), &info) == 0);
+    return info.st_ino;
+  };
+  std::vector<ino_t> inodes;
+  for (unsigned i = 0; i < 20; ++i) {
+    CHECK(put(*engine, i, 1000) == Status::kOk);
+    inodes.push_back(inode(i));
+  }
+  // Of another length in as many blocks, and of one in more, for which evicted files are deleted.
+  for (unsigned i = 20; i < 50; ++i) {
+    CHECK(put(*engine, i, 3000) == Status::kOk);
+    CHECK(std::ranges::find(inodes, inode(i)) != inodes.end());
+    CHECK(get(*engine, i, 3000) == Status::kOk);
+    CHECK(counter(*engine, "stored_nbytes") == tree_nbytes(root) && tree_nbytes(root) <= 20 * kSmall);
+  }
+  for (unsigned i = 50; i < 60; ++i) {
+    CHECK(put(*engine, i, 5000) == Status::kOk);
+    CHECK(get(*engine, i, 5000) == Status::kOk);
+    CHECK(counter(*engine, "stored_nbytes") == tree_nbytes(root) && tree_nbytes(root) <= 20 * kSmall);
+  }
+  CHECK(counter(*engine, "damaged") == 0 && no_temporaries(root));
+  // What is deleted leaves nothing of what was evicted before.
+  CHECK(ask(*engine, Op::kDelete, 59) == Status::kOk);
+  CHECK(fs::is_empty(root / "free"));
+  CHECK(counter(*engine, "stored_nbytes") == tree_nbytes(root));
+}
+
+TEST(what_is_overwritten_while_it_is_read_is_a_miss_and_no_damage) {
+  const Directory root;
+  constexpr std::size_t kNbytes = 1'000'000;
+  const auto engine = open_engine(root.text(), 8 * file_nbytes(kNbytes), 2);
+  std::atomic<bool> stop{false};
+  std::thread writer([&] {
+    for (unsigned i = 0; !stop; ++i) CHECK(put(*engine, i % 64, kNbytes) == Status::kOk);
+  });
+  unsigned hits = 0;
+  for (unsigned i = 0; i < 3000; ++i) {
+    const Status status = get(*engine, i % 64, kNbytes);
+    CHECK(status == Status::kOk || status == Status::kMiss);
+    hits += status == Status::kOk ? 1 : 0;
+  }
+  stop = true;
+  writer.join();
+  CHECK(hits > 0 && counter(*engine, "evicted") > 0);
+  CHECK(counter(*engine, "damaged") == 0);
+}
+
+TEST(an_evicted_file_that_others_changed_is_not_overwritten) {
+  const Directory root;
+  const auto engine = open_engine(root.text(), 20 * kSmall, 1);
+  for (unsigned i = 0; i < 21; ++i) CHECK(put(*engine, i, 1000) == Status::kOk);
+  CHECK(!fs::is_empty(root / "free"));
+  std::ofstream(root / "elsewhere") << std::string(file_size(1000), 'x');
+  for (const auto& entry : fs::directory_iterator(root / "free")) {
+    fs::remove(entry.path());
+    fs::create_hard_link(root / "elsewhere", entry.path());
+  }
+  std::ofstream(root / "free/not.ours") << "x";
+  for (unsigned i = 21; i < 40; ++i) CHECK(put(*engine, i, 1000) == Status::kOk);
+  std::string text(1, '\0');
+  std::ifstream(root / "elsewhere").read(text.data(), 1);
+  CHECK(text == "x" && fs::exists(root / "free/not.ours"));
+  CHECK(counter(*engine, "stored_nbytes") == 20 * kSmall);
+}
+
+TEST(a_record_that_power_loss_tore_or_exchanged_is_a_miss_and_goes) {
+  const Directory root;
+  const auto engine = open_engine(root.text(), 64 * kMiB, 1);
+  constexpr std::size_t kNbytes = 100'000;
+  const auto write = [&](unsigned i, std::size_t at, const std::string& bytes) {
+    std::fstream file(path_of(root, i), std::ios::in | std::ios::out | std::ios::binary);
+    file.seekp(static_cast<std::streamoff>(at));
+    file.write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+  };
+  const std::vector<std::function<void(unsigned)>> losses = {
+      // The name stayed, and its file was overwritten for another record: whole, or in part.
+      [&](unsigned i) {
+        fs::copy_file(path_of(root, 90), path_of(root, i), fs::copy_options::overwrite_existing);
+      },
+      [&](unsigned i) { write(i, 0, std::string(kSmall, 'x')); },
+      // Blocks that never reached the disk: the first, one in between, the last.
+      [&](unsigned i) { write(i, 0, std::string(kSmall, '\0')); },
+      [&](unsigned i) { write(i, 5 * kSmall, std::string(kSmall, '\0')); },
+      [&](unsigned i) { write(i, file_nbytes(kNbytes) - kSmall, std::string(kSmall, '\0')); },
+      [&](unsigned i) { fs::resize_file(path_of(root, i), 0); },
+  };
+  CHECK(put(*engine, 90, kNbytes) == Status::kOk);
+  for (unsigned i = 0; i < losses.size(); ++i) {
+    CHECK(put(*engine, i, kNbytes) == Status::kOk);
+    losses[i](i);
+    CHECK(get(*engine, i, kNbytes) == Status::kMiss);
+    CHECK(!fs::exists(path_of(root, i)) && counter(*engine, "damaged") == i + 1);
+    CHECK(put(*engine, i, kNbytes) == Status::kOk && get(*engine, i, kNbytes) == Status::kOk);
+  }
+}
+
+TEST(records_are_read_and_written_wherever_they_lie_in_memory) {
+  for (const fs::path& parent : {fs::path("/dev/shm"), fs::temp_directory_path()}) {
+    const Directory root(parent);
+    const auto engine = open_engine(root.text(), 64 * kMiB, 1);
+    unsigned i = 0;
+    for (const std::size_t n : {std::size_t{1}, std::size_t{4015}, std::size_t{4016}, std::size_t{4017},
+                                std::size_t{4096}, std::size_t{2 * kMiB}, std::size_t{5 * kMiB + 513}}) {
+      for (const std::size_t shift : {0, 512, 64, 1}) {
+        std::vector<std::byte> memory(n + 2 * 4096);
+        const auto address = reinterpret_cast<std::uintptr_t>(memory.data());
+        const std::span<std::byte> place(memory.data() + (4096 - address % 4096) + shift, n);
+        const auto wanted = payload_of(++i, n);
+        std::ranges::copy(wanted, place.begin());
+        const auto put = engine->submit(Op::kPut, {key_of(i)}, {place}, 20s);
+        CHECK(put->wait_until(Clock::now() + 20s) && put->results()[0] == Status::kOk);
+        std::ranges::fill(place, std::byte{1});
+        const auto got = engine->submit(Op::kGet, {key_of(i)}, {place}, 20s);
+        CHECK(got->wait_until(Clock::now() + 20s) && got->results()[0] == Status::kOk);
+        CHECK(std::ranges::equal(place, wanted) && memory.back() == std::byte{0});
+        CHECK(got->found(0).nbytes == n);
+        const auto asked = engine->submit(Op::kContains, {key_of(i)}, {}, 20s);
+        CHECK(asked->wait_until(Clock::now() + 20s) && asked->found(0).nbytes == n);
+        CHECK(ask(*engine, Op::kDelete, i) == Status::kOk);
+      }
+    }
+    CHECK(engine->close(10s));
+  }
 }
 
 TEST(finding_a_pool_writes_nothing) {

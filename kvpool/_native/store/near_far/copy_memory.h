@@ -8,9 +8,9 @@
 #include <algorithm>
 #include <cstddef>
 #include <deque>
-#include <memory>
 #include <utility>
 
+#include "store/aligned_bytes.h"
 #include "store/io_executor.h"
 
 namespace kvpool {
@@ -22,7 +22,7 @@ class CopyMemory {
     std::size_t nbytes = 0;
   };
   struct Piece {
-    std::unique_ptr<std::byte[]> bytes;
+    AlignedBytes bytes;  // of a record, which may be a file's
     std::size_t capacity = 0;
     Holder* holder = nullptr;
     bool is_beyond = false;
@@ -45,7 +45,7 @@ class CopyMemory {
       kept_.erase(kept);
       kept_nbytes_ -= piece.capacity;
     } else {
-      piece = {std::make_unique_for_overwrite<std::byte[]>(nbytes), nbytes, nullptr, is_beyond};
+      piece = {make_aligned_bytes(nbytes), nbytes, nullptr, is_beyond};
       while (!kept_.empty() && used_ + nbytes + kept_nbytes_ > most_nbytes_) drop_oldest();
     }
     piece.holder = &holder;

@@ -1,0 +1,59 @@
+"""The disk below a pool's directory: does it read past the page cache, and how fast."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from kvpool.cli.doctor.subjects import Disk
+from kvpool.store.file_system import FileSystem
+
+MOST_READ_NBYTES = 256 << 20
+LONGEST_READ_S = 0.5
+LEAST_READ_NBYTES = 4 << 20  # to speak of a speed
+MOST_RECORDS = 1000
+
+
+def look_at_disk(pool: Path, system: FileSystem) -> Disk:
+    """Read some records, as a load does, one at a time. Blocks for a second at most where the disk answers."""
+    read_nbytes, took_s, direct = 0, 0.0, True
+    buffer = mmap.mmap(-1, 4 << 20)  # begins with a page
+    for record in islice(_records(pool), MOST_RECORDS):
+        if read_nbytes >= MOST_READ_NBYTES or took_s >= LONGEST_READ_S:
+            break
+        started = time.perf_counter()
+        try:
+            read_nbytes += _read(record, buffer)
+        except FileNotFoundError:
+            continue  # evicted
+        except OSError:
+            direct = False
+            break
+        took_s += time.perf_counter() - started
+    is_told = read_nbytes >= LEAST_READ_NBYTES
+    return Disk(system.place, system.kind, direct, read_nbytes / took_s / 1e9 if is_told else None)
+
+
+def _records(pool: Path) -> Iterator[Path]:
+    with contextlib.suppress(OSError):
+        for bucket in (pool / "blocks").iterdir():
+            with contextlib.suppress(OSError):
+                yield from bucket.iterdir()
+
+
+def _read(record: Path, buffer: mmap.mmap) -> int:
+    file = os.open(record, os.O_RDONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        at = 0
+        while n := os.preadv(file, [buffer], at):
+            at += n
+            if n < len(buffer):
+                break
+        return at
+    finally:
+        os.close(file)
