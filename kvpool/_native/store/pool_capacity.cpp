@@ -57,7 +57,7 @@ int write_capacity(const std::string& root, mode_t mode, std::uint64_t nbytes) {
   int error = 0;
   if (pwrite(file.get(), text.data(), text.size(), 0) != static_cast<ssize_t>(text.size())) {
     error = ENOSPC;
-  } else if (rename(temporary.c_str(), capacity_path(root).c_str()) != 0) {
+  } else if (fsync(file.get()) != 0 || rename(temporary.c_str(), capacity_path(root).c_str()) != 0) {
     error = errno;
   }
   if (error != 0) unlink(temporary.c_str());

@@ -159,6 +159,9 @@ void write_marker(const std::string& root, int fd, const PoolDirectory& pool) {
   const ssize_t written = pwrite(file.get(), kMarker.data(), kMarker.size(), 0);
   if (written != static_cast<ssize_t>(kMarker.size())) fail(kCannot, path, written < 0 ? errno : ENOSPC);
   if (pool.file_mode == kGroupsFile) fchmod(file.get(), kGroupsFile);
+  // A power loss that took it, and left what is made next, would leave a directory that is no pool.
+  fsync(file.get());
+  fsync(fd);
 }
 
 // A link in its place would redirect every write and deletion.
