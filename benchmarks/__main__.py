@@ -436,6 +436,56 @@ def agents(
     )  # fmt: skip
 
 
+@app.command("pools")
+def pools(
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Of sessions or requests, as kvpool size reads. Without it: made-up sessions.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Whose KV cache it is, in 16 bits, as kvpool size reads it. Without it: 96 KiB a token.",
+        ),
+    ] = None,
+    sessions: Annotated[
+        int,
+        typer.Option(min=1, max=4096, help="A trace that has fewer begins again, with other blocks."),
+    ] = 160,
+    apart: Annotated[
+        float, typer.Option(min=0, max=1e6, metavar="S", help="Seconds between the beginnings of sessions.")
+    ] = 60.0,
+    workers: Annotated[
+        int, typer.Option(min=0, max=256, help="Engines; each keeps its sessions. 0: they have no cache.")
+    ] = 0,
+    cache_bytes: Annotated[str, typer.Option(metavar="SIZE", help="Of an engine's KV cache.")] = "100GB",
+    near: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SIZE", help="Of a near pool; give it again for another.  [default: 250GB]"),
+    ] = None,
+    far: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SIZE", help="Of the far pool; give it again for another.  [default: 2TB]"),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Hits of a near pool before a far one by their sizes, of one endless pool's, and what is written far for them.
+
+    Each alone; then both, where all goes far, and where only what is used a second time does. Nothing is stored.
+    """
+    from benchmarks.pools import Engines, run_pools
+
+    run_pools(
+        trace=trace, model=model, sessions=sessions, apart_s=apart,
+        engines=Engines(workers, parse_nbytes(cache_bytes)), near=[*map(parse_nbytes, near or ["250GB"])],
+        far=[*map(parse_nbytes, far or ["2TB"])], as_json=as_json,
+    )  # fmt: skip
+
+
 @app.command("placing")
 def placing(
     workers: Annotated[
