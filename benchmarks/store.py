@@ -22,6 +22,7 @@ from kvpool.cli.bench_store import (
     EXISTS_KEYS,
     VALUE_NBYTES,
     StoreClient,
+    TimedClient,
     Values,
     benched_pool,
     server_memory,
@@ -40,6 +41,7 @@ TURN_S = 0.1
 class _Times:
     counts: dict[str, int] = field(default_factory=dict)
     per_value_s: dict[str, list[float]] = field(default_factory=dict)
+    cpu_s: dict[str, list[float]] = field(default_factory=dict)  # a value; of clients in this process
     exists_s: dict[str, list[float]] = field(default_factory=dict)
 
 
@@ -67,7 +69,7 @@ def run_store(
         parsed = StoreURL.parse(url)
         with (
             open_store(replace(parsed, client="native")) as store,
-            clients(store, parsed, folder / "beside", peers) as measured,
+            clients(store, parsed, peers) as measured,
             server_memory(parsed, batch_nbytes * len(measured)) as memory_of,
             progress_bar() as progress,
         ):
@@ -115,6 +117,8 @@ def _turn(client: Client, count: int, mood: str, times: _Times) -> None:
             times.counts[cell] = count if client.whole_batches else _count_for(move, count)
         moved = times.counts[cell]
         times.per_value_s.setdefault(cell, []).append(move(moved) / moved)
+        if mood == "idle" and isinstance(client, TimedClient):
+            times.cpu_s.setdefault(verb, []).append(client.cpu_s / moved)
     if count >= EXISTS_KEYS and (taken_s := client.exists(EXISTS_KEYS)) is not None:
         times.exists_s.setdefault(mood, []).append(taken_s)
 
@@ -140,6 +144,9 @@ def _row(name: str, values: Values, times: dict[str, _Times], memory: float | No
         over_bare={cell: _ratio(bare.per_value_s[cell], own.per_value_s[cell]) for cell in cells}
         if bare
         else {},
+        cpu_s_per_gb={
+            verb: statistics.median(each) / values.nbytes * 1e9 for verb, each in own.cpu_s.items()
+        },
         server_memory=memory,
         exists_ms={mood: statistics.median(each) * 1e3 for mood, each in own.exists_s.items()},
     )

@@ -20,6 +20,7 @@ import selectors
 import socket
 import struct
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,7 @@ from benchmarks import store_peer
 from kvpool.cli.bench_store import TENANT, TIMEOUT_S, StoreClient, TimedClient, Values, Views, check_all
 from kvpool.errors import ConfigError
 from kvpool.store import Store, open_store
+from kvpool.store.file_system import FileSystem
 from kvpool.store.server.connection import connect
 from kvpool.store.url import DEFAULT_THREADS, SERVER_SCHEMES, StoreURL
 
@@ -61,14 +63,15 @@ class Client(Protocol):
 
 
 @contextlib.contextmanager
-def clients(store: Store, url: StoreURL, folder: Path, peers: Path | None) -> Iterator[list[Client]]:
+def clients(store: Store, url: StoreURL, peers: Path | None) -> Iterator[list[Client]]:
     """kvpool's own first, then the bare loop twice if possible, then the others of ``peers``."""
     with contextlib.ExitStack() as opened:
         found: list[Client] = [LocalStoreClient(OWN, store, whole_batches=True)]
         if url.scheme not in SERVER_SCHEMES:
-            folder.mkdir()
-            found += [BareFiles(name, folder, url.threads) for name in (BARE, BARE_AGAIN)]
-            found.append(PythonFiles(folder))
+            direct = FileSystem.of(url.path).kind != "tmpfs"  # as kvpool's own records
+            beside = Path(opened.enter_context(tempfile.TemporaryDirectory(dir=Path(url.path).parent)))
+            found += [BareFiles(name, beside, url.threads, direct) for name in (BARE, BARE_AGAIN)]
+            found.append(PythonFiles(beside))
         else:
             if url.tls is None and not url.nodes:
                 for name in (BARE, BARE_AGAIN):
@@ -143,15 +146,19 @@ class _Folder(LocalClient):
 
 
 class BareFiles(_Folder):
-    def __init__(self, name: str, folder: Path, threads: int) -> None:
+    def __init__(self, name: str, folder: Path, threads: int, direct: bool) -> None:
         super().__init__(name, folder / secrets.token_hex(8))
-        self._threads = threads
+        self._threads, self._direct = threads, direct
 
     def _put(self, sources: Views) -> None:
-        kvpool_bare.write_files(_numbered(f"{self._folder}/", len(sources)), sources, self._threads)
+        kvpool_bare.write_files(
+            _numbered(f"{self._folder}/", len(sources)), sources, self._threads, self._direct
+        )
 
     def _get(self, targets: Views) -> None:
-        kvpool_bare.read_files(_numbered(f"{self._folder}/", len(targets)), targets, self._threads)
+        kvpool_bare.read_files(
+            _numbered(f"{self._folder}/", len(targets)), targets, self._threads, self._direct
+        )
 
 
 class PythonFiles(_Folder):

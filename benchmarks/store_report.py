@@ -24,8 +24,8 @@ class Row:
 
     ``values``: moved per turn, by cell of ``CELLS``. ``gb_per_s``: medians, 10^9 bytes. ``busy_over_idle``:
     by verb, and ``over_bare``, by cell: medians of ratios within a round; the latter empty without a bare
-    loop. ``server_memory``: the server's bytes per payload byte. ``exists_ms``: by mood; empty if
-    unsupported.
+    loop. ``cpu_s_per_gb``: by verb, of this process, idle; empty for a client in another. ``server_memory``: the
+    server's bytes per payload byte. ``exists_ms``: by mood; empty if unsupported.
     """
 
     client: str
@@ -34,6 +34,7 @@ class Row:
     gb_per_s: dict[str, float]
     busy_over_idle: dict[str, float]
     over_bare: dict[str, float]
+    cpu_s_per_gb: dict[str, float]
     server_memory: float | None
     exists_ms: dict[str, float]
 
@@ -75,12 +76,13 @@ def show(report: Report, as_json: bool) -> None:
         return
     console = Console()
     console.print(_speeds(report, sizes))
+    console.print(_processors(report, sizes))
     if any(row.exists_ms for row in report.rows):
         console.print(_existence(report))
     console.print(
         "busy: beside a pure-Python thread that spins. ratio: busy over idle, within a round. bare: idle, over the "
-        "bare loop of plain SET and GET (or pwrite and pread), within a round. mem: the server's bytes for a byte of "
-        "payload. over best: kvpool over the fastest of the clients in Python.",
+        "bare loop of plain SET and GET (or pwrite and pread; on a disk past the page cache), within a round. mem: the "
+        "server's bytes for a byte of payload. over best: kvpool over the fastest of the clients in Python.",
         highlight=False,
     )
     if (control := congestion_control_name()) == "bbr":
@@ -121,6 +123,19 @@ def _shown(row: Row) -> list[str]:
         texts += [_number(row.gb_per_s[f"{verb}_{mood}"]) for mood in ("idle", "busy")]
         texts += [_number(row.busy_over_idle[verb]), _number(row.over_bare.get(f"{verb}_idle"))]
     return texts
+
+
+def _processors(report: Report, sizes: list[int]) -> Table:
+    table = Table(title="processors of this process, idle: seconds a GB", box=SIMPLE, padding=(0, 1, 0, 0))
+    for name in ("value", "client", "put", "get"):
+        table.add_column(name, justify="left" if name == "client" else "right")
+    for size in sizes:
+        for row in report.rows:
+            if row.value_nbytes == size and row.cpu_s_per_gb:
+                spent = (f"{row.cpu_s_per_gb[verb]:.3f}" for verb in ("put", "get"))
+                table.add_row(format_nbytes(size), row.client, *spent)
+        table.add_section()
+    return table
 
 
 def _existence(report: Report) -> Table:

@@ -149,10 +149,12 @@ void get_values(const std::vector<int>& connections, const std::vector<std::stri
                [&](std::size_t i) { get_some(connections[i], keys, buffers, i, connections.size()); });
 }
 
-void write_files(const std::vector<std::string>& paths, const Buffers& buffers, unsigned threads) {
+void write_files(const std::vector<std::string>& paths, const Buffers& buffers, unsigned threads,
+                 bool direct) {
+  const int how = direct ? O_DIRECT : O_TRUNC;
   side_by_side(threads, [&](std::size_t first) {
     for (std::size_t i = first; i < paths.size(); i += threads) {
-      const File file{open(paths[i].c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600)};
+      const File file{open(paths[i].c_str(), O_WRONLY | O_CREAT | how | O_CLOEXEC, 0600)};
       if (file.fd < 0) fail("open");
       for (std::size_t done = 0; done < buffers[i].size();) {
         const ssize_t n =
@@ -164,10 +166,11 @@ void write_files(const std::vector<std::string>& paths, const Buffers& buffers, 
   });
 }
 
-void read_files(const std::vector<std::string>& paths, const Buffers& buffers, unsigned threads) {
+void read_files(const std::vector<std::string>& paths, const Buffers& buffers, unsigned threads,
+                bool direct) {
   side_by_side(threads, [&](std::size_t first) {
     for (std::size_t i = first; i < paths.size(); i += threads) {
-      const File file{open(paths[i].c_str(), O_RDONLY | O_CLOEXEC)};
+      const File file{open(paths[i].c_str(), O_RDONLY | O_CLOEXEC | (direct ? O_DIRECT : 0))};
       if (file.fd < 0) fail("open");
       for (std::size_t done = 0; done < buffers[i].size();) {
         const ssize_t n =

@@ -19,8 +19,11 @@ void put_values(const std::vector<int>& connections, const std::vector<std::stri
 void get_values(const std::vector<int>& connections, const std::vector<std::string>& keys,
                 const Buffers& buffers);
 
-// A file for each value, by so many threads. The same contract.
-void write_files(const std::vector<std::string>& paths, const Buffers& buffers, unsigned threads);
-void read_files(const std::vector<std::string>& paths, const Buffers& buffers, unsigned threads);
+// A file for each value, by so many threads. The same contract. `direct`: past the page cache, over the file that is
+// there; buffers then begin and end at multiples of 512.
+void write_files(const std::vector<std::string>& paths, const Buffers& buffers, unsigned threads,
+                 bool direct);
+void read_files(const std::vector<std::string>& paths, const Buffers& buffers, unsigned threads,
+                bool direct);
 
 }  // namespace bare

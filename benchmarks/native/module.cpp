@@ -71,14 +71,16 @@ NB_MODULE(kvpool_bare, m) {
       "connections"_a, "keys"_a, "buffers"_a);
   m.def(
       "write_files",
-      [](const Names& paths, const nb::list& buffers, unsigned threads) {
-        move(paths, buffers, false, [&](const auto& spans) { bare::write_files(paths, spans, threads); });
+      [](const Names& paths, const nb::list& buffers, unsigned threads, bool direct) {
+        move(paths, buffers, false,
+             [&](const auto& spans) { bare::write_files(paths, spans, threads, direct); });
       },
-      "paths"_a, "buffers"_a, "threads"_a);
+      "paths"_a, "buffers"_a, "threads"_a, "direct"_a);
   m.def(
       "read_files",
-      [](const Names& paths, const nb::list& buffers, unsigned threads) {
-        move(paths, buffers, true, [&](const auto& spans) { bare::read_files(paths, spans, threads); });
+      [](const Names& paths, const nb::list& buffers, unsigned threads, bool direct) {
+        move(paths, buffers, true,
+             [&](const auto& spans) { bare::read_files(paths, spans, threads, direct); });
       },
-      "paths"_a, "buffers"_a, "threads"_a);
+      "paths"_a, "buffers"_a, "threads"_a, "direct"_a);
 }

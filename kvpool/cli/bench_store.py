@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import secrets
 import shutil
@@ -176,22 +177,33 @@ def benched_pool(pool: str | None, batch_nbytes: int) -> Iterator[tuple[str, Pat
 
 
 class Values:
-    """A batch of values of one size: sources and destinations."""
+    """A batch of values of one size: sources and destinations, each from a page on, as a worker's staging."""
 
     def __init__(self, nbytes: int, count: int) -> None:
         self.nbytes, self.count = nbytes, count
-        self.sources: Views = [memoryview(os.urandom(nbytes)) for _ in range(count)]
-        self.targets: Views = [memoryview(bytearray(nbytes)) for _ in range(count)]
+        self.sources, self.targets = _pages(nbytes, count), _pages(nbytes, count)
+        for source in self.sources:
+            source[:] = os.urandom(nbytes)
+
+
+def _pages(nbytes: int, count: int) -> Views:
+    if not nbytes * count:
+        return []
+    step = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = memoryview(mmap.mmap(-1, step * count))
+    return [memory[begin : begin + nbytes] for begin in range(0, step * count, step)]
 
 
 class TimedClient(ABC):
     """A client in this process. Gets are compared with puts outside of the measured time.
 
-    Every call blocks; times are seconds. Errors: ``KVPoolError``, ``RuntimeError``.
+    Every call blocks; times are seconds. ``cpu_s``: what all threads of the process took of processors in the last put
+    or get. Errors: ``KVPoolError``, ``RuntimeError``.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.cpu_s = 0.0
         self._values = Values(0, 0)
 
     def fill(self, values: Values) -> None:
@@ -200,16 +212,22 @@ class TimedClient(ABC):
         self._put(values.sources)
 
     def put(self, count: int) -> float:
-        return timed(lambda: self._put(self._values.sources[:count]))
+        return self._timed(lambda: self._put(self._values.sources[:count]))
 
     def get(self, count: int) -> float:
         targets = self._values.targets[:count]
         nothing = bytes(self._values.nbytes)
         for target in targets:
             target[:] = nothing
-        taken_s = timed(lambda: self._get(targets))
+        taken_s = self._timed(lambda: self._get(targets))
         if targets != self._values.sources[:count]:
             raise RuntimeError(f"{self.name} gave other bytes than it took")
+        return taken_s
+
+    def _timed(self, call: Callable[[], None]) -> float:
+        before_s = time.process_time()
+        taken_s = timed(call)
+        self.cpu_s = time.process_time() - before_s
         return taken_s
 
     @abstractmethod
