@@ -48,7 +48,11 @@ class TestGlideStore(OtherClientConformance):
 # ---------------------------------------------------------------------- what lies on the server
 
 
-@pytest.mark.parametrize("nbytes", [1, 1000, 16 * 1024 - 81, 16 * 1024, 64 * 1024, 296_000])
+# A put sends 512 KiB at a time, with up to a quarter of that as a record's rest.
+IN_PARTS = [MIB // 2, 5 * MIB // 8, 5 * MIB // 8 + 1, 3 * MIB + 1]
+
+
+@pytest.mark.parametrize("nbytes", [1, 1000, 16 * 1024 - 81, 16 * 1024, 64 * 1024, 296_000, *IN_PARTS])
 def test_a_record_on_the_server_is_one_hash(server: Server, store: Store, nbytes: int) -> None:
     value = payload(nbytes, nbytes)
     store.put_many([key(1)], [value])

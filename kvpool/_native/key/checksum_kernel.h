@@ -3,6 +3,7 @@
 // all.
 #define XXH_INLINE_ALL
 #define XXH_STATIC_LINKING_ONLY
+#define XXH_PREFETCH_DIST 2048  // bytes; xxhash.h's 512 reads a payload that is in no cache an eighth slower
 #include <xxhash.h>
 
 #include "key/checksum_table.h"

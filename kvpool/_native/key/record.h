@@ -17,7 +17,7 @@ inline constexpr std::size_t kRecordHeaderNbytes = 80;
 inline constexpr std::array<char, 4> kRecordMagic = {'K', 'V', 'P', 'R'};
 inline constexpr std::uint16_t kRecordVersion = 2;
 inline constexpr std::size_t kMaxRecordFields = 3;
-// The data path hashes in steps of this size, so that a chunk is hashed while in the cache.
+// Files and received records are hashed in steps of this size, while they are in the cache.
 inline constexpr std::size_t kChunkNbytes = 256 * 1024;
 
 // kvpool:{tenant}:{namespace}:{hash}:{group}:{rank}, without the braces.

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "key/record.h"
 #include "store/resp_connection.h"
 
 namespace kvpool {
@@ -21,6 +22,9 @@ namespace {
 
 // Followed servers that a redirect named but the topology lacks.
 constexpr std::size_t kMaxStrangers = 16;
+// Payload of a put's sendmsg, hashed just before it. Each may wake the server: by kChunkNbytes, which is all that a load
+// under way has to wait for, a put of up to 2 MiB costs 3 to 20 % more CPU.
+constexpr std::size_t kSendNbytes = 512 << 10;
 
 }  // namespace
 
@@ -72,15 +76,22 @@ class RespIoThread : public IoThread {
       connection->keep_up(now);
     }
     fill(source, now);
+    const std::size_t most = is_reading() ? kChunkNbytes : kSendNbytes;
     bool moved = false;
     for (std::size_t i = 0; i < connections_.size(); ++i) {
-      moved |= connections_[i]->move(now);
+      moved |= connections_[i]->move(now, most);
       for (auto& redirect : connections_[i]->take_redirected()) {
         follow(std::move(redirect));
         moved = true;
       }
     }
     if (!moved) wait();
+  }
+
+  bool is_reading() const {
+    return std::any_of(connections_.begin(), connections_.end(), [](const auto& connection) {
+      return connection->role() == Role::kReads && !connection->is_idle();
+    });
   }
 
   // Two connections to each node of the map, for reads at twice the node's index and for puts after it; then

@@ -67,11 +67,11 @@ bool RespConnection::is_open() const {
   return (up_ || !is_wanted_) && in_flight_nbytes_ < send_window_nbytes() && requests_.size() < kMaxRequests;
 }
 
-bool RespConnection::move(Clock::time_point now) {
+bool RespConnection::move(Clock::time_point now, std::size_t most) {
   if (!socket_) return false;
   begin_waiting();
   const bool was_full = is_full_;
-  const bool sent = send_some();
+  const bool sent = send_some(most);
   const bool got = socket_ && (readable_ || awaiting() || socket_.has_pending()) ? receive_some() : false;
   // A socket with room accepts bytes even from a dead peer.
   if (got || (sent && was_full)) {

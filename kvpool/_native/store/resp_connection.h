@@ -3,7 +3,7 @@
 // A record is one HASH key (docs/explanation/stores.md): its bytes, the header last, in the fields of cut_record().
 //
 // A put is MULTI, HSET key b ... h ..., PEXPIRE, EXEC: no record lacks a time to live, wherever the
-// connection is cut. Each chunk is hashed just before it is sent, and on arrival in a get, HMGET key b h.
+// connection is cut. Each part is hashed just before it is sent, and on arrival in a get, HMGET key b h.
 //
 // On one server, keys of one batch whose presence is asked for share a command: it answers how many are there, and unless
 // that is all or none, each key is asked for by itself.
@@ -85,8 +85,8 @@ class RespConnection {
   void push_redirected(std::unique_ptr<Request> request);
   // Dials when unconnected, or after another connection to this server fell silent.
   void keep_up(Clock::time_point now);
-  // Sends and receives without waiting; false when nothing moved.
-  bool move(Clock::time_point now);
+  // Sends and receives without waiting; false when nothing moved. `most`: payload to send, about.
+  bool move(Clock::time_point now, std::size_t most);
   std::vector<Redirect> take_redirected() { return std::exchange(redirected_, {}); }
   std::deque<Item> take_waiting();
   // Ends cancelled and late items. Releases their buffers at once; while bytes move, reads their replies to
@@ -143,8 +143,9 @@ class RespConnection {
   void release_send_window(Request& request, std::size_t nbytes);
   void recount_send_window();
 
-  bool send_some();
-  bool gather(Request& request, iovec* parts, std::size_t& count, std::size_t& nbytes) const;
+  bool send_some(std::size_t most);
+  bool gather(Request& request, std::size_t most, iovec* parts, std::size_t& count,
+              std::size_t& nbytes) const;
   static void hash_up_to(Request& request, std::size_t until);
   void make_end(Request& request) const;
   void advance(std::size_t nbytes);

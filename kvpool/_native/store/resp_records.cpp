@@ -19,16 +19,22 @@ constexpr std::size_t kPartsOfRequest = 2 + 2 * kMaxRecordFields;
 // Replaces the rest of a given up put.
 constexpr std::array<std::byte, kChunkNbytes> kZeros{};
 
+// Where the payload of a send of about `nbytes` ends that begins at `from`: a short rest goes along.
+std::size_t send_until(const RespRequest& put, std::size_t from, std::size_t nbytes) {
+  if (!put.item) return std::min(put.body.size(), from + kZeros.size());
+  return from + nbytes + nbytes / 4 < put.body.size() ? from + nbytes : put.body.size();
+}
+
 }  // namespace
 
-bool RespConnection::send_some() {
+bool RespConnection::send_some(std::size_t most) {
   if (first_unsent_ == requests_.size() && !socket_.owes()) return false;
   iovec parts[kMaxParts];
   std::size_t count = 0;
   std::size_t nbytes = 0;
   for (std::size_t i = first_unsent_; i < requests_.size(); ++i) {
-    if (count + kPartsOfRequest > kMaxParts || nbytes >= kChunkNbytes) break;
-    if (!gather(*requests_[i], parts, count, nbytes)) break;
+    if (count + kPartsOfRequest > kMaxParts || nbytes >= most) break;
+    if (!gather(*requests_[i], most, parts, count, nbytes)) break;
   }
   const Stream::Result result = socket_.send({parts, count});
   is_full_ = result.state == Stream::State::kBlocked || result.nbytes < nbytes;
@@ -45,8 +51,9 @@ bool RespConnection::send_some() {
   return true;
 }
 
-// Adds a request's next parts, hashing at most one chunk ahead. False: more of it remains.
-bool RespConnection::gather(Request& request, iovec* parts, std::size_t& count, std::size_t& nbytes) const {
+// Adds a request's next parts, hashing their payload, of about `most` bytes. False: more of it remains.
+bool RespConnection::gather(Request& request, std::size_t most, iovec* parts, std::size_t& count,
+                            std::size_t& nbytes) const {
   const auto add_part = [&](const void* data, std::size_t size) {
     if (size == 0) return;
     parts[count++] = {const_cast<void*>(data), size};
@@ -62,15 +69,17 @@ bool RespConnection::gather(Request& request, iovec* parts, std::size_t& count, 
     add_text(request.end);
     return true;
   }
-  std::size_t begin = 0;  // of a field's payload
+  std::size_t until = 0;  // of the payload
+  std::size_t begin = 0;  // of a field's
   for (std::size_t i = 0; i < request.fields.count; ++i) {
     const std::size_t size = request.fields.nbytes[i];
     add_text(request.names[i]);
     if (at < size) {
-      const std::size_t until = std::min(size, at + kChunkNbytes);
-      if (request.item && !request.item->seal()) hash_up_to(request, begin + until);
-      add_part(request.item ? request.body.data() + begin + at : kZeros.data(), until - at);
-      if (until < size || nbytes >= kChunkNbytes) return false;
+      if (until == 0) until = send_until(request, begin + at, most);
+      const std::size_t end = std::min(begin + size, until);
+      if (request.item && !request.item->seal()) hash_up_to(request, end);
+      add_part(request.item ? request.body.data() + begin + at : kZeros.data(), end - begin - at);
+      if (end < begin + size) return false;
     }
     at -= std::min(at, size);
     begin += size;
