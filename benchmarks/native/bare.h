@@ -23,7 +23,6 @@ void get_values(const std::vector<int>& connections, const std::vector<std::stri
 // there; buffers then begin and end at multiples of 512.
 void write_files(const std::vector<std::string>& paths, const Buffers& buffers, unsigned threads,
                  bool direct);
-void read_files(const std::vector<std::string>& paths, const Buffers& buffers, unsigned threads,
-                bool direct);
+void read_files(const std::vector<std::string>& paths, const Buffers& buffers, unsigned threads, bool direct);
 
 }  // namespace bare
