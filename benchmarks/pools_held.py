@@ -35,12 +35,13 @@ class Directory:
         self._counts = np.zeros(BUCKETS, np.int64)
         self._held = self._uses = self._cursor = 0
 
-    def use(self, blocks: Blocks) -> None:
-        """What is there counts as used."""
-        self._used[blocks] = np.arange(self._uses, self._uses + len(blocks))
+    def use(self, blocks: Blocks, *, together: bool = True) -> None:
+        """What is there counts as used; of one batch, the first one last: the others are of no use without it."""
+        order = np.arange(self._uses, self._uses + len(blocks))
+        self._used[blocks] = order[::-1] if together else order
         self._uses += len(blocks)
 
-    def add(self, blocks: Blocks) -> None:
+    def add(self, blocks: Blocks, *, together: bool) -> None:
         """They are not there."""
         while self.most and len(blocks):
             if self._held == self.most:
@@ -48,7 +49,7 @@ class Directory:
             now, blocks = np.split(blocks, [self.most - self._held])
             self.there[now] = True
             self._held += len(now)
-            self.use(now)
+            self.use(now, together=together)
             self._enter(now)
 
     def _enter(self, blocks: Blocks) -> None:
@@ -117,7 +118,7 @@ class NearFar:
         is_near = self.near.there[rest]
         self._reuse(rest[is_near], now_s)
         self._tell(rest[is_near], now_s)
-        self._put(self.near, rest)
+        self._put(self.near, rest, together=True)
         if self._all:
             self._copy(rest[~is_near], now_s)
         return max(leading, device)
@@ -125,7 +126,7 @@ class NearFar:
     def _load(self, blocks: Blocks, now_s: float) -> None:
         """What near lacks and far has."""
         self._is_far(blocks, now_s)
-        self.near.add(blocks)
+        self.near.add(blocks, together=False)
         read = int(self._unread[blocks].sum())
         self._unread[blocks] = False
         self.counts = self.counts._replace(
@@ -140,7 +141,7 @@ class NearFar:
 
     def _copy(self, blocks: Blocks, now_s: float) -> int:
         """To far, which may have some of them. Returns how many it lacked."""
-        new = self._put(self.far, blocks)
+        new = self._put(self.far, blocks, together=False)
         self._is_far(blocks, now_s)
         if self.far.most:
             self._unread[new] = True
@@ -148,13 +149,13 @@ class NearFar:
         return len(new)
 
     @staticmethod
-    def _put(pool: Directory, blocks: Blocks) -> Blocks:
+    def _put(pool: Directory, blocks: Blocks, *, together: bool) -> Blocks:
         """Returns those that were not there."""
         is_there = pool.there[blocks]
         new: Blocks = blocks[~is_there]
         pool.use(blocks[is_there])
-        pool.add(new)
-        pool.use(blocks)  # in their order
+        pool.add(new, together=together)
+        pool.use(blocks, together=together)
         return new
 
     def _is_far(self, blocks: Blocks, now_s: float) -> None:

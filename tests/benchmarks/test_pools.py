@@ -15,7 +15,6 @@ import pytest
 from benchmarks.agents_traffic import made_up, traffic
 from benchmarks.pools import Engines, Prompt, Row, prompts, repeated, simulate
 from benchmarks.pools_held import SAMPLE, SHORTEST_SPAN_S, Blocks, Counts, Directory, NearFar
-from kvpool import _native
 from kvpool.discovery.reuse import ReuseCurve
 from kvpool.discovery.trace import Hashes, Runs, Session, Trace
 from kvpool.discovery.trace import prompts as hashes_of
@@ -24,10 +23,11 @@ from kvpool.store.near_far import NearFarStore
 from tests.support.command_line import benchmark, benchmark_refused
 from tests.support.conformance import key, keys
 from tests.support.deadlines import eventually
+from tests.support.file_record import file_nbytes
 from tests.support.model_configs import CONFIGS
 
 NBYTES = 65536
-RECORD_NBYTES = NBYTES + _native.RECORD_HEADER_NBYTES
+RECORD_NBYTES = file_nbytes(NBYTES)
 NEAR, FAR, BLOCKS = 20, 36, 60
 NO_ENGINES = Engines(0, 0)
 
@@ -45,11 +45,13 @@ def hashes(blocks: int) -> Hashes:
 
 def really_ask(store: NearFarStore, prompt: Sequence[int]) -> int:
     """As ``NearFar.ask``; what is near comes before what is far."""
-    missing = (at for at, block in enumerate(prompt[:-1]) if not store.touch_many([key(block)])[0])
+    missing = (at for at, block in enumerate(prompt[:-1]) if not store.contains_many([key(block)])[0])
     leading = next(missing, len(prompt) - 1)
+    names = [key(block) for block in prompt[:leading]]
+    assert all(store.touch_many(names))
     for has in (True, False):
-        for block in [one for one in prompt[:leading] if store._near.contains_many([key(one)]) == [has]]:
-            assert store.get_many_into([key(block)], [bytearray(NBYTES)]) == [True]
+        those = [name for name in names if store._near.contains_many([name]) == [has]]
+        assert all(store.get_many_into(those, [bytearray(NBYTES) for _ in those]))
     assert eventually(lambda: store.counters()["filled"] == store.counters()["far_hits"])
     store.submit_put_absent(
         [key(block) for block in prompt[leading:]], [bytes(NBYTES)] * len(prompt[leading:])
@@ -94,7 +96,7 @@ def test_a_sampled_pool_has_nearly_the_hits_of_an_exact_one() -> None:
     for one in asked:
         hits += pools.ask(one.blocks, len(one.blocks), one.at_s)
         assert pools.near.there.sum() <= most
-    exact = {size: rate for size, rate in curve.points() if size <= most}
+    exact = dict(curve.points())
     rate = hits / curve.asked_blocks
     assert exact[max(size for size in exact if size <= 0.75 * most)] < rate <= max(exact.values())
 

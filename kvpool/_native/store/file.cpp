@@ -38,10 +38,14 @@ bool is_as_opened(const std::string& path, const struct stat& opened) {
 
 // The kernel's time stamps move by timer ticks (4 ms): too coarse to order records.
 template <typename Set>
-void set_times(Set set) {
+void set_times(Clock::time_point used_at, Set set) {
   timespec now;
   clock_gettime(CLOCK_REALTIME, &now);
-  const timespec times[2] = {now, now};
+  const auto at = std::chrono::seconds(now.tv_sec) + std::chrono::nanoseconds(now.tv_nsec) -
+                  std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now() - used_at);
+  const auto whole = std::chrono::floor<std::chrono::seconds>(at);
+  const timespec time{static_cast<time_t>(whole.count()), static_cast<long>((at - whole).count())};
+  const timespec times[2] = {time, time};
   // Another user's file accepts only the kernel's time, and only from its writers.
   if (set(times) != 0 && errno == EPERM) set(nullptr);
 }
@@ -71,13 +75,14 @@ void FileBackend::append_counters(Counters& counters) const {
   counters.emplace_back("capacity_nbytes", read_capacity(root_).value_or(0));  // 0: none stands in the pool
 }
 
-void FileIoThread::mark_used(int fd) {
-  set_times([&](const timespec* times) { return futimens(fd, times); });
+void FileIoThread::mark_used(int fd, Clock::time_point used_at) {
+  set_times(used_at, [&](const timespec* times) { return futimens(fd, times); });
 }
 
-void FileIoThread::mark_used(const std::string& path) {
-  set_times(
-      [&](const timespec* times) { return utimensat(AT_FDCWD, path.c_str(), times, AT_SYMLINK_NOFOLLOW); });
+void FileIoThread::mark_used(const std::string& path, Clock::time_point used_at) {
+  set_times(used_at, [&](const timespec* times) {
+    return utimensat(AT_FDCWD, path.c_str(), times, AT_SYMLINK_NOFOLLOW);
+  });
 }
 
 void FileIoThread::run(Source& source) {
@@ -196,7 +201,7 @@ int FileIoThread::get_once(const Item& item, const std::string& path, Outcome& o
       damage != Damage::kNone) {
     return refuse(damage);
   }
-  mark_used(file.get());
+  mark_used(file.get(), item.used_at());
   item.tell({payload.size(), Seal{header.writer, header.checksum}});
   outcome = {Status::kOk};
   return 0;
@@ -235,7 +240,7 @@ FileIoThread::Outcome FileIoThread::contains(const Item& item, const std::string
 
 FileIoThread::Outcome FileIoThread::touch(const Item& item, const std::string& path) const {
   Outcome found = contains(item, path);
-  if (found.status == Status::kOk) mark_used(path);
+  if (found.status == Status::kOk) mark_used(path, item.used_at());
   return found;
 }
 

@@ -114,8 +114,8 @@ class FileIoThread : public IoThread {
 
   std::string temporary_path();
   static Outcome fault(const char* what, const std::string& path, int error);
-  static void mark_used(int fd);
-  static void mark_used(const std::string& path);
+  static void mark_used(int fd, Clock::time_point used_at);
+  static void mark_used(const std::string& path, Clock::time_point used_at);
 
   FileBackend& backend_;
   PoolDirectory pool_;

@@ -196,7 +196,7 @@ int FileIoThread::put_once(const Item& item, const std::string& path, std::uint6
   }
 
   if (const auto decided = write(item, temporary->fd(), outcome); decided >= 0) return decided;
-  mark_used(temporary->fd());
+  mark_used(temporary->fd(), item.used_at());
 
   const auto held = lock(Usage::Hold::kShared, give_up);
   if (!held) {

@@ -124,6 +124,12 @@ std::optional<Status> Item::stopped(Clock::time_point moved_at) const {
 
 std::optional<Status> Item::stopped() const { return stopped(batch_->core_->moved_at()); }
 
+Clock::time_point Item::used_at() const {
+  const std::optional<Clock::time_point> known =
+      batch_->lookup_ ? std::nullopt : batch_->found_[index_].used_at;
+  return known.value_or(batch_->submitted_ - std::chrono::microseconds(index_));
+}
+
 void Item::moved(Clock::time_point now) const { batch_->core_->moved(now); }
 
 void Item::finish(Status status, std::string error, Blame blame) {

@@ -87,6 +87,7 @@ enum class Blame : std::uint8_t { kUnknown, kStore };
 struct Found {
   std::size_t nbytes = 0;  // of its payload; 0: unknown
   std::optional<Seal> seal;
+  std::optional<Clock::time_point> used_at = {};  // of an item that is forwarded
 };
 
 inline constexpr std::size_t kMaxQueuedItems = 1'048'576;
@@ -178,6 +179,9 @@ class Item {
   bool is_of_batch(const Item& other) const { return batch_ == other.batch_; }
   const Key& key() const { return spelled_ ? *spelled_ : batch_->keys_[index_]; }
   std::span<std::byte> buffer() const { return batch_->buffers_[index_]; }
+  // When its batch was submitted, and each key a microsecond before the one in front of it: of a prompt's blocks, the later
+  // ones are of no use without the first ones. A forwarded item keeps it.
+  Clock::time_point used_at() const;
   // Of a lookup that prefetches; else 0.
   std::size_t prefetch_nbytes() const {
     return batch_->lookup_ ? batch_->lookup_->prefetch_nbytes(index_) : 0;
@@ -195,7 +199,9 @@ class Item {
   std::optional<Seal> seal() const { return batch_->lookup_ ? std::nullopt : batch_->found_[index_].seal; }
   // Tells the batch's owner what is known of the value. Before finish().
   void tell(const Found& found) const {
-    if (!batch_->lookup_) batch_->found_[index_] = found;
+    if (batch_->lookup_) return;
+    Found& known = batch_->found_[index_];
+    known = {found.nbytes, found.seal, known.used_at};
   }
   // Ends the item; its buffer must not be touched afterwards. `blame`: of the error.
   void finish(Status status, std::string error = {}, Blame blame = Blame::kUnknown);

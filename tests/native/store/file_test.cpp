@@ -700,6 +700,27 @@ TEST(a_touch_counts_as_a_use) {
   CHECK(ask(*engine, Op::kContains, 1) == Status::kMiss);
 }
 
+TEST(of_what_is_used_together_the_first_stays_longest) {
+  constexpr std::size_t kNbytes = 1000;
+  const std::vector<unsigned> ids = {9, 8, 7, 6, 5, 4, 3, 2, 1, 0};
+  std::vector<std::vector<std::byte>> buffers, none;
+  for (const unsigned i : ids) buffers.push_back(payload_of(i, kNbytes));
+  for (const std::optional<Op> then :
+       {std::optional<Op>(), std::optional(Op::kTouch), std::optional(Op::kGet)}) {
+    const Directory root;
+    const auto engine = open_engine(root.text(), 10 * kSmall, 1);
+    if (then) {
+      for (unsigned i = 0; i < 10; ++i) CHECK(put(*engine, 9 - i, kNbytes) == Status::kOk);
+      run(*engine, *then, ids, *then == Op::kGet ? buffers : none);
+    } else {
+      run(*engine, Op::kPut, ids, buffers);
+    }
+    CHECK(put(*engine, 10, kNbytes) == Status::kOk);  // evicts two
+    for (unsigned i = 0; i < 10; ++i)
+      CHECK(ask(*engine, Op::kContains, i) == (i < 2 ? Status::kMiss : Status::kOk));
+  }
+}
+
 TEST(a_put_if_absent_writes_what_is_missing_and_counts_the_rest_as_used) {
   const Directory root;
   constexpr std::size_t kNbytes = 1000;

@@ -81,9 +81,11 @@ void Items::submit(Task& task, Step step) {
   const Clock::time_point now = Clock::now();
   std::vector<Key> keys;
   std::vector<Batch::Buffer> buffers;
+  std::vector<Found> known;
   for (const Item& item : task.items) {
     keys.push_back(item.key());
     if (moves_bytes(task.op)) buffers.push_back(item.buffer());
+    known.push_back({0, {}, item.used_at()});
   }
   const Item& first = task.items.front();
   Clock::duration longest = std::max<Clock::duration>(first.deadline(now + kAges) - now, 1ms);
@@ -100,7 +102,7 @@ void Items::submit(Task& task, Step step) {
   }
   IoExecutor& executor = step == Step::kNear ? backend_.near() : backend_.far();
   const std::string refusal =
-      tasks_.send(task, executor, std::move(keys), std::move(buffers), timeout, longest);
+      tasks_.send(task, executor, std::move(keys), std::move(buffers), timeout, longest, std::move(known));
   if (refusal.empty()) return;
   if (step == Step::kNear) {
     --near_;
