@@ -147,7 +147,8 @@ def _record_nbytes(name: str, path: Path) -> int | None:
     """None if gone, or a folder, which is never a record."""
     with _mapped(name, "cannot read a block's size"), contextlib.suppress(FileNotFoundError):
         status = path.lstat()
-        return None if stat.S_ISDIR(status.st_mode) else status.st_size - 2 * (status.st_size % FILE_BLOCK)
+        nbytes = max(0, status.st_size - 2 * (status.st_size % FILE_BLOCK))  # 0: it was cut
+        return None if stat.S_ISDIR(status.st_mode) else nbytes
     return None
 
 

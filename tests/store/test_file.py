@@ -176,6 +176,14 @@ def test_the_capacity_and_what_is_used_hold_under_many_writers(root: Path) -> No
         assert passes - opened <= evicted * RECORD_NBYTES / (SMALL_CAPACITY_NBYTES / 10) + 1
 
 
+@pytest.mark.parametrize("nbytes", [0, 100, 4095])
+def test_a_record_that_was_cut_has_no_negative_size(root: Path, store: Store, nbytes: int) -> None:
+    store.put_many([key(1)], [payload(1, 10_000)])
+    (path,) = record_files(root)
+    os.truncate(path, nbytes)
+    assert [[block.nbytes >= 0 for block in found] for found in store.scan()] == [[True]]
+
+
 def test_what_was_put_outlives_the_process(root: Path) -> None:
     with open_store(f"file://{root}?capacity=8MiB") as store:
         store.put_many([key(1)], [b"value"])

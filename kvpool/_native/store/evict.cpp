@@ -131,9 +131,9 @@ Sample take_sample(const std::string& root, Usage& usage, const GiveUp& give_up)
   return sample;
 }
 
-// Their files go to free/, or, where that fails, away.
+// `keeps`: their files go to free/; else, or where that fails, away.
 Evicted evict_oldest(const std::string& root, Usage& usage, FreeFiles& free, Sample& sample,
-                     std::uint64_t wanted_nbytes) {
+                     std::uint64_t wanted_nbytes, bool keeps) {
   Evicted evicted;
   std::uint64_t freed_nbytes = 0;
   std::sort(sample.entries.begin(), sample.entries.end(),
@@ -142,7 +142,7 @@ Evicted evict_oldest(const std::string& root, Usage& usage, FreeFiles& free, Sam
   for (const Entry& entry : sample.entries) {
     if (evicted.nbytes >= wanted_nbytes) break;
     const std::string path = bucket_path(root, entry.bucket) + "/" + entry.name;
-    if (free.give(path, entry.nbytes) == 0) {
+    if (keeps && free.give(path, entry.nbytes) == 0) {
       freed_nbytes += entry.nbytes;
     } else if (unlink(path.c_str()) != 0) {
       continue;
@@ -202,10 +202,13 @@ void count(const std::string& root, Usage& usage, FreeFiles& free, Clock::time_p
 
 Evicted make_room(const std::string& root, Usage& usage, FreeFiles& free, std::uint64_t n,
                   std::uint64_t capacity_nbytes, const GiveUp& give_up) {
+  const auto free_nbytes = [](const UsagePage& page) { return page.nbytes(kFree).value_or(0); };
+  const std::uint64_t useless_nbytes = free_nbytes(usage.read());
   const auto lacking_nbytes = [&] {
     const UsagePage page = usage.read();
     const std::uint64_t excess_nbytes = usage.excess_nbytes(page, n, capacity_nbytes);
-    return excess_nbytes - std::min(excess_nbytes, page.nbytes(kFree).value_or(0));
+    return excess_nbytes -
+           std::min(excess_nbytes, free_nbytes(page) - std::min(free_nbytes(page), useless_nbytes));
   };
   Evicted evicted;
   for (std::size_t fruitless = 0; fruitless < kBuckets;) {
@@ -216,7 +219,9 @@ Evicted make_room(const std::string& root, Usage& usage, FreeFiles& free, std::u
     if (sample.entries.empty() || lacking == 0) break;
     std::uint64_t wanted_nbytes = std::max<std::uint64_t>(sample.nbytes / kEvictedPart, 1);
     if (sample.whole) wanted_nbytes += lacking;
-    const Evicted gone = evict_oldest(root, usage, free, sample, wanted_nbytes);
+    // What is above the capacity is not to be overwritten. So free/ stays small: each pass lists it.
+    const bool keeps = usage.excess_nbytes(usage.read(), 0, capacity_nbytes) == 0;
+    const Evicted gone = evict_oldest(root, usage, free, sample, wanted_nbytes, keeps);
     evicted.records += gone.records;
     evicted.nbytes += gone.nbytes;
     fruitless = gone.records != 0 ? 0 : fruitless + sample.held.size();

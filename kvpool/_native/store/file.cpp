@@ -20,20 +20,13 @@ using namespace std::chrono_literals;
 constexpr auto kOpenPatience = 10s;       // for another process's pass, at open
 constexpr auto kGiveBackPatience = 50ms;  // for the lock, to subtract the bytes of a failed put or a deletion
 constexpr auto kOpenCounting = 100ms;     // at open; puts count the rest of a larger store
-constexpr int kMostReplaced = 3;          // times that a record is replaced while it is read
+constexpr int kMostReplaced = 3;          // attempts to read a record that is replaced meanwhile
 constexpr auto kOpenEvicting = 1s;        // at open, above capacity; puts continue it
 
 std::string absolute_root(const std::string& root) {
   std::string path = std::filesystem::absolute(root).lexically_normal();
   while (path.size() > 1 && path.back() == '/') path.pop_back();
   return path;
-}
-
-// Whether the path still names the file that was opened, and nobody has touched it.
-bool is_as_opened(const std::string& path, const struct stat& opened) {
-  struct stat now;
-  return lstat(path.c_str(), &now) == 0 && now.st_dev == opened.st_dev && now.st_ino == opened.st_ino &&
-         now.st_ctim.tv_sec == opened.st_ctim.tv_sec && now.st_ctim.tv_nsec == opened.st_ctim.tv_nsec;
 }
 
 // The kernel's time stamps move by timer ticks (4 ms): too coarse to order records.
@@ -111,6 +104,7 @@ void FileIoThread::settle() {
   const auto enough = Clock::now() + kOpenEvicting;
   const std::uint64_t capacity_nbytes =
       backend_.capacity_.settle(usage_->read().sum().nbytes, pool_.file_mode);
+  trim(*usage_, free_, 0, capacity_nbytes);
   evict(0, capacity_nbytes, [&] { return Clock::now() >= enough; });
   trim(*usage_, free_, 0, capacity_nbytes);
 }
@@ -138,15 +132,11 @@ FileIoThread::Outcome FileIoThread::execute(const Item& item) {
 }
 
 FileIoThread::Outcome FileIoThread::get(const Item& item, const std::string& path) {
-  for (int attempt = 0; attempt < kMostReplaced;) {
+  for (int attempt = 0; attempt < kMostReplaced; ++attempt) {
     Outcome outcome{Status::kFault};
     const int error = get_once(item, path, outcome);
     if (error == 0) return outcome;
-    if (error == EAGAIN) {
-      ++attempt;
-    } else if (error != EINVAL || !backend_.direct_.asks_less()) {
-      return unreadable(item, path, error);
-    }
+    if (error != EAGAIN) return unreadable(item, path, error);
   }
   return {Status::kMiss};
 }
@@ -190,8 +180,10 @@ int FileIoThread::get_once(const Item& item, const std::string& path, Outcome& o
     case RecordFile::End::kGivenUp:
       outcome = {item.stopped().value_or(Status::kTimedOut)};
       return 0;
-    case RecordFile::End::kError:
-      return errno;
+    case RecordFile::End::kError: {
+      const int error = errno;
+      return record_file_.asks_less(file.get(), error) ? EAGAIN : error;
+    }
     case RecordFile::End::kCut:
       return refuse(Damage::kLength);
     case RecordFile::End::kWhole:
@@ -294,6 +286,7 @@ void FileIoThread::give_back(unsigned counted_in, std::uint64_t nbytes) {
 
 // Under the exclusive lock.
 void FileIoThread::evict(std::uint64_t n, std::uint64_t capacity_nbytes, const GiveUp& give_up) {
+  make_folder(pool_, backend_.root_ + "/free");  // may have been removed
   const Evicted evicted = make_room(backend_.root_, *usage_, free_, n, capacity_nbytes, give_up);
   if (evicted.records == 0) return;
   backend_.passes_.fetch_add(1, std::memory_order_relaxed);
@@ -335,9 +328,9 @@ std::optional<Usage::Lock> FileIoThread::lock(Usage::Hold hold, const GiveUp& gi
 
 // For removals: creates nothing.
 void FileIoThread::find_usage() {
-  if (usage_) return;
+  if (usage_ && usage_->current()) return;
   try {
-    usage_.emplace(backend_.root_ + "/usage", std::nullopt);
+    usage_ = Usage(backend_.root_ + "/usage", std::nullopt);
   } catch (const std::filesystem::filesystem_error&) {  // absent or read-only: removals stay uncounted
   }
 }

@@ -78,7 +78,8 @@ class FileIoThread : public IoThread {
 
   Outcome execute(const Item& item);
   Outcome get(const Item& item, const std::string& path);
-  // Returns 0 when `outcome` is decided, else an errno. EAGAIN: it was replaced meanwhile.
+  // Returns 0 when `outcome` is decided, else an errno. EAGAIN: it was replaced meanwhile, or the file system refused to
+  // be read past its cache.
   int get_once(const Item& item, const std::string& path, Outcome& outcome);
   Outcome damaged(const Item& item, const std::string& path, Damage damage);
   Outcome unreadable(const Item& item, const std::string& path, int error);
@@ -143,8 +144,9 @@ struct Evicted {
 // until `until`. Counts persist for the next call.
 void count(const std::string& root, Usage& usage, FreeFiles& free, Clock::time_point until);
 
-// Under the exclusive lock, after count(). Evicts until `n` more bytes leave no excess (usage.h) beyond what is free to
-// overwrite, nothing is left to evict, or give_up() is true; it evicts something even then. Counts its samples.
+// Under the exclusive lock, after count() and trim(). Evicts until `n` more bytes leave no excess (usage.h) beyond what it
+// made free to overwrite, nothing is left to evict, or give_up() is true; it evicts something even then. What trim() left
+// is no help: it cannot be deleted. Counts its samples.
 Evicted make_room(const std::string& root, Usage& usage, FreeFiles& free, std::uint64_t n,
                   std::uint64_t capacity_nbytes, const GiveUp& give_up);
 

@@ -50,7 +50,7 @@ class FileIoThread::Temporary {
         const auto size = static_cast<off_t>(file_size(payload_nbytes));
         if (info.st_size == size || ftruncate(file.get(), size) == 0) {
           io_thread.backend_.direct_.apply(file.get());
-          io_thread.usage_->change({{kFree, -counted}, {kTemporaries, counted}});
+          io_thread.usage_->change({{kTemporaries, counted}, {kFree, -counted}});
           return Temporary(io_thread, nbytes, path, std::move(file));
         }
       }
@@ -171,14 +171,13 @@ int FileIoThread::put_once(const Item& item, const std::string& path, std::uint6
       const auto begin_now = [&] {
         return begin(temporary, payload_nbytes, capacity_nbytes, Usage::Known::kEstimated, error);
       };
-      if (held && !begin_now()) {
+      const auto trim_and_begin = [&] {
+        trim(*usage_, free_, nbytes, capacity_nbytes);
+        return begin_now();
+      };
+      if (held && !begin_now() && !trim_and_begin()) {
         evict(nbytes, capacity_nbytes, give_up);
-        bool begun = begin_now();
-        if (!begun) {
-          trim(*usage_, free_, nbytes, capacity_nbytes);
-          begun = begin_now();
-        }
-        if (!begun) {
+        if (!begin_now() && !trim_and_begin()) {
           outcome = {item.stopped().value_or(Status::kNoRoom)};
           return 0;
         }
@@ -207,13 +206,13 @@ int FileIoThread::put_once(const Item& item, const std::string& path, std::uint6
   const unsigned bucket = bucket_of(item.key());
   const auto counted = static_cast<std::int64_t>(nbytes);
   std::uint64_t replaced_nbytes = 0;
-  usage_->change({{kTemporaries, -counted}, {bucket, counted}});
+  usage_->change({{bucket, counted}, {kTemporaries, -counted}});
   const int error = publish(*temporary, path, replaced_nbytes);
   if (error != 0) {
-    usage_->change({{bucket, -counted}, {kTemporaries, counted}});
+    usage_->change({{kTemporaries, counted}, {bucket, -counted}});
   } else {
     const auto replaced = static_cast<std::int64_t>(replaced_nbytes);
-    if (replaced != 0) usage_->change({{bucket, -replaced}, {kFree, replaced}});
+    if (replaced != 0) usage_->change({{kFree, replaced}, {bucket, -replaced}});
     outcome = {Status::kOk};
   }
   return error;
@@ -240,7 +239,8 @@ int FileIoThread::write(const Item& item, int fd, Outcome& outcome) {
     case RecordFile::End::kError:
       break;
   }
-  return errno == EINVAL && backend_.direct_.asks_less() ? ENOENT : errno;
+  const int error = errno;
+  return record_file_.asks_less(fd, error) ? ENOENT : error;
 }
 
 // Under the lock. An exchange, unlike a replacement, tells each concurrent writer which file it removed:
@@ -307,6 +307,7 @@ std::optional<Status> FileIoThread::make_space(const Item& item, std::uint64_t n
     count(backend_.root_, *usage_, free_, Clock::now() + kPutCounting);
     // As if the present bytes were the capacity.
     const std::uint64_t present_nbytes = usage_->read().sum().nbytes;
+    trim(*usage_, free_, nbytes, present_nbytes);
     evict(nbytes, present_nbytes, give_up);
     trim(*usage_, free_, nbytes, present_nbytes);
   }

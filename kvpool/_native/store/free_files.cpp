@@ -9,7 +9,6 @@
 #include <cerrno>
 #include <charconv>
 #include <cstdio>
-#include <optional>
 #include <string_view>
 
 #include "store/descriptor.h"
@@ -18,14 +17,14 @@
 namespace kvpool {
 namespace {
 
-// The bytes in a name {bytes}.{random}.
-std::optional<std::uint64_t> nbytes_in(std::string_view name) {
-  std::uint64_t nbytes = 0, random = 0;
+// {bytes}.{random}
+bool is_free_name(std::string_view name) {
+  std::uint64_t number = 0;
   const char* const end = name.data() + name.size();
-  const auto [dot, error] = std::from_chars(name.data(), end, nbytes);
-  if (error != std::errc{} || dot == end || *dot != '.') return std::nullopt;
-  const auto [last, other] = std::from_chars(dot + 1, end, random);
-  return other == std::errc{} && last == end ? std::optional(nbytes) : std::nullopt;
+  const auto [dot, error] = std::from_chars(name.data(), end, number);
+  if (error != std::errc{} || dot == end || *dot != '.') return false;
+  const auto [last, other] = std::from_chars(dot + 1, end, number);
+  return other == std::errc{} && last == end;
 }
 
 }  // namespace
@@ -36,9 +35,9 @@ void FreeFiles::look() {
   if (!folder) return;
   for_each_entry(folder, [&](const char* name) {
     struct stat info;
-    const auto nbytes = nbytes_in(name);
-    if (!nbytes || fstatat(dirfd(folder.get()), name, &info, AT_SYMLINK_NOFOLLOW) != 0) return;
-    if (S_ISREG(info.st_mode)) known_.push_back({*nbytes, name});
+    if (!is_free_name(name) || fstatat(dirfd(folder.get()), name, &info, AT_SYMLINK_NOFOLLOW) != 0) return;
+    // What it has: the name's bytes are those it was counted with, which others may have cut.
+    if (S_ISREG(info.st_mode)) known_.push_back({file_nbytes(info), name});
   });
 }
 

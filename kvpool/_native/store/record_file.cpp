@@ -21,6 +21,8 @@ std::uint64_t padding_of(std::uint64_t payload_nbytes) {
   return (kFileBlock - (payload_nbytes + kRecordHeaderNbytes) % kFileBlock) % kFileBlock;
 }
 
+bool is_same(const timespec& a, const timespec& b) { return a.tv_sec == b.tv_sec && a.tv_nsec == b.tv_nsec; }
+
 template <typename Call>
 ssize_t retry(Call call) {
   for (;;) {
@@ -75,6 +77,12 @@ std::optional<std::uint64_t> payload_nbytes(const struct stat& info) {
   return blocks - padding - kRecordHeaderNbytes;
 }
 
+bool is_as_opened(const std::string& path, const struct stat& opened) {
+  struct stat now;
+  return lstat(path.c_str(), &now) == 0 && now.st_dev == opened.st_dev && now.st_ino == opened.st_ino &&
+         is_same(now.st_ctim, opened.st_ctim) && is_same(now.st_mtim, opened.st_mtim);
+}
+
 Direct::Direct(const std::string& root) {
   struct statfs info{};
   const bool is_memory = statfs(root.c_str(), &info) != 0 || info.f_type == TMPFS_MAGIC ||
@@ -87,10 +95,14 @@ void Direct::apply(int fd) {
   if (on() && flags >= 0 && fcntl(fd, F_SETFL, flags | O_DIRECT) != 0) on_.store(false);
 }
 
-bool Direct::asks_less() {
-  if (!on()) return false;
-  std::size_t usual = 512;
-  if (!memory_alignment_.compare_exchange_strong(usual, kFileBlock)) on_.store(false);
+bool Direct::asks_less(int fd, const std::byte* memory) {
+  // By what this call asked for: another thread may have changed what the next ones ask for.
+  if ((fcntl(fd, F_GETFL) & O_DIRECT) == 0) return false;
+  if (reinterpret_cast<std::uintptr_t>(memory) % kFileBlock != 0) {
+    memory_alignment_.store(kFileBlock);
+  } else {
+    on_.store(false);
+  }
   return true;
 }
 
@@ -125,6 +137,7 @@ RecordFile::End RecordFile::write(int fd, std::span<const std::byte> payload, bo
     }
     // The system's vectors have no const.
     auto* const memory = step.memory != nullptr ? step.memory : const_cast<std::byte*>(part.data());
+    memory_ = memory;
     const End end =
         move_all({memory, part.size()}, tail, static_cast<off_t>(begin),
                  [fd](const iovec* parts, int count, off_t at) { return pwritev(fd, parts, count, at); });
@@ -144,6 +157,7 @@ RecordFile::End RecordFile::read(int fd, std::span<std::byte> payload, RecordHea
         begin + part.size() == whole ? static_cast<std::size_t>(file_nbytes(payload.size()) - whole) : 0;
     const std::span<std::byte> tail(tail_.get(), tail_nbytes);
     std::byte* const memory = step.memory != nullptr ? step.memory : part.data();
+    memory_ = memory;
     const End end =
         move_all({memory, part.size()}, tail, static_cast<off_t>(begin),
                  [fd](const iovec* parts, int count, off_t at) { return preadv(fd, parts, count, at); });

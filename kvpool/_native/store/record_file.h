@@ -9,6 +9,7 @@
 #include <sys/types.h>
 
 #include <atomic>
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -31,6 +32,10 @@ std::uint64_t file_size(std::uint64_t payload_nbytes);
 // None: a file of this size has no record.
 std::optional<std::uint64_t> payload_nbytes(const struct stat& info);
 
+// Whether the path still names the file that was opened, and nobody has touched it. By two times: the kernel's may move
+// by timer ticks, in which a file can come back under its name with other bytes, and another user's has that alone.
+bool is_as_opened(const std::string& path, const struct stat& opened);
+
 // Whether a pool's files are read and written past the page cache. Any thread.
 class Direct {
  public:
@@ -43,8 +48,8 @@ class Direct {
     return reinterpret_cast<std::uintptr_t>(memory) % memory_alignment_.load(std::memory_order_relaxed) == 0;
   }
   bool on() const { return on_.load(std::memory_order_relaxed); }
-  // The file system refused as invalid what it was asked for. False: it was asked for nothing special.
-  bool asks_less();
+  // `fd` refused `memory`: whether it may be tried again, as less is asked of both now.
+  bool asks_less(int fd, const std::byte* memory);
 
  private:
   // What most devices ask of memory; some ask for a page.
@@ -67,6 +72,10 @@ class RecordFile {
             const std::function<RecordHeader(RecordChecksum&)>& seal, const GiveUp& give_up);
   End read(int fd, std::span<std::byte> payload, RecordHeader& header, RecordChecksum& checksum,
            const GiveUp& give_up);
+  // After kError of `error`: whether it may be tried again. EFAULT: of memory that the system cannot pin (a device's).
+  bool asks_less(int fd, int error) {
+    return (error == EINVAL || error == EOPNOTSUPP || error == EFAULT) && direct_.asks_less(fd, memory_);
+  }
 
  private:
   // Whole blocks of the payload in one call, and where they are in memory.
@@ -77,6 +86,7 @@ class RecordFile {
   Step step_at(const std::byte* payload, std::size_t whole, std::size_t begin);
 
   Direct& direct_;
+  const std::byte* memory_ = nullptr;  // of the last step
   AlignedBytes tail_ = make_aligned_bytes(2 * kFileBlock);
   AlignedBytes between_;  // for payloads that lie where O_DIRECT takes nothing
 };

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import time
@@ -17,6 +18,7 @@ MOST_READ_NBYTES = 256 << 20
 LONGEST_READ_S = 0.5
 LEAST_READ_NBYTES = 4 << 20  # to speak of a speed
 MOST_RECORDS = 1000
+_REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)  # of O_DIRECT
 
 
 def look_at_disk(pool: Path, system: FileSystem) -> Disk:
@@ -29,11 +31,11 @@ def look_at_disk(pool: Path, system: FileSystem) -> Disk:
         started = time.perf_counter()
         try:
             read_nbytes += _read(record, buffer)
-        except FileNotFoundError:
-            continue  # evicted
-        except OSError:
-            direct = False
-            break
+        except OSError as error:
+            if error.errno in _REFUSALS:
+                direct = False
+                break
+            # Evicted, or a record that nobody can read: loads count those.
         took_s += time.perf_counter() - started
     is_told = read_nbytes >= LEAST_READ_NBYTES
     return Disk(system.place, system.kind, direct, read_nbytes / took_s / 1e9 if is_told else None)

@@ -34,6 +34,7 @@ from tests.support.conformance import keys
 from tests.support.deadlines import eventually
 from tests.support.doctor import NOBODY, announced, examined, sentences, worker
 from tests.support.feeds import misbehaving
+from tests.support.file_user import record_files
 from tests.support.servers import NEWER, SERVERS, Server, running
 from tests.support.wire import batch, stored
 
@@ -393,6 +394,11 @@ def test_how_fast_a_disk_reads_is_measured_on_its_records(tmp_path: Path) -> Non
     assert found.direct
     assert found.read_gbs is not None
     assert found.read_gbs > 0
+    # What nobody can read says nothing of the file system.
+    for record in record_files(tmp_path / "pool"):
+        record.unlink()
+        record.symlink_to("elsewhere")
+    assert look_at_disk(tmp_path / "pool", system) == Disk("/", "ext4", True, None)
 
 
 def test_the_file_system_of_a_link_is_the_one_that_it_leads_to(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 #include "store/file.h"
 
 #include <fcntl.h>
+#include <linux/fs.h>
 #include <sys/file.h>
+#include <sys/ioctl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -820,6 +822,29 @@ TEST(what_is_overwritten_while_it_is_read_is_a_miss_and_no_damage) {
   CHECK(counter(*engine, "damaged") == 0);
 }
 
+TEST(an_evicted_file_counts_and_is_locked_while_it_is_overwritten) {
+  const Directory root;
+  constexpr std::size_t kNbytes = 32 * kMiB;
+  const auto engine = open_engine(root.text(), 3 * file_nbytes(kNbytes), 1);
+  std::vector<std::vector<std::byte>> buffers(8, std::vector<std::byte>(kNbytes));
+  std::vector<Key> keys;
+  for (unsigned i = 0; i < buffers.size(); ++i) keys.push_back(key_of(i));
+  const auto batch = engine->submit(Op::kPut, std::move(keys), {buffers.begin(), buffers.end()}, 60s);
+  int seen = 0;
+  while (!batch->done()) {
+    const Usage usage(root / "usage", std::nullopt);
+    const auto held = usage.lock(Usage::Hold::kExclusive, [] { return false; });
+    CHECK(usage.read().sum().nbytes >= tree_nbytes(root));
+    for (const auto& entry : fs::directory_iterator(root / "tmp")) {
+      const Descriptor file(open(entry.path().c_str(), O_RDONLY | O_CLOEXEC));
+      CHECK(file && flock(file.get(), LOCK_EX | LOCK_NB) == -1 && errno == EWOULDBLOCK);
+      ++seen;
+    }
+  }
+  CHECK(seen > 0 && counter(*engine, "evicted") > 0);
+  for (const Status s : batch->results()) CHECK(s == Status::kOk);
+}
+
 TEST(an_evicted_file_that_others_changed_is_not_overwritten) {
   const Directory root;
   const auto engine = open_engine(root.text(), 20 * kSmall, 1);
@@ -831,7 +856,10 @@ TEST(an_evicted_file_that_others_changed_is_not_overwritten) {
     fs::create_hard_link(root / "elsewhere", entry.path());
   }
   std::ofstream(root / "free/not.ours") << "x";
-  for (unsigned i = 21; i < 40; ++i) CHECK(put(*engine, i, 1000) == Status::kOk);
+  for (unsigned i = 21; i < 40; ++i) {
+    CHECK(put(*engine, i, 1000) == Status::kOk);
+    CHECK(counter(*engine, "stored_nbytes") + 1 == tree_nbytes(root) && no_temporaries(root));  // not.ours
+  }
   std::string text(1, '\0');
   std::ifstream(root / "elsewhere").read(text.data(), 1);
   CHECK(text == "x" && fs::exists(root / "free/not.ours"));
@@ -896,6 +924,130 @@ TEST(records_are_read_and_written_wherever_they_lie_in_memory) {
     }
     CHECK(engine->close(10s));
   }
+}
+
+TEST(what_is_above_a_lowered_capacity_is_deleted_at_once) {
+  const Directory root;
+  constexpr unsigned kRecords = 3000;
+  const auto engine = open_engine(root.text(), kRecords * kSmall, 1);
+  for (unsigned i = 0; i < kRecords; ++i) CHECK(put(*engine, i, 1000) == Status::kOk);
+  Usage usage(root / "usage", std::nullopt);
+  FreeFiles free(root.text());
+  {
+    const auto held = usage.lock(Usage::Hold::kExclusive, [] { return false; });
+    make_room(root.text(), usage, free, 0, kMiB, [] { return false; });
+    CHECK(fs::is_empty(root /
+                       "free"));  // to list it, and to delete from it, would hold the lock from all others
+    CHECK(usage.read().sum().nbytes == tree_nbytes(root) && tree_nbytes(root) <= kMiB);
+    make_room(root.text(), usage, free, kSmall, tree_nbytes(root), [] { return false; });
+    CHECK(!fs::is_empty(root / "free"));
+    CHECK(usage.read().sum().nbytes == tree_nbytes(root));
+  }
+}
+
+TEST(a_lowered_capacity_holds_for_puts_that_overwrite) {
+  const Directory root;
+  const auto engine = open_engine(root.text(), 2 * kMiB, 1);
+  for (unsigned i = 0; i < 513; ++i) CHECK(put(*engine, i, 1000) == Status::kOk);
+  CHECK(!fs::is_empty(root / "free"));
+  CHECK(write_capacity(root.text(), 0600, kMiB) == 0);
+  CHECK(eventually([&] {  // followed within a second
+    CHECK(put(*engine, 1000, 1000) == Status::kOk);
+    return tree_nbytes(root) <= kMiB;
+  }));
+  CHECK(counter(*engine, "stored_nbytes") == tree_nbytes(root));
+}
+
+TEST(evicted_files_count_as_what_they_are) {
+  const Directory root;
+  const auto engine = open_engine(root.text(), 20 * kSmall, 1);
+  for (unsigned i = 0; i < 21; ++i) CHECK(put(*engine, i, 1000) == Status::kOk);
+  std::ofstream(root / "free/4096.1");  // cut, as by a power loss
+  fs::resize_file(root / "free/4096.1", 5 * kSmall);
+  std::ofstream(root / "free/18446744073709551615.2") << std::string(100, 'x');
+  for (unsigned i = 21; i < 60; ++i) {
+    CHECK(put(*engine, i, i % 2 == 0 ? 1000 : 5000) == Status::kOk);
+    CHECK(get(*engine, i, i % 2 == 0 ? 1000 : 5000) == Status::kOk);
+  }
+  CHECK(counter(*engine, "stored_nbytes") == tree_nbytes(root) && tree_nbytes(root) <= 20 * kSmall);
+}
+
+TEST(a_deletion_deletes_what_was_evicted_though_the_counts_were_replaced) {
+  const Directory root;
+  const auto other = open_engine(root.text(), 20 * kSmall, 1);
+  CHECK(put(*other, 0, 1000) == Status::kOk);
+  fs::remove(root / "usage");
+  const auto engine = open_engine(root.text(), 20 * kSmall, 1);
+  for (unsigned i = 1; i < 30; ++i) CHECK(put(*engine, i, 1000) == Status::kOk);
+  CHECK(!fs::is_empty(root / "free"));
+  CHECK(ask(*other, Op::kDelete, 29) == Status::kOk);
+  CHECK(fs::is_empty(root / "free"));
+  CHECK(counter(*engine, "stored_nbytes") == tree_nbytes(root));
+}
+
+TEST(a_removed_folder_of_evicted_files_is_made_again) {
+  const Directory root;
+  const auto engine = open_engine(root.text(), 20 * kSmall, 1);
+  for (unsigned i = 0; i < 25; ++i) CHECK(put(*engine, i, 1000) == Status::kOk);
+  fs::remove_all(root / "free");
+  for (unsigned i = 25; i < 60; ++i) CHECK(put(*engine, i, 1000) == Status::kOk);
+  CHECK(fs::exists(root / "free") && tree_nbytes(root) <= 20 * kSmall);
+}
+
+TEST(less_is_asked_of_memory_first_and_then_of_the_file_system) {
+  const Directory root;
+  Direct direct("/proc");
+  const Descriptor file(open((root / "file").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
+  alignas(4096) std::byte page[4096];
+  CHECK(!direct.asks_less(file.get(), page) && direct.on());  // nothing was asked of the plain file
+  direct.apply(file.get());
+  if ((fcntl(file.get(), F_GETFL) & O_DIRECT) == 0) return;  // a file system without
+  CHECK(direct.may(page + 512));
+  // Threads that asked at the same time.
+  CHECK(direct.asks_less(file.get(), page + 512) && direct.asks_less(file.get(), page + 512));
+  CHECK(direct.on() && direct.may(page) && !direct.may(page + 512));
+  CHECK(direct.asks_less(file.get(), page) && !direct.on());
+  CHECK(direct.asks_less(file.get(), page) && direct.asks_less(file.get(), page + 512));
+}
+
+TEST(a_file_that_came_back_within_a_tick_is_not_as_opened) {
+  const Directory root;
+  const std::string path = (root / "file").string();
+  std::ofstream(path) << "x";
+  struct stat opened{};
+  CHECK(stat(path.c_str(), &opened) == 0 && is_as_opened(path, opened));
+  struct stat before = opened;
+  before.st_mtim.tv_nsec ^= 1;  // the time of its use is exact where the kernel's is the same
+  CHECK(!is_as_opened(path, before));
+  before = opened;
+  before.st_ctim.tv_nsec ^= 1;
+  CHECK(!is_as_opened(path, before));
+  fs::rename(path, root / "elsewhere");
+  CHECK(!is_as_opened(path, opened));
+  std::ofstream(path) << "x";
+  CHECK(!is_as_opened(path, opened));
+}
+
+TEST(evicted_files_that_cannot_be_deleted_stop_no_puts) {
+  const Directory root;
+  const auto engine = open_engine(root.text(), 20 * kSmall, 1);
+  for (unsigned i = 0; i < 21; ++i) CHECK(put(*engine, i, 1000) == Status::kOk);
+  CHECK(!fs::is_empty(root / "free"));
+  const Descriptor folder(open((root / "free").c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  int usual = 0;
+  CHECK(ioctl(folder.get(), FS_IOC_GETFLAGS, &usual) == 0 || geteuid() != 0);
+  const int immutable = usual | FS_IMMUTABLE_FL;
+  // As for another user's in a directory with the sticky bit.
+  if (geteuid() != 0) fs::permissions(root / "free", fs::perms::owner_read | fs::perms::owner_exec);
+  if (geteuid() == 0 && ioctl(folder.get(), FS_IOC_SETFLAGS, &immutable) != 0)
+    return;  // not on this file system
+  std::vector<Status> stored;
+  for (unsigned i = 21; i < 60; ++i) stored.push_back(put(*engine, i, i % 2 == 0 ? 1000 : 5000));
+  const std::uint64_t held_nbytes = tree_nbytes(root);
+  if (geteuid() != 0) fs::permissions(root / "free", fs::perms::owner_all);
+  CHECK(geteuid() != 0 || ioctl(folder.get(), FS_IOC_SETFLAGS, &usual) == 0);
+  for (const Status s : stored) CHECK(s == Status::kOk);
+  CHECK(held_nbytes <= 20 * kSmall);
 }
 
 TEST(finding_a_pool_writes_nothing) {
