@@ -864,6 +864,17 @@ TEST(an_evicted_file_that_others_changed_is_not_overwritten) {
   std::ifstream(root / "elsewhere").read(text.data(), 1);
   CHECK(text == "x" && fs::exists(root / "free/not.ours"));
   CHECK(counter(*engine, "stored_nbytes") == 20 * kSmall);
+  // One that its thread knows has become a link.
+  std::ofstream(root / "linked") << std::string(file_size(1000), 'x');
+  for (unsigned i = 40; i < 44; ++i) {
+    for (const auto& entry : fs::directory_iterator(root / "free")) {
+      fs::remove(entry.path());
+      fs::create_symlink(root / "linked", entry.path());
+    }
+    CHECK(put(*engine, i, 1000) == Status::kOk && get(*engine, i, 1000) == Status::kOk);
+  }
+  std::ifstream(root / "linked").read(text.data(), 1);
+  CHECK(text == "x" && fs::file_size(root / "linked") == file_size(1000));
 }
 
 TEST(a_record_that_power_loss_tore_or_exchanged_is_a_miss_and_goes) {
@@ -965,6 +976,13 @@ TEST(evicted_files_count_as_what_they_are) {
   std::ofstream(root / "free/4096.1");  // cut, as by a power loss
   fs::resize_file(root / "free/4096.1", 5 * kSmall);
   std::ofstream(root / "free/18446744073709551615.2") << std::string(100, 'x');
+  std::uint64_t held_nbytes = 0;
+  for (const auto& entry : fs::directory_iterator(root / "free")) {
+    struct stat info{};
+    CHECK(lstat(entry.path().c_str(), &info) == 0);
+    held_nbytes += file_nbytes(info);
+  }
+  CHECK(FreeFiles(root.text()).remove(0) == held_nbytes);
   for (unsigned i = 21; i < 60; ++i) {
     CHECK(put(*engine, i, i % 2 == 0 ? 1000 : 5000) == Status::kOk);
     CHECK(get(*engine, i, i % 2 == 0 ? 1000 : 5000) == Status::kOk);
