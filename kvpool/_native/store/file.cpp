@@ -126,7 +126,7 @@ FileIoThread::Outcome FileIoThread::execute(const Item& item) {
     case Op::kExpire:
       return expire(item, path);
     case Op::kDelete:
-      return remove_record(path, bucket_of(item.key()));
+      return remove_record(item, path);
   }
   return {Status::kFault, "unknown operation"};
 }
@@ -244,9 +244,9 @@ FileIoThread::Outcome FileIoThread::expire(const Item& item, const std::string& 
   return found;
 }
 
-FileIoThread::Outcome FileIoThread::remove_record(const std::string& path, unsigned bucket) {
-  const int error = remove(path, bucket);
-  remove_free();
+FileIoThread::Outcome FileIoThread::remove_record(const Item& item, const std::string& path) {
+  const int error = remove(path, bucket_of(item.key()));
+  remove_free(item);
   if (error == 0) return {Status::kOk};
   return error == ENOENT ? Outcome{Status::kMiss} : fault("delete", path, error);
 }
@@ -271,11 +271,10 @@ int FileIoThread::remove(const std::string& path, unsigned counted_in, std::uint
   return 0;
 }
 
-// What was evicted is to go with what is deleted.
-void FileIoThread::remove_free() {
+// What was evicted is to go with what is deleted. Waits for living peers.
+void FileIoThread::remove_free(const Item& item) {
   if (!usage_ || usage_->read().nbytes(kFree) == std::uint64_t{0}) return;
-  const auto until = Clock::now() + kGiveBackPatience;
-  if (const auto held = usage_->lock(Usage::Hold::kExclusive, [&] { return Clock::now() >= until; }))
+  if (const auto held = usage_->lock(Usage::Hold::kExclusive, [&] { return item.stopped().has_value(); }))
     usage_->set(kFree, free_.remove(kUnlimited));
 }
 

@@ -88,10 +88,10 @@ class FileIoThread : public IoThread {
   Outcome contains(const Item& item, const std::string& path) const;
   Outcome touch(const Item& item, const std::string& path) const;
   Outcome expire(const Item& item, const std::string& path) const;
-  Outcome remove_record(const std::string& path, unsigned bucket);
+  Outcome remove_record(const Item& item, const std::string& path);
   int remove(const std::string& path, unsigned bucket);
   int remove(const std::string& path, unsigned counted_in, std::uint64_t nbytes);
-  void remove_free();
+  void remove_free(const Item& item);
   void give_back(unsigned counted_in, std::uint64_t nbytes);
 
   // Concurrent writers that both find nothing both put; the last one's record stays.

@@ -1004,6 +1004,24 @@ TEST(a_deletion_deletes_what_was_evicted_though_the_counts_were_replaced) {
   CHECK(counter(*engine, "stored_nbytes") == tree_nbytes(root));
 }
 
+TEST(a_deletion_waits_for_a_pass_to_delete_what_was_evicted) {
+  const Directory root;
+  const auto engine = open_engine(root.text(), 20 * kSmall, 1);
+  for (unsigned i = 0; i < 21; ++i) CHECK(put(*engine, i, 1000) == Status::kOk);
+  CHECK(!fs::is_empty(root / "free"));
+  std::atomic<bool> holds{false};
+  std::thread pass([&] {
+    const Usage usage(root / "usage", std::nullopt);
+    const auto held = usage.lock(Usage::Hold::kExclusive, [] { return false; });
+    holds = true;
+    std::this_thread::sleep_for(200ms);
+  });
+  CHECK(eventually([&] { return holds.load(); }));
+  CHECK(ask(*engine, Op::kDelete, 20) == Status::kOk);
+  pass.join();
+  CHECK(fs::is_empty(root / "free"));
+}
+
 TEST(a_removed_folder_of_evicted_files_is_made_again) {
   const Directory root;
   const auto engine = open_engine(root.text(), 20 * kSmall, 1);
