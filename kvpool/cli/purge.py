@@ -99,6 +99,8 @@ def run_purge(options: PurgeOptions) -> None:
         plan = _plan(within, parts, announced, namespace)
         plan.near_pools = len(near - {pool_id(url.path) for url in urls if url.scheme == "file"})
         if not plan.parts and not plan.announcements and not everything:
+            if not dry_run:  # what a tenant had may all be evicted
+                _delete_evicted(stores)
             raise NothingThere(f"{pool}: {_not_there(stores, tenant, namespace, parts)}")
         if not (dry_run or yes or sys.stdin.isatty()):
             raise ConfigError(
@@ -200,7 +202,13 @@ def _delete(stores: Mapping[str, Store], plan: Plan) -> tuple[int, int]:
                 for batch in store.scan(prefix):
                     blocks += store.delete_many([block.key for block in batch], timeout_s=DELETE_TIMEOUT_S)
                     progress.update(task, completed=blocks)
+    _delete_evicted(stores)
     return blocks, sum(store.withdraw_all(prefix) for store in stores.values() for prefix in plan.prefixes)
+
+
+def _delete_evicted(stores: Mapping[str, Store]) -> None:
+    for store in stores.values():
+        store.delete_evicted()
 
 
 @contextmanager

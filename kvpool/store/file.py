@@ -20,7 +20,7 @@ import msgpack
 
 from kvpool import _native
 from kvpool.errors import ConfigError, StoreUnavailable
-from kvpool.key.key import KEY_PREFIX, found_key, parse_tenant
+from kvpool.key.key import KEY_PREFIX, Namespace, found_key, parse_tenant
 from kvpool.store.advice import host_advice
 from kvpool.store.file_system import FileSystem
 from kvpool.store.store import (
@@ -113,6 +113,10 @@ class FileStore(Store):
             f"{room_nbytes >> 20:,} MiB of it: a pool leaves {system.reserve_nbytes >> 20:,} MiB there free for "
             "others, and evicts for them; kvpool capacity makes it smaller, or make room"
         )
+
+    def delete_evicted(self) -> None:
+        """They wait in free/ for puts that overwrite them; each deletion takes them along, also one of nothing."""
+        self.delete_many([Namespace("kvpool", {"of": "nothing"}).key(bytes(32), 0, 0)])
 
     def _usage(self) -> list[Usage]:
         found = self.counters()

@@ -69,7 +69,7 @@ _Store = TypeVar("_Store", bound="Store")
 
 class StoredBlock(NamedTuple):
     key: str
-    nbytes: int  # of its record: the payload and 64 more
+    nbytes: int  # of its record: the payload and the header
 
 
 class Usage(NamedTuple):
@@ -181,6 +181,9 @@ class Store(ABC):
     def delete_many(self, keys: Sequence[str], *, timeout_s: float | None = None) -> int:
         """Delete the keys' values; returns how many were present. Blocks."""
         return sum(_finished(self._begin(_native.DELETE, "delete", keys, None, timeout_s)))
+
+    def delete_evicted(self) -> None:  # noqa: B027 (only a directory keeps some)
+        """Delete the bytes of evicted records that wait to be overwritten. Blocks. Errors: ``StoreUnavailable``."""
 
     # ------------------------------------------------------------------ calls that return at once
 

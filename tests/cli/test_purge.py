@@ -398,3 +398,20 @@ def test_near_pools_that_keep_the_blocks_are_counted(tmp_path: Path) -> None:
     fill_again()
     assert purged("--pool", f"{near} {far}", "--tenant", "alpha")["near_pools_left"] == 1
     assert purged("--pool", far, "--everything")["near_pools_left"] == 0, "nobody announces one"
+
+
+def test_what_was_evicted_goes_with_a_purge(tmp_path: Path) -> None:
+    """Also where the tenant has nothing else any more."""
+    pool = tmp_path / "pool"
+    with open_store(f"file://{pool}?capacity=1MiB") as store:
+        for number in range(11):
+            store.put_many([ALPHA_1.key(HASHES[number], 0, 0)], [bytes(100_000)])
+        free = pool / "free"
+        assert list(free.iterdir())
+        assert kvpool("purge", "--pool", f"file://{pool}", "--tenant", "beta", "--yes").returncode != 0
+        assert list(free.iterdir()) == []
+        for number in range(11, 13):
+            store.put_many([ALPHA_1.key(HASHES[number], 0, 0)], [bytes(100_000)])
+        assert list(free.iterdir())
+        assert kvpool("purge", "--pool", f"file://{pool}", "--tenant", "alpha", "--yes").returncode == 0
+        assert list(free.iterdir()) == []
