@@ -273,6 +273,7 @@ int FileIoThread::remove(const std::string& path, unsigned counted_in, std::uint
 
 // What was evicted is to go with what is deleted. Waits for living peers.
 void FileIoThread::remove_free(const Item& item) {
+  find_usage();
   if (!usage_ || usage_->read().nbytes(kFree) == std::uint64_t{0}) return;
   if (const auto held = usage_->lock(Usage::Hold::kExclusive, [&] { return item.stopped().has_value(); }))
     usage_->set(kFree, free_.remove(kUnlimited));
