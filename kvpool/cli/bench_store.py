@@ -278,7 +278,9 @@ class StoreClient(TimedClient):
 def check_all(found: Sequence[bool]) -> None:
     """Errors: ``ConfigError`` for an absent key."""
     if not all(found):
-        raise ConfigError("the pool did not keep a whole batch: raise its capacity, or lower --batch-bytes")
+        raise ConfigError(
+            "the pool did not keep a whole batch: raise its capacity, make room on its disk, or lower --batch-bytes"
+        )
 
 
 def timed(work: Callable[[], Any]) -> float:

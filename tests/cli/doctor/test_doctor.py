@@ -365,7 +365,7 @@ def test_the_file_system_of_a_directory_is_judged(tmp_path: Path, mounts: str, s
 @pytest.mark.parametrize(
     ("disk", "level", "says"),
     [
-        (Disk("/nvme", "ext4", True, None), "ok", "how fast it reads is told when records are there"),
+        (Disk("/nvme", "ext4", True, None), "ok", "or by kvpool bench store --pool URL"),
         (
             Disk("/nvme", "xfs", True, 2.514),
             "ok",
