@@ -119,10 +119,11 @@ DISK: Rules[subjects.Disk] = (
     Rule("warn", lambda of: not of.direct, "{of.place} ({of.kind}) reads nothing past the page cache: each record "
          "takes twice the CPU, and memory of others", "ext4 or xfs on a local NVMe disk"),
     Rule("warn", lambda of: of.read_gbs is not None and of.read_gbs < SLOW_DISK_GBS, "{of.place} ({of.kind}) reads "
-         "records at {of.read_gbs:.2f} GB/s: computing may be faster", "kvpool size --model MODEL --prefill TOKENS "
-         "says what yours needs; a faster disk, or a smaller pool on tmpfs"),
-    Rule("ok", lambda of: of.read_gbs is not None, "{of.place} ({of.kind}) reads records at {of.read_gbs:.2f} GB/s, "
-         "past the page cache"),
+         "records of {of.record} at {of.read_gbs:.2f} GB/s, one after the other: computing may be faster", "kvpool "
+         "size --model MODEL --prefill TOKENS says what yours needs, kvpool bench store --pool URL what several at a "
+         "time bring; larger records (blocks_per_record), a faster disk, or a smaller pool on tmpfs"),
+    Rule("ok", lambda of: of.read_gbs is not None, "{of.place} ({of.kind}) reads records of {of.record} at "
+         "{of.read_gbs:.2f} GB/s, one after the other, past the page cache"),
     Rule("ok", always, "{of.place} ({of.kind}) is a disk; how fast it reads is told when records are there, "
          "or by kvpool bench store --pool URL"),
 )  # fmt: skip
