@@ -278,7 +278,9 @@ class StoreClient(TimedClient):
 def check_all(found: Sequence[bool]) -> None:
     """Errors: ``ConfigError`` for an absent key."""
     if not all(found):
-        raise ConfigError("the pool did not keep a whole batch: raise its capacity, or lower --batch-bytes")
+        raise ConfigError(
+            "the pool did not keep a whole batch: raise its capacity, make room on its disk, or lower --batch-bytes"
+        )
 
 
 def timed(work: Callable[[], Any]) -> float:
@@ -304,7 +306,7 @@ def server_memory(url: StoreURL, wanted_nbytes: int) -> Iterator[Callable[[str],
         if memory["maxmemory"] and room_nbytes < needed_nbytes:
             raise ConfigError(
                 f"the server has {max(0, room_nbytes) >> 20} MiB before it evicts, and the clients' batches need "
-                f"{int(needed_nbytes) >> 20}: raise maxmemory, or lower --batch-bytes"
+                f"{int(needed_nbytes) >> 20} MiB: raise maxmemory, or lower --batch-bytes"
             )
         yield lambda key: _kept(_answer(lambda: server.memory_usage(key), "+memory|usage"))
 

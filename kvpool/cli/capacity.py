@@ -30,6 +30,7 @@ def run_capacity(options: CapacityOptions) -> None:
         if nbytes is not None:
             store.set_capacity(nbytes)
         now_nbytes, held_nbytes = store.capacity_nbytes, store.counters()["stored_nbytes"]
+        shortage = store.shortage(None)
     if options.as_json:
         print(json.dumps({"path": url.path, "capacity_nbytes": now_nbytes, "held_nbytes": held_nbytes}))
         return
@@ -40,3 +41,5 @@ def run_capacity(options: CapacityOptions) -> None:
         else f" (it was {format_nbytes(before_nbytes or 0)})"
     )
     print(f"{url.path}: capacity {said}{was}, {format_size(held_nbytes)} are held")
+    if shortage:
+        print(shortage)

@@ -29,6 +29,8 @@ SIZES = {"a quarter": 0.25, "half": 0.5, "as it is": 1.0, "twice": 2.0, "four ti
 def run_size(options: SizeOptions, index: IndexConnection) -> None:
     """Print a table or JSON. Errors: ``ConfigError`` for the options and the files; of ``IndexClient``."""
     token_nbytes = parse_nbytes(options.token_bytes) if options.token_bytes is not None else 0
+    if options.tenant is not None and (options.model is not None or options.trace is not None):
+        raise ConfigError("--tenant is of an index's requests: leave it out beside --model or --trace")
     if options.model is not None:
         if options.token_bytes is not None:
             raise ConfigError("--model says what a token takes: leave --token-bytes out")

@@ -95,7 +95,7 @@ def test_bench_store_in_a_pool_that_is_too_small_is_one_clear_line(tmp_path: Pat
     assert said == "measuring puts and gets, about a minute", (
         "off a terminal nothing else shows that it works"
     )
-    assert "lower --batch-bytes" in line
+    assert "make room on its disk, or lower --batch-bytes" in line
     assert ended.returncode == 2
     assert list((tmp_path / "pool" / "blocks").glob("*/*")) == []
 

@@ -27,6 +27,14 @@ def test_a_capacity_is_shown_and_changed_while_workers_have_the_pool_open(tmp_pa
         assert worker.counters()["stored_nbytes"] <= 4 * MIB
 
 
+def test_a_capacity_that_the_file_system_has_no_room_for_is_told(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/pool"
+    open_store(f"{url}?capacity=16MiB").close()
+    _, says = kvpool("capacity", "900TiB", "--pool", url).stdout.splitlines()
+    assert says.startswith("its capacity is 900TiB, and ")
+    assert "evicts for them" in says
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

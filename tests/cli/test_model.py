@@ -140,6 +140,7 @@ def test_what_fits_no_model_is_refused_in_a_sentence(tmp_path: Path) -> None:
     huge = written(tmp_path / "huge", {**LLAMA, "head_dim": 1 << 30, "num_key_value_heads": 1 << 30})
     assert refused("size", "--model", str(huge)).endswith(": a record of 16 tokens would be too large")
     assert "--price is of pools of several sizes: add --trace" in refused(*model, "--price", "1")
+    assert "--tenant is of an index's requests" in refused(*model, "--tenant", "a")
     for options in (("--tp", "2"), ("--dtype", "fp8"), ("--prefill", "5")):
         assert refused("size", *options) == "kvpool: --dtype, --tp and --prefill are for a --model"
 

@@ -1,4 +1,7 @@
-"""``kvpool purge`` on real servers and directories: what goes, what stays, and that it asks."""
+"""``kvpool purge`` on real servers and directories: what goes, what stays, and that it asks.
+
+Over 400 lines because each case runs on a directory and on each server.
+"""
 
 from __future__ import annotations
 

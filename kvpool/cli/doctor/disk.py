@@ -13,6 +13,7 @@ from pathlib import Path
 
 from kvpool.cli.doctor.subjects import Disk
 from kvpool.store.file_system import FileSystem
+from kvpool.text import format_size
 
 MOST_READ_NBYTES = 256 << 20
 LONGEST_READ_S = 0.5
@@ -23,7 +24,7 @@ _REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP)  # of O_DIRECT
 
 def look_at_disk(pool: Path, system: FileSystem) -> Disk:
     """Read some records, as a load does, one at a time. Blocks for a second at most where the disk answers."""
-    read_nbytes, took_s, direct = 0, 0.0, True
+    read_nbytes, records, took_s, direct = 0, 0, 0.0, True
     buffer = mmap.mmap(-1, 4 << 20)  # begins with a page
     for record in islice(_records(pool), MOST_RECORDS):
         if read_nbytes >= MOST_READ_NBYTES or took_s >= LONGEST_READ_S:
@@ -31,6 +32,7 @@ def look_at_disk(pool: Path, system: FileSystem) -> Disk:
         started = time.perf_counter()
         try:
             read_nbytes += _read(record, buffer)
+            records += 1
         except OSError as error:
             if error.errno in _REFUSALS:
                 direct = False
@@ -38,7 +40,11 @@ def look_at_disk(pool: Path, system: FileSystem) -> Disk:
             # Evicted, or a record that nobody can read: loads count those.
         took_s += time.perf_counter() - started
     is_told = read_nbytes >= LEAST_READ_NBYTES
-    return Disk(system.place, system.kind, direct, read_nbytes / took_s / 1e9 if is_told else None)
+    if not is_told:
+        return Disk(system.place, system.kind, direct, None)
+    return Disk(
+        system.place, system.kind, direct, read_nbytes / took_s / 1e9, format_size(read_nbytes / records)
+    )
 
 
 def _records(pool: Path) -> Iterator[Path]:

@@ -89,10 +89,12 @@ DIRECTORY: Rules[subjects.Directory] = (
          "this kvpool, which writes its own"),
     Rule("fail", lambda of: of.too_large, "its capacity is {of.capacity}, and the file system {of.place} holds "
          "{of.total_gib:,.2f} GiB in all, of which a pool leaves {of.reserve_gib:,.2f} GiB free for others",
-         "kvpool capacity makes it smaller; write that in the URLs of all its processes"),
-    Rule("warn", lambda of: of.too_full and not of.too_large, "its capacity is {of.capacity}, and others leave it "
-         "room for {of.room_mib:,.0f} MiB on {of.place}: beyond that it evicts", "make it smaller with kvpool "
-         "capacity, or make room on {of.place}"),
+         "kvpool capacity --pool file://{of.path} SIZE makes it smaller; write that in the URLs of all its processes"),
+    Rule("fail", lambda of: of.room_mib < 1, "others fill {of.place}: it has no room there, and keeps nothing new",
+         "make room on {of.place}, or move the pool"),
+    Rule("warn", lambda of: of.too_full and not of.too_large and of.room_mib >= 1, "its capacity is {of.capacity}, and "
+         "others leave it room for {of.room_mib:,.0f} MiB on {of.place}: beyond that it evicts", "kvpool capacity "
+         "--pool file://{of.path} SIZE makes it smaller; or make room on {of.place}"),
     Rule("ok", lambda of: not of.too_full, "capacity {of.capacity}; {of.free_gib:,.1f} GiB are free on {of.place}, of "
          "which a pool leaves {of.reserve_gib:,.2f} GiB to others"),
 )  # fmt: skip
@@ -117,11 +119,13 @@ DISK: Rules[subjects.Disk] = (
     Rule("warn", lambda of: not of.direct, "{of.place} ({of.kind}) reads nothing past the page cache: each record "
          "takes twice the CPU, and memory of others", "ext4 or xfs on a local NVMe disk"),
     Rule("warn", lambda of: of.read_gbs is not None and of.read_gbs < SLOW_DISK_GBS, "{of.place} ({of.kind}) reads "
-         "records at {of.read_gbs:.2f} GB/s: computing may be faster", "kvpool size --model MODEL --prefill TOKENS "
-         "says what yours needs; a faster disk, or a smaller pool on tmpfs"),
-    Rule("ok", lambda of: of.read_gbs is not None, "{of.place} ({of.kind}) reads records at {of.read_gbs:.2f} GB/s, "
-         "past the page cache"),
-    Rule("ok", always, "{of.place} ({of.kind}) is a disk; how fast it reads is told when records are there"),
+         "records of {of.record} at {of.read_gbs:.2f} GB/s, one after the other: computing may be faster", "kvpool "
+         "size --model MODEL --prefill TOKENS says what yours needs, kvpool bench store --pool URL what several at a "
+         "time bring; larger records (blocks_per_record), a faster disk, or a smaller pool on tmpfs"),
+    Rule("ok", lambda of: of.read_gbs is not None, "{of.place} ({of.kind}) reads records of {of.record} at "
+         "{of.read_gbs:.2f} GB/s, one after the other, past the page cache"),
+    Rule("ok", always, "{of.place} ({of.kind}) is a disk; how fast it reads is told when records are there, "
+         "or by kvpool bench store --pool URL"),
 )  # fmt: skip
 TMPFS: Rules[FileSystem] = (
     Rule("warn", lambda of: of.huge == "always", "{of.place} is mounted with huge=always: a block smaller than 2 MiB "

@@ -33,12 +33,16 @@ class Trial(NamedTuple):
 
 
 class Disk(NamedTuple):
-    """Below a directory. ``direct``: it reads past the page cache. ``read_gbs``: None: too little is there to tell."""
+    """Below a directory. ``direct``: it reads past the page cache. ``read_gbs``: None: too little is there to tell.
+
+    ``record``: the mean size of the records that were read.
+    """
 
     place: str
     kind: str
     direct: bool
     read_gbs: float | None
+    record: str = ""
 
 
 class Directory(NamedTuple):

@@ -366,13 +366,17 @@ def test_the_file_system_of_a_directory_is_judged(tmp_path: Path, mounts: str, s
 @pytest.mark.parametrize(
     ("disk", "level", "says"),
     [
-        (Disk("/nvme", "ext4", True, None), "ok", "how fast it reads is told when records are there"),
+        (Disk("/nvme", "ext4", True, None), "ok", "or by kvpool bench store --pool URL"),
         (
-            Disk("/nvme", "xfs", True, 2.514),
+            Disk("/nvme", "xfs", True, 2.514, "2.0 MiB"),
             "ok",
-            "/nvme (xfs) reads records at 2.51 GB/s, past the page cache",
+            "/nvme (xfs) reads records of 2.0 MiB at 2.51 GB/s, one after the other, past the page cache",
         ),
-        (Disk("/hdd", "ext4", True, 0.12), "warn", "reads records at 0.12 GB/s: computing may be faster"),
+        (
+            Disk("/hdd", "ext4", True, 0.12, "64.0 KiB"),
+            "warn",
+            "reads records of 64.0 KiB at 0.12 GB/s, one after",
+        ),
         (Disk("/odd", "fuse.odd", False, None), "warn", "reads nothing past the page cache"),
         (Disk("/net", "nfs4", True, 5.0), "warn", "/net is nfs4, which comes over a network"),
     ],
@@ -394,6 +398,7 @@ def test_how_fast_a_disk_reads_is_measured_on_its_records(tmp_path: Path) -> Non
     assert found.direct
     assert found.read_gbs is not None
     assert found.read_gbs > 0
+    assert found.record == "1.0 MiB"
     # What nobody can read says nothing of the file system.
     for record in record_files(tmp_path / "pool"):
         record.unlink()

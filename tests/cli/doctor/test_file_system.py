@@ -119,6 +119,11 @@ def test_a_pool_leaves_a_part_of_its_file_system_to_others(
         (says,) = [one.says for one in pool_findings(url, "default")[0] if "its capacity" in one.says]
         assert "others leave it room for" in says
         assert str(place) in says
+        for number in range(size_mib + 2000):
+            store.delete_many([key(number)], timeout_s=60)
+        (place / "more").write_bytes(bytes(free_nbytes()))
+        (says,) = [one for one in pool_findings(url, "default")[0] if "no room" in one.says]
+        assert (says.level, says.change) == ("fail", f"make room on {place}, or move the pool")
 
 
 @needs_mount
