@@ -100,8 +100,9 @@ STAGED_STEPS = 2
 MIN_STAGING_NBYTES = 256 << 20
 MAX_STAGING_NBYTES = 2 << 30
 LOAD_RESERVE = 0.25  # the share of slots reserved for loads
-# Bytes. Where a disk takes memory past the page cache; two I/O threads share no cache line.
-SLOT_ALIGNMENT = 512
+# Bytes. Two I/O threads share no cache line; a disk moves whole blocks from and to such addresses.
+SLOT_ALIGNMENT = 64
+DISK_BLOCK, DISK_ALIGNMENT = 4096, 512
 
 
 def default_nbytes(step_records: int, slot_nbytes: int) -> int:
@@ -112,7 +113,8 @@ def default_nbytes(step_records: int, slot_nbytes: int) -> int:
 
 def slot_size(slot_nbytes: int) -> int:
     """Bytes of an aligned slot."""
-    return -(-slot_nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+    alignment = SLOT_ALIGNMENT if slot_nbytes < DISK_BLOCK else DISK_ALIGNMENT
+    return -(-slot_nbytes // alignment) * alignment
 
 
 class Staging:
@@ -125,13 +127,13 @@ class Staging:
         self.slots = slots
         nbytes = slots * self.slot_nbytes
         try:
-            memory = torch.empty(nbytes + SLOT_ALIGNMENT, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+            memory = torch.empty(nbytes + DISK_ALIGNMENT, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         except RuntimeError as error:
             raise ConfigError(
                 f"this host has no {format_nbytes(nbytes)} of {'pinned ' if pinned else ''}memory for staging; "
                 "set a lower staging_nbytes"
             ) from error
-        self.tensor = memory[-memory.data_ptr() % SLOT_ALIGNMENT :][:nbytes]
+        self.tensor = memory[-memory.data_ptr() % DISK_ALIGNMENT :][:nbytes]
         self._bytes = memoryview(self.tensor.numpy().data).cast("B")
         self._free = list(range(slots))  # a heap: neighbouring slots are copied as one
         self._taken: set[int] = set()

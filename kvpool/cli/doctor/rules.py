@@ -98,18 +98,9 @@ DIRECTORY: Rules[subjects.Directory] = (
     Rule("ok", lambda of: not of.too_full, "capacity {of.capacity}; {of.free_gib:,.1f} GiB are free on {of.place}, of "
          "which a pool leaves {of.reserve_gib:,.2f} GiB to others"),
 )  # fmt: skip
-NETWORK_KINDS = (
-    "nfs",
-    "nfs4",
-    "cifs",
-    "smb3",
-    "ceph",
-    "9p",
-    "lustre",
-    "glusterfs",
-    "fuse.sshfs",
-    "fuse.s3fs",
-)
+NETWORK_KINDS = frozenset(
+    ("nfs", "nfs4", "cifs", "smb3", "ceph", "9p", "lustre", "glusterfs", "fuse.sshfs", "fuse.s3fs")
+)  # fmt: skip
 _REMOUNT = "mount -o remount,huge=within_size {of.place} (and the same option where it is mounted at boot)"
 # Below it, a prefill of 10,000 tokens a second of 40 KiB each waits for its loads.
 SLOW_DISK_GBS = 0.4

@@ -304,7 +304,7 @@ def test_a_directory(tmp_path: Path) -> None:
     kvpool("capacity", "1000TiB", "--pool", url)
     code, findings = examined("--pool", url)
     assert code == 1
-    assert "kvpool capacity makes it smaller" in sentences(findings, "fail")
+    assert "SIZE makes it smaller" in sentences(findings, "fail")
 
 
 @pytest.mark.parametrize("of_url", ["8MiB", "64MiB"])
