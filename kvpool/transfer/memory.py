@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from kvpool.errors import ConfigError
+from kvpool.store.file import FILE_BLOCK
 from kvpool.text import format_nbytes
 from kvpool.transfer.device import DONE, Event
 from kvpool.transfer.job import Item, Part
@@ -102,7 +103,7 @@ MAX_STAGING_NBYTES = 2 << 30
 LOAD_RESERVE = 0.25  # the share of slots reserved for loads
 # Bytes. Two I/O threads share no cache line; a disk moves whole blocks from and to such addresses.
 SLOT_ALIGNMENT = 64
-DISK_BLOCK, DISK_ALIGNMENT = 4096, 512
+DISK_ALIGNMENT = 512
 
 
 def default_nbytes(step_records: int, slot_nbytes: int) -> int:
@@ -113,7 +114,7 @@ def default_nbytes(step_records: int, slot_nbytes: int) -> int:
 
 def slot_size(slot_nbytes: int) -> int:
     """Bytes of an aligned slot."""
-    alignment = SLOT_ALIGNMENT if slot_nbytes < DISK_BLOCK else DISK_ALIGNMENT
+    alignment = SLOT_ALIGNMENT if slot_nbytes < FILE_BLOCK else DISK_ALIGNMENT
     return -(-slot_nbytes // alignment) * alignment
 
 
