@@ -36,7 +36,7 @@ void FreeFiles::look() {
   for_each_entry(folder, [&](const char* name) {
     struct stat info;
     if (!is_free_name(name) || fstatat(dirfd(folder.get()), name, &info, AT_SYMLINK_NOFOLLOW) != 0) return;
-    // What it has: the name's bytes are those it was counted with, which others may have cut.
+    // A file counts as what it has now: others may have cut it since it was named.
     if (S_ISREG(info.st_mode)) known_.push_back({file_nbytes(info), name});
   });
 }

@@ -20,7 +20,7 @@ class FreeFiles {
  public:
   explicit FreeFiles(std::string root) : folder_(std::move(root) + "/free") {}
 
-  // Moves one of exactly so many bytes to `path`. Cheap: lists the folder when all that it knew of are gone.
+  // Moves one of exactly so many bytes to `path`. Lists the folder where none that it knows of fits.
   bool take(std::uint64_t nbytes, const std::string& path);
   // Moves a record's file here. Returns 0 or an errno.
   int give(const std::string& path, std::uint64_t nbytes);

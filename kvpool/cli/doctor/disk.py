@@ -37,7 +37,7 @@ def look_at_disk(pool: Path, system: FileSystem) -> Disk:
             if error.errno in _REFUSALS:
                 direct = False
                 break
-            # Evicted, or a record that nobody can read: loads count those.
+            # The record was evicted, or nobody can read it: loads count that.
         took_s += time.perf_counter() - started
     is_told = read_nbytes >= LEAST_READ_NBYTES
     if not is_told:
