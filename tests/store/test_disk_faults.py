@@ -1,16 +1,10 @@
-"""A directory on a disk that hangs, is filled by others, or loses power: ext4 of its own, on a file.
-
-For root on a host with loop devices; elsewhere it is skipped.
-"""
+"""A directory on a disk that hangs, is filled by others, or loses power."""
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import os
 import random
 import shutil
-import struct
 import subprocess
 import sys
 import time
@@ -24,11 +18,10 @@ from kvpool.errors import StoreUnavailable
 from kvpool.store import Store
 from tests.support.conformance import MIB, key, keys, payload
 from tests.support.deadlines import eventually
+from tests.support.disks import Disk, mounted
 from tests.support.file_user import REPOSITORY
 from tests.support.soak import SEARCH_S
 
-EXT4_IOC_SHUTDOWN = 0x8004587D
-NO_LOG_FLUSH = 2
 NBYTES = 300_000
 NUMBERS = 600
 WRITER = """
@@ -44,57 +37,10 @@ with open_store(sys.argv[1]) as store:
 """
 
 
-class Disk:
-    def __init__(self, folder: Path) -> None:
-        self.image, self.place = folder / "image", folder / "disk"
-        self.place.mkdir()
-        with self.image.open("wb") as file:
-            file.truncate(256 * MIB)
-
-    def make(self) -> None:
-        run("mkfs.ext4", "-q", "-F", str(self.image))
-        self.mount()
-
-    def mount(self) -> None:
-        run("mount", "-o", "loop,commit=1", str(self.image), str(self.place))
-
-    def unmount(self) -> bool:
-        return subprocess.run(["umount", str(self.place)], capture_output=True, check=False).returncode == 0
-
-    @contextlib.contextmanager
-    def hanging(self) -> Iterator[None]:
-        """Whoever changes something waits."""
-        run("fsfreeze", "-f", str(self.place))
-        try:
-            yield
-        finally:
-            run("fsfreeze", "-u", str(self.place))
-
-    def lose_power(self) -> None:
-        """Nothing that is not on the disk yet will be: ext4's own simulation, as its tests use it."""
-        file = os.open(self.place, os.O_RDONLY)
-        try:
-            fcntl.ioctl(file, EXT4_IOC_SHUTDOWN, struct.pack("I", NO_LOG_FLUSH))
-        finally:
-            os.close(file)
-
-
-def run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True)
-
-
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Disk]:
-    disk = Disk(tmp_path)
-    try:
-        disk.make()
-    except (OSError, subprocess.CalledProcessError):
-        pytest.skip("no ext4 can be mounted from a file here")
-    yield disk
-    is_gone = eventually(lambda: disk.unmount() or not os.path.ismount(disk.place))
-    if not is_gone:
-        run("umount", "-l", str(disk.place))  # or it would stand in the way of all later tests
-    assert is_gone, "something still uses the disk"
+    with mounted(tmp_path) as disk:
+        yield disk
 
 
 def test_a_disk_that_hangs_costs_each_call_its_time_and_no_more(disk: Disk) -> None:
