@@ -181,6 +181,7 @@ class PoolConfig(_Settings):
         "store_after_requests": "write min_requests_to_store instead",
         "weights_digest": "remove it, or name weights that differ in single bytes by model_id",
         "weights_digest_timeout_s": "remove it, or set model_id where 60 s are too short to sample the checkpoint",
+        "weights_never_change": "remove it: the weights in memory say themselves whether they have changed",
     }
 
     model_id: str | None = Field(
@@ -221,7 +222,6 @@ class PoolConfig(_Settings):
         description="share of a near pool, each engine's own, for what waiting requests are expected to load; 0: none",
     )
     store_decode: bool = Field(True, description="store generated tokens, or only prompts")
-    weights_never_change: WeightsNeverChange = False
     cost_gate: bool = Field(
         True, description="do not load what is expected, by measured rates, to be computed sooner"
     )

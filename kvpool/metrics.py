@@ -103,11 +103,12 @@ ADAPTER_REQUESTS = Metric(
     "Requests that went without the pool, for it is not known of which adapter they are, by cause.",
     "cause",
 )
-EPOCHS = Metric(
-    "kvpool_epochs_total",
-    "Times that the engine left its namespace for one of its own, since its weights may have changed, by cause.",
-    "cause",
-    values=("reset", "reload"),
+WEIGHTS = Metric(
+    "kvpool_weights_measured_total",
+    "Measures of the weights in memory after a reset or a call that may write, by what they found; off: other weights "
+    "than the engine's cache has blocks of; silent: by the watch, and no call had said so.",
+    "result",
+    values=("same", "other", "off", "silent"),
 )
 REFUSED_KEYS = Metric(
     "kvpool_refused_keys_total",

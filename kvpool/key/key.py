@@ -31,6 +31,7 @@ KEY_PREFIX = "kvpool:"
 FACTS_SUFFIX = ":facts"  # of the key of a namespace's facts
 QUOTA_PREFIX = "kvpool-quota:"  # beside all tenants' keys: their users may read these, and not write
 EPOCH_FACT = "epoch"  # of one engine alone, whose weights may have changed since its start
+MEMORY_FACT = "weights_in_memory"  # of engines whose weights changed since their start: what they hold now
 RECORD_FACT = "record_version"  # of every namespace: readers of one version meet no records of another
 FINGERPRINT_NBYTES = 16
 MIN_HASH_NBYTES = 8

@@ -30,6 +30,7 @@ from kvpool.vllm.engine import internals, support
 from kvpool.vllm.engine.adapter_loads import AdapterLoads
 from kvpool.vllm.engine.guard import refuse
 from kvpool.vllm.engine.identity import adapter_settings, engine_facts
+from kvpool.vllm.engine.measure import WeightsMeasure
 from kvpool.vllm.engine.parts import shared_groups
 from kvpool.vllm.engine.weights import model_name, weights_of
 from kvpool.vllm.geometry import Geometry, Group
@@ -93,6 +94,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                         events=bool(events and events.enable_kv_cache_events),
                     ),
                     adapter_settings=adapter_settings(vllm_config),
+                    is_asleep=internals.watch_engine_calls(self._called),
                     clock=self.clock,
                 )
                 self._scheduler.start()
@@ -139,9 +141,22 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             layers,
             facts,
             functools.partial(describe, self._vllm_config, cache, self._config),
-            internals.weights_mark(self._vllm_config),
+            self._measure(),
             shared,
         )
+
+    def _measure(self) -> WeightsMeasure | str:
+        """Of this worker's weights; a text: why they cannot be measured."""
+        if why := support.why_not_measured(self._vllm_config):
+            return why
+        try:
+            return WeightsMeasure(internals.model_tensors())
+        except EngineRefused as error:
+            return str(error)
+
+    def _called(self, method: str) -> None:
+        if self._scheduler is not None:
+            self._scheduler.called(method)
 
     def _shared(self, layers: Sequence[Sequence[torch.Tensor]]) -> Sequence[Group] | None:
         """The groups as engines of other tensor-parallel sizes share them; None: only those of this size do."""
@@ -245,7 +260,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         return self._planner().wants_steps()
 
     def reset_cache(self) -> None:
-        """Forget the pool's state, and leave its namespace unless ``weights_never_change``.
+        """Forget the pool's state, and measure the weights before any of them is used again.
 
         The shared pool stays. Returns as a connector without anything to reset, because a False makes vLLM
         fail a call to sleep or pause.

@@ -43,6 +43,14 @@ class LoadPlan(NamedTuple):
     priority: int = 0
 
 
+class Measured(NamedTuple):
+    """What a rank's weights are in memory. ``why``: it cannot say."""
+
+    digest: str = ""
+    why: str = ""
+    nan: bool = False
+
+
 @dataclass
 class PoolMetadata(KVConnectorMetadata):
     """Scheduler to workers, once a step. ``tags`` match ``stores``, of which a full rank drops the last."""
@@ -55,7 +63,12 @@ class PoolMetadata(KVConnectorMetadata):
     timed: int = 0  # number of a timed step; 0: untimed
     facts: dict[str, Fact] = field(default_factory=dict)  # of several pipeline stages together, once
     number: int = 0  # of the step, from 1
-    epoch: str = ""  # from this step on, including its stores and loads; empty: unchanged
+    measure: int = (
+        0  # number of a question: what weights the worker holds, before anything of this step; 0: none
+    )
+    watch: bool = False  # the weights lie in memory, and are those of the last measure
+    # What names the weights from this step on, its stores and loads included: ``facts_of_weights``; None: as before.
+    weights: dict[str, Fact] | None = None
 
 
 @dataclass
@@ -72,7 +85,9 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
     dropped: dict[int, int] = field(default_factory=dict)  # tag: ranks that gave it up
     refused: set[int] = field(default_factory=set)  # tags of which a store refused a part for itself
     missing: set[tuple[bytes, int]] = field(default_factory=set)  # (hash, group) that a load did not find
-    reloaded: int = 0  # the first step with changed weights; 0: unchanged
+    # By rank and number of the question; 0: of the start, once.
+    measured: dict[tuple[int, int], Measured] = field(default_factory=dict)
+    differs: bool = False  # the watch found other weights than those of the last measure
     other_files: set[tuple[str, str]] = field(
         default_factory=set
     )  # adapters that were loaded of others, by key
@@ -95,7 +110,8 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
             _summed(self.dropped, other.dropped),
             self.refused | other.refused,
             self.missing | other.missing,
-            max(self.reloaded, other.reloaded),
+            self.measured | other.measured,
+            self.differs or other.differs,
             self.other_files | other.other_files,
             self.asked or other.asked,
             max(self.timed, other.timed),

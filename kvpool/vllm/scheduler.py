@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -40,7 +40,7 @@ from kvpool.vllm.engine import internals
 from kvpool.vllm.engine.adapters import Adapters
 from kvpool.vllm.engine.guard import RequestFaults, guarded
 from kvpool.vllm.engine.hints import read_hints
-from kvpool.vllm.engine.identity import EngineNamespace
+from kvpool.vllm.engine.namespace import EngineNamespace
 from kvpool.vllm.engine.proofs import HashProofs
 from kvpool.vllm.geometry import Geometry
 from kvpool.vllm.load.gate import MIN_STEP_TOKENS, CostGate
@@ -87,6 +87,7 @@ class SchedulerHalf:
         *,
         roles: Roles,
         adapter_settings: str = "",
+        is_asleep: Callable[[], bool] = lambda: False,
         clock: Clock = REAL,
     ) -> None:
         self._config, self._store, self._geometry = config, store, geometry
@@ -95,7 +96,9 @@ class SchedulerHalf:
         self._broken = False
         self.counters = Counters()
         self._request_faults = RequestFaults(self.counters)
-        self._namespace = EngineNamespace(config.tenant, geometry, self.counters)
+        self._namespace = EngineNamespace(
+            config.tenant, geometry, self.counters, is_asleep=is_asleep, leave=self._leave
+        )
         self._requests: dict[str, RequestState] = {}
         self._params = ParamsReader()
         self._adapters = Adapters(adapter_settings)
@@ -203,7 +206,7 @@ class SchedulerHalf:
 
     def _why_no_lookup(self, state: RequestState, local_tokens: int, max_tokens: int) -> str:
         """Of ``metrics.REQUEST_RESULTS``; empty: ask the pool."""
-        if self._broken or self._namespace.awaits_reset:
+        if self._broken or self._namespace.is_off:
             return "switched_off"
         if not self._may_load(state):
             return "without"
@@ -283,11 +286,11 @@ class SchedulerHalf:
         step = PoolMetadata(loads=self._new_loads, cancelled=self._cancelled, idle=not computes)
         self._new_loads, self._cancelled = [], []
         self._loads_under_way.scheduled(output.num_scheduled_tokens)
-        self._namespace.add_to(step, computes=computes)
+        self._namespace.add_to(step)
         self._prefetch()
         if self._gate is not None:
             step.timed = self._time_step(self._gate, output)
-        if self._stores and not self._broken and not self._namespace.awaits_reset:
+        if self._stores and not (self._broken or self._namespace.is_off or self._namespace.asks):
             self._plan_stores(output, step)
         return step
 
@@ -403,13 +406,11 @@ class SchedulerHalf:
         self._resync_asked |= report.asked
         for reason in report.broken.values():
             self.switch_off(reason)
-        if not self._broken and (reason := self._namespace.learn(report.facts)):
+        if not self._broken and (reason := self._namespace.learn(report.facts, report.measured)):
             self.switch_off(reason)
-        if report.reloaded:
-            self.forget()
-            self._store_planner.leave()
-            self._seen.leave(self._clock.monotonic())
-            self._namespace.reloaded(report.reloaded)
+        if report.differs:
+            self._forget_offers()
+            self._namespace.differs()
         self._seen.stored(self._store_planner.update(report), self._clock.monotonic())
         if self._events_wanted:
             self._events += [removed_event(*block) for block in sorted(report.missing)]
@@ -498,7 +499,7 @@ class SchedulerHalf:
         return state
 
     def _may_load(self, state: RequestState) -> bool:
-        if not self._loads or self._broken or self._namespace.awaits_reset or not state.asked.params.load:
+        if not self._loads or self._broken or self._namespace.is_off or not state.asked.params.load:
             return False
         return state.asked.identified or not state.asked.checked
 
@@ -544,32 +545,36 @@ class SchedulerHalf:
         return self._cache_resync.events()
 
     def wants_steps(self) -> bool:
-        """Whether an idle engine should keep stepping, so that its stores end."""
-        return self._store_planner.wants_steps()
+        """Whether an idle engine should keep stepping, so that its stores end, or its workers say what they hold."""
+        return self._store_planner.wants_steps() or (self._namespace.wants_step and not self._broken)
 
     @guarded(False)
     def frees_blocks(self) -> bool:
         """Whether an engine out of blocks should wait a step for blocks in copy."""
         return self._store_planner.frees_blocks()
 
+    @guarded(None)
     def reset(self) -> None:
         """The engine's caches were reset, perhaps for changed weights."""
         self.forget()
-        self._reset()
+        self._namespace.reset(in_use=self._block_pool is not None and internals.is_in_use(self._block_pool))
 
     @guarded(None)
-    def _reset(self) -> None:
-        if self._config.weights_never_change:
-            logger.info(
-                "kvpool: the caches were reset; the pool is used as before, for weights_never_change is set"
-            )
-            return
+    def called(self, method: str) -> None:
+        """Somebody called a method of the workers, which may have changed their weights."""
+        self._forget_offers()
+        self._namespace.called(method)
+
+    def _leave(self) -> None:
+        """What is under way is of other weights than what comes next."""
         self._store_planner.leave()
         self._seen.leave(self._clock.monotonic())
-        self._namespace.reset(in_use=self._block_pool is not None and internals.is_in_use(self._block_pool))
 
     def forget(self) -> None:
         self._store_planner.forget()
+        self._forget_offers()
+
+    def _forget_offers(self) -> None:
         for state in self._requests.values():
             self._offers.forget(state)
         self._prefetches.forget()
@@ -588,7 +593,7 @@ class SchedulerHalf:
     def _set_gauges(self) -> None:
         with contextlib.suppress(StoreClosed):
             self._store.count_health(self.counters)
-        self.counters.set(metrics.ENABLED, float(not self._broken and not self._namespace.awaits_reset))
+        self.counters.set(metrics.ENABLED, float(not self._broken and not self._namespace.is_off))
         self._outcomes.tell_ratios()
 
     def close(self) -> None:

@@ -4,9 +4,10 @@ The scheduler holds a stored block until this rank reports its bytes staged, onc
 ranks with equal bytes stores them; the others report success at once. After start-up nothing here raises into
 the engine: a fault disables the pool for this rank, fails every promised load, and the engine recomputes.
 
-When the weights may have changed (``PoolMetadata.epoch``) this rank continues in another namespace from that
-step on. Earlier stores go to the old one; loads in flight fail. A rank that detects new weights itself moves
-nothing until the epoch arrives.
+A step that asks what weights this rank holds (``PoolMetadata.measure``) ends its loads in flight, and nothing moves
+until a step says how they are named (``weights``). Earlier stores go to the old namespace. The watch
+(``engine.measure``) leaves it by itself when it finds other weights, and deletes what this rank stored since it last
+found all of them the same.
 
 Over 400 lines because all that reaches this rank's memory stands together.
 
@@ -15,6 +16,7 @@ Threads: the worker's model thread only.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -23,25 +25,29 @@ from vllm.logger import init_logger
 
 from kvpool.clock import REAL, Clock
 from kvpool.config import PoolConfig
-from kvpool.errors import KVPoolError
+from kvpool.errors import EngineRefused, KVPoolError
 from kvpool.key.key import Fact, Namespace
 from kvpool.metrics import Counters, Samples
 from kvpool.store import Store, open_store
+from kvpool.text import counted
+from kvpool.threads import start_thread
 from kvpool.transfer import Block, BlockCopier, Finished, KVCacheMover, Moved
 from kvpool.transfer.memory import default_nbytes, slot_size
 from kvpool.vllm.engine.adapter_loads import AdapterLoads
 from kvpool.vllm.engine.guard import RequestFaults, guarded
-from kvpool.vllm.engine.identity import facts_of_epoch
+from kvpool.vllm.engine.measure import UnsureKeys, WeightsMeasure
+from kvpool.vllm.engine.namespace import facts_of_weights
 from kvpool.vllm.engine.part_tags import PartTags
 from kvpool.vllm.engine.parts import cut
 from kvpool.vllm.geometry import Geometry, Group
-from kvpool.vllm.plan import AdapterFiles, BlockRef, LoadPlan, PoolMetadata, PoolWorkerMetadata
+from kvpool.vllm.plan import AdapterFiles, BlockRef, LoadPlan, Measured, PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.tell.announcement import Announcement, EngineAnnouncer
 
 logger = init_logger("vllm.kvpool")
 
 IDLE_WAIT_S = 0.002  # wait of an empty step for a load in flight, instead of spinning
 DRAIN_S = 5.0  # wait of a shutdown for stores in flight
+LOOK_EVERY_S = 0.1  # of the watch, at ``measure.LOOKED_AT`` tensors
 
 
 @dataclass
@@ -50,7 +56,7 @@ class _Load:
 
     records: list[tuple[bytes, int]]  # (hash, group) of each part
     started: float
-    outdated: bool = False  # of an earlier epoch
+    outdated: bool = False  # of other weights
 
 
 class WorkerHalf:
@@ -77,11 +83,12 @@ class WorkerHalf:
         self._store: Store | None = None
         self._mover: KVCacheMover | None = None
         self._namespace: Namespace | None = None  # None: nothing is stored or loaded
-        self._facts: dict[str, Fact] = {}  # of all stages
-        self._epoch = ""
-        self._awaits_epoch = False  # its weights are not those of the last epoch
-        self._weights_mark: Callable[[], object] = lambda: None
-        self._seen_mark: object = None  # by the last step
+        self._facts: dict[str, Fact] = {}  # of all stages, at the start
+        self._weights: dict[str, Fact] = {}  # ``PoolMetadata.weights``
+        self._awaits_weights = False  # they are not named yet
+        self._measure: WeightsMeasure | str = ""
+        self._looked_at = 0.0
+        self._unsure = UnsureKeys()
         self._announcer: EngineAnnouncer | None = None  # of the first rank
         self._report = PoolWorkerMetadata()
         self._submitted: PoolMetadata | None = None
@@ -103,13 +110,13 @@ class WorkerHalf:
         layers: Sequence[Sequence[torch.Tensor]],
         facts: dict[str, Fact],
         describe: Callable[[str], Announcement] | None = None,
-        weights_mark: Callable[[], object] = lambda: None,
+        measure: WeightsMeasure | str = "no model is shown",
         shared: Sequence[Group] | None = None,
     ) -> None:
         """Take the KV cache of this rank, by group and layer, and open the pool.
 
-        ``describe``: the engine's announcement, given its namespace; None: none. ``weights_mark``: its result
-        changes with each weight load. ``shared``: the groups with their parts (``parts``). Blocks for at most the
+        ``describe``: the engine's announcement, given its namespace; None: none. ``measure``: of its weights, or
+        why there is none. ``shared``: the groups with their parts (``parts``). Blocks for at most the
         store's own deadline. The scheduler learns of a pool that cannot be opened.
         """
         self._groups = list(shared or self._groups)
@@ -151,9 +158,8 @@ class WorkerHalf:
             self._report.parts = {index: group.parts for index, group in enumerate(shared)}
         if self._rank == 0:
             self._announcer = EngineAnnouncer(self._config, self._model, describe)
-        if not self._config.weights_never_change:
-            self._weights_mark = weights_mark
-            self._seen_mark = weights_mark()
+        self._measure = measure
+        self._report.measured[self._rank, 0] = self._measured()
         if self._geometry.pipeline_parallel == 1:
             self._facts, self._namespace = facts, namespace
             self._begin_announcing(namespace)
@@ -167,15 +173,41 @@ class WorkerHalf:
         wanted = self._config.staging_nbytes or default_nbytes(step_parts, slot_nbytes)
         return max(wanted, 2 * most_parts * slot_size(slot_nbytes))  # two records
 
+    def _measured(self) -> Measured:
+        if isinstance(self._measure, str):
+            return Measured(why=self._measure)
+        try:
+            return Measured(self._measure.take(), nan=self._measure.has_nan())
+        except Exception as error:  # never reaches the engine
+            logger.warning("kvpool cannot measure the weights", exc_info=not isinstance(error, EngineRefused))
+            return Measured(why=str(error) or type(error).__name__)
+
     @guarded(None)
-    def _look_at_weights(self, step: PoolMetadata) -> None:
-        """Leave the namespace if the weights changed since the last step, unless the step announces it."""
-        mark, seen = self._weights_mark(), self._seen_mark
-        self._seen_mark = mark
-        if mark != seen and not step.epoch:
-            self._awaits_epoch = True
+    def _ask_weights(self, step: PoolMetadata) -> None:
+        """Stop all transfers, and measure."""
+        self._awaits_weights = True
+        self._leave()
+        self._unsure.clear()
+        self._report.measured[self._rank, step.measure] = self._measured()
+
+    @guarded(None)
+    def _watch(self) -> None:
+        """Look at the next part of the weights, and leave the namespace if they are not what was measured."""
+        now = self._clock.monotonic()
+        if self._namespace is None or isinstance(self._measure, str) or now < self._looked_at + LOOK_EVERY_S:
+            return
+        self._looked_at = now
+        try:
+            same = self._measure.look()
+        except (EngineRefused, RuntimeError):  # the model is being built anew
+            same = False
+        if same:
+            self._unsure.rotate()
+        elif same is not None:
+            self._awaits_weights = True
             self._leave()
-            self._report.reloaded = step.number
+            self._report.differs = True
+            self._unsure.condemn()
 
     def _leave(self) -> None:
         """Stop all transfers: those in flight into this engine's memory have other weights."""
@@ -189,15 +221,16 @@ class WorkerHalf:
 
     @guarded(None)
     def _join(self, step: PoolMetadata) -> None:
-        """Take the facts of all stages, or another epoch."""
+        """Take the facts of all stages, or how the weights are named now."""
         self._leave()  # even if broken: this rank announces its engine
         if self._mover is None:
             return
-        self._facts, self._epoch = step.facts or self._facts, step.epoch or self._epoch
-        self._awaits_epoch &= not step.epoch
-        if not self._facts or self._awaits_epoch:
+        self._facts = step.facts or self._facts
+        if step.weights is not None:
+            self._weights, self._awaits_weights = step.weights, False
+        if not self._facts or self._awaits_weights:
             return
-        self._namespace = Namespace(self._config.tenant, facts_of_epoch(self._facts, self._epoch))
+        self._namespace = Namespace(self._config.tenant, facts_of_weights(self._facts, self._weights))
         self._begin_announcing(self._namespace)
 
     def _begin_announcing(self, namespace: Namespace) -> None:
@@ -222,9 +255,12 @@ class WorkerHalf:
             return
         self._submitted = step
         self._report.timed = step.timed
-        self._look_at_weights(step)
-        if step.facts or step.epoch:
+        if step.facts or step.weights is not None:
             self._join(step)
+        if step.measure:
+            self._ask_weights(step)
+        elif step.watch:
+            self._watch()
         for plan in step.loads:
             self._failed.add(plan.request_id)
             if self._mover is None or self._namespace is None or not plan.blocks:
@@ -297,6 +333,8 @@ class WorkerHalf:
     def _stage(self, blocks: Sequence[Block], tags: list[int]) -> None:
         assert self._mover is not None
         self._mover.stage(blocks, tags)
+        if not isinstance(self._measure, str):
+            self._unsure.stored(block.key for block in blocks)
         if self._config.store_policy == "write_back":
             self._mover.hold_engine()  # the scheduler holds none of these: the next step may overwrite them
 
@@ -310,7 +348,20 @@ class WorkerHalf:
             if finished is not None:
                 self._note_loads(finished, seen_at, ended, failed)
                 self._note_stores(finished)
+            if self._unsure.condemned and not len(self._storing):
+                self._delete_unsure()
         return ended, failed
+
+    @guarded(None)
+    def _delete_unsure(self) -> None:
+        assert self._store is not None
+        keys = self._unsure.take()
+        logger.warning(
+            "kvpool deletes %s stored of weights that nobody told of", counted(len(keys), "record")
+        )
+        start_thread(
+            threading.Thread(target=_delete, args=(self._store, keys), name="kvpool-delete", daemon=True)
+        )
 
     @guarded(None)
     def _moved(self, mover: KVCacheMover, wait_s: float) -> Finished | None:
@@ -419,3 +470,10 @@ class WorkerHalf:
         unstaged, given_up = self._storing.give_up()
         self._count(self._report.staged, unstaged)
         self._count(self._report.dropped, given_up)
+
+
+def _delete(store: Store, keys: Sequence[str]) -> None:
+    try:
+        store.delete_many(keys)
+    except KVPoolError as error:
+        logger.error("kvpool could not delete %s of unknown weights: %s", counted(len(keys), "record"), error)

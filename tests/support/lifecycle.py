@@ -16,7 +16,7 @@ import math
 import pickle
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -140,7 +140,7 @@ class World:
             self._patch.setattr(kind, "clock", self.clock)
         # The names of epochs, by which records are sorted, are the same each time, or no life could be replayed.
         names = SimpleNamespace(token_hex=lambda nbytes: self.random.randbytes(nbytes).hex())
-        for module in ("kvpool.vllm.engine.identity", "kvpool.vllm.tier"):
+        for module in ("kvpool.vllm.engine.namespace", "kvpool.vllm.tier"):
             self._patch.setattr(f"{module}.secrets", names)
         for module in ("kvpool.vllm.connector", "kvpool.vllm.worker"):
             self._patch.setattr(f"{module}.open_store", self._open_store)
@@ -398,7 +398,6 @@ class Shape:
     drafts: int = 0  # tokens that are guessed ahead in each step, some of them wrong
     stages: int = 1  # of a pipeline, each with LAYERS layers of its own
     late: bool = False  # copies end in a later step
-    weights_never_change: bool = False  # as the setting
     states: bool = False  # a third group, of recurrent layers; the second is of full attention, or windowed
     small: bool = False  # a second group, of latent vectors in small blocks with a small window
     indexed: bool = False  # the last layer of the first group is an indexer, whose rows are shorter
@@ -493,8 +492,20 @@ class ScriptedEngine:
         self.world, self.shape, self.config = world, shape, config
         world.shape = shape
         self.weights = 0
-        self.reloads = 0  # that vLLM has made itself
-        self._start(without_pool)
+        self.memory = 0  # of its weights, what blocks do not depend on
+        self.is_asleep = False
+        self.told: Callable[[str], None]  # of calls that may write weights
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("kvpool.vllm.engine.internals.watch_engine_calls", self._watch_calls)
+            self._start(without_pool)
+
+    def _watch_calls(self, told: Callable[[str], None]) -> Callable[[], bool]:
+        self.told = told
+        return lambda: self.is_asleep
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        assert not self.is_asleep, "the memory of the weights is away"
+        yield "weights", torch.tensor([self.weights, self.memory])
 
     def _start(self, without_pool: int | None) -> None:
         kind = AsyncScheduler if self.shape.overlapping else Scheduler
@@ -582,7 +593,7 @@ class ScriptedEngine:
                 update={"staging_nbytes": self.shape.slots * slot_nbytes}
             )
             rank = Rank(index, tensors, numbers, connector, device=device)
-            patch.setattr("kvpool.vllm.engine.internals.weights_mark", lambda config: lambda: self.reloads)
+            patch.setattr("kvpool.vllm.engine.internals.model_tensors", lambda: self._tensors)
             self.world.reachable = not without_pool
             connector.register_kv_caches(tensors)
             self.world.reachable = True
@@ -703,9 +714,13 @@ class ScriptedEngine:
         self.drain()
         reset = self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         assert reset, "vLLM ends the call to sleep with an error"
+        self.is_asleep = True
+        self.told("sleep")
         for rank in self.ranks:
             for cache in rank.caches.values():
                 cache.fill_(-1)
+        self.is_asleep = False
+        self.told("wake_up")
         self.scheduler.set_pause_state(PauseState.UNPAUSED)
 
     def load_weights(self, *, seen: bool, reset_before: bool = False, connector: bool = True) -> None:
@@ -718,7 +733,9 @@ class ScriptedEngine:
         if reset_before:
             assert self.scheduler.reset_prefix_cache(False, True)
         self.world.newest_weights += 1
-        self.weights, self.reloads = self.world.newest_weights, self.reloads + seen
+        self.weights = self.world.newest_weights
+        if seen:
+            self.told("reload_weights")
         if not reset_before:
             assert self.scheduler.reset_prefix_cache(False, connector)
 
@@ -965,7 +982,7 @@ class ScriptedEngine:
         """With full attention nothing is stored behind what this engine has dropped, unless that is there by now."""
         step = planned.kv_connector_metadata
         assert isinstance(step, PoolMetadata)
-        if step.epoch:  # what was dropped before is of no namespace that is used any more
+        if step.weights is not None:  # what was dropped before is of no namespace that is used any more
             self.tags.clear()
             self.dropped.clear()
         for block, tag in zip(step.stores, step.tags, strict=True):
@@ -1173,7 +1190,6 @@ def prepare(config: VllmConfig, shape: Shape) -> VllmConfig:
     assert config.kv_transfer_config is not None
     settings = config.kv_transfer_config.kv_connector_extra_config
     settings["blocks_per_record"] = shape.blocks_per_record
-    settings["weights_never_change"] = shape.weights_never_change
     settings["share_across_tp"] = HEADS if shape.cut else None
     return config
 

@@ -32,7 +32,7 @@ pytestmark = [
 ]
 
 STEP_TOKENS = 24  # at most
-BASE = Shape(slots=24, weights_never_change=True)
+BASE = Shape(slots=24)
 SHAPES = {
     "attention": BASE,
     "windows": replace(BASE, windowed=True),

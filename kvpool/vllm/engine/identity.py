@@ -3,12 +3,9 @@
 Facts come from the built model where reachable, else from the configuration (``settings``). Ranks of a
 pipeline stage have equal facts; stages differ by their layers.
 
-When the weights may have changed, the engine continues in a new namespace of its own. Until its cache holds
-no blocks of other weights it runs without the pool (``awaits_reset``).
-
 Over 400 lines because all facts that separate engines stand together.
 
-Threads: facts, any. ``EngineNamespace``: the engine's scheduler thread only.
+Threads: any.
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,21 +24,18 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 
-from kvpool import metrics
 from kvpool.config import hash_seed
 from kvpool.errors import ConfigError, EngineRefused
 from kvpool.files import read_file
 from kvpool.key.checkpoint import MAX_TEXT_NBYTES
 from kvpool.key.hashing import seed_id
-from kvpool.key.key import EPOCH_FACT, Fact, GroupLayout, Layout, Namespace, differing_facts
+from kvpool.key.key import Fact, GroupLayout, Layout, differing_facts
 from kvpool.key.order import with_order
-from kvpool.metrics import Counters
 from kvpool.vllm.engine import internals, support
 from kvpool.vllm.engine.parts import cut, strides_alone
 from kvpool.vllm.engine.settings import settings_facts
 from kvpool.vllm.engine.weights import snapshot_commit
-from kvpool.vllm.geometry import Geometry, Group
-from kvpool.vllm.plan import PoolMetadata
+from kvpool.vllm.geometry import Group
 
 logger = init_logger("vllm.kvpool")
 
@@ -401,11 +394,6 @@ def digest_of(value: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def facts_of_epoch(facts: Mapping[str, Fact], epoch: str) -> dict[str, Fact]:
-    """An engine's facts in ``epoch``; empty: since its start."""
-    return {**facts, EPOCH_FACT: epoch} if epoch else dict(facts)
-
-
 def facts_of_engine(ranks: Sequence[Mapping[str, Fact]], pipeline_parallel: int) -> dict[str, Fact]:
     """The facts of a namespace for all ``ranks`` of an engine, given in order, stage by stage.
 
@@ -428,88 +416,3 @@ def facts_of_engine(ranks: Sequence[Mapping[str, Fact]], pipeline_parallel: int)
         for stage, facts in enumerate(firsts)
         for name, value in facts.items()
     }
-
-
-_CAUSES = {
-    "reset": "the caches were reset, perhaps for other weights",
-    "reload": "the weights were loaded anew",
-}
-
-
-class EngineNamespace:
-    """``current``: None until every rank has reported its facts. ``tenant``: of the settings."""
-
-    def __init__(self, tenant: str, geometry: Geometry, counters: Counters) -> None:
-        self._tenant, self._counters = tenant, counters
-        self._ranks, self._pipeline_parallel = geometry.ranks, geometry.pipeline_parallel
-        self.current: Namespace | None = None
-        self.awaits_reset = False  # the engine's cache holds blocks of other weights
-        self._rank_facts: dict[int, dict[str, Fact]] = {}
-        self._facts: dict[str, Fact] = {}  # of all ranks together
-        self._facts_to_send: dict[str, Fact] = {}  # to the workers, with the next step
-        self._epoch = ""  # of the weights; empty: since the engine's start
-        self._epoch_to_send = ""
-        self._steps_planned = 0
-        self._computed_since = 0  # first step with tokens since the last reset; 0: none
-
-    def add_to(self, step: PoolMetadata, *, computes: bool) -> None:
-        """Number a step, and add news for the workers. ``computes``: it has tokens."""
-        self._steps_planned += 1
-        step.number = self._steps_planned
-        step.facts, self._facts_to_send = self._facts_to_send, {}
-        step.epoch, self._epoch_to_send = self._epoch_to_send, ""
-        if computes and not self._computed_since:
-            self._computed_since = self._steps_planned
-
-    def learn(self, facts: Mapping[int, dict[str, Fact]]) -> str:
-        """Take the ranks' facts. Returns why no namespace fits: ranks of a stage differ; else ""."""
-        self._rank_facts |= facts
-        if self.current is not None or len(self._rank_facts) < self._ranks:
-            return ""
-        ranks = [self._rank_facts[rank] for rank in range(self._ranks)]
-        try:
-            self._facts = facts_of_engine(ranks, self._pipeline_parallel)
-        except EngineRefused as error:
-            return str(error)
-        self.current = Namespace(self._tenant, facts_of_epoch(self._facts, self._epoch))
-        if self._pipeline_parallel > 1:
-            self._facts_to_send = self._facts  # a rank knows only its own stage's
-        return ""
-
-    def reset(self, *, in_use: bool) -> None:
-        """The caches were reset. ``in_use``: the engine still holds blocks, so vLLM kept its cache."""
-        self.awaits_reset = in_use
-        if not in_use:
-            self._computed_since = 0
-        self._begin_epoch("reset")
-        if in_use:
-            # vLLM then returns False to the caller of the reset.
-            logger.warning(
-                "kvpool: the engine holds blocks of before the reset: it goes without the pool until it is "
-                "reset again, and answers True"
-            )
-
-    def reloaded(self, step: int) -> None:
-        """The workers' weights changed in ``step``. They move nothing until an epoch begins."""
-        if not self._computed_since or self._computed_since >= step:
-            self._begin_epoch("reload")
-        elif not self.awaits_reset:
-            self.awaits_reset = True
-            self._counters.add(metrics.EPOCHS, 1, "reload")
-            logger.error(
-                "kvpool: the weights of this engine were loaded anew while its cache holds blocks of the earlier ones: "
-                "it goes without the pool until its caches are reset (reset_prefix_cache with reset_connector=True)"
-            )
-
-    def _begin_epoch(self, cause: str) -> None:
-        """Change the namespace from the next step on; earlier plans keep the old one."""
-        self._epoch = self._epoch_to_send = secrets.token_hex(8)
-        self._counters.add(metrics.EPOCHS, 1, cause)
-        if self._facts:
-            self.current = Namespace(self._tenant, facts_of_epoch(self._facts, self._epoch))
-        logger.warning(
-            "kvpool: %s: until this engine restarts it goes on in a namespace of its own, %s, and shares with no "
-            "other one; where its weights never change in place, set weights_never_change to true",
-            _CAUSES[cause],
-            self.current.hex[:8] if self.current else "not known yet",
-        )

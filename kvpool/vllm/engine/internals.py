@@ -14,7 +14,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -141,21 +141,90 @@ def kv_scales(layer: Any) -> tuple[list[list[float]], list[float | None]]:
     )
 
 
-def weights_mark(config: VllmConfig) -> Callable[[], object]:
-    """A function whose result changes when vLLM reloads weights into the running model (``reload_weights``).
+# The weights in memory, and the calls that may change them.
 
-    Only a reload sets every attention layer's scales in place, which torch counts. Other writes into
-    parameters go unnoticed. Takes a microsecond and does not touch the device.
+
+def model_tensors() -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
+    """A function that lists what the model of the worker under construction holds now: all that is loaded, by name.
+
+    Names are of the model, ``draft.`` before those of drafts. Linear layers of the CPU, whose kernels keep the weights
+    where no tensor shows them, say four of their columns. Call it while the worker's KV cache is registered: the worker
+    is among the callers, and is not kept alive. Errors: ``EngineRefused``, of the function, too: why they do not show.
     """
-    for layer in attention_layers(config).values():
-        if isinstance(getattr(layer, "_k_scale", None), torch.Tensor):
-            return functools.partial(_scale_version, layer)
-    return lambda: None
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        runner: Any = frame.f_locals.get("self")
+        if callable(getattr(runner, "get_model", None)) and isinstance(runner.get_model(), nn.Module):
+            return functools.partial(_tensors_of, weakref.ref(runner))
+        frame = frame.f_back
+    raise EngineRefused("this version of vLLM does not show its model to a connector")
 
 
-def _scale_version(layer: Any) -> object:
-    scale: torch.Tensor = layer._k_scale
-    return None if scale.is_inference() else (id(scale), scale._version)
+def _tensors_of(reference: weakref.ref[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    if (runner := reference()) is None:
+        raise EngineRefused("the worker is gone")
+    drafts: Callable[[], nn.Module | None] = getattr(runner, "get_draft_model", lambda: None)
+    seen: set[int] = set()
+    for prefix, model in (("", runner.get_model()), ("draft.", drafts())):
+        for name, module in () if model is None else model.named_modules():
+            for own, tensor in _loaded_of(module):
+                if id(tensor) not in seen and not tensor.is_meta:
+                    seen.add(id(tensor))
+                    full = f"{prefix}{name}.{own}"
+                    yield full, tensor if tensor.numel() else _columns(module, full)
+
+
+def _loaded_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Its parameters, and the buffers that are saved with it."""
+    lasting = module._buffers.keys() - module._non_persistent_buffers_set
+    tensors = [*module._parameters.items(), *((name, module._buffers[name]) for name in sorted(lasting))]
+    return [(name, tensor) for name, tensor in tensors if tensor is not None]
+
+
+def _columns(module: nn.Module, name: str) -> torch.Tensor:
+    """Columns of the weights that a CPU's kernel has packed: what it makes of inputs with a single 1."""
+    kernel: Any = getattr(module, "cpu_linear", None)
+    inputs = getattr(module, "input_size_per_partition", None)
+    weight = module._parameters.get("weight")
+    if kernel is None or inputs is None or weight is None:
+        raise EngineRefused(f"{name} has its weights where they do not show")
+    asked = torch.zeros(4, int(inputs), dtype=weight.dtype)
+    asked[range(4), [place * (int(inputs) - 1) // 3 for place in range(4)]] = 1
+    columns: torch.Tensor = kernel(asked, weight, None)
+    return columns
+
+
+def watch_engine_calls(told: Callable[[str], None]) -> Callable[[], bool]:
+    """Tell ``told`` after each call from outside that may write to workers' weights, by its name; also after a failure.
+
+    Returns whether the engine's memory sleeps. Call it while the engine's connector is built: the engine is among the
+    callers. On its own thread, between two steps. Errors: ``EngineRefused``: this version does not show it.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not isinstance(frame.f_locals.get("self"), EngineCore):
+        frame = frame.f_back
+    core: Any = None if frame is None else frame.f_locals["self"]
+    executor: Any = getattr(core, "model_executor", None)
+    if executor is None:
+        raise EngineRefused("this version of vLLM does not show its calls to a connector")
+    for owner, name in ((core, "collective_rpc"), (executor, "sleep"), (executor, "wake_up")):
+        setattr(owner, name, _telling(getattr(owner, name), name, told))
+    return lambda: bool(executor.is_sleeping)
+
+
+def _telling(call: Callable[..., Any], name: str, told: Callable[[str], None]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def telling(*arguments: Any, **named: Any) -> Any:
+        method = arguments[0] if arguments else named.get("method")
+        is_rpc = name == "collective_rpc"
+        try:
+            return call(*arguments, **named)
+        finally:
+            told(str(getattr(method, "__name__", method)) if is_rpc else name)
+
+    return telling
 
 
 # The KV cache.

@@ -144,11 +144,6 @@ def _refusals(config: VllmConfig) -> Iterator[str]:
 
 def _refusals_of_all(config: VllmConfig) -> Iterator[str]:
     """Of the connector and the tier: K and V that no hash and no fact tells apart, and answers that need them all."""
-    if getattr(config, "weight_transfer_config", None) is not None:
-        yield (
-            "--weight-transfer-config lets a trainer change the weights while requests run, so blocks of old and new "
-            "weights would be taken for each other; remove it, or remove --kv-transfer-config"
-        )
     # A block's hash covers only its own and earlier tokens.
     if getattr(config, "diffusion_config", None) is not None:
         yield (
@@ -194,6 +189,19 @@ def _refusals_of_all(config: VllmConfig) -> Iterator[str]:
                 "request of a batch, so equal prompts have different keys; use --model-impl vllm where there is one, "
                 "or remove --kv-transfer-config"
             )
+
+
+def why_not_measured(config: VllmConfig) -> str:
+    """Why the weights in memory say nothing of what is computed; empty: they do."""
+    offload = getattr(config, "offload_config", None)
+    if getattr(getattr(offload, "prefetch", None), "offload_group_size", 0):
+        return "--offload-group-size moves weights between host and device while they are used"
+    cpu_gb = getattr(getattr(offload, "uva", config.cache_config), "cpu_offload_gb", 0)
+    if cpu_gb:
+        return "--cpu-offload-gb keeps weights on the host, and moves them while they are used"
+    if getattr(config.parallel_config, "enable_eplb", False):
+        return "--enable-eplb moves experts between ranks"
+    return ""
 
 
 def _moving_ropes(model: ModelConfig) -> set[str]:
@@ -321,6 +329,11 @@ def refuse_tier(config: VllmConfig, cache: KVCacheConfig) -> None:
     """Check what an engine with the tier is; vLLM tells it too little of some. Errors: ``EngineRefused``."""
     for sentence in _refusals_of_all(config):
         raise EngineRefused(sentence)
+    if getattr(config, "weight_transfer_config", None) is not None:
+        raise EngineRefused(
+            "--weight-transfer-config lets a trainer change the weights, which KVPoolTier does not see, so blocks of "
+            "old and new weights would be taken for each other; use KVPoolConnector, or remove it"
+        )
     if config.lora_config is not None:
         raise EngineRefused(
             "KVPoolTier sees no adapter's files, so blocks of adapters with one name and path would be taken for each "

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from vllm.v1.request import Request
 
 from kvpool.vllm.engine import internals
-from kvpool.vllm.engine.identity import EngineNamespace
+from kvpool.vllm.engine.namespace import EngineNamespace
 from kvpool.vllm.geometry import Geometry
 from kvpool.vllm.load.gate import MIN_STEP_TOKENS, CostGate, Source
 from kvpool.vllm.load.loads import Loads

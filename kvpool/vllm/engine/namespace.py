@@ -1,0 +1,229 @@
+"""``EngineNamespace``: in which namespace an engine is, by the weights that its workers hold.
+
+    start ── facts and measures of all ranks ──► shares: the namespace is named by files
+    shares ── a reset, a call that may write, the watch ──► asks: nothing is looked up, loaded or stored
+    asks ── the measures of all ranks ──► shares: as before if they are as before, else the namespace is named by them
+                                      ──► off: the engine's cache has blocks of other weights, or the weights are NaN
+    off ── a reset, a call that may write ──► asks
+
+An engine of which a rank cannot measure, or that hides its calls, takes each reset and reload for other weights, and
+goes on in a namespace that nobody else has.
+
+Threads: the engine's scheduler thread only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Mapping
+
+from vllm.logger import init_logger
+
+from kvpool import metrics
+from kvpool.errors import EngineRefused
+from kvpool.key.key import EPOCH_FACT, MEMORY_FACT, Fact, Namespace
+from kvpool.metrics import Counters
+from kvpool.vllm.engine.identity import facts_of_engine
+from kvpool.vllm.geometry import Geometry
+from kvpool.vllm.plan import Measured, PoolMetadata
+
+logger = init_logger("vllm.kvpool")
+
+# Of a stage's facts: what files say of the weights, which those in memory replace.
+_OF_FILES = frozenset(("weights", "revision", "drafts_weights", "drafts_revision", "fp8_scales"))
+# After these an engine that is not measured is taken to have other weights.
+_WRITES = frozenset((
+    "reset", "reload_weights", "load_weights", "update_weights", "start_weight_update", "finish_weight_update",
+    "reset_weights",
+))  # fmt: skip
+_SEVERAL = "several"  # weights of which the engine's cache has blocks
+
+
+class EngineNamespace:
+    """``current``: None while nothing may be looked up, loaded or stored. ``tenant``: of the settings.
+
+    ``is_asleep``: whether the workers' memory is away. ``leave``: is called when blocks under way are of other weights
+    than what comes next.
+    """
+
+    def __init__(
+        self,
+        tenant: str,
+        geometry: Geometry,
+        counters: Counters,
+        *,
+        is_asleep: Callable[[], bool] = lambda: False,
+        leave: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._tenant, self._counters, self._is_asleep, self._leave = tenant, counters, is_asleep, leave
+        self._ranks, self._pipeline_parallel = geometry.ranks, geometry.pipeline_parallel
+        self.current: Namespace | None = None
+        self.is_off = False  # until the next measure
+        self._rank_facts: dict[int, dict[str, Fact]] = {}
+        self._facts: dict[str, Fact] = {}  # of all ranks together, at the start
+        self._facts_to_send: dict[str, Fact] = {}  # to the workers, with the next step
+        self._weights_to_send: dict[str, Fact] | None = None
+        self._steps_planned = 0
+        self._start = ""  # the measure of the weights that files name; empty: not measured
+        self._now = ""  # of the last answer
+        self._cached: str | None = None  # of what the engine's cache has blocks; None: it has none
+        self._question = 0  # the number of the last one
+        self._cause = ""  # of the open question; empty: none is open
+        self._is_sent = False
+        self._computed = False  # since the open question, or loaded
+        self._answers: dict[int, Measured] = {}  # to it, by rank
+        self._at_start: dict[int, Measured] = {}
+
+    @property
+    def asks(self) -> bool:
+        """Whether the workers have not said yet what they hold."""
+        return bool(self._cause)
+
+    @property
+    def wants_step(self) -> bool:
+        """Whether an idle engine should step, so that its workers are asked and can answer."""
+        return self.asks and bool(self._facts) and not self._is_asleep()
+
+    def add_to(self, step: PoolMetadata) -> None:
+        """Number a step, and add news and questions for the workers."""
+        self._steps_planned += 1
+        step.number = self._steps_planned
+        step.facts, self._facts_to_send = self._facts_to_send, {}
+        step.weights, self._weights_to_send = self._weights_to_send, None
+        awake = not self._is_asleep()
+        if self.asks and not self._is_sent and awake:
+            step.measure, self._is_sent = self._question, True
+        step.watch = bool(self._start) and not self.asks and awake
+        if step.idle and not step.loads:  # nothing comes into the engine's cache
+            return
+        if self.asks:
+            self._computed = True
+        else:
+            self._has_blocks_of(self._now)
+
+    def learn(
+        self, facts: Mapping[int, dict[str, Fact]], measured: Mapping[tuple[int, int], Measured]
+    ) -> str:
+        """Take the ranks' facts and measures. Returns why no namespace fits: ranks of a stage differ; else ""."""
+        for (rank, number), one in measured.items():
+            if not number:
+                self._at_start[rank] = one
+            elif number == self._question:
+                self._answers[rank] = one
+        self._rank_facts |= facts
+        if not self._facts and len(self._rank_facts) == self._ranks:
+            ranks = [self._rank_facts[rank] for rank in range(self._ranks)]
+            try:
+                self._facts = facts_of_engine(ranks, self._pipeline_parallel)
+            except EngineRefused as error:
+                return str(error)
+            if self._pipeline_parallel > 1:
+                self._facts_to_send = self._facts  # a rank knows only its own stage's
+            self._start = self._now = self._joined(self._at_start)
+            if not self.asks:
+                self._enter()
+        if self.asks and self._facts and len(self._answers) == self._ranks:
+            self._settle(self._joined(self._answers))
+        return ""
+
+    def _joined(self, measured: Mapping[int, Measured]) -> str:
+        """One name of what all ranks hold; empty: a rank cannot say."""
+        for rank, one in sorted(measured.items()):
+            if one.why:
+                logger.warning(
+                    "kvpool: rank %d cannot measure its weights (%s): after a reset or a reload this engine shares "
+                    "with nobody until it restarts",
+                    rank,
+                    one.why,
+                )
+                return ""
+        said = " ".join(one.digest for _, one in sorted(measured.items()))
+        return hashlib.sha256(said.encode()).hexdigest()[:32] if len(measured) == self._ranks else ""
+
+    def reset(self, *, in_use: bool) -> None:
+        """The caches were reset. ``in_use``: the engine still holds blocks, so vLLM kept its cache."""
+        if not in_use:
+            self._cached, self._computed = None, False
+        self._leave()
+        self._ask("reset")
+
+    def called(self, method: str) -> None:
+        """Somebody called a method of the workers that may have changed their weights."""
+        if self._start or not self._facts or method in _WRITES:
+            self._ask(method)
+
+    def differs(self) -> None:
+        """A worker's watch found other weights than those of the last measure, and no call has said so."""
+        if not self.asks:
+            logger.error(
+                "kvpool: the weights of this engine have changed, and no call of vLLM's has said so: what it stored "
+                "and loaded in the last seconds may be of either, and is deleted as far as it stored it"
+            )
+            self._counters.add(metrics.WEIGHTS, 1, "silent")
+            self._ask("watch")
+
+    def _ask(self, cause: str) -> None:
+        if self._computed:  # between two questions, of weights that nobody has measured
+            self._cached, self._computed = _SEVERAL, False
+        self._question += 1
+        self._cause, self._is_sent, self._answers = cause, False, {}
+        self.current, self.is_off = None, False
+        if self._facts and not self._start:
+            self._settle("")
+
+    def _has_blocks_of(self, weights: str) -> None:
+        self._cached = weights if self._cached in (None, weights) else _SEVERAL
+
+    def _settle(self, weights: str) -> None:
+        """The workers hold these; empty: nobody knows which, and it is taken for others."""
+        cause, self._cause = self._cause, ""
+        if not weights and not self._start and cause not in _WRITES:
+            weights = self._now  # it was never measured, and nothing says that it has changed
+        elif not weights:
+            weights, self._start = f"alone {secrets.token_hex(8)}", ""
+        if self._computed:
+            self._computed = False
+            self._has_blocks_of(weights)
+        same, self._now = weights == self._now, weights
+        if not same:
+            self._leave()
+        nan = not same and any(one.nan for one in self._answers.values())
+        self.is_off = nan or self._cached not in (None, weights)
+        self._counters.add(metrics.WEIGHTS, 1, "off" if self.is_off else "same" if same else "other")
+        if nan:
+            logger.error(
+                "kvpool: after %s this engine's weights are not numbers: it goes without the pool", cause
+            )
+        elif self.is_off:
+            logger.error(
+                "kvpool: after %s this engine has other weights, and its cache holds blocks of the earlier ones: it "
+                "goes without the pool until its caches are reset (reset_prefix_cache with reset_connector=True)",
+                cause,
+            )
+        else:
+            self._enter()
+            assert self.current is not None
+            logger.info(
+                "kvpool: after %s this engine has %s weights: it is in namespace %s",
+                cause,
+                "the same" if same else "other",
+                self.current.hex[:8],
+            )
+
+    def _enter(self) -> None:
+        named: dict[str, Fact] = {}
+        if self._now.startswith("alone "):
+            named = {EPOCH_FACT: self._now.removeprefix("alone ")}
+        elif self._now != self._start:
+            named = {MEMORY_FACT: self._now}
+        self.current = Namespace(self._tenant, facts_of_weights(self._facts, named))
+        if self._question:
+            self._weights_to_send = named
+
+
+def facts_of_weights(facts: Mapping[str, Fact], weights: Mapping[str, Fact]) -> dict[str, Fact]:
+    """An engine's facts with these weights: ``PoolMetadata.weights``; empty: those of the start."""
+    if MEMORY_FACT in weights:  # however they came there
+        facts = {name: value for name, value in facts.items() if name.rpartition(".")[2] not in _OF_FILES}
+    return {**facts, **weights}
