@@ -37,6 +37,11 @@ _WRITES = frozenset((
     "reset", "reload_weights", "load_weights", "update_weights", "start_weight_update", "finish_weight_update",
     "reset_weights",
 ))  # fmt: skip
+# Of vLLM's own calls, those that read alone.
+_READS = frozenset((
+    "compute_weight_checksums", "get_model_inspection", "update_max_model_len", "init_weight_transfer_engine",
+    "shutdown_weight_transfer_engine",
+))  # fmt: skip
 _SEVERAL = "several"  # weights of which the engine's cache has blocks
 
 
@@ -150,17 +155,18 @@ class EngineNamespace:
 
     def called(self, method: str) -> None:
         """Somebody called a method of the workers that may have changed their weights."""
-        if self._start or not self._facts or method in _WRITES:
+        if method not in _READS and (self._start or not self._facts or method in _WRITES):
             self._ask(method)
 
     def differs(self) -> None:
         """A worker's watch found other weights than those of the last measure, and no call has said so."""
+        logger.error(
+            "kvpool: the weights of this engine have changed, and no call of vLLM's has said so: what it stored and "
+            "loaded in the last seconds may be of either, and is deleted as far as it stored it"
+        )
+        self._counters.add(metrics.WEIGHTS, 1, "silent")
+        self._cached = _SEVERAL
         if not self.asks:
-            logger.error(
-                "kvpool: the weights of this engine have changed, and no call of vLLM's has said so: what it stored "
-                "and loaded in the last seconds may be of either, and is deleted as far as it stored it"
-            )
-            self._counters.add(metrics.WEIGHTS, 1, "silent")
             self._ask("watch")
 
     def _ask(self, cause: str) -> None:
@@ -188,7 +194,7 @@ class EngineNamespace:
         same, self._now = weights == self._now, weights
         if not same:
             self._leave()
-        nan = not same and any(one.nan for one in self._answers.values())
+        nan = any(one.nan and not self._at_start[rank].nan for rank, one in self._answers.items())
         self.is_off = nan or self._cached not in (None, weights)
         self._counters.add(metrics.WEIGHTS, 1, "off" if self.is_off else "same" if same else "other")
         if nan:
