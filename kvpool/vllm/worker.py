@@ -19,6 +19,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from vllm.logger import init_logger
@@ -34,13 +35,14 @@ from kvpool.threads import start_thread
 from kvpool.transfer import Block, BlockCopier, Finished, KVCacheMover, Moved
 from kvpool.transfer.memory import default_nbytes, slot_size
 from kvpool.vllm.engine.adapter_loads import AdapterLoads
+from kvpool.vllm.engine.adapters import UNREADABLE
 from kvpool.vllm.engine.guard import RequestFaults, guarded
 from kvpool.vllm.engine.measure import UnsureKeys, WeightsMeasure
 from kvpool.vllm.engine.namespace import facts_of_weights
 from kvpool.vllm.engine.part_tags import PartTags
 from kvpool.vllm.engine.parts import cut
 from kvpool.vllm.geometry import Geometry, Group
-from kvpool.vllm.plan import AdapterFiles, BlockRef, LoadPlan, Measured, PoolMetadata, PoolWorkerMetadata
+from kvpool.vllm.plan import AdapterWeights, BlockRef, LoadPlan, Measured, PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.tell.announcement import Announcement, EngineAnnouncer
 
 logger = init_logger("vllm.kvpool")
@@ -255,6 +257,7 @@ class WorkerHalf:
             return
         self._submitted = step
         self._report.timed = step.timed
+        self._look_at_adapters(step.adapters)
         if step.facts or step.weights is not None:
             self._join(step)
         if step.measure:
@@ -267,7 +270,7 @@ class WorkerHalf:
                 continue
             if foreign := self._foreign(plan.blocks, computed=False):
                 self._report.load_causes[plan.request_id] = "adapter"
-                self._report.other_files |= {one.key for one in foreign}
+                self._report.other_adapters |= {one.key for one in foreign}
                 continue
             if not (blocks := self._blocks_to_load(plan.blocks)):
                 continue
@@ -283,7 +286,15 @@ class WorkerHalf:
             if self._mover is not None:
                 self._mover.cancel(request_id)
 
-    def _foreign(self, blocks: Iterable[BlockRef], *, computed: bool) -> set[AdapterFiles]:
+    @guarded(None)
+    def _look_at_adapters(self, requests: Iterable[Any]) -> None:
+        for lora_request in requests:
+            if self._adapters is None:
+                self._report.adapters[self._rank, int(lora_request.lora_int_id)] = UNREADABLE
+            else:
+                self._adapters.look(lora_request)
+
+    def _foreign(self, blocks: Iterable[BlockRef], *, computed: bool) -> set[AdapterWeights]:
         """Adapters of blocks that are of other files here; ``computed``: the blocks are."""
         wanted = {block.adapter for block in blocks if block.adapter is not None}
         if self._adapters is None:
@@ -311,7 +322,7 @@ class WorkerHalf:
             self._count(self._report.dropped, tags)
             return
         foreign = self._foreign(stores, computed=True)
-        self._report.other_files |= {one.key for one in foreign}
+        self._report.other_adapters |= {one.key for one in foreign}
         own: dict[int, BlockRef] = {}
         for block, tag in zip(stores, tags, strict=True):
             if block.adapter in foreign:
@@ -399,6 +410,11 @@ class WorkerHalf:
 
     def take_report(self) -> PoolWorkerMetadata | None:
         self._report.asked = self._announcer is not None and self._announcer.asked
+        if self._adapters is not None:
+            self._report.adapters |= {
+                (self._rank, number): one for number, one in self._adapters.news.items()
+            }
+            self._adapters.news.clear()
         if self._report.is_empty():
             return None
         report, self._report = self._report, PoolWorkerMetadata()

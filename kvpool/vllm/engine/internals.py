@@ -151,13 +151,20 @@ def model_tensors() -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
     where no tensor shows them, say four of their columns. Call it while the worker's KV cache is registered: the worker
     is among the callers, and is not kept alive. Errors: ``EngineRefused``, of the function, too: why they do not show.
     """
+    if (runner := _runner_under_construction()) is None:
+        raise EngineRefused("this version of vLLM does not show its model to a connector")
+    return functools.partial(_tensors_of, weakref.ref(runner))
+
+
+def _runner_under_construction() -> Any:
+    """What runs the model of the worker whose KV cache is being registered, among the callers; None: nothing shows."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         runner: Any = frame.f_locals.get("self")
         if callable(getattr(runner, "get_model", None)) and isinstance(runner.get_model(), nn.Module):
-            return functools.partial(_tensors_of, weakref.ref(runner))
+            return runner
         frame = frame.f_back
-    raise EngineRefused("this version of vLLM does not show its model to a connector")
+    return None
 
 
 def _tensors_of(reference: weakref.ref[Any]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -358,58 +365,118 @@ def stop_of(request: Request) -> int:
 
 
 class AdapterWatcher(Protocol):
-    """Is told before and after each load of an adapter's files, on the worker's thread. Never raises."""
+    """Is told, on the worker's thread, of what vLLM takes in and drops. Never raises."""
 
-    def begins(self, name: str, path: str) -> bytes | None: ...
+    def loaded(self, number: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None: ...
 
-    def ended(self, number: int, name: str, path: str, before: bytes | None) -> None: ...
+    def removed(self, number: int) -> None: ...
 
 
 _adapter_watchers: weakref.WeakSet[AdapterWatcher] = weakref.WeakSet()
+MAX_READ_AHEAD = 4  # adapters
+_read_ahead: dict[tuple[int, str, str], Any] = {}  # by number, name and path
+_warms_up = False  # with adapters that no request has
 
 
 def watch_adapter_loads(watcher: AdapterWatcher) -> bool:
-    """Tell ``watcher``, while it lives, of what this process loads; False: this version does not show it.
+    """Tell ``watcher``, while it lives, of the adapters of this process; False: this version does not show them.
 
-    All ways to an adapter end in this method: options, calls, resolvers, and the step that lacks it.
+    All ways to an adapter end in ``_add_adapter``: options, calls, resolvers, trainers, and the step that lacks it.
     """
-    from vllm.lora.worker_manager import WorkerLoRAManager  # much, and few engines have adapters
+    from vllm.lora.model_manager import LoRAModelManager  # much, and few engines have adapters
+    from vllm.lora.worker_manager import WorkerLoRAManager
 
-    managers: Any = WorkerLoRAManager
-    load: Any = getattr(managers, "_load_adapter", None)
-    if not _is_watched(load):
-        if not _is_vllms_own(load):
-            return False
-
-        @functools.wraps(load)
-        def watched(manager: Any, lora_request: Any) -> Any:
-            name, path = str(lora_request.lora_name), str(lora_request.lora_path)
-            looks = [(one, one.begins(name, path)) for one in list(_adapter_watchers)]
-            loaded = load(manager, lora_request)
-            _take_from_file(loaded)
-            for one, before in looks:
-                one.ended(int(lora_request.lora_int_id), name, path, before)
-            return loaded
-
-        watched.watched_by_kvpool = watched  # type: ignore[attr-defined]  # a wrapper's copy is another's
-        managers._load_adapter = watched
+    if not (hasattr(LoRAModelManager, "_add_adapter") and hasattr(LoRAModelManager, "remove_adapter")):
+        return False
+    for owner, name, wrapper in (
+        (LoRAModelManager, "_add_adapter", _takes_in),
+        (LoRAModelManager, "remove_adapter", _removes),
+        (WorkerLoRAManager, "add_dummy_lora", _warms),
+        (WorkerLoRAManager, "_load_adapter", _loads),
+    ):
+        _wrap_once(owner, name, wrapper)
     _adapter_watchers.add(watcher)
     return True
 
 
-def shows_adapter_loads() -> bool:
-    """Whether watchers are told of all loads. Trainers put a method of their own there, for tensors in memory."""
-    from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+def adapter_reader() -> Callable[[Any], list[tuple[str, torch.Tensor]]] | None:
+    """Reads a request's adapter, which vLLM has not loaded, as vLLM will: that gets the same tensors when it asks.
 
-    return _is_watched(getattr(LRUCacheWorkerLoRAManager, "_load_adapter", None))
-
-
-def _is_watched(load: Any) -> bool:
-    return load is not None and getattr(load, "watched_by_kvpool", None) is load
+    Call it while the worker's KV cache is registered. Errors of the function: vLLM's own. None: there are no adapters.
+    """
+    manager: Any = getattr(_runner_under_construction(), "lora_manager", None)
+    return None if manager is None else functools.partial(_read_adapter, weakref.ref(manager))
 
 
-def _is_vllms_own(load: Any) -> bool:
-    return str(getattr(load, "__globals__", {}).get("__name__", "")).startswith("vllm.")
+def _read_adapter(reference: weakref.ref[Any], lora_request: Any) -> list[tuple[str, torch.Tensor]]:
+    adapter = reference()._load_adapter(lora_request)  # type: ignore[union-attr]  # of a worker that lives
+    _take_from_file(adapter)
+    while len(_read_ahead) >= MAX_READ_AHEAD:
+        del _read_ahead[next(iter(_read_ahead))]
+    _read_ahead[_of_request(lora_request)] = adapter
+    return _adapter_tensors(adapter)
+
+
+def _of_request(lora_request: Any) -> tuple[int, str, str]:
+    return int(lora_request.lora_int_id), str(lora_request.lora_name), str(lora_request.lora_path)
+
+
+def _wrap_once(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    call: Any = getattr(owner, name)
+    if hasattr(call, "wrapped_by_kvpool"):
+        return
+
+    @functools.wraps(call)
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        return wrapper(call, *arguments, **named)
+
+    wrapped.wrapped_by_kvpool = True  # type: ignore[attr-defined]
+    setattr(owner, name, wrapped)
+
+
+def _takes_in(take_in: Callable[..., Any], manager: Any, adapter: Any) -> Any:
+    _take_from_file(adapter)
+    if not _warms_up:
+        tensors = _adapter_tensors(adapter)  # before vLLM packs and scales them
+        for watcher in list(_adapter_watchers):
+            watcher.loaded(int(adapter.id), tensors)
+    return take_in(manager, adapter)
+
+
+def _removes(remove: Callable[..., Any], manager: Any, number: int) -> Any:
+    for watcher in list(_adapter_watchers):
+        watcher.removed(int(number))
+    return remove(manager, number)
+
+
+def _warms(warm: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    global _warms_up
+    _warms_up = True
+    try:
+        return warm(*arguments, **named)
+    finally:
+        _warms_up = False
+
+
+def _loads(load: Callable[..., Any], manager: Any, lora_request: Any) -> Any:
+    in_place = getattr(lora_request, "load_inplace", False)
+    adapter = _read_ahead.pop(_of_request(lora_request), None)
+    return load(manager, lora_request) if adapter is None or in_place else adapter
+
+
+def _adapter_tensors(adapter: Any) -> list[tuple[str, torch.Tensor]]:
+    """All that is computed with, by name; a factor stands in the name."""
+    found: list[tuple[str, torch.Tensor]] = []
+    for module, layer in sorted(getattr(adapter, "loras", {}).items()):
+        for name, value in sorted(vars(layer).items()):
+            values = value if isinstance(value, (list, tuple)) else [value]
+            found += [
+                (f"{module}.{name}.{place} {getattr(layer, 'scaling', None)}", one)
+                for place, one in enumerate(values)
+                if isinstance(one, torch.Tensor)
+            ]
+    kind = getattr(adapter, "is_3d_lora_weight", False)
+    return [(f"{name} {kind}", tensor) for name, tensor in found]
 
 
 def _take_from_file(adapter: Any) -> None:

@@ -21,6 +21,7 @@ import torch
 from kvpool.transfer.device import Event, device_of
 
 PIECES, PIECE_NBYTES = 64, 64
+WHOLE_NBYTES = 64 << 20  # of an adapter, of which all is read
 TAKEN_AT_ONCE, LOOKED_AT = 64, 8  # tensors
 MAX_UNSURE = 65_536  # keys
 
@@ -116,6 +117,18 @@ class WeightsMeasure:
         if any(self._known.get(tensor) != one for tensor, one in zip(copied.tensors, samples, strict=True)):
             return False
         return self._seen == self._known.keys() if copied.ends else None
+
+
+def digest_of_all(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """32 hex digits, of every byte up to ``WHOLE_NBYTES``, else of samples."""
+    known = dict(tensors)
+    if sum(one.numel() * one.element_size() for one in known.values()) > WHOLE_NBYTES:
+        return WeightsMeasure(known.items).take()
+    digest = hashlib.sha256()
+    for name, tensor in sorted(known.items()):
+        digest.update(json.dumps(str(_Tensor(name, tensor.dtype, tuple(tensor.shape)))).encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:32]
 
 
 def _sampled(part: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[_Tensor], list[int], torch.Tensor]:
