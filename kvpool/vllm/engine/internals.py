@@ -464,19 +464,22 @@ def _loads(load: Callable[..., Any], manager: Any, lora_request: Any) -> Any:
     return load(manager, lora_request) if adapter is None or in_place else adapter
 
 
+def _adapter_layers(adapter: Any) -> list[tuple[str, Any]]:
+    """All that holds its tensors, by name: low ranks, and layers that it replaces as a whole."""
+    kinds = ((kind, getattr(adapter, kind, None) or {}) for kind in ("loras", "modules_to_save"))
+    return [(f"{kind} {name}", layer) for kind, layers in kinds for name, layer in sorted(layers.items())]
+
+
 def _adapter_tensors(adapter: Any) -> list[tuple[str, torch.Tensor]]:
-    """All that is computed with, by name; a factor stands in the name."""
-    found: list[tuple[str, torch.Tensor]] = []
-    for module, layer in sorted(getattr(adapter, "loras", {}).items()):
-        for name, value in sorted(vars(layer).items()):
-            values = value if isinstance(value, (list, tuple)) else [value]
-            found += [
-                (f"{module}.{name}.{place} {getattr(layer, 'scaling', None)}", one)
-                for place, one in enumerate(values)
-                if isinstance(one, torch.Tensor)
-            ]
-    kind = getattr(adapter, "is_3d_lora_weight", False)
-    return [(f"{name} {kind}", tensor) for name, tensor in found]
+    """All that is computed with, by names with the factors and the form."""
+    form = getattr(adapter, "is_3d_lora_weight", False)
+    return [
+        (f"{module}.{name}.{place} {getattr(layer, 'scaling', None)} {form}", one)
+        for module, layer in _adapter_layers(adapter)
+        for name, value in sorted(vars(layer).items())
+        for place, one in enumerate(value if isinstance(value, (list, tuple)) else [value])
+        if isinstance(one, torch.Tensor)
+    ]
 
 
 def _take_from_file(adapter: Any) -> None:
@@ -484,9 +487,8 @@ def _take_from_file(adapter: Any) -> None:
 
     vLLM reads them again whenever an adapter comes back to a slot: of what a trainer has written there since.
     """
-    for layer in getattr(adapter, "loras", {}).values():
-        for name in ("lora_a", "lora_b"):
-            tensor = getattr(layer, name, None)
+    for _, layer in _adapter_layers(adapter):
+        for name, tensor in vars(layer).items():
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and not tensor.is_pinned():
                 setattr(layer, name, tensor.clone())
 
