@@ -11,6 +11,7 @@ from kvpool.key.key import (
     EPOCH_FACT,
     FACTS_SUFFIX,
     MAX_FACTS,
+    MEMORY_FACT,
     Fact,
     Namespace,
     differing_facts,
@@ -24,6 +25,7 @@ KEEP_EVERY_S = 60.0  # a server that evicts what is not used takes facts long be
 _VERSION = 1
 # What sets a fact, in the order of a sentence; facts that are not here, such as sizes and digests, follow from these.
 _SET_BY = {
+    MEMORY_FACT: "an update of the running engine",
     "kv_dtype": "--kv-cache-dtype, else --dtype",
     "weights_dtype": "--dtype",
     "quantization": "--quantization",
@@ -40,9 +42,9 @@ def announce_facts(store: Store, namespace: Namespace, model: str) -> list[str]:
     """Keep the namespace's facts in the pool for 30 days, and describe the similar namespaces.
 
     Returns the differing facts in a sentence per namespace of the tenant with the same model or weights, by
-    fingerprint. Namespaces of one engine alone (``EPOCH_FACT``) and unreadable records are skipped.
-    ``model``: its display name in the record. Blocks for a few small reads and a write. Errors:
-    ``StoreUnavailable``; ``ConfigError`` when the facts exceed an announcement.
+    fingerprint. Skipped are unreadable records and namespaces of one engine alone (``EPOCH_FACT``) or of weights that
+    came later (``MEMORY_FACT``): an update leaves all others. ``model``: its display name in the record. Blocks for a
+    few small reads and a write. Errors: ``StoreUnavailable``; ``ConfigError`` when the facts exceed an announcement.
     """
     keep_facts(store, namespace, model)
     weights = namespace.facts.get("weights")
@@ -56,7 +58,7 @@ def announce_facts(store: Store, namespace: Namespace, model: str) -> list[str]:
         f'namespace {fingerprint[:8]} of model "{name}" holds blocks that this worker cannot share: '
         + describe_differences(namespace, other)
         for fingerprint, (name, other) in sorted(others.items())
-        if EPOCH_FACT not in {*other.facts, *namespace.facts}
+        if not {EPOCH_FACT, MEMORY_FACT} & {*other.facts, *namespace.facts}
     ]
 
 

@@ -76,6 +76,14 @@ def test_every_other_namespace_has_a_sentence_in_a_stable_order(store: Store) ->
     assert announce_facts(store, Namespace("t", OURS), "m") == sentences
 
 
+def test_updates_of_weights_are_no_difference_to_tell(store: Store) -> None:
+    """A trainer makes one every few minutes."""
+    updated = [Namespace("t", {**OURS, "weights_in_memory": digest}) for digest in ("01", "02")]
+    assert [announce_facts(store, one, "m") for one in updated] == [[], []]
+    assert announce_facts(store, Namespace("t", OURS), "m") == []
+    assert announce_facts(store, updated[0], "m") == []
+
+
 def test_other_tenants_and_models_are_none_of_ours(store: Store) -> None:
     announce_facts(store, Namespace("u", {**OURS, "tp": 1}), "m")
     announce_facts(store, Namespace("t", {**OURS, "model": "n"}), "n")
