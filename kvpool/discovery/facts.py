@@ -21,6 +21,7 @@ from kvpool.key.key import (
 from kvpool.store.store import Store
 
 LEASE_S = 30 * 86400.0
+UPDATE_LEASE_S = 2 * 86400.0  # of weights that came later, of which a trainer makes one every few minutes
 KEEP_EVERY_S = 60.0  # a server that evicts what is not used takes facts long before their lease ends
 _VERSION = 1
 # What sets a fact, in the order of a sentence; facts that are not here, such as sizes and digests, follow from these.
@@ -39,7 +40,7 @@ _SET_BY = {
 
 
 def announce_facts(store: Store, namespace: Namespace, model: str) -> list[str]:
-    """Keep the namespace's facts in the pool for 30 days, and describe the similar namespaces.
+    """Keep the namespace's facts in the pool, and describe the similar namespaces.
 
     Returns the differing facts in a sentence per namespace of the tenant with the same model or weights, by
     fingerprint. Skipped are unreadable records and namespaces of one engine alone (``EPOCH_FACT``) or of weights that
@@ -63,9 +64,13 @@ def announce_facts(store: Store, namespace: Namespace, model: str) -> list[str]:
 
 
 def keep_facts(store: Store, namespace: Namespace, model: str) -> None:
-    """Write the namespace's facts, again where they are there. Blocks for a small write. Errors: as above."""
+    """Write the namespace's facts, again where they are there, for 30 days, or 2 if its weights came later.
+
+    Blocks for a small write. Errors: as above.
+    """
     record = {"version": _VERSION, "model": model, "facts": dict(namespace.facts)}
-    store.announce(namespace.facts_key, msgpack.packb(record), lease_s=LEASE_S)
+    lease_s = UPDATE_LEASE_S if MEMORY_FACT in namespace.facts else LEASE_S
+    store.announce(namespace.facts_key, msgpack.packb(record), lease_s=lease_s)
 
 
 def announced_namespaces(store: Store, tenant: str) -> dict[str, list[Namespace]]:
