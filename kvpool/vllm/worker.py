@@ -180,8 +180,10 @@ class WorkerHalf:
             return Measured(why=self._measure)
         try:
             return Measured(self._measure.take(), nan=self._measure.has_nan())
+        except EngineRefused as error:
+            return Measured(why=str(error))
         except Exception as error:  # never reaches the engine
-            logger.warning("kvpool cannot measure the weights", exc_info=not isinstance(error, EngineRefused))
+            logger.warning("kvpool: rank %d failed to measure its weights", self._rank, exc_info=True)
             return Measured(why=str(error) or type(error).__name__)
 
     @guarded(None)
@@ -368,7 +370,9 @@ class WorkerHalf:
         assert self._store is not None
         keys = self._unsure.take()
         logger.warning(
-            "kvpool deletes %s stored of weights that nobody told of", counted(len(keys), "record")
+            "kvpool: rank %d deletes %s, stored since it last saw all weights unchanged",
+            self._rank,
+            counted(len(keys), "record"),
         )
         start_thread(
             threading.Thread(target=_delete, args=(self._store, keys), name="kvpool-delete", daemon=True)
@@ -492,4 +496,11 @@ def _delete(store: Store, keys: Sequence[str]) -> None:
     try:
         store.delete_many(keys)
     except KVPoolError as error:
-        logger.error("kvpool could not delete %s of unknown weights: %s", counted(len(keys), "record"), error)
+        namespace = keys[0].split(":")[2]
+        logger.error(
+            "kvpool could not delete %s that may be of other weights than their namespace (%s): run kvpool purge "
+            "--namespace %s when the pool is back, before others load them",
+            counted(len(keys), "record"),
+            error,
+            namespace,
+        )

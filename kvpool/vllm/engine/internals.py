@@ -194,7 +194,7 @@ def _columns(module: nn.Module, name: str) -> torch.Tensor:
     inputs = getattr(module, "input_size_per_partition", None)
     weight = module._parameters.get("weight")
     if kernel is None or inputs is None or weight is None:
-        raise EngineRefused(f"{name} has its weights where they do not show")
+        raise EngineRefused(f"the weights of {name} are where no tensor shows them")
     asked = torch.zeros(4, int(inputs), dtype=weight.dtype)
     asked[range(4), [place * (int(inputs) - 1) // 3 for place in range(4)]] = 1
     columns: torch.Tensor = kernel(asked, weight, None)
@@ -215,7 +215,10 @@ def watch_engine_calls(told: Callable[[str], None]) -> Callable[[], bool]:
     core: Any = None if frame is None else frame.f_locals["self"]
     executor: Any = getattr(core, "model_executor", None)
     if executor is None:
-        raise EngineRefused("this version of vLLM does not show its calls to a connector")
+        raise EngineRefused(
+            "this version of vLLM does not show its calls to a connector, so weights could change unnoticed; use a "
+            "version from 0.30 to 0.33, or remove --kv-transfer-config"
+        )
     for owner, name in ((core, "collective_rpc"), (executor, "sleep"), (executor, "wake_up")):
         setattr(owner, name, _telling(getattr(owner, name), name, told))
     return lambda: bool(executor.is_sleeping)

@@ -6,8 +6,8 @@
                                       ──► off: the engine's cache has blocks of other weights, or the weights are NaN
     off ── a reset, a call that may write ──► asks
 
-An engine of which a rank cannot measure, or that hides its calls, takes each reset and reload for other weights, and
-goes on in a namespace that nobody else has.
+An engine of which a rank cannot measure takes each reset and reload for other weights, and goes on in a namespace that
+nobody else has.
 
 Threads: the engine's scheduler thread only.
 """
@@ -137,8 +137,8 @@ class EngineNamespace:
         for rank, one in sorted(measured.items()):
             if one.why:
                 logger.warning(
-                    "kvpool: rank %d cannot measure its weights (%s): after a reset or a reload this engine shares "
-                    "with nobody until it restarts",
+                    "kvpool: rank %d cannot measure its weights in memory: %s. So a reset of the caches or a reload "
+                    "counts as other weights, and from then on this engine shares with nobody until it restarts",
                     rank,
                     one.why,
                 )
@@ -161,8 +161,9 @@ class EngineNamespace:
     def differs(self) -> None:
         """A worker's watch found other weights than those of the last measure, and no call has said so."""
         logger.error(
-            "kvpool: the weights of this engine have changed, and no call of vLLM's has said so: what it stored and "
-            "loaded in the last seconds may be of either, and is deleted as far as it stored it"
+            "kvpool: the weights of this engine changed without a call of vLLM's. What it stored in the last seconds "
+            "may be of either weights, and is deleted; what it loaded may be of the wrong ones. Change weights by "
+            "collective_rpc, of which kvpool hears"
         )
         self._counters.add(metrics.WEIGHTS, 1, "silent")
         self._cached = _SEVERAL
@@ -199,23 +200,19 @@ class EngineNamespace:
         self._counters.add(metrics.WEIGHTS, 1, "off" if self.is_off else "same" if same else "other")
         if nan:
             logger.error(
-                "kvpool: after %s this engine's weights are not numbers: it goes without the pool", cause
+                "kvpool: after %s weights of this engine are NaN: it goes without the pool until they are numbers",
+                cause,
             )
         elif self.is_off:
             logger.error(
-                "kvpool: after %s this engine has other weights, and its cache holds blocks of the earlier ones: it "
-                "goes without the pool until its caches are reset (reset_prefix_cache with reset_connector=True)",
+                "kvpool: after %s this engine's cache has blocks of other weights than it holds: it goes without the "
+                "pool until its caches are reset (reset_prefix_cache with reset_connector=True, over HTTP with "
+                "reset_external=true)",
                 cause,
             )
         else:
             self._enter()
-            assert self.current is not None
-            logger.info(
-                "kvpool: after %s this engine has %s weights: it is in namespace %s",
-                cause,
-                "the same" if same else "other",
-                self.current.hex[:8],
-            )
+            self._say(cause, same=same)
 
     def _enter(self) -> None:
         named: dict[str, Fact] = {}
@@ -226,6 +223,28 @@ class EngineNamespace:
         self.current = Namespace(self._tenant, facts_of_weights(self._facts, named))
         if self._question:
             self._weights_to_send = named
+
+    def _say(self, cause: str, *, same: bool) -> None:
+        assert self.current is not None
+        where = self.current.hex[:8]
+        if same:
+            logger.info(
+                "kvpool: after %s this engine's weights are as before: it is in namespace %s", cause, where
+            )
+        elif EPOCH_FACT in self.current.facts:
+            logger.warning(
+                "kvpool: after %s nobody knows what weights this engine holds: it goes on in a namespace of its own, "
+                "%s, and shares with no other engine until it restarts",
+                cause,
+                where,
+            )
+        else:
+            logger.info(
+                "kvpool: after %s this engine's weights are others: it is in namespace %s, with all engines that hold "
+                "the same",
+                cause,
+                where,
+            )
 
 
 def facts_of_weights(facts: Mapping[str, Fact], weights: Mapping[str, Fact]) -> dict[str, Fact]:
