@@ -107,8 +107,8 @@ class Adapters:
         if key not in self._changed:
             self._changed.add(key)
             logger.warning(
-                "kvpool: adapter %s (%s) has other weights than before: it goes without the pool until the caches are "
-                "reset (reset_prefix_cache with reset_connector=True); give changed weights another path",
+                "kvpool: adapter %s goes without the pool until the caches are reset (reset_prefix_cache with "
+                "reset_connector=True), for %s stands for other weights than before: give changed weights another path",
                 *key,
             )
 

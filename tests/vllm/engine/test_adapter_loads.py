@@ -1,4 +1,5 @@
 """No block is moved of an adapter whose tensors are others in this worker than those it is called by."""
+
 from __future__ import annotations
 
 import gc
