@@ -68,6 +68,8 @@ class PoolMetadata(KVConnectorMetadata):
         0  # number of a question: what weights the worker holds, before anything of this step; 0: none
     )
     watch: bool = False  # the weights lie in memory, and are those of the last measure
+    # They have changed, and no call has said so: what was stored since they were last seen the same is deleted.
+    silent: bool = False
     # What names the weights from this step on, its stores and loads included: ``facts_of_weights``; None: as before.
     weights: dict[str, Fact] | None = None
 

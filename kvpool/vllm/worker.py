@@ -6,8 +6,8 @@ the engine: a fault disables the pool for this rank, fails every promised load, 
 
 A step that asks what weights this rank holds (``PoolMetadata.measure``) ends its loads in flight, and nothing moves
 until a step says how they are named (``weights``). Earlier stores go to the old namespace. The watch
-(``engine.measure``) leaves it by itself when it finds other weights, and deletes what this rank stored since it last
-found all of them the same.
+(``engine.measure``) leaves it by itself when it finds other weights. The scheduler then has every rank delete what it
+stored since it last found all of its own the same (``silent``): one rank's blocks depend on the weights of all.
 
 Over 400 lines because all that reaches this rank's memory stands together.
 
@@ -91,6 +91,7 @@ class WorkerHalf:
         self._measure: WeightsMeasure | str = ""
         self._looked_at = 0.0
         self._unsure = UnsureKeys()
+        self._unsure_tags: frozenset[int] = frozenset()  # of them, under way when they were condemned
         self._announcer: EngineAnnouncer | None = None  # of the first rank
         self._report = PoolWorkerMetadata()
         self._submitted: PoolMetadata | None = None
@@ -191,7 +192,6 @@ class WorkerHalf:
         """Stop all transfers, and measure."""
         self._awaits_weights = True
         self._leave()
-        self._unsure.clear()
         self._report.measured[self._rank, step.measure] = self._measured()
 
     @guarded(None)
@@ -211,7 +211,6 @@ class WorkerHalf:
             self._awaits_weights = True
             self._leave()
             self._report.differs = True
-            self._unsure.condemn()
 
     def _leave(self) -> None:
         """Stop all transfers: those in flight into this engine's memory have other weights."""
@@ -232,6 +231,7 @@ class WorkerHalf:
         self._facts = step.facts or self._facts
         if step.weights is not None:
             self._weights, self._awaits_weights = step.weights, False
+            self._unsure.clear()
         if not self._facts or self._awaits_weights:
             return
         self._namespace = Namespace(self._config.tenant, facts_of_weights(self._facts, self._weights))
@@ -260,6 +260,9 @@ class WorkerHalf:
         self._submitted = step
         self._report.timed = step.timed
         self._look_at_adapters(step.adapters)
+        if step.silent:
+            self._unsure.condemn()
+            self._unsure_tags = self._storing.tags
         if step.facts or step.weights is not None:
             self._join(step)
         if step.measure:
@@ -361,7 +364,7 @@ class WorkerHalf:
             if finished is not None:
                 self._note_loads(finished, seen_at, ended, failed)
                 self._note_stores(finished)
-            if self._unsure.condemned and not len(self._storing):
+            if self._unsure.condemned and self._unsure_tags.isdisjoint(self._storing.tags):
                 self._delete_unsure()
         return ended, failed
 

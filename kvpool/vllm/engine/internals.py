@@ -191,7 +191,7 @@ def _loaded_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 def _columns(module: nn.Module, name: str) -> torch.Tensor:
     """Columns of the weights that a CPU's kernel has packed: what it makes of inputs with a single 1."""
     kernel: Any = getattr(module, "cpu_linear", None)
-    inputs = getattr(module, "input_size_per_partition", None)
+    inputs = getattr(module, "input_size_per_partition", None) or getattr(module, "input_size", None)
     weight = module._parameters.get("weight")
     if kernel is None or inputs is None or weight is None:
         raise EngineRefused(f"the weights of {name} are where no tensor shows them")

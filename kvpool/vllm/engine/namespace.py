@@ -69,6 +69,7 @@ class EngineNamespace:
         self._facts: dict[str, Fact] = {}  # of all ranks together, at the start
         self._facts_to_send: dict[str, Fact] = {}  # to the workers, with the next step
         self._weights_to_send: dict[str, Fact] | None = None
+        self._silent_to_send = False
         self._steps_planned = 0
         self._start = ""  # the measure of the weights that files name; empty: not measured
         self._now = ""  # of the last answer
@@ -76,6 +77,7 @@ class EngineNamespace:
         self._question = 0  # the number of the last one
         self._cause = ""  # of the open question; empty: none is open
         self._is_sent = False
+        self._is_told = False  # a call since the last measure may have written weights
         self._computed = False  # since the open question, or loaded
         self._answers: dict[int, Measured] = {}  # to it, by rank
         self._at_start: dict[int, Measured] = {}
@@ -96,6 +98,7 @@ class EngineNamespace:
         step.number = self._steps_planned
         step.facts, self._facts_to_send = self._facts_to_send, {}
         step.weights, self._weights_to_send = self._weights_to_send, None
+        step.silent, self._silent_to_send = self._silent_to_send, False
         awake = not self._is_asleep()
         if self.asks and not self._is_sent and awake:
             step.measure, self._is_sent = self._question, True
@@ -156,19 +159,26 @@ class EngineNamespace:
     def called(self, method: str) -> None:
         """Somebody called a method of the workers that may have changed their weights."""
         if method not in _READS and (self._start or not self._facts or method in _WRITES):
+            self._is_told = True
             self._ask(method)
 
     def differs(self) -> None:
         """A worker's watch found other weights than those of the last measure, and no call has said so."""
+        if self._cause != "watch":
+            self._changed_silently()
+        self._cached = _SEVERAL
+        if not self.asks:
+            self._ask("watch")
+
+    def _changed_silently(self) -> None:
+        """Also ranks that found nothing have stored what was computed with these weights."""
         logger.error(
             "kvpool: the weights of this engine changed without a call of vLLM's. What it stored in the last seconds "
             "may be of either weights, and is deleted; what it loaded may be of the wrong ones. Change weights by "
             "collective_rpc, of which kvpool hears"
         )
         self._counters.add(metrics.WEIGHTS, 1, "silent")
-        self._cached = _SEVERAL
-        if not self.asks:
-            self._ask("watch")
+        self._silent_to_send = True
 
     def _ask(self, cause: str) -> None:
         if self._computed:  # between two questions, of weights that nobody has measured
@@ -185,6 +195,7 @@ class EngineNamespace:
     def _settle(self, weights: str) -> None:
         """The workers hold these; empty: nobody knows which, and it is taken for others."""
         cause, self._cause = self._cause, ""
+        is_told, self._is_told = self._is_told, False
         if not weights and not self._start and cause not in _WRITES:
             weights = self._now  # it was never measured, and nothing says that it has changed
         elif not weights:
@@ -195,6 +206,8 @@ class EngineNamespace:
         same, self._now = weights == self._now, weights
         if not same:
             self._leave()
+            if self._start and cause == "reset" and not is_told:
+                self._changed_silently()
         nan = any(one.nan and not self._at_start[rank].nan for rank, one in self._answers.items())
         self.is_off = nan or self._cached not in (None, weights)
         self._counters.add(metrics.WEIGHTS, 1, "off" if self.is_off else "same" if same else "other")
