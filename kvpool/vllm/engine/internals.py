@@ -219,20 +219,46 @@ def watch_engine_calls(told: Callable[[str], None]) -> Callable[[], bool]:
             "this version of vLLM does not show its calls to a connector, so weights could change unnoticed; use a "
             "version from 0.30 to 0.33, or remove --kv-transfer-config"
         )
-    for owner, name in ((core, "collective_rpc"), (executor, "sleep"), (executor, "wake_up")):
-        setattr(owner, name, _telling(getattr(owner, name), name, told))
-    return lambda: bool(executor.is_sleeping)
+    away: set[str] = set()
+    core.collective_rpc = _telling_rpc(core.collective_rpc, told, away)
+    for name in ("sleep", "wake_up"):
+        setattr(executor, name, _telling(getattr(executor, name), name, told))
+    return lambda: bool(executor.is_sleeping or away)
 
 
 def _telling(call: Callable[..., Any], name: str, told: Callable[[str], None]) -> Callable[..., Any]:
     @functools.wraps(call)
     def telling(*arguments: Any, **named: Any) -> Any:
-        method = arguments[0] if arguments else named.get("method")
-        is_rpc = name == "collective_rpc"
         try:
             return call(*arguments, **named)
         finally:
-            told(str(getattr(method, "__name__", method)) if is_rpc else name)
+            told(name)
+
+    return telling
+
+
+# What workers give away when they are called by themselves, of which the executor does not hear.
+_GIVES_AWAY = {"sleep": ("weights", "kv_cache"), "checkpoint_prepare": ("distributed state",)}
+
+
+def _telling_rpc(call: Callable[..., Any], told: Callable[[str], None], away: set[str]) -> Callable[..., Any]:
+    """``away``: what the workers have given away since."""
+
+    @functools.wraps(call)
+    def telling(
+        method: Any, timeout: Any = None, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = str(getattr(method, "__name__", method))
+        away.update(_GIVES_AWAY.get(name, ()))
+        try:
+            answer = call(method, timeout, args, kwargs)
+            if name == "wake_up":
+                away.difference_update((kwargs or {}).get("tags") or (*args, None)[0] or _GIVES_AWAY["sleep"])
+            elif name == "checkpoint_restore":
+                away.difference_update(_GIVES_AWAY["checkpoint_prepare"])
+            return answer
+        finally:
+            told(name)
 
     return telling
 

@@ -165,20 +165,16 @@ class EngineNamespace:
     def differs(self) -> None:
         """A worker's watch found other weights than those of the last measure, and no call has said so."""
         if self._cause != "watch":
-            self._changed_silently()
+            logger.error(
+                "kvpool: the weights of this engine changed without a call of vLLM's. What it stored in the last "
+                "seconds may be of either weights, and is deleted; what it loaded may be of the wrong ones. Change "
+                "weights by collective_rpc, of which kvpool hears"
+            )
+            self._counters.add(metrics.WEIGHTS, 1, "silent")
+            self._silent_to_send = True  # to all ranks: what each has computed depends on the weights of all
         self._cached = _SEVERAL
         if not self.asks:
             self._ask("watch")
-
-    def _changed_silently(self) -> None:
-        """Also ranks that found nothing have stored what was computed with these weights."""
-        logger.error(
-            "kvpool: the weights of this engine changed without a call of vLLM's. What it stored in the last seconds "
-            "may be of either weights, and is deleted; what it loaded may be of the wrong ones. Change weights by "
-            "collective_rpc, of which kvpool hears"
-        )
-        self._counters.add(metrics.WEIGHTS, 1, "silent")
-        self._silent_to_send = True
 
     def _ask(self, cause: str) -> None:
         if self._computed:  # between two questions, of weights that nobody has measured
@@ -207,7 +203,11 @@ class EngineNamespace:
         if not same:
             self._leave()
             if self._start and cause == "reset" and not is_told:
-                self._changed_silently()
+                logger.warning(
+                    "kvpool: the weights of this engine were other ones when it was reset, and no call has written "
+                    "them: what it stored in the last seconds before may be of either, and is deleted"
+                )
+                self._silent_to_send = True
         nan = any(one.nan and not self._at_start[rank].nan for rank, one in self._answers.items())
         self.is_off = nan or self._cached not in (None, weights)
         self._counters.add(metrics.WEIGHTS, 1, "off" if self.is_off else "same" if same else "other")

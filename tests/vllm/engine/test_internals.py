@@ -14,6 +14,7 @@ import pytest
 import torch
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention.attention import set_default_quant_scales
+from vllm.v1.engine.core import EngineCore
 
 import kvpool.vllm
 from kvpool.errors import EngineRefused
@@ -138,3 +139,71 @@ def test_a_tiers_result_has_the_fields_that_vllm_knows(monkeypatch: pytest.Monke
     assert dataclasses.asdict(internals.job_result(**said)).items() >= said.items()
     monkeypatch.setattr(internals, "JobResult", older)
     assert internals.job_result(**said) == older(1, True)
+
+
+class Core(EngineCore):
+    """vLLM's engine as far as its calls are watched; what is called is ``calls``'."""
+
+    def __init__(self, told: Callable[[str], None]) -> None:
+        self.model_executor: Any = SimpleNamespace(
+            is_sleeping=False,
+            sleep=lambda level: None,
+            wake_up=lambda tags=None: None,
+            collective_rpc=self.answer,
+        )
+        self.is_away = internals.watch_engine_calls(told)
+
+    def answer(self, method: Any, timeout: Any, args: Any, kwargs: Any) -> Any:
+        if method == "fails":
+            raise ZeroDivisionError
+        return [(method, timeout, args, kwargs)]
+
+
+def of_mine() -> None: ...
+
+
+def test_each_call_that_may_write_weights_is_told_also_one_that_failed() -> None:
+    told: list[str] = []
+    core = Core(told.append)
+    assert core.collective_rpc("update", 1.0, (2,), {"three": 3}) == [("update", 1.0, (2,), {"three": 3})]
+    core.collective_rpc(of_mine)
+    with pytest.raises(ZeroDivisionError):
+        core.collective_rpc("fails")
+    core.model_executor.sleep(1)
+    core.model_executor.wake_up(tags=["weights"])
+    assert told == ["update", "of_mine", "fails", "sleep", "wake_up"]
+
+
+@pytest.mark.parametrize(
+    ("away", "back"),
+    [
+        (("sleep", None, (1,)), [("wake_up",)]),
+        (
+            ("sleep", None, (), {"level": 2}),
+            [("wake_up", None, (["weights"],)), ("wake_up", None, (), {"tags": ["kv_cache"]})],
+        ),
+        (("checkpoint_prepare",), [("checkpoint_restore",)]),
+    ],
+)
+def test_memory_that_workers_give_away_by_a_call_of_their_own_is_not_looked_at(away: Any, back: Any) -> None:
+    core = Core(lambda name: None)
+    assert not core.is_away()
+    core.collective_rpc(*away)
+    for call in back:
+        assert core.is_away()
+        core.collective_rpc(*call)
+    assert not core.is_away()
+
+
+@pytest.mark.parametrize("size", ["input_size_per_partition", "input_size"])
+def test_of_weights_that_a_kernel_has_packed_columns_are_measured(size: str) -> None:
+    """Replicated layers, as MLA has them, are of no partition."""
+    packed = torch.arange(6 * 8.0).reshape(6, 8)
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.empty(0))
+    setattr(model, size, 8)
+    model.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, packed)  # type: ignore[assignment]
+    runner = SimpleNamespace(get_model=lambda: model)
+    ((name, columns),) = internals._tensors_of(lambda: runner)  # type: ignore[arg-type]
+    assert name == ".weight"
+    assert columns.T.tolist() == packed[:, [0, 2, 4, 7]].tolist()
