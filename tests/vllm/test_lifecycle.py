@@ -557,6 +557,8 @@ def updated(one: ScriptedEngine, weights: int, reset: str, name: str, ranks: Seq
     if reset == "before":
         one.reset(running=False, connector=True)
     one.write_weights(weights, ranks)
+    for _ in range(3 * (reset == "under requests")):
+        one.step()
     while reset != "before" and (one.mixed is not None or one.planner._namespace.is_off):
         one.reset(running=True, connector=True)
         one.step()
