@@ -93,7 +93,7 @@ class Engine:
         current = self.namespace.current
         return "" if current is None else current.hex
 
-    def step(self, kind: str = "idle") -> None:
+    def step(self, kind: str = "idle") -> PoolMetadata:
         step = PoolMetadata(idle=kind != "compute")
         if kind == "load" and self.name:
             step.loads = [LoadPlan("a", [], 1.0)]
@@ -106,6 +106,7 @@ class Engine:
         if kind == "compute" or step.loads:
             self.cached.add(self.weights)
             self.computed = self.computed or self.namespace.asks
+        return step
 
     def hear(self, rank: int) -> None:
         """The scheduler hears one report of a rank."""
@@ -253,8 +254,10 @@ TestLives = Lives.TestCase
 TestLives.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
-def started(files: str = "a", weights: int = 0, ranks: int = 1, measurable: bool = True) -> Engine:
-    engine = Engine(files, weights, ranks, 1, measurable)
+def started(
+    files: str = "a", weights: int = 0, ranks: int = 1, stages: int = 1, measurable: bool = True
+) -> Engine:
+    engine = Engine(files, weights, ranks, stages, measurable)
     engine.settle()
     return engine
 
@@ -284,25 +287,32 @@ def test_engines_of_other_files_that_get_the_same_weights_have_one_name() -> Non
         assert counted(engine) == {"other": 2}
 
 
-def test_an_engine_asks_and_answers_before_it_is_anywhere() -> None:
-    engine = started(ranks=2)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_an_engine_asks_and_answers_before_it_is_anywhere(stages: int) -> None:
+    engine = started(ranks=2, stages=stages)
     name, worker = engine.name, engine.ranks[0]
     assert not engine.namespace.wants_step
+    step = engine.step()
+    assert (step.measure, step.watch, step.weights, step.facts) == (0, True, None, {})
     engine.reset(in_use=False)
     assert (engine.name, engine.namespace.wants_step) == ("", True)
-    engine.step()
+    assert [(step.measure, step.watch) for step in (engine.step(), engine.step())] == [(1, False), (0, False)]
     assert worker.awaits_weights
+    for rank in engine.ranks:
+        while len(rank.reports) > 2:
+            rank.reports.popleft()
+    engine.hear(0)
     engine.hear(0)
     engine.call("profile")  # what the other rank is to say of the first question counts no more
     engine.step()
-    for rank in (1, 0):
+    for rank in (1, 1, 0):
         engine.hear(rank)
         assert engine.name == ""
     engine.hear(1)
     assert (engine.name, engine.namespace.wants_step) == (name, False)
     assert engine.leaves == 0
     assert counted(engine) == {"same": 1}
-    engine.step()
+    assert [engine.step().weights for _ in range(2)] == [{}, None]
     assert worker.namespace == name
 
 
@@ -313,9 +323,11 @@ def test_blocks_of_other_weights_keep_an_engine_from_the_pool_until_a_reset_that
         engine.call("update_weights", 2 + engine.weights)
         engine.settle()
         assert (engine.name, engine.namespace.is_off) == ("", True)
+        engine.step("compute")
         engine.reset(in_use=True)
+        assert not engine.namespace.is_off, "it asks"
         engine.settle()
-        assert engine.namespace.is_off
+        assert engine.namespace.is_off, "of both"
         engine.reset(in_use=False)
         engine.settle()
         assert engine.name
@@ -335,6 +347,63 @@ def test_what_is_computed_between_two_questions_is_of_no_known_weights() -> None
     assert engine.name == started().name
 
 
+def test_what_is_computed_under_a_question_is_of_what_its_answer_says() -> None:
+    engine = started()
+    for _ in range(2):
+        engine.call("profile")
+        engine.step("compute")
+        engine.settle()
+        assert engine.name == started().name
+    engine.call("update_weights", 2)
+    engine.settle()
+    assert engine.namespace.is_off
+
+
+def test_what_is_loaded_is_in_the_cache_too() -> None:
+    engine = started()
+    engine.step("load")
+    engine.call("update_weights", 2)
+    engine.settle()
+    assert engine.namespace.is_off
+
+
+def test_of_blocks_before_a_reset_nothing_is_left() -> None:
+    engine = started()
+    engine.call("update_weights", 2)
+    engine.step("compute")
+    engine.reset(in_use=False)
+    engine.call("update_weights", 0)
+    engine.settle()
+    assert engine.name == started().name
+
+
+def test_what_is_called_before_the_first_report_is_asked_for_when_the_workers_step() -> None:
+    engine = Engine("a", 0, 1, 1, measurable=True)
+    engine.call("a method of their own", 2)
+    assert not engine.namespace.wants_step, "nobody has begun"
+    engine.hear(0)
+    assert (engine.name, engine.namespace.wants_step) == ("", True)
+    engine.settle()
+    other = started("b", 1)
+    other.call("update_weights", 2)
+    other.settle()
+    assert engine.name == other.name != ""
+
+
+def test_memory_says_what_files_say_of_weights_and_no_more() -> None:
+    files: dict[str, Fact] = {
+        "weights": "a",
+        "stage1.revision": "b",
+        "drafts_weights": "c",
+        "stage0.fp8_scales": "d",
+    }
+    model: dict[str, Fact] = {"model": "m", "stage1.drafts": "n"}
+    assert facts_of_weights(files | model, {}) == files | model
+    for named in ({EPOCH_FACT: "one"}, {MEMORY_FACT: "one"}):
+        expected = model if MEMORY_FACT in named else files | model
+        assert facts_of_weights(files | model, named) == expected | named
+
+
 def test_a_silent_change_is_counted_once_and_asked_for() -> None:
     engine = started()
     engine.weights = 2
@@ -350,7 +419,8 @@ def test_an_engine_that_is_not_measured_is_alone_after_each_reset_and_reload(ran
     engine = started(ranks=ranks, measurable=False)
     names = [engine.name]
     engine.call("profile")
-    assert engine.name == names[0], "at once, for nobody can say more"
+    assert engine.name == names[0], "nobody can say more"
+    assert counted(engine) == {}
     for method in ("", *WRITES):
         engine.step("compute")
         engine.reset(in_use=False)
@@ -389,6 +459,9 @@ def test_a_reload_before_the_first_step_is_remembered_over_other_calls() -> None
 def test_a_model_that_sleeps_is_not_asked_nor_watched() -> None:
     engine = started()
     engine.asleep = True
+    step = PoolMetadata(idle=True)
+    engine.namespace.add_to(step)
+    assert not step.watch
     engine.call("sleep")
     assert not engine.namespace.wants_step
     for awake in (False, True):
