@@ -43,7 +43,6 @@ def test_defaults() -> None:
         "keep_share": 0.1,
         "prefetch_share": 0.25,
         "store_decode": True,
-        "weights_never_change": False,
         "start_without_pool": False,
         "cost_gate": True,
     }
@@ -55,7 +54,7 @@ def test_every_field_from_the_dict() -> None:
         "staging_nbytes": "1GiB", "max_store_nbytes_per_s": 500, "threads": 64,
         "advertise_host": "fd00::7", "http_port": 65535, "worker": "node-1:5557", "lease_s": 3,
         "store_policy": "write_through", "min_requests_to_store": 2, "blocks_per_record": 4, "store_decode": False,
-        "weights_never_change": True, "start_without_pool": True, "keep_share": 0.25, "prefetch_share": 0.5,
+        "start_without_pool": True, "keep_share": 0.25, "prefetch_share": 0.5,
         "cost_gate": False, "share_across_tp": 8,
     }  # fmt: skip
     config = load(given)
@@ -74,7 +73,7 @@ def test_every_field_from_the_environment() -> None:
             "KVPOOL_ADVERTISE_HOST": "10.0.0.7", "KVPOOL_HTTP_PORT": "8001", "KVPOOL_WORKER": "w",
             "KVPOOL_LEASE_S": "30", "KVPOOL_THREADS": "4", "KVPOOL_STORE_POLICY": "write_back",
             "KVPOOL_MIN_REQUESTS_TO_STORE": "2", "KVPOOL_STORE_DECODE": "false", "KVPOOL_COST_GATE": "0",
-            "KVPOOL_WEIGHTS_NEVER_CHANGE": "true", "KVPOOL_START_WITHOUT_POOL": "1",
+            "KVPOOL_START_WITHOUT_POOL": "1",
             "KVPOOL_BLOCKS_PER_RECORD": "1", "KVPOOL_KEEP_SHARE": "0", "KVPOOL_PREFETCH_SHARE": "0.75",
             "KVPOOL_SHARE_ACROSS_TP": "4",
             "PATH": "/bin", "KVPOOL_SERVICE_HOST": "10.0.0.1", "KVPOOL_PORT": "tcp://10.0.0.1:1",
@@ -85,7 +84,7 @@ def test_every_field_from_the_environment() -> None:
         "staging_nbytes": 64 << 20, "max_store_nbytes_per_s": 1_000_000, "threads": 4,
         "advertise_host": "10.0.0.7", "http_port": 8001, "worker": "w", "lease_s": 30.0,
         "store_policy": "write_back", "min_requests_to_store": 2, "blocks_per_record": 1, "store_decode": False,
-        "weights_never_change": True, "start_without_pool": True, "keep_share": 0.0, "prefetch_share": 0.75,
+        "start_without_pool": True, "keep_share": 0.0, "prefetch_share": 0.75,
         "cost_gate": False, "share_across_tp": 4,
     }  # fmt: skip
     assert config.model_dump().keys() == PoolConfig.model_fields.keys()
@@ -275,6 +274,15 @@ def test_refuse_a_variable(variable: str, value: str, text: str) -> None:
     assert len(str(caught.value)) < 300
 
 
+@pytest.mark.parametrize("kind", [TierConfig, HiCacheConfig])
+def test_who_does_not_see_the_weights_in_memory_is_told_that_they_stay(
+    kind: type[TierConfig | HiCacheConfig],
+) -> None:
+    given = {"pool": URL, "model_id": "m"}
+    assert not kind.load(given, {}).weights_never_change
+    assert kind.load({**given, "weights_never_change": True}, {}).weights_never_change
+
+
 def test_a_wrong_value_that_another_source_hides_is_refused(tmp_path: Path) -> None:
     """Else the mistake shows on the day when the other one is removed."""
     file = tmp_path / "kvpool.toml"
@@ -299,6 +307,7 @@ def test_a_wrong_value_that_another_source_hides_is_refused(tmp_path: Path) -> N
         (PoolConfig, "store_after_requests", "write min_requests_to_store"),
         (PoolConfig, "weights_digest", "remove it, or name weights"),
         (PoolConfig, "weights_digest_timeout_s", "set model_id"),
+        (PoolConfig, "weights_never_change", "remove it: the weights in memory say"),
         (HiCacheConfig, "fault_miss_ratio", "stop the pool's server"),
         (HiCacheConfig, "fault_delay_s", "stop the pool's server"),
         (HiCacheConfig, "fault_corrupt_ratio", "stop the pool's server"),

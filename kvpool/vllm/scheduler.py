@@ -563,7 +563,8 @@ class SchedulerHalf:
     @guarded(None)
     def reset(self) -> None:
         """The engine's caches were reset, perhaps for changed weights."""
-        self.forget()
+        self._store_planner.leave()
+        self._forget_offers()
         in_use = self._block_pool is not None and internals.is_in_use(self._block_pool)
         if not in_use:
             self._adapters.reset()

@@ -19,14 +19,15 @@ from kvpool.config import PoolConfig
 from kvpool.discovery import announcer
 from kvpool.discovery.worker import Publisher, Worker
 from kvpool.discovery.worker_record import unpack_worker
-from kvpool.key.key import EPOCH_FACT, FACTS_SUFFIX, Fact, Namespace, request_key
+from kvpool.key.key import EPOCH_FACT, FACTS_SUFFIX, MEMORY_FACT, Namespace, request_key
 from kvpool.store import open_store
 from kvpool.store.server import documents as server_announcements
 from kvpool.transfer.mover import Finished
+from kvpool.vllm.engine.measure import WeightsMeasure
 from kvpool.vllm.geometry import Geometry, Group
-from kvpool.vllm.plan import BlockRef, LoadPlan, PoolMetadata, PoolWorkerMetadata
+from kvpool.vllm.plan import BlockRef, LoadPlan, Measured, PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.tell.announcement import Announcement
-from kvpool.vllm.worker import WorkerHalf
+from kvpool.vllm.worker import LOOK_EVERY_S, WorkerHalf
 from tests.support.announced_workers import records
 from tests.support.clock import Clock
 from tests.support.deadlines import ends_within, eventually
@@ -462,11 +463,42 @@ def test_a_pool_that_says_nothing_of_announcements_does_not_hold_up_the_start(
         worker.close()
 
 
-def test_in_another_epoch_a_worker_moves_what_is_of_it_alone_and_says_so(
+class Weights(dict[str, torch.Tensor]):
+    """A model in memory, changed where it lies or as a whole."""
+
+    broken = False
+
+    def __init__(self, *values: float) -> None:
+        super().__init__({f"w{index}": torch.tensor([value]) for index, value in enumerate(values)})
+
+    def shown(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in list(self.items()):
+            if self.broken:
+                raise RuntimeError("it is being built anew")
+            yield name, tensor
+
+    def measured(self) -> Measured:
+        return Measured(WeightsMeasure(self.shown).take())
+
+
+def in_step(worker: WorkerHalf, number: int, **more: Any) -> PoolWorkerMetadata:
+    """What is reported of a step that stores one block."""
+    step = PoolMetadata(number=number, stores=refs((number, 3)), tags=[number], **more)
+    worker.start_loads(step)
+    worker.start_stores(step)
+    worker.poll(idle=True)
+    while len(worker._storing):
+        worker.poll(idle=True)
+    return report_of(worker)
+
+
+def test_a_worker_moves_what_is_of_its_weights_alone_and_says_how_they_are_named(
     tmp_path: Path, cache: torch.Tensor
 ) -> None:
-    url = f"file://{tmp_path}/pool"
-    worker = started(url, cache, described)
+    url, weights = f"file://{tmp_path}/pool", Weights(1.0)
+    worker = started(url, cache, described, WeightsMeasure(weights.shown))
+    start = weights.measured()
+    assert report_of(worker).measured == {(0, 0): start}
     before = Namespace("default", FACTS)
 
     def announced_namespace() -> str:
@@ -476,58 +508,135 @@ def test_in_another_epoch_a_worker_moves_what_is_of_it_alone_and_says_so(
 
     with open_store(url) as store:
         assert eventually(lambda: announced_namespace() == before.hex)
-        step = PoolMetadata(stores=refs((1, 3)), tags=[1])
-        worker.start_loads(step)
-        worker.start_stores(step)
-        stored(worker, 1)
-        after: list[Namespace] = []
-        for epoch in ("one", "two"):
-            after.append(Namespace("default", {**FACTS, EPOCH_FACT: epoch}))
-            step = PoolMetadata(
-                epoch=epoch, loads=[LoadPlan(epoch, refs((1, 5)), 60.0)], stores=refs((2, 3)), tags=[2]
-            )
-            worker.start_loads(step)
-            worker.start_stores(step)
-            assert finish(worker, 1) == ({epoch}, {epoch}), "what was stored before is not there"
-            stored(worker, 2)
-            assert eventually(lambda: announced_namespace() == after[-1].hex)
-        of_first = [before.key(hashed(number), 0, 0) for number in (1, 2)]
-        assert store.contains_many(of_first) == [True, False]
-        assert store.contains_many([one.key(hashed(2), 0, 0) for one in after]) == [True, True]
+        assert in_step(worker, 1).stored == {1: 1}
+        namings = [
+            ({MEMORY_FACT: "one"}, Namespace("default", {**FACTS, MEMORY_FACT: "one"})),
+            ({EPOCH_FACT: "two"}, Namespace("default", {**FACTS, EPOCH_FACT: "two"})),
+            ({}, before),
+        ]
+        for number, (named, namespace) in enumerate(namings, 2):
+            weights["w0"].fill_(number)
+            assert in_step(worker, number, measure=number).measured == {(0, number): weights.measured()}
+            assert in_step(worker, 9, weights=named).stored == {9: 1}
+            worker.start_loads(PoolMetadata(loads=[LoadPlan("a", refs((1, 5)), 60.0)]))
+            failed = set() if namespace == before else {"a"}
+            assert finish(worker, 1) == ({"a"}, failed), "what was stored before is of the first alone"
+            worker.take_report()
+            assert eventually(lambda name=namespace.hex: announced_namespace() == name)
+            assert store.contains_many(namespace.keys([hashed(number), hashed(9)], 0, 0)) == [False, True]
         assert before.facts_key in store.announcements("kvpool:default:")
-        assert eventually(lambda: after[0].facts_key not in store.announcements("kvpool:default:"))
-        assert after[1].facts_key in store.announcements("kvpool:default:")
         worker.close()
         assert records(store) == {}
-        assert set(store.announcements("kvpool:default:", FACTS_SUFFIX)) == {before.facts_key}
+        of_others = {before.facts_key, namings[0][1].facts_key}
+        assert set(store.announcements("kvpool:default:", FACTS_SUFFIX)) == of_others
 
 
-def test_a_worker_that_finds_other_weights_moves_nothing_until_an_epoch_begins(
+def test_of_weights_in_memory_files_say_nothing(tmp_path: Path, cache: torch.Tensor) -> None:
+    files = {"weights": "a", "stage1.revision": "b", "fp8_scales": "c", "stage0.drafts_weights": "d"}
+    worker = WorkerHalf(PoolConfig(pool=f"file://{tmp_path}/pool"), GEOMETRY, rank=0)
+    worker.register([[cache]], {**FACTS, **files})
+    in_step(worker, 1, measure=1)
+    in_step(worker, 2, weights={MEMORY_FACT: "one"})
+    assert worker._namespace == Namespace("default", {**FACTS, MEMORY_FACT: "one"})
+    in_step(worker, 3, weights={})
+    assert worker._namespace == Namespace("default", {**FACTS, **files})
+    in_step(worker, 4, weights={EPOCH_FACT: "two"})
+    assert worker._namespace == Namespace("default", {**FACTS, **files, EPOCH_FACT: "two"})
+    worker.close()
+
+
+def test_a_worker_that_is_asked_moves_nothing_until_its_weights_are_named(
+    worker: WorkerHalf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert in_step(worker, 1).measured == {(RANK, 0): Measured(why="no model is shown")}
+    monkeypatch.setattr(worker._mover, "poll", lambda wait_s: Finished([], [], []))
+    worker.start_loads(PoolMetadata(loads=[LoadPlan("a", refs((1, 5)), 60.0)]))
+    assert worker.poll(idle=False) == (set(), set())
+    monkeypatch.undo()
+    report = in_step(worker, 2, measure=7, loads=[LoadPlan("b", refs((1, 6)), 60.0)])
+    assert (report.measured, report.dropped) == ({(RANK, 7): Measured(why="no model is shown")}, {2: 1})
+    assert "a" in report.load_causes, "what arrives is of weights that it may not have any more"
+    assert report.missing == set()
+    # Also when it hears of other stages meanwhile.
+    assert in_step(worker, 3, facts=FACTS).dropped == {3: 1}
+    assert in_step(worker, 4).dropped == {4: 1}
+    report = in_step(worker, 5, weights={})
+    assert (report.measured, report.stored) == ({}, {5: 1})
+
+
+def test_a_silent_change_is_found_and_what_was_stored_of_it_deleted(
     tmp_path: Path, cache: torch.Tensor
 ) -> None:
-    weights = ["first"]
-    worker = started(f"file://{tmp_path}/pool", cache, None, lambda: weights[0])
-    worker.take_report()
-
-    def step(number: int, epoch: str = "", facts: dict[str, Fact] | None = None) -> PoolWorkerMetadata:
-        one = PoolMetadata(
-            number=number, epoch=epoch, facts=facts or {}, stores=refs((number, 3)), tags=[number]
+    clock, weights = Clock(), Weights(*range(10))  # two looks are a rotation
+    url = f"file://{tmp_path}/pool"
+    worker = started(url, cache, None, WeightsMeasure(weights.shown), clock=clock)
+    for number in range(1, 5):
+        clock.sleep(LOOK_EVERY_S)
+        assert in_step(worker, number, watch=True).stored == {number: 1}
+    weights["w0"].fill_(99)
+    assert in_step(worker, 5, watch=True).stored == {5: 1}, "it does not look in every step"
+    clock.sleep(LOOK_EVERY_S)
+    assert in_step(worker, 6).stored == {6: 1}, "nobody watches"
+    report = in_step(worker, 7, watch=True)
+    assert (report.differs, report.stored, report.dropped) == (True, {}, {7: 1})
+    of_start = Namespace("default", FACTS)
+    keys = of_start.keys([hashed(number) for number in range(1, 7)], 0, 0)
+    with open_store(url) as store:
+        assert eventually(lambda: store.contains_many(keys) == [True] + 5 * [False]), (
+            "all was as measured in two rotations after the first"
         )
-        worker.start_loads(one)
-        worker.start_stores(one)
-        while worker._storing:
-            worker.poll(idle=True)
-        return report_of(worker)
+    clock.sleep(LOOK_EVERY_S)
+    report = in_step(worker, 8, watch=True)
+    assert (report.differs, report.dropped) == (False, {8: 1}), "once"
+    report = in_step(worker, 9, measure=1)
+    assert report.measured == {(0, 1): weights.measured()}
+    in_step(worker, 10, weights={MEMORY_FACT: "other"})
+    for number in range(11, 14):
+        clock.sleep(LOOK_EVERY_S)
+        report = in_step(worker, number, watch=True)
+        assert (report.differs, report.stored) == (False, {number: 1})
+    worker.close()
 
-    assert (step(1).stored, step(2).reloaded) == ({1: 1}, 0)
-    weights[0] = "second"
-    report = step(3)
-    assert (report.reloaded, report.staged, report.stored, report.dropped) == (3, {3: 1}, {}, {3: 1})
-    # Also not when it hears of other stages meanwhile.
-    report = step(4, facts=FACTS)
-    assert (report.reloaded, report.stored, report.dropped) == (0, {}, {4: 1})
-    assert step(5, epoch="one").stored == {5: 1}
-    weights[0] = "third"
-    report = step(6, epoch="two")
-    assert (report.reloaded, report.stored) == (0, {6: 1}), "the scheduler knows it already"
+
+def test_a_load_under_way_when_the_watch_finds_a_change_fails(tmp_path: Path, cache: torch.Tensor) -> None:
+    clock, weights = Clock(), Weights(1.0)
+    worker = started(f"file://{tmp_path}/pool", cache, None, WeightsMeasure(weights.shown), clock=clock)
+    in_step(worker, 1)
+    worker.start_loads(PoolMetadata(loads=[LoadPlan("a", refs((1, 5)), 60.0)]))
+    weights["w0"].fill_(2)
+    clock.sleep(LOOK_EVERY_S)
+    worker.start_loads(PoolMetadata(watch=True))
+    assert finish(worker, 1) == ({"a"}, {"a"})
+    worker.close()
+
+
+def test_what_a_measure_has_found_anew_is_not_deleted(tmp_path: Path, cache: torch.Tensor) -> None:
+    clock, weights = Clock(), Weights(1.0)
+    url = f"file://{tmp_path}/pool"
+    worker = started(url, cache, None, WeightsMeasure(weights.shown), clock=clock)
+    in_step(worker, 1)
+    in_step(worker, 2, measure=1)
+    in_step(worker, 3, weights={})
+    weights["w0"].fill_(2)
+    clock.sleep(LOOK_EVERY_S)
+    assert in_step(worker, 4, watch=True).differs
+    keys = Namespace("default", FACTS).keys([hashed(1), hashed(3)], 0, 0)
+    with open_store(url) as store:
+        assert eventually(lambda: store.contains_many(keys) == [True, False])
+    worker.close()
+
+
+def test_a_model_that_cannot_be_read_is_other_weights_and_says_why(
+    tmp_path: Path, cache: torch.Tensor
+) -> None:
+    clock, weights = Clock(), Weights(1.0)
+    worker = started(f"file://{tmp_path}/pool", cache, None, WeightsMeasure(weights.shown), clock=clock)
+    in_step(worker, 1)
+    weights.broken = True
+    clock.sleep(LOOK_EVERY_S)
+    assert in_step(worker, 2, watch=True).differs
+    report = in_step(worker, 3, measure=1)
+    assert (report.measured, report.broken) == ({(0, 1): Measured(why="it is being built anew")}, {})
+    weights.broken, weights["w0"] = False, torch.tensor([float("nan")])
+    assert in_step(worker, 4, measure=2).measured == {(0, 2): weights.measured()._replace(nan=True)}
     worker.close()

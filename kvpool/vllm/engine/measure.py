@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -115,6 +114,7 @@ class WeightsMeasure:
         self._copied = None
         samples = _cut(copied.packed, copied.sizes)
         if any(self._known.get(tensor) != one for tensor, one in zip(copied.tensors, samples, strict=True)):
+            self._rest = None
             return False
         return self._seen == self._known.keys() if copied.ends else None
 
@@ -141,28 +141,19 @@ def _sampled(part: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[_Tensor], l
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Bytes of it, on its device."""
+    """Bytes of it, on its device; the same of equal content, however it lies in memory."""
     count, nbytes = tensor.numel(), tensor.element_size()
     each = max(1, PIECE_NBYTES // nbytes)
     if count <= PIECES * each:
         return tensor.contiguous().flatten().view(torch.uint8)
     step = (count - each) // (PIECES - 1)
-    if _is_dense(tensor):
+    if tensor.is_contiguous():
         pieces = tensor.as_strided((PIECES, each), (step, 1))
     else:
         first = torch.arange(PIECES, device=tensor.device)[:, None] * step
         places = first + torch.arange(each, device=tensor.device)
         pieces = tensor[torch.unravel_index(places, tensor.shape)]
     return pieces.contiguous().flatten().view(torch.uint8)
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether it fills a range of memory, in any order of its dimensions."""
-    dimensions = sorted(
-        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1
-    )
-    filled = list(itertools.accumulate((size for _, size in dimensions), initial=1))
-    return [stride for stride, _ in dimensions] == filled[:-1] and filled[-1] == math.prod(tensor.shape)
 
 
 def _cut(packed: torch.Tensor, sizes: Sequence[int]) -> list[bytes]:

@@ -129,6 +129,8 @@ class EngineNamespace:
             if self._pipeline_parallel > 1:
                 self._facts_to_send = self._facts  # a rank knows only its own stage's
             self._start = self._now = self._joined(self._at_start)
+            if self._cached == "":  # by the first steps, before this was known
+                self._cached = self._now
             if not self.asks:
                 self._enter()
         if self.asks and self._facts and len(self._answers) == self._ranks:
@@ -153,7 +155,6 @@ class EngineNamespace:
         """The caches were reset. ``in_use``: the engine still holds blocks, so vLLM kept its cache."""
         if not in_use:
             self._cached, self._computed = None, False
-        self._leave()
         self._ask("reset")
 
     def called(self, method: str) -> None:
@@ -180,7 +181,9 @@ class EngineNamespace:
         if self._computed:  # between two questions, of weights that nobody has measured
             self._cached, self._computed = _SEVERAL, False
         self._question += 1
-        self._cause, self._is_sent, self._answers = cause, False, {}
+        if self._cause not in _WRITES:  # of what nobody measured in between
+            self._cause = cause
+        self._is_sent, self._answers = False, {}
         self.current, self.is_off = None, False
         if self._facts and not self._start:
             self._settle("")
@@ -208,7 +211,7 @@ class EngineNamespace:
                     "them: what it stored in the last seconds before may be of either, and is deleted"
                 )
                 self._silent_to_send = True
-        nan = any(one.nan and not self._at_start[rank].nan for rank, one in self._answers.items())
+        nan = weights != self._start and any(one.nan for one in self._answers.values())
         self.is_off = nan or self._cached not in (None, weights)
         self._counters.add(metrics.WEIGHTS, 1, "off" if self.is_off else "same" if same else "other")
         if nan:

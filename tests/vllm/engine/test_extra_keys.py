@@ -13,6 +13,7 @@ from vllm.v1.request import Request
 
 from kvpool import BlockHasher
 from kvpool.store import Store, open_store
+from kvpool.vllm.scheduler import SchedulerHalf
 from tests.support.scheduler import (
     BLOCK_TOKENS,
     BLOCKS,
@@ -21,6 +22,7 @@ from tests.support.scheduler import (
     answer,
     computed,
     half,
+    hold,
     output,
     put,
     request,
@@ -45,14 +47,21 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    monkeypatch.chdir(tmp_path)
-    for adapter in ("one", "other"):
-        (tmp_path / adapter).mkdir()
-        (tmp_path / adapter / "adapter_config.json").write_text("{}")
-        (tmp_path / adapter / "adapter_model.bin").write_bytes(adapter.encode())
+def store(tmp_path: Path) -> Iterator[Store]:
     with open_store(f"file://{tmp_path}/pool") as store:
         yield store
+
+
+def path_of(features: dict[str, Any]) -> str:
+    """Of its adapter, whose weights are others at another path."""
+    return str(features.get("lora", ("", "one"))[1])
+
+
+def holding(store: Store, digest: str = "one") -> SchedulerHalf:
+    """An engine whose workers have an adapter of this digest."""
+    scheduler = half(store)
+    hold(scheduler, digest)
+    return scheduler
 
 
 @pytest.mark.parametrize("stored", FEATURES)
@@ -60,13 +69,13 @@ def test_a_request_is_offered_what_was_computed_with_the_same_features_and_no_mo
     store: Store, stored: str
 ) -> None:
     """What is in front of an image is shared; the client library says how much that is."""
-    computed(request_with("stored", **FEATURES[stored]), store)
+    computed(request_with("stored", **FEATURES[stored]), store, path_of(FEATURES[stored]))
     there = BlockHasher(BLOCK_TOKENS).hashes(TOKENS, **FEATURES[stored])
     hits = {}
     for name, features in FEATURES.items():
         wanted = BlockHasher(BLOCK_TOKENS).hashes(TOKENS, **features)
         common = [one == other for one, other in zip(wanted, there, strict=True)]
-        hits[name] = answer(half(store), request_with(name, **features))
+        hits[name] = answer(holding(store, path_of(features)), request_with(name, **features))
         assert hits[name] == BLOCK_TOKENS * (common.index(False) if False in common else BLOCKS), name
     assert hits[stored] == BLOCK_TOKENS * BLOCKS
     assert min(hits.values()) == 0
@@ -92,8 +101,8 @@ def test_an_adapter_that_was_changed_in_place_goes_without_the_pool(store: Store
     """Its hashes are those of the one before."""
     adapter = {"lora": ("adapter", "one")}
     computed(request_with("before", **adapter), store)
-    assert answer(half(store), request_with("same", **adapter)) == BLOCK_TOKENS * BLOCKS
-    scheduler, changed = half(store), request_with("changed", load_inplace=True, **adapter)
+    assert answer(holding(store), request_with("same", **adapter)) == BLOCK_TOKENS * BLOCKS
+    scheduler, changed = holding(store), request_with("changed", load_inplace=True, **adapter)
     assert answer(scheduler, changed) == 0
     assert scheduler.plan(output(changed, len(TOKENS), TABLE)).stores == []
 
@@ -137,7 +146,7 @@ def test_of_a_hash_that_leaves_out_what_kv_depends_on_nothing_is_stored_or_offer
     assert asked.block_hashes[:5] == other.block_hashes[:5], "though what is computed differs"
     assert [one.block_hashes for one in computed(asked, store)] == [[one] for one in _told(asked)[:2]]
     put(store, list(asked.block_hashes))
-    assert answer(half(store), other) == 2 * BLOCK_TOKENS, "an engine of another version has stored more"
+    assert answer(holding(store), other) == 2 * BLOCK_TOKENS, "an engine of another version has stored more"
 
 
 @pytest.mark.parametrize("token", [0, 7])
@@ -145,7 +154,7 @@ def test_embeddings_are_shared_and_so_are_tokens_beside_them(store: Store, token
     """An embedding's place has a 0 in the hash, so any other token says what it is."""
     asked = _mixed(40 if token else len(TOKENS), token)
     assert len(computed(asked, store)) == BLOCKS
-    assert answer(half(store), asked) == BLOCKS * BLOCK_TOKENS
+    assert answer(holding(store), asked) == BLOCKS * BLOCK_TOKENS
 
 
 def _told(asked: Request) -> list[int]:

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.layers.attention.attention import set_default_quant_scales
 from vllm.v1.engine.core import EngineCore
 
 import kvpool.vllm
@@ -54,22 +52,65 @@ def test_what_is_computed_again_in_front_of_a_hits_end_is_held() -> None:
         assert internals.tokens_held(other, 0, 8) == 0, "nothing is computed again; this version never does"
 
 
-def test_the_mark_of_the_weights_changes_when_vllm_loads_them_anew_and_not_else(
-    engine_config: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layer = Attention.__new__(Attention)
-    torch.nn.Module.__init__(layer)
-    set_default_quant_scales(layer, register_buffer=True)
-    monkeypatch.setattr(
-        internals, "get_layers_from_vllm_config", lambda config, kind: {"no scale": None, "a": layer}
-    )
-    mark = internals.weights_mark(engine_config())
-    first = mark()
-    assert mark() == first
-    set_default_quant_scales(layer)  # as process_weights_after_loading does it
-    assert mark() != first
-    monkeypatch.setattr(internals, "get_layers_from_vllm_config", lambda config, kind: {})
-    assert internals.weights_mark(engine_config())() is None
+class Runner:
+    """A worker with a model, and the connector that it registers its KV cache with."""
+
+    def __init__(self, model: torch.nn.Module, drafts: torch.nn.Module | None = None) -> None:
+        self._model, self._drafts = model, drafts
+
+    def get_model(self) -> torch.nn.Module:
+        return self._model
+
+    def get_draft_model(self) -> torch.nn.Module | None:
+        return self._drafts
+
+    def register(self) -> Callable[[], Any]:
+        return internals.model_tensors()
+
+
+def linear(bias: bool = True) -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(3, 2, bias=bias))
+
+
+def test_all_that_is_loaded_of_the_callers_model_is_shown_by_name() -> None:
+    model, drafts = linear(), linear(bias=False)
+    model.register_buffer("lasting", torch.zeros(1))
+    model.register_buffer("scratch", torch.zeros(1), persistent=False)
+    model.register_parameter("none", None)
+    model.register_parameter("tied", model[0].weight)  # type: ignore[index]
+    model.register_buffer("away", torch.zeros(1, device="meta"))
+    runner = Runner(model, drafts)
+    shown = runner.register()
+    names = [".tied", ".lasting", "0.bias", "draft.0.weight"]
+    assert [name for name, _ in shown()] == names, "one of two names of a tensor is enough"
+    runner._model = linear()
+    assert [name for name, _ in shown()] == ["0.weight", "0.bias", "draft.0.weight"], "as it is now"
+    del runner
+    with pytest.raises(EngineRefused, match="the worker is gone"):
+        list(shown())
+
+
+def test_weights_that_a_kernel_has_packed_say_columns_and_others_that_they_do_not_show() -> None:
+    weight, model = torch.arange(20.0).reshape(2, 10), linear(bias=False)
+    layer: Any = model[0]  # type: ignore[index]
+    layer.weight = torch.nn.Parameter(torch.empty(0))
+    runner = Runner(model)
+    with pytest.raises(EngineRefused, match=r"the weights of 0\.weight are where no tensor shows them"):
+        list(runner.register()())
+    layer.input_size_per_partition = 10
+    layer.cpu_linear = lambda inputs, _, bias: inputs @ weight.T
+    ((_, shown),) = runner.register()()
+    assert torch.equal(shown, weight[:, [0, 3, 6, 9]].T)
+
+
+def test_without_a_model_among_the_callers_none_is_shown() -> None:
+    with pytest.raises(EngineRefused, match="does not show its model"):
+        internals.model_tensors()
+
+
+def test_an_engine_whose_calls_do_not_show_is_refused() -> None:
+    with pytest.raises(EngineRefused, match="does not show its calls"):
+        internals.watch_engine_calls(lambda name: None)
 
 
 @pytest.mark.parametrize(

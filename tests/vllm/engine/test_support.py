@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import (
 from kvpool.errors import EngineRefused
 from kvpool.key.key import Namespace
 from kvpool.vllm.engine import internals
-from kvpool.vllm.engine.support import groups_of, reads_ahead, refuse_unsupported
+from kvpool.vllm.engine.support import groups_of, reads_ahead, refuse_unsupported, why_not_measured
 from kvpool.vllm.geometry import Group
 from tests.support.specs import (
     FULL,
@@ -263,7 +263,26 @@ def test_no_kv_cache_is_refused() -> None:
         groups_of(cache_of())
 
 
-def test_weights_that_a_trainer_sends_are_refused_by_name(engine_config: Any) -> None:
-    config = engine_config(weight_transfer_config={"backend": "ipc"})
-    with pytest.raises(EngineRefused, match=r"--weight-transfer-config lets a trainer change the weights"):
-        refuse_unsupported(config)
+def test_weights_that_a_trainer_sends_are_taken_for_they_are_measured(engine_config: Any) -> None:
+    refuse_unsupported(engine_config(weight_transfer_config={"backend": "ipc"}))
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({}, ""),
+        ({"offload_group_size": 2}, "--offload-group-size moves weights"),
+        ({"cpu_offload_gb": 1}, "--cpu-offload-gb keeps weights on the host"),
+    ],
+)
+def test_weights_that_move_while_they_are_used_are_not_measured(
+    engine_config: Any, options: dict[str, Any], why: str
+) -> None:
+    assert why_not_measured(engine_config(**options)).startswith(why)
+    assert bool(why_not_measured(engine_config(**options))) == bool(why)
+
+
+def test_experts_that_move_between_ranks_are_not_measured(engine_config: Any) -> None:
+    config = engine_config()
+    config.parallel_config.enable_eplb = True
+    assert why_not_measured(config).startswith("--enable-eplb moves experts")

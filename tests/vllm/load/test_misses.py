@@ -12,11 +12,12 @@ from kvpool import metrics
 from kvpool.store import Store
 from kvpool.tracing import Tracing, Value
 from kvpool.vllm.geometry import Group
-from kvpool.vllm.plan import PoolWorkerMetadata
+from kvpool.vllm.plan import Measured, PoolWorkerMetadata
 from kvpool.vllm.scheduler import LOAD_REASONS, SchedulerHalf
 from tests.support.clock import Clock
 from tests.support.scheduler import (
     BLOCK_TOKENS,
+    FACTS,
     NAMESPACE,
     TABLE,
     answer,
@@ -106,17 +107,26 @@ def test_an_unused_record_expires(store: Store) -> None:
     assert missed(scheduler, request("b")) == {"expired": USABLE}
 
 
-@pytest.mark.parametrize("leaves", ["reset", "reload"])
-def test_an_engine_that_left_its_namespace_misses_what_it_has_there(store: Store, leaves: str) -> None:
-    scheduler, asked = half(store), request("a")
+@pytest.mark.parametrize(
+    ("first", "then", "why"),
+    [("", "", "other_namespace"), ("one", "other", "other_namespace"), ("one", "one", "evicted")],
+    ids=["not measured", "other weights", "the same weights"],
+)
+def test_an_engine_that_left_its_namespace_misses_what_it_has_there(
+    store: Store, first: str, then: str, why: str
+) -> None:
+    scheduler, asked = half(store, heard=False), request("a")
+    at_start = Measured(first, why="" if first else "no model is shown")
+    scheduler.update(PoolWorkerMetadata(facts={0: FACTS}, measured={(0, 0): at_start}), (), ())
     missed(scheduler, asked)
     stored(scheduler, asked, store)
     scheduler.finished(asked)
-    if leaves == "reset":
-        scheduler.reset()
-    else:
-        scheduler.update(PoolWorkerMetadata(reloaded=1), (), ())
-    assert missed(scheduler, request("b")) == {"other_namespace": USABLE}
+    scheduler.reset()
+    if first:
+        assert missed(scheduler, request("b")) == {"unavailable": USABLE}, "it does not know where to look"
+        scheduler.update(PoolWorkerMetadata(measured={(0, 1): Measured(then)}), (), ())
+    lose(store, asked)
+    assert missed(scheduler, request("c")) == {why: USABLE}
 
 
 @pytest.mark.parametrize(

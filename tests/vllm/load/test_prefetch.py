@@ -266,7 +266,7 @@ def test_a_window_brings_only_what_it_sees(engine: Callable[..., Engine]) -> Non
 
 
 def test_a_reset_gives_up_what_is_under_way(engine: Callable[..., Engine]) -> None:
-    one = engine(weights_never_change=True)
+    one = engine()
     scheduler, asked = one.start(), far_request(one.far, "a")
     arrive(scheduler, asked)
     scheduler.reset()
