@@ -484,8 +484,9 @@ def test_blocks_of_the_first_steps_are_of_the_weights_at_the_start() -> None:
     """They are computed before a worker has said what it holds."""
     engine = Engine("a", 0, 1, 1, measurable=True)
     engine.step("compute")
-    engine.settle()
-    engine.step("compute")
+    for _ in range(2):
+        engine.hear(0)
+    assert engine.step("compute").weights is None, "the workers are there already"
     name = engine.name
     engine.call("profile")
     engine.settle()
