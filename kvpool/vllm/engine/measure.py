@@ -13,6 +13,7 @@ import hashlib
 import itertools
 import json
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -161,7 +162,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     dimensions = sorted(
         (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1
     )
-    filled = list(itertools.accumulate((size for _, size in dimensions), initial=1))
+    filled = list(itertools.accumulate((size for _, size in dimensions), operator.mul, initial=1))
     return [stride for stride, _ in dimensions] == filled[:-1] and filled[-1] == math.prod(tensor.shape)
 
 
