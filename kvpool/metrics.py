@@ -105,8 +105,9 @@ ADAPTER_REQUESTS = Metric(
 )
 WEIGHTS = Metric(
     "kvpool_weights_measured_total",
-    "Measures of the weights in memory after a reset or a call that may write, by what they found; off: other weights "
-    "than the engine's cache has blocks of; silent: by the watch, and no call had said so.",
+    "Measures of the weights in memory after a reset or a call that may write, by what they found; off: NaN, or others "
+    "than the engine's cache has blocks of, so it goes without the pool; silent: the watch found others, no call "
+    "had said so.",
     "result",
     values=("same", "other", "off", "silent"),
 )

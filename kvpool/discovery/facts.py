@@ -11,6 +11,7 @@ from kvpool.key.key import (
     EPOCH_FACT,
     FACTS_SUFFIX,
     MAX_FACTS,
+    MEMORY_FACT,
     Fact,
     Namespace,
     differing_facts,
@@ -20,10 +21,12 @@ from kvpool.key.key import (
 from kvpool.store.store import Store
 
 LEASE_S = 30 * 86400.0
+UPDATE_LEASE_S = 2 * 86400.0  # of weights that came later, of which a trainer makes one every few minutes
 KEEP_EVERY_S = 60.0  # a server that evicts what is not used takes facts long before their lease ends
 _VERSION = 1
 # What sets a fact, in the order of a sentence; facts that are not here, such as sizes and digests, follow from these.
 _SET_BY = {
+    MEMORY_FACT: "an update of the running engine",
     "kv_dtype": "--kv-cache-dtype, else --dtype",
     "weights_dtype": "--dtype",
     "quantization": "--quantization",
@@ -37,12 +40,12 @@ _SET_BY = {
 
 
 def announce_facts(store: Store, namespace: Namespace, model: str) -> list[str]:
-    """Keep the namespace's facts in the pool for 30 days, and describe the similar namespaces.
+    """Keep the namespace's facts in the pool, and describe the similar namespaces.
 
     Returns the differing facts in a sentence per namespace of the tenant with the same model or weights, by
-    fingerprint. Namespaces of one engine alone (``EPOCH_FACT``) and unreadable records are skipped.
-    ``model``: its display name in the record. Blocks for a few small reads and a write. Errors:
-    ``StoreUnavailable``; ``ConfigError`` when the facts exceed an announcement.
+    fingerprint. Skipped are unreadable records and namespaces of one engine alone (``EPOCH_FACT``) or of weights that
+    came later (``MEMORY_FACT``): an update leaves all others. ``model``: its display name in the record. Blocks for a
+    few small reads and a write. Errors: ``StoreUnavailable``; ``ConfigError`` when the facts exceed an announcement.
     """
     keep_facts(store, namespace, model)
     weights = namespace.facts.get("weights")
@@ -56,14 +59,18 @@ def announce_facts(store: Store, namespace: Namespace, model: str) -> list[str]:
         f'namespace {fingerprint[:8]} of model "{name}" holds blocks that this worker cannot share: '
         + describe_differences(namespace, other)
         for fingerprint, (name, other) in sorted(others.items())
-        if EPOCH_FACT not in {*other.facts, *namespace.facts}
+        if not {EPOCH_FACT, MEMORY_FACT} & {*other.facts, *namespace.facts}
     ]
 
 
 def keep_facts(store: Store, namespace: Namespace, model: str) -> None:
-    """Write the namespace's facts, again where they are there. Blocks for a small write. Errors: as above."""
+    """Write the namespace's facts, again where they are there, for 30 days, or 2 if its weights came later.
+
+    Blocks for a small write. Errors: as above.
+    """
     record = {"version": _VERSION, "model": model, "facts": dict(namespace.facts)}
-    store.announce(namespace.facts_key, msgpack.packb(record), lease_s=LEASE_S)
+    lease_s = UPDATE_LEASE_S if MEMORY_FACT in namespace.facts else LEASE_S
+    store.announce(namespace.facts_key, msgpack.packb(record), lease_s=lease_s)
 
 
 def announced_namespaces(store: Store, tenant: str) -> dict[str, list[Namespace]]:

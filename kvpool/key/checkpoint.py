@@ -56,7 +56,6 @@ LOADED_PATTERNS = {
     "gguf": ("*.gguf",),
 }
 AUTO_PATTERNS_OF_VLLM = (*_MISTRAL, *_HF)
-ADAPTER_PATTERNS_OF_VLLM = tuple(f"adapter_model.{kind}" for kind in ("safetensors", "bin", "pt"))
 _ANY = (*_HF, "*.gguf")
 # Files beside the weights that inference does not load (``filter_files_not_needed_for_inference`` of vLLM).
 _NOT_WEIGHTS = frozenset(("training_args.bin", "optimizer.bin", "optimizer.pt", "scheduler.pt", "scaler.pt"))

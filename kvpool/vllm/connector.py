@@ -72,6 +72,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerHalf | None = None
         self._store = None
         self._config: PoolConfig | None = None
+        self._adapters: AdapterLoads | None = None
         stage_ranks = vllm_config.parallel_config.tensor_parallel_size
         try:
             config = PoolConfig.load(self._kv_transfer_config.kv_connector_extra_config)
@@ -100,12 +101,14 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                 self._scheduler.start()
             else:
                 self._config = config
+                rank = internals.engine_rank(stage_ranks)
+                self._adapters = None if vllm_config.lora_config is None else AdapterLoads(rank)
                 self._worker = WorkerHalf(
                     config,
                     self._geometry,
-                    rank=internals.engine_rank(stage_ranks),
+                    rank=rank,
                     model=model_name(vllm_config.model_config, config.model_id),
-                    adapters=None if vllm_config.lora_config is None else AdapterLoads(),
+                    adapters=self._adapters,
                     clock=self.clock,
                 )
         except (ConfigError, StoreUnavailable) as error:
@@ -137,6 +140,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         except (ConfigError, StoreUnavailable) as error:
             self._worker.switch_off(str(error))
             return
+        if self._adapters is not None:
+            self._adapters.reader = internals.adapter_reader()
         self._worker.register(
             layers,
             facts,

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 from kvpool.key.key import Fact
 
 
-class AdapterFiles(NamedTuple):
-    """The files that an adapter's blocks are of. ``number``: vLLM's; ``state``: as ``adapters.files_state`` has it."""
+class AdapterWeights(NamedTuple):
+    """What an adapter's blocks are of. ``number``: vLLM's; ``digests``: of its tensors, by rank."""
 
     number: int
     name: str
     path: str
-    state: bytes
+    digests: tuple[str, ...]
 
     @property
     def key(self) -> tuple[str, str]:
@@ -31,7 +31,7 @@ class BlockRef(NamedTuple):
     block_hash: bytes
     group: int
     block_ids: tuple[int, ...]
-    adapter: AdapterFiles | None = None  # whose KV it is
+    adapter: AdapterWeights | None = None  # whose KV it is
 
 
 class LoadPlan(NamedTuple):
@@ -59,6 +59,7 @@ class PoolMetadata(KVConnectorMetadata):
     stores: list[BlockRef] = field(default_factory=list)
     tags: list[int] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)  # requests that no longer want their load
+    adapters: list[Any] = field(default_factory=list)  # requests for adapters that a worker is to read
     idle: bool = False  # no forward runs in this step
     timed: int = 0  # number of a timed step; 0: untimed
     facts: dict[str, Fact] = field(default_factory=dict)  # of several pipeline stages together, once
@@ -67,6 +68,8 @@ class PoolMetadata(KVConnectorMetadata):
         0  # number of a question: what weights the worker holds, before anything of this step; 0: none
     )
     watch: bool = False  # the weights lie in memory, and are those of the last measure
+    # They have changed, and no call has said so: what was stored since they were last seen the same is deleted.
+    silent: bool = False
     # What names the weights from this step on, its stores and loads included: ``facts_of_weights``; None: as before.
     weights: dict[str, Fact] | None = None
 
@@ -88,9 +91,12 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
     # By rank and number of the question; 0: of the start, once.
     measured: dict[tuple[int, int], Measured] = field(default_factory=dict)
     differs: bool = False  # the watch found other weights than those of the last measure
-    other_files: set[tuple[str, str]] = field(
+    adapters: dict[tuple[int, int], str] = field(
+        default_factory=dict
+    )  # by rank and number: ``AdapterLoads.news``
+    other_adapters: set[tuple[str, str]] = field(
         default_factory=set
-    )  # adapters that were loaded of others, by key
+    )  # of other weights than blocks say, by key
     asked: bool = False  # an index requests the engine's whole cache
     timed: int = 0  # the number of a timed step
     load_s: dict[str, float] = field(default_factory=dict)  # by request: least duration of its load
@@ -112,7 +118,8 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
             self.missing | other.missing,
             self.measured | other.measured,
             self.differs or other.differs,
-            self.other_files | other.other_files,
+            self.adapters | other.adapters,
+            self.other_adapters | other.other_adapters,
             self.asked or other.asked,
             max(self.timed, other.timed),
             {

@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 from kvpool.text import unknown
 from kvpool.vllm.engine.adapters import AdapterCheck, pool_hash
 from kvpool.vllm.engine.hints import MAX_KEEP_S, NO_HINTS, Hints
-from kvpool.vllm.plan import AdapterFiles
+from kvpool.vllm.plan import AdapterWeights
 
 logger = init_logger("vllm.kvpool")
 
@@ -70,13 +70,13 @@ class Asked:
 
     @property
     def tag(self) -> bytes | None:
-        """Of its adapter; empty: it has none. None: unknown, to which another thread may set it."""
+        """Of its adapter; empty: it has none. None: unknown."""
         return b"" if self.adapter is None else self.adapter.tag
 
     @property
-    def adapter_files(self) -> AdapterFiles | None:
+    def adapter_weights(self) -> AdapterWeights | None:
         """That its blocks are of; None: it has no adapter, or their hashes in the pool are unknown."""
-        return None if self.adapter is None else self.adapter.files
+        return None if self.adapter is None else self.adapter.weights
 
     @property
     def pool_hash(self) -> Callable[[bytes], bytes] | None:

@@ -101,7 +101,7 @@ class SchedulerHalf:
         )
         self._requests: dict[str, RequestState] = {}
         self._params = ParamsReader()
-        self._adapters = Adapters(adapter_settings)
+        self._adapters = Adapters(geometry.ranks, adapter_settings)
         self._seen = SeenRecords(StoreURL.parse(config.pool).ttl_s, clock.monotonic())
         self._proofs = HashProofs(geometry.hash_algorithm, geometry.hash_block_tokens, self._is_cached)
         self._lookups = Lookups(
@@ -190,6 +190,8 @@ class SchedulerHalf:
     def matched_tokens(self, request: Request, local_tokens: int) -> Offer:
         """(tokens that the pool adds to ``local_tokens``, load is asynchronous); None: ask again later."""
         state = self._state(request)
+        if state.asked.adapter is not None:
+            self._adapters.want(state.asked.adapter)
         self._outcomes.begins(state, local_tokens)
         self._offers.begin(state)
         max_tokens = self._max_tokens(request)
@@ -272,7 +274,7 @@ class SchedulerHalf:
         if (in_pool := state.asked.pool_hash) is None:
             return (), near_only
         blocks = self._loads_under_way.begin(
-            request, tables, span.local_tokens, span.hit_tokens, in_pool, state.asked.adapter_files
+            request, tables, span.local_tokens, span.hit_tokens, in_pool, state.asked.adapter_weights
         )
         return blocks, near_only
 
@@ -287,6 +289,7 @@ class SchedulerHalf:
         self._new_loads, self._cancelled = [], []
         self._loads_under_way.scheduled(output.num_scheduled_tokens)
         self._namespace.add_to(step)
+        step.adapters = self._adapters.take_wanted()
         self._prefetch()
         if self._gate is not None:
             step.timed = self._time_step(self._gate, output)
@@ -340,7 +343,7 @@ class SchedulerHalf:
         step: PoolMetadata,
     ) -> None:
         self._store_planner.plan(
-            step, output, request, asked.params.priority, computed, asked.pool_hash, asked.adapter_files
+            step, output, request, asked.params.priority, computed, asked.pool_hash, asked.adapter_weights
         )
 
     @guarded(None, request="store")
@@ -353,7 +356,7 @@ class SchedulerHalf:
         step: PoolMetadata,
     ) -> None:
         self._store_planner.plan_states(
-            step, output, request, asked.params.priority, offered, asked.pool_hash, asked.adapter_files
+            step, output, request, asked.params.priority, offered, asked.pool_hash, asked.adapter_weights
         )
 
     @guarded(None)
@@ -398,7 +401,10 @@ class SchedulerHalf:
                         self._gate.loaded(load.tokens if ok else 0, load.seconds, near)
         if report is None:
             return
-        for adapter in report.other_files:
+        for adapter in report.other_adapters:
+            self._adapters.is_other(adapter)
+            self._leave_adapter(adapter)
+        for adapter in self._adapters.learn(report.adapters):
             self._leave_adapter(adapter)
         if report.part_nbytes:
             self._sized(report.part_nbytes)
@@ -416,8 +422,7 @@ class SchedulerHalf:
             self._events += [removed_event(*block) for block in sorted(report.missing)]
 
     def _leave_adapter(self, adapter: tuple[str, str]) -> None:
-        """A worker computes with other weights than the digest of the adapter's files says."""
-        self._adapters.other_files(*adapter)
+        """An adapter has other weights than blocks of the engine's cache."""
         self._store_planner.refuse(adapter)
         for state in self._requests.values():
             if (check := state.asked.adapter) is not None and check.key == adapter:
@@ -439,6 +444,8 @@ class SchedulerHalf:
             self._loads_under_way.end(request.request_id)
             self._offers.forget(state)
             asked = state.asked
+            if asked.adapter is not None:
+                self._adapters.end(asked.adapter)
             if asked.adapter is not None and not (asked.checked and asked.identified):
                 self.counters.add(metrics.ADAPTER_REQUESTS, 1, asked.adapter.cause)
             if state.load.under_way:
@@ -558,7 +565,11 @@ class SchedulerHalf:
         """The engine's caches were reset, perhaps for changed weights."""
         self._store_planner.leave()
         self._forget_offers()
-        self._namespace.reset(in_use=self._block_pool is not None and internals.is_in_use(self._block_pool))
+        in_use = self._block_pool is not None and internals.is_in_use(self._block_pool)
+        if not in_use:
+            self._adapters.reset()
+            self._store_planner.allow_adapters()
+        self._namespace.reset(in_use=in_use)
 
     @guarded(None)
     def called(self, method: str) -> None:
@@ -600,7 +611,6 @@ class SchedulerHalf:
     def close(self) -> None:
         self.forget()
         self._requests.clear()
-        self._adapters.close()
         self._retention.close()
         self._quota.close()
         if self._near_blocks is not None:

@@ -6,8 +6,8 @@ the engine: a fault disables the pool for this rank, fails every promised load, 
 
 A step that asks what weights this rank holds (``PoolMetadata.measure``) ends its loads in flight, and nothing moves
 until a step says how they are named (``weights``). Earlier stores go to the old namespace. The watch
-(``engine.measure``) leaves it by itself when it finds other weights, and deletes what this rank stored since it last
-found all of them the same.
+(``engine.measure``) leaves it by itself when it finds other weights. The scheduler then has every rank delete what it
+stored since it last found all of its own the same (``silent``): one rank's blocks depend on the weights of all.
 
 Over 400 lines because all that reaches this rank's memory stands together.
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from vllm.logger import init_logger
@@ -34,13 +35,14 @@ from kvpool.threads import start_thread
 from kvpool.transfer import Block, BlockCopier, Finished, KVCacheMover, Moved
 from kvpool.transfer.memory import default_nbytes, slot_size
 from kvpool.vllm.engine.adapter_loads import AdapterLoads
+from kvpool.vllm.engine.adapters import UNREADABLE
 from kvpool.vllm.engine.guard import RequestFaults, guarded
 from kvpool.vllm.engine.measure import UnsureKeys, WeightsMeasure
 from kvpool.vllm.engine.namespace import facts_of_weights
 from kvpool.vllm.engine.part_tags import PartTags
 from kvpool.vllm.engine.parts import cut
 from kvpool.vllm.geometry import Geometry, Group
-from kvpool.vllm.plan import AdapterFiles, BlockRef, LoadPlan, Measured, PoolMetadata, PoolWorkerMetadata
+from kvpool.vllm.plan import AdapterWeights, BlockRef, LoadPlan, Measured, PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.tell.announcement import Announcement, EngineAnnouncer
 
 logger = init_logger("vllm.kvpool")
@@ -89,6 +91,7 @@ class WorkerHalf:
         self._measure: WeightsMeasure | str = ""
         self._looked_at = 0.0
         self._unsure = UnsureKeys()
+        self._unsure_tags: frozenset[int] = frozenset()  # of them, under way when they were condemned
         self._announcer: EngineAnnouncer | None = None  # of the first rank
         self._report = PoolWorkerMetadata()
         self._submitted: PoolMetadata | None = None
@@ -178,8 +181,10 @@ class WorkerHalf:
             return Measured(why=self._measure)
         try:
             return Measured(self._measure.take(), nan=self._measure.has_nan())
+        except EngineRefused as error:
+            return Measured(why=str(error))
         except Exception as error:  # never reaches the engine
-            logger.warning("kvpool cannot measure the weights", exc_info=not isinstance(error, EngineRefused))
+            logger.warning("kvpool: rank %d failed to measure its weights", self._rank, exc_info=True)
             return Measured(why=str(error) or type(error).__name__)
 
     @guarded(None)
@@ -187,7 +192,6 @@ class WorkerHalf:
         """Stop all transfers, and measure."""
         self._awaits_weights = True
         self._leave()
-        self._unsure.clear()
         self._report.measured[self._rank, step.measure] = self._measured()
 
     @guarded(None)
@@ -207,7 +211,6 @@ class WorkerHalf:
             self._awaits_weights = True
             self._leave()
             self._report.differs = True
-            self._unsure.condemn()
 
     def _leave(self) -> None:
         """Stop all transfers: those in flight into this engine's memory have other weights."""
@@ -228,6 +231,7 @@ class WorkerHalf:
         self._facts = step.facts or self._facts
         if step.weights is not None:
             self._weights, self._awaits_weights = step.weights, False
+            self._unsure.clear()
         if not self._facts or self._awaits_weights:
             return
         self._namespace = Namespace(self._config.tenant, facts_of_weights(self._facts, self._weights))
@@ -255,6 +259,10 @@ class WorkerHalf:
             return
         self._submitted = step
         self._report.timed = step.timed
+        self._look_at_adapters(step.adapters)
+        if step.silent:
+            self._unsure.condemn()
+            self._unsure_tags = self._storing.tags
         if step.facts or step.weights is not None:
             self._join(step)
         if step.measure:
@@ -267,7 +275,7 @@ class WorkerHalf:
                 continue
             if foreign := self._foreign(plan.blocks, computed=False):
                 self._report.load_causes[plan.request_id] = "adapter"
-                self._report.other_files |= {one.key for one in foreign}
+                self._report.other_adapters |= {one.key for one in foreign}
                 continue
             if not (blocks := self._blocks_to_load(plan.blocks)):
                 continue
@@ -283,7 +291,15 @@ class WorkerHalf:
             if self._mover is not None:
                 self._mover.cancel(request_id)
 
-    def _foreign(self, blocks: Iterable[BlockRef], *, computed: bool) -> set[AdapterFiles]:
+    @guarded(None)
+    def _look_at_adapters(self, requests: Iterable[Any]) -> None:
+        for lora_request in requests:
+            if self._adapters is None:
+                self._report.adapters[self._rank, int(lora_request.lora_int_id)] = UNREADABLE
+            else:
+                self._adapters.look(lora_request)
+
+    def _foreign(self, blocks: Iterable[BlockRef], *, computed: bool) -> set[AdapterWeights]:
         """Adapters of blocks that are of other files here; ``computed``: the blocks are."""
         wanted = {block.adapter for block in blocks if block.adapter is not None}
         if self._adapters is None:
@@ -311,7 +327,7 @@ class WorkerHalf:
             self._count(self._report.dropped, tags)
             return
         foreign = self._foreign(stores, computed=True)
-        self._report.other_files |= {one.key for one in foreign}
+        self._report.other_adapters |= {one.key for one in foreign}
         own: dict[int, BlockRef] = {}
         for block, tag in zip(stores, tags, strict=True):
             if block.adapter in foreign:
@@ -348,7 +364,7 @@ class WorkerHalf:
             if finished is not None:
                 self._note_loads(finished, seen_at, ended, failed)
                 self._note_stores(finished)
-            if self._unsure.condemned and not len(self._storing):
+            if self._unsure.condemned and self._unsure_tags.isdisjoint(self._storing.tags):
                 self._delete_unsure()
         return ended, failed
 
@@ -357,7 +373,9 @@ class WorkerHalf:
         assert self._store is not None
         keys = self._unsure.take()
         logger.warning(
-            "kvpool deletes %s stored of weights that nobody told of", counted(len(keys), "record")
+            "kvpool: rank %d deletes %s, stored since it last saw all weights unchanged",
+            self._rank,
+            counted(len(keys), "record"),
         )
         start_thread(
             threading.Thread(target=_delete, args=(self._store, keys), name="kvpool-delete", daemon=True)
@@ -399,6 +417,11 @@ class WorkerHalf:
 
     def take_report(self) -> PoolWorkerMetadata | None:
         self._report.asked = self._announcer is not None and self._announcer.asked
+        if self._adapters is not None:
+            self._report.adapters |= {
+                (self._rank, number): one for number, one in self._adapters.news.items()
+            }
+            self._adapters.news.clear()
         if self._report.is_empty():
             return None
         report, self._report = self._report, PoolWorkerMetadata()
@@ -476,4 +499,11 @@ def _delete(store: Store, keys: Sequence[str]) -> None:
     try:
         store.delete_many(keys)
     except KVPoolError as error:
-        logger.error("kvpool could not delete %s of unknown weights: %s", counted(len(keys), "record"), error)
+        namespace = keys[0].split(":")[2]
+        logger.error(
+            "kvpool could not delete %s that may be of other weights than their namespace (%s): run kvpool purge "
+            "--namespace %s when the pool is back, before others load them",
+            counted(len(keys), "record"),
+            error,
+            namespace,
+        )

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from unittest import mock
+
 import msgpack
 import pytest
 
-from kvpool.discovery.facts import LEASE_S, announce_facts, announced_namespaces
+from kvpool.discovery.facts import LEASE_S, UPDATE_LEASE_S, announce_facts, announced_namespaces
 from kvpool.key.key import MAX_FACTS, Namespace
 from kvpool.store.store import Store
 
@@ -74,6 +76,22 @@ def test_every_other_namespace_has_a_sentence_in_a_stable_order(store: Store) ->
     sentences = announce_facts(store, Namespace("t", OURS), "m")
     assert [sentence.split()[1] for sentence in sentences] == [other.hex[:8] for other in others]
     assert announce_facts(store, Namespace("t", OURS), "m") == sentences
+
+
+def test_updates_of_weights_are_no_difference_to_tell(store: Store) -> None:
+    """A trainer makes one every few minutes."""
+    updated = [Namespace("t", {**OURS, "weights_in_memory": digest}) for digest in ("01", "02")]
+    assert [announce_facts(store, one, "m") for one in updated] == [[], []]
+    assert announce_facts(store, Namespace("t", OURS), "m") == []
+    assert announce_facts(store, updated[0], "m") == []
+
+
+def test_what_an_update_left_is_forgotten_sooner(store: Store) -> None:
+    with mock.patch.object(store, "announce") as announce:
+        announce_facts(store, Namespace("t", OURS), "m")
+        announce_facts(store, Namespace("t", {**OURS, "weights_in_memory": "01"}), "m")
+    assert [one.kwargs["lease_s"] for one in announce.call_args_list] == [LEASE_S, UPDATE_LEASE_S]
+    assert UPDATE_LEASE_S == 2 * 86400
 
 
 def test_other_tenants_and_models_are_none_of_ours(store: Store) -> None:

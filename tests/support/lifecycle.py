@@ -11,6 +11,7 @@ beside the caller: a run is the same each time, and minutes of a pool that is aw
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import pickle
@@ -62,6 +63,7 @@ from kvpool.key.key import parse_key
 from kvpool.metrics import Samples, add_samples
 from kvpool.transfer import BlockCopier
 from kvpool.vllm import KVPoolConnector, KVPoolTier
+from kvpool.vllm.engine import internals
 from kvpool.vllm.plan import PoolMetadata
 from tests.support.clock import Clock
 from tests.support.devices import SlowDevice
@@ -87,6 +89,8 @@ STEP_S = 0.01
 LONG_S = 40.0  # of simulated time: by then whatever is under way has ended, however badly
 _MODULUS = (1 << 61) - 1
 _GARBAGE = b"\xee"
+MIXED = -7  # what is computed of the weights and of blocks that are of other ones: it belongs nowhere
+TENSORS, WEIGHTS_AT = 12, 10  # of a rank's model, and the place of the one that has the weights
 
 
 class Text:
@@ -98,7 +102,14 @@ class Text:
         self.values = np.zeros(MAX_TOKENS + MAX_DRAFTS + 1, np.int64)
         for token in prompt:
             self._append(token)
-        self.prompt_tokens = len(prompt)
+        self.prompt_tokens = self.said_tokens = len(prompt)
+        self.mixed = False  # computed on blocks of other weights
+
+    def begin_anew(self, weights: int) -> None:
+        """All that was said is computed once more, of these weights."""
+        said, self.tokens, self.weights, self.mixed = self.tokens[: self.said_tokens], [], weights, False
+        for token in said:
+            self._append(token)
 
     def _append(self, token: int) -> None:
         at = len(self.tokens)
@@ -131,6 +142,10 @@ class World:
         self.shape = Shape()  # of the engines
         self.weights: dict[bytes, int] = {}  # of which the blocks in a namespace are, by its fingerprint
         self.newest_weights = 0
+        self.halves: dict[
+            tuple[int, ...], int
+        ] = {}  # numbers of weights of which not all ranks have the same
+        self.doubtful: set[str] | None = None  # what may be wrong of what is stored; None: nothing may
         self.batches: list[_Batch] = []
         self.put: set[str] = set()
         self.reachable = True
@@ -146,6 +161,7 @@ class World:
             self._patch.setattr(f"{module}.open_store", self._open_store)
         self._patch.setattr("kvpool.vllm.engine.parts.MIN_PART_NBYTES", 1)
         # Nothing runs beside the caller.
+        self._patch.setattr("kvpool.vllm.worker.start_thread", lambda thread: thread.run())
         self._patch.setattr("kvpool.vllm.worker.WorkerHalf._begin_announcing", lambda worker, namespace: None)
 
     def _open_store(
@@ -175,7 +191,9 @@ class World:
         Behind the end of a tail anything may be.
         """
         _, fingerprint, block_hash, group, rank = parse_key(key)
-        values = self.values[self.weights[fingerprint], block_hash]
+        values = self.values.get((self.weights[fingerprint], block_hash))
+        if values is None:
+            return False
         known = len(values) % BLOCK_TOKENS if self.shape.tails else 0
         if self.shape.is_state(group):
             values, known = np.full(BLOCK_TOKENS, values[-1]), BLOCK_TOKENS
@@ -271,6 +289,9 @@ class _Batch:
                 kept |= {at: _native.OK if ok else _native.NO_ROOM for at, ok in zip(new, ended, strict=True)}
                 world.put.update(self.keys[at] for at in new if kept[at] == _native.OK)
             self.answer = bytes(kept.values())
+        elif self.operation == _native.DELETE:
+            world.records.delete_many(self.keys)
+            self.answer = bytes([_native.OK] * len(self.keys))
         else:
             if self.mood == "losing" and self.operation == _native.GET:
                 world.records.delete_many([key for key in self.keys if world.random.random() < 0.5])
@@ -282,8 +303,11 @@ class _Batch:
 
     def _check_source(self) -> None:
         """Whoever sends a buffer must leave it alone until the batch has ended, also if nobody waits for it."""
+        world = self.client.world
         for key, view in zip(self.keys, self.views, strict=True):
-            assert self.client.world.is_payload(key, view), f"a buffer changed while it was sent: {key}"
+            if not world.is_payload(key, view):
+                assert world.doubtful is not None, f"a buffer changed while it was sent: {key}"
+                world.doubtful.add(key)
 
     def _spoil(self) -> None:
         """Who did not end well may have written anything."""
@@ -491,8 +515,10 @@ class ScriptedEngine:
     ) -> None:
         self.world, self.shape, self.config = world, shape, config
         world.shape = shape
-        self.weights = 0
+        self.held = [0] * shape.ranks  # weights, by rank
         self.memory = 0  # of its weights, what blocks do not depend on
+        self.mixed: int | None = None  # weights of which it has blocks beside its own; None: it has none
+        self.silent: int | None = None  # weights that it had before a change that nothing has shown yet
         self.is_asleep = False
         self.told: Callable[[str], None]  # of calls that may write weights
         with pytest.MonkeyPatch.context() as patch:
@@ -503,9 +529,22 @@ class ScriptedEngine:
         self.told = told
         return lambda: self.is_asleep
 
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    @property
+    def weights(self) -> int:
+        """What it computes with, all ranks together."""
+        if len(set(self.held)) == 1:
+            return self.held[0]
+        return self.world.halves.setdefault(tuple(self.held), -1 - len(self.world.halves))
+
+    @weights.setter
+    def weights(self, weights: int) -> None:
+        self.held = [weights] * self.shape.ranks
+
+    def _tensors(self, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
         assert not self.is_asleep, "the memory of the weights is away"
-        yield "weights", torch.tensor([self.weights, self.memory])
+        for place in range(TENSORS):
+            held = [self.held[rank], self.memory] if place == WEIGHTS_AT else []
+            yield f"layer{place}", torch.tensor([place, *held])
 
     def _start(self, without_pool: int | None) -> None:
         kind = AsyncScheduler if self.shape.overlapping else Scheduler
@@ -593,7 +632,8 @@ class ScriptedEngine:
                 update={"staging_nbytes": self.shape.slots * slot_nbytes}
             )
             rank = Rank(index, tensors, numbers, connector, device=device)
-            patch.setattr("kvpool.vllm.engine.internals.model_tensors", lambda: self._tensors)
+            tensors_of = functools.partial(self._tensors, index)
+            patch.setattr("kvpool.vllm.engine.internals.model_tensors", lambda: tensors_of)
             self.world.reachable = not without_pool
             connector.register_kv_caches(tensors)
             self.world.reachable = True
@@ -602,7 +642,7 @@ class ScriptedEngine:
     # What the engine core does.
 
     def add(self, name: str, prompt: Sequence[int], max_tokens: int) -> None:
-        self.texts[name] = Text(prompt, self.weights)
+        self.texts[name] = Text(prompt, self.weights if self.mixed is None else self.mixed)
         self.scheduler.add_request(
             Request(
                 name,
@@ -703,17 +743,49 @@ class ScriptedEngine:
         )
         held = any(pending.unstaged for pending in self.stores._queue._pending.values())
         assert self.queue or not held or self.shape.late, "a block is held"
-        scheduler.reset_prefix_cache(running and not busy and not held, connector)
+        self._reset(running and not busy and not held, connector)
         if connector:
             self.dropped.clear()
+
+    def _reset(self, running: bool, connector: bool) -> bool:
+        if done := self.scheduler.reset_prefix_cache(running, connector):
+            self.mixed = None
+            self._begin_anew()
+        return done
+
+    def _begin_anew(self) -> None:
+        for name in self.live():
+            self.texts[name].begin_anew(self.weights)
+            self._hashed[name] = 0
+
+    def write_weights(self, weights: int, ranks: Sequence[int] = (), told: str = "update_weights") -> None:
+        """Write them over those of some ranks, or of all, whatever runs: as a call does, behind the steps under way.
+
+        ``told``: the method that was called; empty: none.
+        """
+        while any(output is None for _, output in self.queue):
+            self.execute()
+        before = self.weights
+        for rank in ranks or range(self.shape.ranks):
+            self.held[rank] = weights
+        if self.weights != before:
+            pool = self.scheduler.kv_cache_manager.block_pool
+            if internals.is_in_use(pool) or internals.cached_blocks(pool):
+                self.mixed = before if self.mixed is None else self.mixed
+            else:
+                self._begin_anew()
+            self.silent = None if told else before
+            if not told and (namespace := self.planner._namespace.current) is not None:
+                self.world.weights.setdefault(namespace.fingerprint, before)
+        if told:
+            self.told(told)
 
     def sleep(self) -> None:
         """Level 1 with the requests aborted, as ``EngineCore.sleep`` does it; and waking up with empty memory."""
         self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
         self.scheduler.set_pause_state(PauseState.PAUSED_NEW)
         self.drain()
-        reset = self.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-        assert reset, "vLLM ends the call to sleep with an error"
+        assert self._reset(True, True), "vLLM ends the call to sleep with an error"
         self.is_asleep = True
         self.told("sleep")
         for rank in self.ranks:
@@ -731,13 +803,13 @@ class ScriptedEngine:
         self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
         self.drain()
         if reset_before:
-            assert self.scheduler.reset_prefix_cache(False, True)
+            assert self._reset(False, True)
         self.world.newest_weights += 1
         self.weights = self.world.newest_weights
         if seen:
             self.told("reload_weights")
         if not reset_before:
-            assert self.scheduler.reset_prefix_cache(False, connector)
+            assert self._reset(False, connector)
 
     def pause(self, seconds: float) -> None:
         """Level 0 with the requests kept: no step for a while."""
@@ -796,6 +868,7 @@ class ScriptedEngine:
                     0 in record.block_ids for record in load.blocks if record.group == first
                 )
             for name in names:
+                self.running[name].text.mixed |= self.mixed is not None
                 self._forward(rank, name, computed[name], planned.num_scheduled_tokens[name])
             connector.start_load_kv(None)  # type: ignore[arg-type]
             if self.world.random.random() < 0.1:
@@ -869,6 +942,7 @@ class ScriptedEngine:
             right += 1
         self.accepted, self.rejected = self.accepted + right, self.rejected + drafted - right
         running.tokens += right + 1
+        text.said_tokens = max(text.said_tokens, running.tokens)
         running.computed -= drafted - right
         running.drafts = self._guess(text, running.tokens)
         return text.tokens[known : running.tokens]
@@ -920,6 +994,9 @@ class ScriptedEngine:
                 wanted = np.concatenate((running.text.values[first:computed], running.written))
                 wanted += self.shape.salt(group, layer, rank.index)
                 at = (blocks, places % block_tokens)
+                if running.text.mixed:
+                    numbers[at] = MIXED
+                    continue
                 done = known - first
                 read = numbers[at][:done]
                 wanted = wanted.astype(numbers.dtype)
@@ -937,7 +1014,9 @@ class ScriptedEngine:
                 block = table[(tokens - 1) // BLOCK_TOKENS] if tokens else 0
                 assert bool(block) == bool(tokens), "the engine took a state away that the next token needs"
                 assert (STATES, block) not in busy, "a state is used that is loaded"
-                if tokens == end:
+                if running.text.mixed:
+                    numbers[block] = MIXED
+                elif tokens == end:
                     numbers[block] = value + own
                 elif tokens:
                     assert (numbers[block] == value + own).all(), f"rank {rank.index} reads a wrong state"
@@ -955,6 +1034,9 @@ class ScriptedEngine:
         kept = np.arange(max(computed, end - size), end)
         for layer, numbers in enumerate(rank.numbers[ring]):
             own = self.shape.salt(ring, layer, rank.index)
+            if running.text.mixed:
+                numbers[block][kept % size] = MIXED
+                continue
             read = numbers[block][left % size]
             assert (read == running.text.values[left] + own).all(), f"rank {rank.index} reads a wrong ring"
             numbers[block][kept % size] = running.written[kept - computed] + own
@@ -1039,12 +1121,17 @@ class ScriptedEngine:
         """What a rank moves in this step is of one kind of weights, as is all else in its namespace."""
         assert rank.connector._worker is not None
         if (namespace := rank.connector._worker._namespace) is not None:
+            if self.silent is not None and self.world.weights.get(namespace.fingerprint) == self.silent:
+                return
             weights = self.world.weights.setdefault(namespace.fingerprint, self.weights)
             assert weights == self.weights, "blocks of other weights are in this namespace"
 
     def _check_loaded(self, rank: Rank, name: str, *, ok: bool) -> None:
         """A load is reported when it is over: nothing writes any more, and its bytes are those of its hashes."""
         if not ok:
+            return
+        if self.silent is not None:
+            self.mixed = self.silent if self.mixed is None else self.mixed
             return
         tables = self.scheduler.kv_cache_manager.get_block_ids(name)
         hit = self.scheduler.requests[name].num_computed_tokens

@@ -163,11 +163,16 @@ def request_with(
     )
 
 
-def computed(asked: Request, store: Store) -> list[BlockStored]:
-    """Let a request be computed and stored; what is announced of it."""
+def hold(scheduler: SchedulerHalf, digest: str, number: int = 1) -> None:
+    """The workers say what they hold of an adapter."""
+    scheduler.update(PoolWorkerMetadata(adapters={(0, number): digest}), (), ())
+
+
+def computed(asked: Request, store: Store, digest: str = "one") -> list[BlockStored]:
+    """Let a request be computed and stored, with an adapter of this digest; what is announced of it."""
     scheduler = half(store)
+    hold(scheduler, digest)
     scheduler.seen(asked)
-    assert eventually(lambda: scheduler._requests[asked.request_id].asked.checked)
     scheduler.allocated(asked, TABLE, 0)
     step = scheduler.plan(output(asked, len(TOKENS), TABLE))
     keys = NAMESPACE.keys([block.block_hash for block in step.stores], 0, 0)

@@ -7,7 +7,7 @@ Over 400 lines because it is one state machine, and what it once found.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -20,10 +20,14 @@ from kvpool.config import PoolConfig
 from kvpool.errors import ConfigError
 from kvpool.key.key import Fact, parse_key
 from kvpool.vllm import connector
+from kvpool.vllm.engine.measure import LOOKED_AT
+from kvpool.vllm.worker import LOOK_EVERY_S
 from tests.support.lifecycle import (
     BLOCK_TOKENS,
     HEADS,
     MOODS,
+    STEP_S,
+    TENSORS,
     Configured,
     LateDevice,
     ScriptedEngine,
@@ -276,6 +280,50 @@ class EngineLife(Life):
         if really and not self.is_steady:
             self.engines[at].load_weights(**how)
 
+    @rule(
+        at=ENGINES,
+        really=RARELY,
+        to=st.sampled_from(("new", "first", "the other's")),
+        rank=st.sampled_from((None, None, 0, 1)),
+        reset=st.booleans(),
+    )
+    def weights_are_written(self, at: int, really: bool, to: str, rank: int | None, reset: bool) -> None:
+        """Of all ranks, or of one, as by an update that fails; under the requests that run, or behind a reset."""
+        engine = self.engines[at]
+        if not really or self.is_steady:
+            return
+        if reset:
+            engine.reset(running=True, connector=True)
+        engine.write_weights(self._weights(at, to), () if rank is None else (rank % len(engine.ranks),))
+        self.add("written")
+
+    def _weights(self, at: int, to: str) -> int:
+        if to == "new":
+            self.world.newest_weights += 1
+        return {"new": self.world.newest_weights, "first": 0}.get(to, self.engines[1 - at].held[0])
+
+    @rule(
+        at=ENGINES, method=st.sampled_from(("nothing", "reload_weights", "wake_up")), times=st.integers(1, 3)
+    )
+    def calls_change_nothing(self, at: int, method: str, times: int) -> None:
+        for _ in range(times):
+            self.engines[at].told(method)
+
+    @rule(at=ENGINES, really=RARELY, rank=st.sampled_from((None, 0, 1)), family=st.integers(0, 5))
+    def weights_change_silently(self, at: int, really: bool, rank: int | None, family: int) -> None:
+        """What is stored and loaded until the watch finds it may be wrong: this engine is alone meanwhile."""
+        engine = self.engines[at]
+        namespace = engine.planner._namespace
+        if not really or self.is_steady:
+            return
+        self.pool_is_back()
+        for one in self.engines:
+            one.drain()
+        if engine.planner._broken or namespace.current is None or any(r.fault for r in engine.ranks):
+            return
+        found = finds_silent_change(engine, self._weights(at, "new"), rank, family)
+        self.add("found", found)
+
     @rule(at=ENGINES, seconds=st.sampled_from((0.1, 15.0)))
     def pauses(self, at: int, seconds: float) -> None:
         self.engines[at].pause(seconds)
@@ -312,7 +360,7 @@ class EngineLife(Life):
     def _lose_all_and_ask_again(self, engine: ScriptedEngine) -> None:
         """Whatever of a prompt the engine has in its own cache: the pool has all of it afterwards."""
         prompt = [index * 7 % 40 for index in range(28)]
-        if engine.planner._broken or engine.planner._namespace.current is None:
+        if engine.planner._broken:
             return
         if engine.planner._namespace.is_off:  # for requests ran when its cache was to be reset
             engine.reset(running=False, connector=True)
@@ -345,6 +393,32 @@ class EngineLife(Life):
         for sample, amount in engine.counters().items():
             self.add(sample, amount)
         self.add("broken", engine.planner._broken)
+
+
+def finds_silent_change(engine: ScriptedEngine, weights: int, rank: int | None, seed: int) -> bool:
+    """Weights change and nothing says so: within two periods of the watch the engine leaves its namespace, and what it
+    stored meanwhile is deleted. False: a fault has taken the pool from it.
+    """
+    world, namespace = engine.world, engine.planner._namespace
+    before, world.doubtful = namespace.current, set()
+    engine.write_weights(weights, () if rank is None else (rank % len(engine.ranks),), told="")
+    if engine.silent is None:  # it has had them all along
+        return False
+    looks = -(-(TENSORS + 1) // LOOKED_AT)
+    ends_s = world.clock.now_s + 2 * looks * (LOOK_EVERY_S + STEP_S)
+    asked = 0
+    while namespace.current is before and not engine.planner._broken:
+        assert world.clock.now_s < ends_s, "the watch has not found it"
+        if not engine.live():
+            asked += 1
+            engine.add(f"silent{seed}-{engine.steps}", [seed, asked % 7, *range(20)], 8)
+        engine.step()
+    engine.drain()
+    engine.silent = None
+    wrong = sorted(world.doubtful)
+    world.doubtful = None
+    assert not any(world.records.contains_many(wrong)), "what was stored of unknown weights is still there"
+    return not engine.planner._broken
 
 
 def of(configured: Configured) -> type[Life]:
@@ -431,6 +505,127 @@ def test_weights_that_are_loaded_under_running_requests_keep_the_engine_from_the
     first.reset(running=False, connector=True)
     generated(first, "stored for itself")
     assert len({parse_key(key).fingerprint for key in world.put}) == 2
+
+
+UPDATES = 20
+ORDERS = {
+    "equal": list(range(1, UPDATES + 1)),
+    "unequal": [(7 * number) % (UPDATES + 1) for number in range(1, UPDATES + 1)],
+    "there and back": [number % 4 for number in range(1, UPDATES + 1)],
+}
+
+
+@pytest.mark.parametrize(
+    ("order", "lag", "overlapping"),
+    [("equal", 0, True), ("equal", 3, False), ("unequal", 0, False), ("there and back", 2, True)],
+)
+@pytest.mark.parametrize("reset", ["before", "after", "under requests"])
+def test_engines_that_are_updated_share_what_is_of_the_same_weights_and_nothing_else(
+    engine: Callable[..., ScriptedEngine], order: str, lag: int, reset: str, overlapping: bool
+) -> None:
+    """Twenty times each; the first takes them in order, the other one in another, or later. One update of it fails."""
+    shape = Shape(2, overlapping, slots=24)
+    engines = engine(shape), engine(shape)
+    stored: set[tuple[int, int]] = set()  # weights and prompt
+    hits = ideal = 0
+    for number in range(UPDATES + lag):
+        for at, one in enumerate(engines):
+            step = number - at * lag
+            if not 0 <= step < UPDATES:
+                continue
+            weights = (ORDERS[order] if at else ORDERS["equal"])[step]
+            if at and step == UPDATES // 2:  # it has reached one rank
+                updated(one, -weights, reset, f"fails{step}", (0,))
+                assert generated(one, f"half{step}", [1, *PROMPT]) == 0
+            updated(one, weights, reset, f"runs{at}-{step}")
+            for asked in range(3):
+                expected = (weights, asked) in stored
+                good = generated(one, f"r{at}-{step}-{asked}", [asked, *PROMPT])
+                assert expected or not good
+                hits, ideal = hits + good, ideal + expected
+                stored.add((weights, asked))
+    assert ideal >= UPDATES
+    assert hits >= 0.9 * ideal
+
+
+def updated(one: ScriptedEngine, weights: int, reset: str, name: str, ranks: Sequence[int] = ()) -> None:
+    if reset == "under requests":
+        for number in range(2):
+            one.add(f"{name}-{number}", [40 + number, *PROMPT], 12)
+        for _ in range(4):
+            one.step()
+    if reset == "before":
+        one.reset(running=False, connector=True)
+    one.write_weights(weights, ranks)
+    for _ in range(3 * (reset == "under requests")):
+        one.step()
+    while reset != "before" and (one.mixed is not None or one.planner._namespace.is_off):
+        one.reset(running=True, connector=True)
+        one.step()
+    one.drain()
+
+
+def test_an_engine_that_wakes_has_its_hits_back_with_its_first_request(
+    engine: Callable[..., ScriptedEngine],
+) -> None:
+    one = engine(Shape(2, slots=24))
+    for number in range(3):
+        generated(one, f"stored{number}", [number, *PROMPT])
+    one.sleep()
+    woke_s = one.world.clock.now_s
+    assert [generated(one, f"again{number}", [number, *PROMPT]) for number in range(3)] == [1, 1, 1]
+    assert one.world.clock.now_s - woke_s < 1
+
+
+@pytest.mark.parametrize("rank", [None, 0, 1], ids=["all ranks", "the first", "the second"])
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_weights_that_change_and_nothing_says_so_are_found_and_what_was_stored_of_them_is_deleted(
+    world: World, engine: Callable[..., ScriptedEngine], rank: int | None, overlapping: bool
+) -> None:
+    """By all ranks, also where one alone has other weights: what the others computed depends on those, too."""
+    first, second = (engine(Shape(2, overlapping, slots=24)) for _ in range(2))
+    generated(first, "stored")
+    generated(first, "meanwhile it is looked at", [8], 60)
+    assert finds_silent_change(first, 1, rank, 9)
+    counters = first.counters()
+    assert counters["kvpool_weights_measured_total/silent"] == 1
+    assert first.planner._namespace.is_off
+    assert generated(second, "loaded") == 1, "what was stored before is there"
+    generated(second, "stored, and right", [9, 1, *range(20)])
+    first.reset(running=False, connector=True)
+    assert generated(first, "of other weights") == 0
+
+
+def test_a_reset_that_finds_other_weights_deletes_what_was_stored_of_them(
+    world: World, engine: Callable[..., ScriptedEngine]
+) -> None:
+    """No call has written them, so that they may have changed at any time since they were last looked at."""
+    first, second = engine(Shape(2, slots=24)), engine(Shape(2, slots=24))
+    generated(first, "of what was there", [8])
+    world.doubtful = set()
+    first.write_weights(1, told="")
+    generated(first, "wrong", tokens=1)
+    assert world.doubtful
+    first.reset(running=False, connector=True)
+    generated(first, "right")
+    first.silent, wrong, world.doubtful = None, sorted(world.doubtful), None
+    assert not any(world.records.contains_many(wrong))
+    assert generated(second, "of the first") == 0
+
+
+@pytest.mark.parametrize("calls", [1, 5])
+def test_calls_that_change_nothing_cost_loads_under_way_and_no_other_hit(
+    engine: Callable[..., ScriptedEngine], calls: int
+) -> None:
+    first, second = engine(Shape(2, slots=24)), engine(Shape(2, slots=24))
+    generated(first, "stored")
+    second.add("runs", [7, *PROMPT], 20)
+    for _ in range(3):
+        second.step()
+    for _ in range(calls):
+        second.told("collects_something")
+        second.step()
+    assert generated(second, "loaded") == 1
 
 
 @pytest.mark.parametrize("overlapping", [False, True])
@@ -722,6 +917,8 @@ def check_counts(counts: dict[str, float]) -> None:
     assert counts["stored_again"] > 0, counts
     assert counts["asked_again"] > 0, counts
     assert counts["kvpool_weights_measured_total/same"] > 0, counts
+    assert counts["kvpool_weights_measured_total/other"] > 0, counts
+    assert counts["found"] > 0, counts
 
 
 @pytest.mark.soak

@@ -579,15 +579,15 @@ def test_a_silent_change_is_found_and_what_was_stored_of_it_deleted(
     assert in_step(worker, 6).stored == {6: 1}, "nobody watches"
     report = in_step(worker, 7, watch=True)
     assert (report.differs, report.stored, report.dropped) == (True, {}, {7: 1})
+    clock.sleep(LOOK_EVERY_S)
+    report = in_step(worker, 8, watch=True, facts=FACTS, silent=True)
+    assert (report.differs, report.dropped) == (False, {8: 1}), "once"
     of_start = Namespace("default", FACTS)
     keys = of_start.keys([hashed(number) for number in range(1, 7)], 0, 0)
     with open_store(url) as store:
         assert eventually(lambda: store.contains_many(keys) == [True] + 5 * [False]), (
             "all was as measured in two rotations after the first"
         )
-    clock.sleep(LOOK_EVERY_S)
-    report = in_step(worker, 8, watch=True, facts=FACTS)
-    assert (report.differs, report.dropped) == (False, {8: 1}), "once"
     report = in_step(worker, 9, measure=1)
     assert report.measured == {(0, 1): weights.measured()}
     in_step(worker, 10, weights={MEMORY_FACT: "other"})
@@ -629,6 +629,7 @@ def test_what_was_on_its_way_to_the_pool_when_the_watch_found_a_change_is_delete
     weights["w0"].fill_(2)
     clock.sleep(LOOK_EVERY_S)
     worker.start_loads(PoolMetadata(watch=True))
+    worker.start_loads(PoolMetadata(silent=True))
     worker.poll(idle=True)
     assert worker._unsure.condemned, "it may be stored after it was deleted"
     monkeypatch.undo()
@@ -663,6 +664,7 @@ def test_what_a_measure_has_found_anew_is_not_deleted(tmp_path: Path, cache: tor
     weights["w0"].fill_(2)
     clock.sleep(LOOK_EVERY_S)
     assert in_step(worker, 4, watch=True).differs
+    in_step(worker, 5, silent=True)
     keys = Namespace("default", FACTS).keys([hashed(1), hashed(3)], 0, 0)
     with open_store(url) as store:
         assert eventually(lambda: store.contains_many(keys) == [True, False])

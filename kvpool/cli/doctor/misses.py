@@ -45,8 +45,9 @@ _RULES: dict[str, Rules[Misses]] = {
              "?ttl= into the URL of the workers' pool"),
     ),
     "other_namespace": (
-        Rule("warn", always, "{of.figures}. Most are in namespaces that their worker has left, because its weights may "
-             "have changed", "set weights_never_change where they do not; else start the worker anew after a change"),
+        Rule("warn", always, "{of.figures}. Most are in namespaces that their worker has left, because its weights "
+             "changed", "after an update nothing is to be done: workers that hold the same new weights share. Start a "
+             "worker anew whose log says that it goes on in a namespace of its own"),
     ),
     "opted_out": (
         Rule("warn", always, "{of.figures}. Most are of requests that opted out of the pool", "see who sends "

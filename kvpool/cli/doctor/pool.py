@@ -18,7 +18,7 @@ from kvpool.discovery.quota import Standing, read_standings
 from kvpool.discovery.worker import Worker
 from kvpool.discovery.worker_record import announced_workers, merge_ranks
 from kvpool.errors import KVPoolError, StoreUnavailable
-from kvpool.key.key import Namespace
+from kvpool.key.key import MEMORY_FACT, Namespace
 from kvpool.store import Store, StoreURL, open_for_inspection
 from kvpool.store.file_system import FileSystem
 from kvpool.store.url import SERVER_SCHEMES
@@ -128,8 +128,15 @@ def _sharing(store: Store, tenant: str, workers: Sequence[Worker]) -> Iterator[F
     """Workers of one model that do not share, with the facts that differ.
 
     The model has the name that its workers announce, for which requests ask; a record of facts may have another.
+    Where weights are updated, namespaces that all workers have left are no difference.
     """
-    for recorded, namespaces in announced_namespaces(store, tenant).items():
+    entered = {worker.namespace for worker in workers}
+    for recorded, announced in announced_namespaces(store, tenant).items():
+        namespaces = [one for one in announced if one.hex in entered]
+        if not any(MEMORY_FACT in one.facts for one in namespaces):
+            namespaces = [one for one in announced if MEMORY_FACT not in one.facts]
+        if not namespaces:
+            continue
         first, *others = namespaces
         known = {namespace.hex for namespace in namespaces}
         names = sorted({worker.model for worker in workers if worker.namespace in known}) or [recorded]

@@ -151,13 +151,20 @@ def model_tensors() -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
     where no tensor shows them, say four of their columns. Call it while the worker's KV cache is registered: the worker
     is among the callers, and is not kept alive. Errors: ``EngineRefused``, of the function, too: why they do not show.
     """
+    if (runner := _runner_under_construction()) is None:
+        raise EngineRefused("this version of vLLM does not show its model to a connector")
+    return functools.partial(_tensors_of, weakref.ref(runner))
+
+
+def _runner_under_construction() -> Any:
+    """What runs the model of the worker whose KV cache is being registered, among the callers; None: nothing shows."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         runner: Any = frame.f_locals.get("self")
         if callable(getattr(runner, "get_model", None)) and isinstance(runner.get_model(), nn.Module):
-            return functools.partial(_tensors_of, weakref.ref(runner))
+            return runner
         frame = frame.f_back
-    raise EngineRefused("this version of vLLM does not show its model to a connector")
+    return None
 
 
 def _tensors_of(reference: weakref.ref[Any]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -184,10 +191,10 @@ def _loaded_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 def _columns(module: nn.Module, name: str) -> torch.Tensor:
     """Columns of the weights that a CPU's kernel has packed: what it makes of inputs with a single 1."""
     kernel: Any = getattr(module, "cpu_linear", None)
-    inputs = getattr(module, "input_size_per_partition", None)
+    inputs = getattr(module, "input_size_per_partition", None) or getattr(module, "input_size", None)
     weight = module._parameters.get("weight")
     if kernel is None or inputs is None or weight is None:
-        raise EngineRefused(f"{name} has its weights where they do not show")
+        raise EngineRefused(f"the weights of {name} are where no tensor shows them")
     asked = torch.zeros(4, int(inputs), dtype=weight.dtype)
     asked[range(4), [place * (int(inputs) - 1) // 3 for place in range(4)]] = 1
     columns: torch.Tensor = kernel(asked, weight, None)
@@ -208,21 +215,50 @@ def watch_engine_calls(told: Callable[[str], None]) -> Callable[[], bool]:
     core: Any = None if frame is None else frame.f_locals["self"]
     executor: Any = getattr(core, "model_executor", None)
     if executor is None:
-        raise EngineRefused("this version of vLLM does not show its calls to a connector")
-    for owner, name in ((core, "collective_rpc"), (executor, "sleep"), (executor, "wake_up")):
-        setattr(owner, name, _telling(getattr(owner, name), name, told))
-    return lambda: bool(executor.is_sleeping)
+        raise EngineRefused(
+            "this version of vLLM does not show its calls to a connector, so weights could change unnoticed; use a "
+            "version from 0.30 to 0.33, or remove --kv-transfer-config"
+        )
+    away: set[str] = set()
+    core.collective_rpc = _telling_rpc(core.collective_rpc, told, away)
+    for name in ("sleep", "wake_up"):
+        setattr(executor, name, _telling(getattr(executor, name), name, told))
+    return lambda: bool(executor.is_sleeping or away)
 
 
 def _telling(call: Callable[..., Any], name: str, told: Callable[[str], None]) -> Callable[..., Any]:
     @functools.wraps(call)
     def telling(*arguments: Any, **named: Any) -> Any:
-        method = arguments[0] if arguments else named.get("method")
-        is_rpc = name == "collective_rpc"
         try:
             return call(*arguments, **named)
         finally:
-            told(str(getattr(method, "__name__", method)) if is_rpc else name)
+            told(name)
+
+    return telling
+
+
+# What workers give away when they are called by themselves, of which the executor does not hear.
+_GIVES_AWAY = {"sleep": ("weights", "kv_cache"), "checkpoint_prepare": ("distributed state",)}
+
+
+def _telling_rpc(call: Callable[..., Any], told: Callable[[str], None], away: set[str]) -> Callable[..., Any]:
+    """``away``: what the workers have given away since."""
+
+    @functools.wraps(call)
+    def telling(
+        method: Any, timeout: Any = None, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        name = str(getattr(method, "__name__", method))
+        away.update(_GIVES_AWAY.get(name, ()))
+        try:
+            answer = call(method, timeout, args, kwargs)
+            if name == "wake_up":
+                away.difference_update((kwargs or {}).get("tags") or (*args, None)[0] or _GIVES_AWAY["sleep"])
+            elif name == "checkpoint_restore":
+                away.difference_update(_GIVES_AWAY["checkpoint_prepare"])
+            return answer
+        finally:
+            told(name)
 
     return telling
 
@@ -358,58 +394,121 @@ def stop_of(request: Request) -> int:
 
 
 class AdapterWatcher(Protocol):
-    """Is told before and after each load of an adapter's files, on the worker's thread. Never raises."""
+    """Is told, on the worker's thread, of what vLLM takes in and drops. Never raises."""
 
-    def begins(self, name: str, path: str) -> bytes | None: ...
+    def loaded(self, number: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None: ...
 
-    def ended(self, number: int, name: str, path: str, before: bytes | None) -> None: ...
+    def removed(self, number: int) -> None: ...
 
 
 _adapter_watchers: weakref.WeakSet[AdapterWatcher] = weakref.WeakSet()
+MAX_READ_AHEAD = 4  # adapters
+_read_ahead: dict[tuple[int, str, str], Any] = {}  # by number, name and path
+_warms_up = False  # with adapters that no request has
 
 
 def watch_adapter_loads(watcher: AdapterWatcher) -> bool:
-    """Tell ``watcher``, while it lives, of what this process loads; False: this version does not show it.
+    """Tell ``watcher``, while it lives, of the adapters of this process; False: this version does not show them.
 
-    All ways to an adapter end in this method: options, calls, resolvers, and the step that lacks it.
+    All ways to an adapter end in ``_add_adapter``: options, calls, resolvers, trainers, and the step that lacks it.
     """
-    from vllm.lora.worker_manager import WorkerLoRAManager  # much, and few engines have adapters
+    from vllm.lora.model_manager import LoRAModelManager  # much, and few engines have adapters
+    from vllm.lora.worker_manager import WorkerLoRAManager
 
-    managers: Any = WorkerLoRAManager
-    load: Any = getattr(managers, "_load_adapter", None)
-    if not _is_watched(load):
-        if not _is_vllms_own(load):
-            return False
-
-        @functools.wraps(load)
-        def watched(manager: Any, lora_request: Any) -> Any:
-            name, path = str(lora_request.lora_name), str(lora_request.lora_path)
-            looks = [(one, one.begins(name, path)) for one in list(_adapter_watchers)]
-            loaded = load(manager, lora_request)
-            _take_from_file(loaded)
-            for one, before in looks:
-                one.ended(int(lora_request.lora_int_id), name, path, before)
-            return loaded
-
-        watched.watched_by_kvpool = watched  # type: ignore[attr-defined]  # a wrapper's copy is another's
-        managers._load_adapter = watched
+    if not (hasattr(LoRAModelManager, "_add_adapter") and hasattr(LoRAModelManager, "remove_adapter")):
+        return False
+    for owner, name, wrapper in (
+        (LoRAModelManager, "_add_adapter", _takes_in),
+        (LoRAModelManager, "remove_adapter", _removes),
+        (WorkerLoRAManager, "add_dummy_lora", _warms),
+        (WorkerLoRAManager, "_load_adapter", _loads),
+    ):
+        _wrap_once(owner, name, wrapper)
     _adapter_watchers.add(watcher)
     return True
 
 
-def shows_adapter_loads() -> bool:
-    """Whether watchers are told of all loads. Trainers put a method of their own there, for tensors in memory."""
-    from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+def adapter_reader() -> Callable[[Any], list[tuple[str, torch.Tensor]]] | None:
+    """Reads a request's adapter, which vLLM has not loaded, as vLLM will: that gets the same tensors when it asks.
 
-    return _is_watched(getattr(LRUCacheWorkerLoRAManager, "_load_adapter", None))
-
-
-def _is_watched(load: Any) -> bool:
-    return load is not None and getattr(load, "watched_by_kvpool", None) is load
+    Call it while the worker's KV cache is registered. Errors of the function: vLLM's own. None: there are no adapters.
+    """
+    manager: Any = getattr(_runner_under_construction(), "lora_manager", None)
+    return None if manager is None else functools.partial(_read_adapter, weakref.ref(manager))
 
 
-def _is_vllms_own(load: Any) -> bool:
-    return str(getattr(load, "__globals__", {}).get("__name__", "")).startswith("vllm.")
+def _read_adapter(reference: weakref.ref[Any], lora_request: Any) -> list[tuple[str, torch.Tensor]]:
+    adapter = reference()._load_adapter(lora_request)  # type: ignore[union-attr]  # of a worker that lives
+    _take_from_file(adapter)
+    while len(_read_ahead) >= MAX_READ_AHEAD:
+        del _read_ahead[next(iter(_read_ahead))]
+    _read_ahead[_of_request(lora_request)] = adapter
+    return _adapter_tensors(adapter)
+
+
+def _of_request(lora_request: Any) -> tuple[int, str, str]:
+    return int(lora_request.lora_int_id), str(lora_request.lora_name), str(lora_request.lora_path)
+
+
+def _wrap_once(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    call: Any = getattr(owner, name)
+    if hasattr(call, "wrapped_by_kvpool"):
+        return
+
+    @functools.wraps(call)
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        return wrapper(call, *arguments, **named)
+
+    wrapped.wrapped_by_kvpool = True  # type: ignore[attr-defined]
+    setattr(owner, name, wrapped)
+
+
+def _takes_in(take_in: Callable[..., Any], manager: Any, adapter: Any) -> Any:
+    _take_from_file(adapter)
+    if not _warms_up:
+        tensors = _adapter_tensors(adapter)  # before vLLM packs and scales them
+        for watcher in list(_adapter_watchers):
+            watcher.loaded(int(adapter.id), tensors)
+    return take_in(manager, adapter)
+
+
+def _removes(remove: Callable[..., Any], manager: Any, number: int) -> Any:
+    for watcher in list(_adapter_watchers):
+        watcher.removed(int(number))
+    return remove(manager, number)
+
+
+def _warms(warm: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    global _warms_up
+    _warms_up = True
+    try:
+        return warm(*arguments, **named)
+    finally:
+        _warms_up = False
+
+
+def _loads(load: Callable[..., Any], manager: Any, lora_request: Any) -> Any:
+    in_place = getattr(lora_request, "load_inplace", False)
+    adapter = _read_ahead.pop(_of_request(lora_request), None)
+    return load(manager, lora_request) if adapter is None or in_place else adapter
+
+
+def _adapter_layers(adapter: Any) -> list[tuple[str, Any]]:
+    """All that holds its tensors, by name: low ranks, and layers that it replaces as a whole."""
+    kinds = ((kind, getattr(adapter, kind, None) or {}) for kind in ("loras", "modules_to_save"))
+    return [(f"{kind} {name}", layer) for kind, layers in kinds for name, layer in sorted(layers.items())]
+
+
+def _adapter_tensors(adapter: Any) -> list[tuple[str, torch.Tensor]]:
+    """All that is computed with, by names with the factors and the form."""
+    form = getattr(adapter, "is_3d_lora_weight", False)
+    return [
+        (f"{module}.{name}.{place} {getattr(layer, 'scaling', None)} {form}", one)
+        for module, layer in _adapter_layers(adapter)
+        for name, value in sorted(vars(layer).items())
+        for place, one in enumerate(value if isinstance(value, (list, tuple)) else [value])
+        if isinstance(one, torch.Tensor)
+    ]
 
 
 def _take_from_file(adapter: Any) -> None:
@@ -417,9 +516,8 @@ def _take_from_file(adapter: Any) -> None:
 
     vLLM reads them again whenever an adapter comes back to a slot: of what a trainer has written there since.
     """
-    for layer in getattr(adapter, "loras", {}).values():
-        for name in ("lora_a", "lora_b"):
-            tensor = getattr(layer, name, None)
+    for _, layer in _adapter_layers(adapter):
+        for name, tensor in vars(layer).items():
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu" and not tensor.is_pinned():
                 setattr(layer, name, tensor.clone())
 

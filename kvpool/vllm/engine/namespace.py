@@ -6,8 +6,8 @@
                                       ──► off: the engine's cache has blocks of other weights, or the weights are NaN
     off ── a reset, a call that may write ──► asks
 
-An engine of which a rank cannot measure, or that hides its calls, takes each reset and reload for other weights, and
-goes on in a namespace that nobody else has.
+An engine of which a rank cannot measure takes each reset and reload for other weights, and goes on in a namespace that
+nobody else has.
 
 Threads: the engine's scheduler thread only.
 """
@@ -37,6 +37,11 @@ _WRITES = frozenset((
     "reset", "reload_weights", "load_weights", "update_weights", "start_weight_update", "finish_weight_update",
     "reset_weights",
 ))  # fmt: skip
+# Of vLLM's own calls, those that read alone.
+_READS = frozenset((
+    "compute_weight_checksums", "get_model_inspection", "update_max_model_len", "init_weight_transfer_engine",
+    "shutdown_weight_transfer_engine",
+))  # fmt: skip
 _SEVERAL = "several"  # weights of which the engine's cache has blocks
 
 
@@ -64,6 +69,7 @@ class EngineNamespace:
         self._facts: dict[str, Fact] = {}  # of all ranks together, at the start
         self._facts_to_send: dict[str, Fact] = {}  # to the workers, with the next step
         self._weights_to_send: dict[str, Fact] | None = None
+        self._silent_to_send = False
         self._steps_planned = 0
         self._start = ""  # the measure of the weights that files name; empty: not measured
         self._now = ""  # of the last answer
@@ -71,6 +77,7 @@ class EngineNamespace:
         self._question = 0  # the number of the last one
         self._cause = ""  # of the open question; empty: none is open
         self._is_sent = False
+        self._is_told = False  # a call since the last measure may have written weights
         self._computed = False  # since the open question, or loaded
         self._answers: dict[int, Measured] = {}  # to it, by rank
         self._at_start: dict[int, Measured] = {}
@@ -91,6 +98,7 @@ class EngineNamespace:
         step.number = self._steps_planned
         step.facts, self._facts_to_send = self._facts_to_send, {}
         step.weights, self._weights_to_send = self._weights_to_send, None
+        step.silent, self._silent_to_send = self._silent_to_send, False
         awake = not self._is_asleep()
         if self.asks and not self._is_sent and awake:
             step.measure, self._is_sent = self._question, True
@@ -134,8 +142,8 @@ class EngineNamespace:
         for rank, one in sorted(measured.items()):
             if one.why:
                 logger.warning(
-                    "kvpool: rank %d cannot measure its weights (%s): after a reset or a reload this engine shares "
-                    "with nobody until it restarts",
+                    "kvpool: rank %d cannot measure its weights in memory: %s. So a reset of the caches or a reload "
+                    "counts as other weights, and from then on this engine shares with nobody until it restarts",
                     rank,
                     one.why,
                 )
@@ -151,17 +159,22 @@ class EngineNamespace:
 
     def called(self, method: str) -> None:
         """Somebody called a method of the workers that may have changed their weights."""
-        if self._start or not self._facts or method in _WRITES:
+        if method not in _READS and (self._start or not self._facts or method in _WRITES):
+            self._is_told = True
             self._ask(method)
 
     def differs(self) -> None:
         """A worker's watch found other weights than those of the last measure, and no call has said so."""
-        if not self.asks:
+        if self._cause != "watch":
             logger.error(
-                "kvpool: the weights of this engine have changed, and no call of vLLM's has said so: what it stored "
-                "and loaded in the last seconds may be of either, and is deleted as far as it stored it"
+                "kvpool: the weights of this engine changed without a call of vLLM's. What it stored in the last "
+                "seconds may be of either weights, and is deleted; what it loaded may be of the wrong ones. Change "
+                "weights by collective_rpc, of which kvpool hears"
             )
             self._counters.add(metrics.WEIGHTS, 1, "silent")
+            self._silent_to_send = True  # to all ranks: what each has computed depends on the weights of all
+        self._cached = _SEVERAL
+        if not self.asks:
             self._ask("watch")
 
     def _ask(self, cause: str) -> None:
@@ -181,6 +194,7 @@ class EngineNamespace:
     def _settle(self, weights: str) -> None:
         """The workers hold these; empty: nobody knows which, and it is taken for others."""
         cause, self._cause = self._cause, ""
+        is_told, self._is_told = self._is_told, False
         if not weights and not self._start and cause not in _WRITES:
             weights = self._now  # it was never measured, and nothing says that it has changed
         elif not weights:
@@ -191,28 +205,30 @@ class EngineNamespace:
         same, self._now = weights == self._now, weights
         if not same:
             self._leave()
-        nan = weights != self._start and any(one.nan for one in self._answers.values())
+            if self._start and cause == "reset" and not is_told:
+                logger.warning(
+                    "kvpool: the weights of this engine were other ones when it was reset, and no call has written "
+                    "them: what it stored in the last seconds before may be of either, and is deleted"
+                )
+                self._silent_to_send = True
+        nan = any(one.nan and not self._at_start[rank].nan for rank, one in self._answers.items())
         self.is_off = nan or self._cached not in (None, weights)
         self._counters.add(metrics.WEIGHTS, 1, "off" if self.is_off else "same" if same else "other")
         if nan:
             logger.error(
-                "kvpool: after %s this engine's weights are not numbers: it goes without the pool", cause
+                "kvpool: after %s weights of this engine are NaN: it goes without the pool until they are numbers",
+                cause,
             )
         elif self.is_off:
             logger.error(
-                "kvpool: after %s this engine has other weights, and its cache holds blocks of the earlier ones: it "
-                "goes without the pool until its caches are reset (reset_prefix_cache with reset_connector=True)",
+                "kvpool: after %s this engine's cache has blocks of other weights than it holds: it goes without the "
+                "pool until its caches are reset (reset_prefix_cache with reset_connector=True, over HTTP with "
+                "reset_external=true)",
                 cause,
             )
         else:
             self._enter()
-            assert self.current is not None
-            logger.info(
-                "kvpool: after %s this engine has %s weights: it is in namespace %s",
-                cause,
-                "the same" if same else "other",
-                self.current.hex[:8],
-            )
+            self._say(cause, same=same)
 
     def _enter(self) -> None:
         named: dict[str, Fact] = {}
@@ -223,6 +239,28 @@ class EngineNamespace:
         self.current = Namespace(self._tenant, facts_of_weights(self._facts, named))
         if self._question:
             self._weights_to_send = named
+
+    def _say(self, cause: str, *, same: bool) -> None:
+        assert self.current is not None
+        where = self.current.hex[:8]
+        if same:
+            logger.info(
+                "kvpool: after %s this engine's weights are as before: it is in namespace %s", cause, where
+            )
+        elif EPOCH_FACT in self.current.facts:
+            logger.warning(
+                "kvpool: after %s nobody knows what weights this engine holds: it goes on in a namespace of its own, "
+                "%s, and shares with no other engine until it restarts",
+                cause,
+                where,
+            )
+        else:
+            logger.info(
+                "kvpool: after %s this engine's weights are others: it is in namespace %s, with all engines that hold "
+                "the same",
+                cause,
+                where,
+            )
 
 
 def facts_of_weights(facts: Mapping[str, Fact], weights: Mapping[str, Fact]) -> dict[str, Fact]:

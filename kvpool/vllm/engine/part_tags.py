@@ -54,5 +54,10 @@ class PartTags:
         records, self._records = self._records, {}
         return [tag for tag, record in records.items() if record.unstaged], list(records)
 
+    @property
+    def tags(self) -> frozenset[int]:
+        """Of records under way."""
+        return frozenset(self._records)
+
     def __len__(self) -> int:
         return len(self._records)

@@ -20,7 +20,7 @@ from vllm.v1.request import Request
 from kvpool.vllm.engine import internals
 from kvpool.vllm.geometry import Geometry, Group, Room
 from kvpool.vllm.load.state import RequestState
-from kvpool.vllm.plan import AdapterFiles, BlockRef
+from kvpool.vllm.plan import AdapterWeights, BlockRef
 
 Record = tuple[int, bytes]  # group, hash
 
@@ -89,7 +89,7 @@ class Loads:
         local_tokens: int,
         hit_tokens: int,
         pool_hash: Callable[[bytes], bytes],
-        adapter: AdapterFiles | None = None,
+        adapter: AdapterWeights | None = None,
     ) -> list[BlockRef]:
         """The records to load into the blocks of ``tables``; ``adapter``: the request's."""
         name, blocks = request.request_id, []

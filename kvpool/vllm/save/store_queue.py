@@ -119,8 +119,11 @@ class StoreQueue:
         self._given_up.pop(key, None)
 
     def refuse(self, adapter: tuple[str, str]) -> None:
-        """Give up what is to be sent of an adapter, by ``AdapterFiles.key``."""
+        """Give up what is to be sent of an adapter, by ``AdapterWeights.key``."""
         self._refused.add(adapter)
+
+    def allow_adapters(self) -> None:
+        self._refused.clear()
 
     def _why_refused(self, wanted: Wanted) -> str:
         """A cause of ``metrics.STORE_SKIPPED_BLOCKS``; empty: it may be sent."""

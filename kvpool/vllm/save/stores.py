@@ -29,7 +29,7 @@ from kvpool.metrics import Counters
 from kvpool.vllm.engine import internals
 from kvpool.vllm.engine.proofs import HashProofs
 from kvpool.vllm.geometry import Geometry, Group
-from kvpool.vllm.plan import AdapterFiles, BlockRef, PoolMetadata, PoolWorkerMetadata
+from kvpool.vllm.plan import AdapterWeights, BlockRef, PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.save.request_counter import RequestCounter
 from kvpool.vllm.save.store_queue import StoreQueue, Wanted
 from kvpool.vllm.save.write_back import WriteBack
@@ -58,7 +58,7 @@ class _Source(NamedTuple):
     request: Request
     priority: int
     pool_hash: PoolHash
-    adapter: AdapterFiles | None
+    adapter: AdapterWeights | None
 
 
 class _LateAnswer(NamedTuple):
@@ -133,8 +133,12 @@ class StorePlanner:
         return self._held.frees_soon()
 
     def refuse(self, adapter: tuple[str, str]) -> None:
-        """Store nothing more of an adapter, by ``AdapterFiles.key``."""
+        """Store nothing more of an adapter, by ``AdapterWeights.key``."""
         self._queue.refuse(adapter)
+
+    def allow_adapters(self) -> None:
+        """Store of all again: the engine's cache is empty."""
+        self._queue.allow_adapters()
 
     def forget(self) -> None:
         """Drop every answer about the pool, and waiting records; in-flight ones continue."""
@@ -161,7 +165,7 @@ class StorePlanner:
         priority: int,
         computed_tokens: int,
         pool_hash: PoolHash | None = bytes,
-        adapter: AdapterFiles | None = None,
+        adapter: AdapterWeights | None = None,
     ) -> None:
         """Add the stores of a proven request with ``computed_tokens`` after the step.
 
@@ -220,7 +224,7 @@ class StorePlanner:
         priority: int,
         offered: Iterable[tuple[int, int, int]],
         pool_hash: PoolHash | None = bytes,
-        adapter: AdapterFiles | None = None,
+        adapter: AdapterWeights | None = None,
     ) -> None:
         """Add the stores of states that the engine offers a request: (group, block id, tokens before it).
 

@@ -460,6 +460,31 @@ def test_weights_that_differ_are_named(tmp_path: Path) -> None:
     )
 
 
+def test_of_updated_weights_only_those_that_workers_hold_differ(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/pool"
+    files, first, second = (
+        Namespace("default", {"engine": "vllm", **held})
+        for held in ({"weights": "of files"}, {"weights_in_memory": "1st"}, {"weights_in_memory": "2nd"})
+    )
+    with open_store(url) as store:
+        for namespace in (files, first, second):
+            announce_facts(store, namespace, "m")
+        _, findings = examined("--pool", url)
+        assert f"have one namespace, {files.hex[:8]}" in sentences(findings, "ok"), "nobody was updated"
+    updated, not_yet = (
+        worker(name, Publisher(0, ""), namespace=held.hex) for name, held in (("a", second), ("b", files))
+    )
+    with announced(url, updated):
+        _, findings = examined("--pool", url)
+        assert f"have one namespace, {second.hex[:8]}" in sentences(findings, "ok")
+    with announced(url, updated, not_yet):
+        _, findings = examined("--pool", url)
+    text = sentences(findings, "warn")
+    assert "weights_in_memory is" in text
+    assert "(an update of the running engine)" in text
+    assert "1st" not in text
+
+
 def test_the_table_names_what_to_change(tmp_path: Path) -> None:
     with running("valkey-server", tmp_path) as server:
         ended = kvpool("doctor", "--pool", server.url)

@@ -90,57 +90,17 @@ def test_all_that_is_loaded_of_the_callers_model_is_shown_by_name() -> None:
         list(shown())
 
 
-def test_weights_that_a_kernel_has_packed_say_columns_and_others_that_they_do_not_show() -> None:
-    weight, model = torch.arange(20.0).reshape(2, 10), linear(bias=False)
-    layer: Any = model[0]  # type: ignore[index]
-    layer.weight = torch.nn.Parameter(torch.empty(0))
+def test_weights_that_no_tensor_shows_are_named() -> None:
+    model = linear(bias=False)
+    model[0].weight = torch.nn.Parameter(torch.empty(0))  # type: ignore[index]
     runner = Runner(model)
-    with pytest.raises(EngineRefused, match=r"0\.weight has its weights where they do not show"):
+    with pytest.raises(EngineRefused, match=r"the weights of 0\.weight are where no tensor shows them"):
         list(runner.register()())
-    layer.input_size_per_partition = 10
-    layer.cpu_linear = lambda inputs, _, bias: inputs @ weight.T
-    ((_, shown),) = runner.register()()
-    assert torch.equal(shown, weight[:, [0, 3, 6, 9]].T)
 
 
 def test_without_a_model_among_the_callers_none_is_shown() -> None:
     with pytest.raises(EngineRefused, match="does not show its model"):
         internals.model_tensors()
-
-
-class Core(EngineCore):
-    def __init__(self, told: Callable[[str], None]) -> None:
-        self.calls: list[str] = []
-        self.model_executor: Any = SimpleNamespace(
-            is_sleeping=False,
-            sleep=lambda level: self.calls.append(f"sleep {level}"),
-            wake_up=lambda: self.calls.append("wake up"),
-        )
-        self.is_asleep = internals.watch_engine_calls(told)
-
-    def collective_rpc(self, method: Any, *_: Any, **__: Any) -> Any:
-        self.calls.append(str(method))
-        if method == "fails":
-            raise ZeroDivisionError
-        return "answer"
-
-
-def reload_weights(worker: object) -> None: ...
-
-
-def test_each_call_that_may_write_weights_is_told_after_it_by_its_name() -> None:
-    told: list[tuple[int, str]] = []
-    core = Core(lambda name: told.append((len(core.calls), name)))
-    assert core.collective_rpc("update_weights", 3) == "answer"
-    core.collective_rpc(method=reload_weights)
-    with pytest.raises(ZeroDivisionError):
-        core.collective_rpc("fails")
-    core.model_executor.sleep(1)
-    assert not core.is_asleep()
-    core.model_executor.is_sleeping = True
-    assert core.is_asleep()
-    core.model_executor.wake_up()
-    assert told == [(1, "update_weights"), (2, "reload_weights"), (3, "fails"), (4, "sleep"), (5, "wake_up")]
 
 
 def test_an_engine_whose_calls_do_not_show_is_refused() -> None:
@@ -215,3 +175,71 @@ def test_a_tiers_result_has_the_fields_that_vllm_knows(monkeypatch: pytest.Monke
     assert dataclasses.asdict(internals.job_result(**said)).items() >= said.items()
     monkeypatch.setattr(internals, "JobResult", older)
     assert internals.job_result(**said) == older(1, True)
+
+
+class Core(EngineCore):
+    """vLLM's engine as far as its calls are watched; what is called is ``calls``'."""
+
+    def __init__(self, told: Callable[[str], None]) -> None:
+        self.model_executor: Any = SimpleNamespace(
+            is_sleeping=False,
+            sleep=lambda level: None,
+            wake_up=lambda tags=None: None,
+            collective_rpc=self.answer,
+        )
+        self.is_away = internals.watch_engine_calls(told)
+
+    def answer(self, method: Any, timeout: Any, args: Any, kwargs: Any) -> Any:
+        if method == "fails":
+            raise ZeroDivisionError
+        return [(method, timeout, args, kwargs)]
+
+
+def of_mine() -> None: ...
+
+
+def test_each_call_that_may_write_weights_is_told_also_one_that_failed() -> None:
+    told: list[str] = []
+    core = Core(told.append)
+    assert core.collective_rpc("update", 1.0, (2,), {"three": 3}) == [("update", 1.0, (2,), {"three": 3})]
+    core.collective_rpc(of_mine)
+    with pytest.raises(ZeroDivisionError):
+        core.collective_rpc("fails")
+    core.model_executor.sleep(1)
+    core.model_executor.wake_up(tags=["weights"])
+    assert told == ["update", "of_mine", "fails", "sleep", "wake_up"]
+
+
+@pytest.mark.parametrize(
+    ("away", "back"),
+    [
+        (("sleep", None, (1,)), [("wake_up",)]),
+        (
+            ("sleep", None, (), {"level": 2}),
+            [("wake_up", None, (["weights"],)), ("wake_up", None, (), {"tags": ["kv_cache"]})],
+        ),
+        (("checkpoint_prepare",), [("checkpoint_restore",)]),
+    ],
+)
+def test_memory_that_workers_give_away_by_a_call_of_their_own_is_not_looked_at(away: Any, back: Any) -> None:
+    core = Core(lambda name: None)
+    assert not core.is_away()
+    core.collective_rpc(*away)
+    for call in back:
+        assert core.is_away()
+        core.collective_rpc(*call)
+    assert not core.is_away()
+
+
+@pytest.mark.parametrize("size", ["input_size_per_partition", "input_size"])
+def test_of_weights_that_a_kernel_has_packed_columns_are_measured(size: str) -> None:
+    """Replicated layers, as MLA has them, are of no partition."""
+    packed = torch.arange(6 * 8.0).reshape(6, 8)
+    model = torch.nn.Module()
+    model.weight = torch.nn.Parameter(torch.empty(0))
+    setattr(model, size, 8)
+    model.cpu_linear = lambda x, weight, bias: torch.nn.functional.linear(x, packed)  # type: ignore[assignment]
+    runner = SimpleNamespace(get_model=lambda: model)
+    ((name, columns),) = internals._tensors_of(lambda: runner)  # type: ignore[arg-type]
+    assert name == ".weight"
+    assert columns.T.tolist() == packed[:, [0, 2, 4, 7]].tolist()

@@ -1,0 +1,192 @@
+"""Blocks of adapters, on both halves: moved while the worker holds what they are called by."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from vllm.lora.request import LoRARequest
+from vllm.v1.core.block_pool import BlockPool
+
+from kvpool import metrics
+from kvpool.config import PoolConfig
+from kvpool.store import Store
+from kvpool.vllm.engine.adapters import UNREADABLE
+from kvpool.vllm.geometry import Geometry, Group
+from kvpool.vllm.plan import AdapterWeights, BlockRef, LoadPlan, PoolMetadata
+from kvpool.vllm.scheduler import SchedulerHalf
+from kvpool.vllm.worker import WorkerHalf
+from tests.support.adapters import LORA, Vllm
+from tests.support.deadlines import eventually
+from tests.support.scheduler import (
+    BLOCK_TOKENS,
+    FACTS,
+    TABLE,
+    TOKENS,
+    answer,
+    computed,
+    half,
+    output,
+    request_with,
+)
+
+pytestmark = [pytest.mark.vllm]
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> Vllm:
+    made = Vllm(monkeypatch)
+    made.put()
+    return made
+
+
+@pytest.fixture
+def worker(tmp_path: Path, vllm: Vllm) -> Iterator[WorkerHalf]:
+    config = PoolConfig(pool=f"file://{tmp_path}/pool")
+    worker = WorkerHalf(config, Geometry((Group(16),), step_tokens=2048), rank=0, adapters=vllm.loads)
+    worker.register([[torch.zeros(16, 4, 32, 8)]], dict(FACTS))
+    yield worker
+    worker.close()
+
+
+def step_of(worker: WorkerHalf, scheduler: SchedulerHalf, step: PoolMetadata) -> None:
+    """The worker takes a step, until all that it moves has ended; the scheduler hears of it."""
+    worker.start_loads(step)
+    worker.start_stores(step)
+    wanted = {plan.request_id for plan in step.loads}
+    ended: set[str] = set()
+    failed: set[str] = set()
+
+    def at_rest() -> bool:
+        for of_all, of_poll in zip((ended, failed), worker.poll(idle=True), strict=True):
+            of_all |= of_poll
+        return wanted <= ended and not worker.slots_in_use
+
+    assert eventually(at_rest)
+    scheduler.update(worker.take_report(), ended, failed)
+
+
+def idle(scheduler: SchedulerHalf) -> PoolMetadata:
+    return scheduler.plan(output(request_with("x"), 0, TABLE))
+
+
+def test_a_request_for_an_adapter_that_nobody_has_loaded_finds_what_another_engine_stored(
+    worker: WorkerHalf, vllm: Vllm, store: Store
+) -> None:
+    vllm.loads.look(LoRARequest(LORA[0], 1, LORA[1]))
+    computed(request_with("of another engine", LORA), store, vllm.loads.news.pop(1))
+    scheduler, asked = half(store), request_with("asked", LORA)
+    scheduler.seen(asked)
+    assert scheduler.matched_tokens(asked, 0)[0] is None
+    step_of(worker, scheduler, idle(scheduler))
+    assert answer(scheduler, asked) == 96
+    scheduler.close()
+
+
+def test_blocks_of_replaced_weights_are_neither_stored_nor_loaded(
+    worker: WorkerHalf, vllm: Vllm, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM loads an adapter again that it had dropped, of files that were replaced, behind the answer to a request."""
+    vllm.add()
+    digest = vllm.weights().digests[0]
+    computed(request_with("of another engine", LORA), store, digest)
+    scheduler = half(store)
+    step_of(worker, scheduler, idle(scheduler))
+    asked = request_with("asked", LORA)
+    assert answer(scheduler, asked) == 96
+    scheduler.allocated(asked, TABLE, 96)
+    vllm.put(seed=2)
+    vllm.add(in_place=True)
+    with caplog.at_level(logging.WARNING, "vllm.kvpool"):
+        step_of(worker, scheduler, idle(scheduler))
+        assert answer(scheduler, asked) == 0
+        scheduler.allocated(asked, TABLE, 0)
+        assert scheduler.plan(output(asked, len(TOKENS), TABLE)).stores == []
+        later = request_with("later", LORA)
+        scheduler.seen(later)
+        assert answer(scheduler, later) == 0
+    said = [record.getMessage() for record in caplog.records if "adapter" in record.getMessage()]
+    assert len(said) == 1
+    assert LORA[1] in said[0]
+    for one in (asked, later):
+        scheduler.finished(one)
+    assert scheduler.counters.take()[f"{metrics.ADAPTER_REQUESTS.name}/changed"] == 2
+    scheduler.reset()
+    again = request_with("again", LORA)
+    scheduler.seen(again)
+    assert scheduler._requests["again"].asked.identified, "the engine's cache holds nothing of before"
+    scheduler.close()
+
+
+def test_blocks_of_weights_that_are_loaded_again_in_their_step_are_not_stored_and_none_later(
+    worker: WorkerHalf, vllm: Vllm, store: Store
+) -> None:
+    vllm.add()
+    scheduler, asked = half(store), request_with("asked", LORA)
+    step_of(worker, scheduler, idle(scheduler))
+    pool = BlockPool(32, True, BLOCK_TOKENS)
+    scheduler.bind_block_pool(pool)
+    blocks = pool.get_new_blocks(6)
+    pool.cache_full_blocks(asked, blocks, 0, 6, BLOCK_TOKENS, 0)
+    table = ([block.block_id for block in blocks] + [30],)
+    scheduler.seen(asked)
+    scheduler.allocated(asked, table, 0)
+    step = scheduler.plan(output(asked, len(TOKENS), table))
+    assert len(step.stores) == 6
+    vllm.put(seed=2)
+    vllm.add(in_place=True)
+    step_of(worker, scheduler, step)
+    assert metrics.STORED_BLOCKS.name not in worker.counters.take()
+    waiting = scheduler._store_planner._queue._waiting
+    assert len(waiting) == 6, "as what a full staging dropped"
+    again: list[BlockRef] = []
+
+    def gives_up() -> bool:
+        again.extend(idle(scheduler).stores)
+        return not waiting
+
+    assert eventually(gives_up)
+    assert again == []
+    assert scheduler.counters.take()[f"{metrics.STORE_SKIPPED_BLOCKS.name}/adapter"] == 6
+    scheduler.close()
+
+
+def test_blocks_of_an_adapter_go_to_the_pool_and_come_from_it(
+    worker: WorkerHalf, vllm: Vllm, store: Store
+) -> None:
+    vllm.add()
+    scheduler, asked = half(store), request_with("asked", LORA)
+    step_of(worker, scheduler, idle(scheduler))
+    scheduler.seen(asked)
+    scheduler.allocated(asked, TABLE, 0)
+    step_of(worker, scheduler, scheduler.plan(output(asked, len(TOKENS), TABLE)))
+    again = request_with("again", LORA)
+    scheduler.seen(again)
+    assert answer(scheduler, again) == 96
+    scheduler.allocated(again, TABLE, 96)
+    step_of(worker, scheduler, idle(scheduler))
+    assert not scheduler._requests["again"].refused
+    scheduler.close()
+
+
+def test_a_worker_that_knows_of_no_adapters_moves_none(tmp_path: Path) -> None:
+    config = PoolConfig(pool=f"file://{tmp_path}/pool")
+    worker = WorkerHalf(config, Geometry((Group(16),), step_tokens=2048), rank=0)
+    worker.register([[torch.zeros(16, 4, 32, 8)]], dict(FACTS))
+    block = BlockRef(bytes(32), 0, (1,), AdapterWeights(1, *LORA, ("one",)))
+    step = PoolMetadata(
+        stores=[block],
+        tags=[7],
+        loads=[LoadPlan("a", [block], 60.0)],
+        adapters=[LoRARequest(LORA[0], 1, LORA[1])],
+    )
+    worker.start_loads(step)
+    worker.start_stores(step)
+    assert worker.poll(idle=True) == ({"a"}, {"a"})
+    report = worker.take_report()
+    assert report is not None
+    assert (report.dropped, report.other_adapters, report.adapters) == ({7: 1}, {LORA}, {(0, 1): UNREADABLE})
+    worker.close()

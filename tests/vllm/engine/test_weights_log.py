@@ -1,0 +1,56 @@
+"""What the log says when the weights in memory were measured: where the engine goes on, and what to do."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from kvpool.key.key import EPOCH_FACT, MEMORY_FACT
+from kvpool.metrics import Counters
+from kvpool.vllm.engine.namespace import EngineNamespace
+from kvpool.vllm.geometry import Geometry, Group
+from kvpool.vllm.plan import Measured, PoolMetadata
+
+pytestmark = pytest.mark.vllm
+
+FACTS = {"engine": "vllm", "weights": "of files"}
+
+
+def started(of_start: Measured) -> EngineNamespace:
+    namespace = EngineNamespace("t", Geometry((Group(16),)), Counters())
+    assert namespace.learn({0: dict(FACTS)}, {(0, 0): of_start}) == ""
+    return namespace
+
+
+def answered(namespace: EngineNamespace, measured: Measured) -> None:
+    """In an idle step."""
+    step = PoolMetadata(idle=True)
+    namespace.add_to(step)
+    namespace.learn({}, {(0, step.measure): measured})
+
+
+def changed(namespace: EngineNamespace, measured: Measured) -> None:
+    """After a reset that succeeds."""
+    namespace.reset(in_use=False)
+    answered(namespace, measured)
+
+
+def test_the_log_says_where_the_engine_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "vllm.kvpool")
+    namespace = started(Measured("a"))
+    assert namespace.current is not None
+    first = namespace.current
+    changed(namespace, Measured("a"))
+    assert namespace.current == first
+    changed(namespace, Measured("b"))
+    assert MEMORY_FACT in namespace.current.facts
+    second = namespace.current
+    changed(namespace, Measured(why="its weights are on the moon"))
+    assert EPOCH_FACT in namespace.current.facts
+    third = namespace.current
+    same, other, why, alone = caplog.messages
+    assert same.endswith(f"weights are as before: it is in namespace {first.hex[:8]}")
+    assert f"weights are others: it is in namespace {second.hex[:8]}" in other
+    assert "rank 0 cannot measure its weights in memory: its weights are on the moon" in why
+    assert f"in a namespace of its own, {third.hex[:8]}" in alone
