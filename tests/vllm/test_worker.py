@@ -579,15 +579,15 @@ def test_a_silent_change_is_found_and_what_was_stored_of_it_deleted(
     assert in_step(worker, 6).stored == {6: 1}, "nobody watches"
     report = in_step(worker, 7, watch=True)
     assert (report.differs, report.stored, report.dropped) == (True, {}, {7: 1})
+    clock.sleep(LOOK_EVERY_S)
+    report = in_step(worker, 8, watch=True, facts=FACTS, silent=True)
+    assert (report.differs, report.dropped) == (False, {8: 1}), "once"
     of_start = Namespace("default", FACTS)
     keys = of_start.keys([hashed(number) for number in range(1, 7)], 0, 0)
     with open_store(url) as store:
         assert eventually(lambda: store.contains_many(keys) == [True] + 5 * [False]), (
             "all was as measured in two rotations after the first"
         )
-    clock.sleep(LOOK_EVERY_S)
-    report = in_step(worker, 8, watch=True)
-    assert (report.differs, report.dropped) == (False, {8: 1}), "once"
     report = in_step(worker, 9, measure=1)
     assert report.measured == {(0, 1): weights.measured()}
     in_step(worker, 10, weights={MEMORY_FACT: "other"})
@@ -598,15 +598,59 @@ def test_a_silent_change_is_found_and_what_was_stored_of_it_deleted(
     worker.close()
 
 
-def test_a_load_under_way_when_the_watch_finds_a_change_fails(tmp_path: Path, cache: torch.Tensor) -> None:
-    clock, weights = Clock(), Weights(1.0)
+@pytest.mark.parametrize("how", [{"watch": True}, {"measure": 1}, {"weights": {EPOCH_FACT: "one"}}], ids=str)
+def test_a_load_under_way_when_the_weights_are_others_is_stopped_and_fails_even_if_all_came(
+    tmp_path: Path, cache: torch.Tensor, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
+) -> None:
+    clock, weights, stopped = Clock(), Weights(1.0), list[str]()
     worker = started(f"file://{tmp_path}/pool", cache, None, WeightsMeasure(weights.shown), clock=clock)
     in_step(worker, 1)
-    worker.start_loads(PoolMetadata(loads=[LoadPlan("a", refs((1, 5)), 60.0)]))
+    worker.start_loads(
+        PoolMetadata(loads=[LoadPlan("a", refs((1, 5)), 60.0), LoadPlan("b", refs((7, 6)), 60.0)])
+    )
+    weights["w0"].fill_(2)
+    clock.sleep(LOOK_EVERY_S)
+    monkeypatch.setattr(worker._mover, "cancel", stopped.append)
+    worker.start_loads(PoolMetadata(**how))
+    assert stopped == ["a", "b"]
+    assert finish(worker, 2) == ({"a", "b"}, {"a", "b"})
+    assert report_of(worker).missing == set(), "of the namespace that it is in no more"
+    worker.close()
+
+
+def test_what_was_on_its_way_to_the_pool_when_the_watch_found_a_change_is_deleted(
+    tmp_path: Path, cache: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, weights = Clock(), Weights(1.0)
+    url = f"file://{tmp_path}/pool"
+    worker = started(url, cache, None, WeightsMeasure(weights.shown), clock=clock)
+    monkeypatch.setattr(worker._mover, "poll", lambda wait_s: Finished([], [], []))
+    worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[1]))
     weights["w0"].fill_(2)
     clock.sleep(LOOK_EVERY_S)
     worker.start_loads(PoolMetadata(watch=True))
-    assert finish(worker, 1) == ({"a"}, {"a"})
+    worker.start_loads(PoolMetadata(silent=True))
+    worker.poll(idle=True)
+    assert worker._unsure.condemned, "it may be stored after it was deleted"
+    monkeypatch.undo()
+    stored(worker, 1)
+    worker.poll(idle=True)
+    with open_store(url) as store:
+        keys = Namespace("default", FACTS).keys([hashed(1)], 0, 0)
+        assert eventually(lambda: store.contains_many(keys) == [False])
+    assert not worker._unsure.condemned
+    worker.close()
+
+
+def test_a_stage_whose_weights_are_named_waits_for_the_facts_of_all(
+    tmp_path: Path, cache: torch.Tensor
+) -> None:
+    geometry = replace(GEOMETRY, pipeline_parallel=2)
+    worker = started(f"file://{tmp_path}/pool", cache, geometry=geometry)
+    assert in_step(worker, 1, measure=1).dropped == {1: 1}
+    assert in_step(worker, 2, weights={MEMORY_FACT: "one"}).dropped == {2: 1}
+    assert in_step(worker, 3, facts=FACTS).stored == {3: 1}
+    assert worker._namespace == Namespace("default", {**FACTS, MEMORY_FACT: "one"})
     worker.close()
 
 
@@ -620,6 +664,7 @@ def test_what_a_measure_has_found_anew_is_not_deleted(tmp_path: Path, cache: tor
     weights["w0"].fill_(2)
     clock.sleep(LOOK_EVERY_S)
     assert in_step(worker, 4, watch=True).differs
+    in_step(worker, 5, silent=True)
     keys = Namespace("default", FACTS).keys([hashed(1), hashed(3)], 0, 0)
     with open_store(url) as store:
         assert eventually(lambda: store.contains_many(keys) == [True, False])

@@ -12,6 +12,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -28,14 +30,15 @@ Tensors = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 
 
 class _Tensor(NamedTuple):
-    """Told from others of its name by type and shape."""
+    """Told from others of its name by type, shape and ``order``: ``_order``, of what is sampled."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
+    order: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.name} {self.dtype} {[*self.shape]}"
+        return f"{self.name} {self.dtype} {[*self.shape]} {[*self.order]}"
 
 
 class _Copied(NamedTuple):
@@ -134,26 +137,42 @@ def digest_of_all(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
 def _sampled(part: Iterable[tuple[str, torch.Tensor]]) -> tuple[list[_Tensor], list[int], torch.Tensor]:
     tensors, samples = [], []
     for name, tensor in part:
-        tensors.append(_Tensor(name, tensor.dtype, tuple(tensor.shape)))
+        tensors.append(_Tensor(name, tensor.dtype, tuple(tensor.shape), _order(tensor)))
         samples.append(_sample(tensor.detach()))
     device = samples[0].device
     return tensors, [len(one) for one in samples], torch.cat([one.to(device) for one in samples])
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """Bytes of it, on its device; the same of equal content, however it lies in memory."""
+    """Bytes of it, on its device, which say what it holds beside its shape and order."""
     count, nbytes = tensor.numel(), tensor.element_size()
     each = max(1, PIECE_NBYTES // nbytes)
     if count <= PIECES * each:
         return tensor.contiguous().flatten().view(torch.uint8)
     step = (count - each) // (PIECES - 1)
-    if tensor.is_contiguous():
+    if _is_dense(tensor):
         pieces = tensor.as_strided((PIECES, each), (step, 1))
     else:
         first = torch.arange(PIECES, device=tensor.device)[:, None] * step
         places = first + torch.arange(each, device=tensor.device)
         pieces = tensor[torch.unravel_index(places, tensor.shape)]
     return pieces.contiguous().flatten().view(torch.uint8)
+
+
+def _order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Of its dimensions in memory, else a turned tensor would have the samples of the one that it was."""
+    dimensions = [at for at, size in enumerate(tensor.shape) if size != 1]
+    ordered = sorted(dimensions, key=tensor.stride, reverse=True)
+    return () if ordered == dimensions else tuple(ordered)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether it fills a range of memory, in any order of its dimensions."""
+    dimensions = sorted(
+        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1
+    )
+    filled = list(itertools.accumulate((size for _, size in dimensions), operator.mul, initial=1))
+    return [stride for stride, _ in dimensions] == filled[:-1] and filled[-1] == math.prod(tensor.shape)
 
 
 def _cut(packed: torch.Tensor, sizes: Sequence[int]) -> list[bytes]:

@@ -211,7 +211,7 @@ class EngineNamespace:
                     "them: what it stored in the last seconds before may be of either, and is deleted"
                 )
                 self._silent_to_send = True
-        nan = weights != self._start and any(one.nan for one in self._answers.values())
+        nan = any(one.nan and not self._at_start[rank].nan for rank, one in self._answers.items())
         self.is_off = nan or self._cached not in (None, weights)
         self._counters.add(metrics.WEIGHTS, 1, "off" if self.is_off else "same" if same else "other")
         if nan:

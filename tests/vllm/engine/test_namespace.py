@@ -203,6 +203,7 @@ class Lives(RuleBasedStateMachine):
         if engine.measured and engine.name and weights != engine.weights:
             engine.weights = weights
             engine.asked()
+            engine.guessed = True
             engine.namespace.differs()
 
     @precondition(lambda self: self.engines[0].measured)
@@ -404,14 +405,34 @@ def test_memory_says_what_files_say_of_weights_and_no_more() -> None:
         assert facts_of_weights(files | model, named) == expected | named
 
 
-def test_a_silent_change_is_counted_once_and_asked_for() -> None:
+def test_a_silent_change_is_counted_once_and_told_to_all_ranks() -> None:
+    """Also of an engine whose cache seems empty: what it computed may be of either weights."""
     engine = started()
     engine.weights = 2
     for _ in range(2):
         engine.namespace.differs()
+    assert [engine.step().silent for _ in range(2)] == [True, False]
+    engine.settle()
+    assert engine.namespace.is_off
+    engine.reset(in_use=False)
     engine.settle()
     assert engine.name not in ("", started().name)
-    assert counted(engine) == {"silent": 1, "other": 1}
+    assert counted(engine) == {"silent": 1, "off": 1, "same": 1}
+    assert not engine.step().silent
+
+
+@pytest.mark.parametrize("told", [False, True])
+def test_a_reset_that_finds_other_weights_tells_the_ranks_unless_a_call_has_written_them(told: bool) -> None:
+    engine = started()
+    engine.weights = 2
+    engine.reset(in_use=False)
+    if told:
+        engine.call("update_weights")
+    engine.step()
+    for _ in range(2):
+        engine.hear(0)
+    assert engine.name
+    assert engine.step().silent == (not told)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -484,8 +505,9 @@ def test_blocks_of_the_first_steps_are_of_the_weights_at_the_start() -> None:
     """They are computed before a worker has said what it holds."""
     engine = Engine("a", 0, 1, 1, measurable=True)
     engine.step("compute")
-    engine.settle()
-    engine.step("compute")
+    for _ in range(2):
+        engine.hear(0)
+    assert engine.step("compute").weights is None, "the workers are there already"
     name = engine.name
     engine.call("profile")
     engine.settle()

@@ -267,11 +267,15 @@ def test_a_window_brings_only_what_it_sees(engine: Callable[..., Engine]) -> Non
 
 def test_a_reset_gives_up_what_is_under_way(engine: Callable[..., Engine]) -> None:
     one = engine()
-    scheduler, asked = one.start(), far_request(one.far, "a")
+    scheduler, asked, waits = one.start(), far_request(one.far, "a"), far_request(one.far, "b", 1000)
     arrive(scheduler, asked)
-    scheduler.reset()
-    for _ in range(3):
+    for _ in range(2):
         step(scheduler)
+    arrive(scheduler, waits)
+    assert scheduler._prefetches._copies.keys() == {"a"}
+    scheduler.reset()
     assert not scheduler._prefetches._queue
     assert not scheduler._prefetches._copies
-    assert one.near_has(asked) == 0
+    for _ in range(3):
+        step(scheduler)
+    assert one.near_has(waits) == 0
