@@ -455,6 +455,25 @@ def test_a_load_under_way_when_the_memory_goes_is_computed(
     assert generated(second, "loaded") == 1
 
 
+def test_blocks_whose_bytes_a_sleep_has_taken_are_not_stored(
+    world: World, engine: Callable[..., ScriptedEngine]
+) -> None:
+    """The workers were put to sleep by themselves, so vLLM has reset no cache. What is stored is looked at."""
+    one = engine(Shape(slots=4))
+    one.add("waits for staging", PROMPT, 1)
+    while not one.stores._queue._waiting:
+        one.step()
+    one.abort("waits for staging")
+    one.fall_asleep(drained=False)
+    one.wake_up()
+    one.drain()
+    assert one.planner._namespace.is_off
+    assert one.scheduler.reset_prefix_cache(True, True)
+    generated(one, "stored")
+    one.rest()
+    assert generated(engine(Shape(slots=4)), "loaded") == 1
+
+
 def set_halted(engine: ScriptedEngine, halted: bool) -> None:
     for rank in engine.ranks:
         if rank.device is not None:

@@ -37,7 +37,10 @@ _WRITES = frozenset((
     "reset", "reload_weights", "load_weights", "update_weights", "start_weight_update", "finish_weight_update",
     "reset_weights",
 ))  # fmt: skip
-_SEVERAL = "several"  # weights of which the engine's cache has blocks
+_SEVERAL = "several"  # weights of which the engine's cache has blocks; or their bytes are gone
+_EMPTIES = frozenset(
+    ("sleep", "discard")
+)  # vLLM resets its caches before, unless the workers are called themselves
 
 
 class EngineNamespace:
@@ -150,7 +153,10 @@ class EngineNamespace:
 
     def called(self, method: str) -> None:
         """Somebody called a method of the workers that may have changed their weights."""
-        if self._start or not self._facts or method in _WRITES:
+        emptied = method in _EMPTIES and (self._computed or self._cached is not None)
+        if emptied:
+            self._cached, self._computed = _SEVERAL, False
+        if self._start or not self._facts or emptied or method in _WRITES:
             self._ask(method)
 
     def differs(self) -> None:
@@ -197,8 +203,8 @@ class EngineNamespace:
             )
         elif self.is_off:
             logger.error(
-                "kvpool: after %s this engine has other weights, and its cache holds blocks of the earlier ones: it "
-                "goes without the pool until its caches are reset (reset_prefix_cache with reset_connector=True)",
+                "kvpool: after %s this engine's cache holds blocks that its weights have not computed: it goes "
+                "without the pool until its caches are reset (reset_prefix_cache with reset_connector=True)",
                 cause,
             )
         else:
