@@ -188,6 +188,23 @@ class KVCacheMover(BlockMover[Block]):
             for places, slots, copy in self._memory.gather(group, some, computed):
                 self._stage(tuple(tags[i] for i in chosen[places]), some[places], slots, copy)
 
+    def let_go(self, timeout_s: float) -> bool:
+        """Fail all loads, and wait until no copy is under way: True if in time.
+
+        Until the next load or store nothing touches the KV cache. What is staged is still stored.
+        """
+        for job in self._jobs.values():
+            if job.is_load:
+                self._fail(job, "cancelled")
+        until = self._clock.monotonic() + timeout_s
+        self._advance()
+        while copied := [part for part in self._parts if part.stage.copies]:
+            if (left := until - self._clock.monotonic()) <= 0:
+                return False
+            copied[0].settle(left, self._clock)
+            self._advance()
+        return True
+
     def hold_engine(self) -> None:
         """Order the engine's further work after the copies of all stores so far."""
         self._memory.hold_engine_for_gathers()

@@ -176,6 +176,16 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             logger.warning("kvpool: share_across_tp is off: %s", error)
             return None
 
+    def unregister_kv_caches(self) -> None:
+        """Before a sleep, or a discarded cache (vLLM 0.33): what is unmapped now comes back under its addresses."""
+        if self._worker is not None:
+            self._worker.let_go()
+
+    def restore_kv_caches(self) -> None:
+        """After waking up."""
+        if self._worker is not None:
+            self._worker.take_back()
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         if self._worker is not None:
             self._worker.start_loads(self._step())

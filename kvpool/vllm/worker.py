@@ -11,6 +11,9 @@ stored since it last found all of its own the same (``silent``): one rank's bloc
 
 Over 400 lines because all that reaches this rank's memory stands together.
 
+While the engine sleeps its memory is away (``let_go`` to ``take_back``): nothing of it is copied or measured. Its
+tensors come back under the same addresses, so copiers keep their views; staging is the host's, and stays.
+
 Threads: the worker's model thread only.
 """
 
@@ -49,6 +52,7 @@ logger = init_logger("vllm.kvpool")
 
 IDLE_WAIT_S = 0.002  # wait of an empty step for a load in flight, instead of spinning
 DRAIN_S = 5.0  # wait of a shutdown for stores in flight
+LET_GO_S = 5.0  # wait of a sleep for copies in flight, which take milliseconds
 LOOK_EVERY_S = 0.1  # of the watch, at ``measure.LOOKED_AT`` tensors
 
 
@@ -88,6 +92,8 @@ class WorkerHalf:
         self._facts: dict[str, Fact] = {}  # of all stages, at the start
         self._weights: dict[str, Fact] = {}  # ``PoolMetadata.weights``
         self._awaits_weights = False  # they are not named yet
+        self._question = 0  # what weights it holds, not answered yet; 0: none is open
+        self._is_away = False  # the engine's memory
         self._measure: WeightsMeasure | str = ""
         self._looked_at = 0.0
         self._unsure = UnsureKeys()
@@ -188,11 +194,15 @@ class WorkerHalf:
             return Measured(why=str(error) or type(error).__name__)
 
     @guarded(None)
-    def _ask_weights(self, step: PoolMetadata) -> None:
-        """Stop all transfers, and measure."""
-        self._awaits_weights = True
+    def _asked(self, question: int) -> None:
+        """Stop all transfers: it is to be measured."""
+        self._question, self._awaits_weights = question, True
         self._leave()
-        self._report.measured[self._rank, step.measure] = self._measured()
+
+    @guarded(None)
+    def _answer(self) -> None:
+        question, self._question = self._question, 0
+        self._report.measured[self._rank, question] = self._measured()
 
     @guarded(None)
     def _watch(self) -> None:
@@ -253,6 +263,17 @@ class WorkerHalf:
         )
         self._announcer.enter(self._store, namespace)
 
+    @guarded(None)
+    def let_go(self) -> None:
+        """The engine's memory is about to go: fail loads, and let copies end, within ``LET_GO_S``. Idempotent."""
+        self._is_away = True
+        if self._mover is not None and not self._mover.let_go(LET_GO_S):
+            self.switch_off(f"copies of KV blocks did not end within {LET_GO_S:g} s before the engine slept")
+
+    def take_back(self) -> None:
+        """The engine's memory is back, with anything in it. Idempotent."""
+        self._is_away = False
+
     def start_loads(self, step: PoolMetadata) -> None:
         """Submit the step's loads; idempotent per step."""
         if step is self._submitted:
@@ -266,12 +287,14 @@ class WorkerHalf:
         if step.facts or step.weights is not None:
             self._join(step)
         if step.measure:
-            self._ask_weights(step)
-        elif step.watch:
+            self._asked(step.measure)
+        if self._question and not self._is_away:
+            self._answer()
+        elif step.watch and not self._is_away:
             self._watch()
         for plan in step.loads:
             self._failed.add(plan.request_id)
-            if self._mover is None or self._namespace is None or not plan.blocks:
+            if self._mover is None or self._namespace is None or self._is_away or not plan.blocks:
                 continue
             if foreign := self._foreign(plan.blocks, computed=False):
                 self._report.load_causes[plan.request_id] = "adapter"
@@ -322,7 +345,7 @@ class WorkerHalf:
         stores, tags, step.stores, step.tags = step.stores, step.tags, [], []
         if not stores:
             return
-        if self._mover is None or self._namespace is None:
+        if self._mover is None or self._namespace is None or self._is_away:
             self._count(self._report.staged, tags)
             self._count(self._report.dropped, tags)
             return

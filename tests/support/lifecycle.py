@@ -19,6 +19,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,7 +60,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvpool import _native
 from kvpool.errors import StoreUnavailable
-from kvpool.key.key import parse_key
+from kvpool.key.key import Namespace, parse_key
 from kvpool.metrics import Samples, add_samples
 from kvpool.transfer import BlockCopier
 from kvpool.vllm import KVPoolConnector, KVPoolTier
@@ -385,6 +386,7 @@ class Rank:
     loading: dict[str, set[tuple[int, int]]] = field(default_factory=dict)  # request: (group, block)
     fault: str = ""  # what is to go wrong once: "gather" or "scatter"
     device: LateDevice | None = None
+    is_away: bool = False  # the memory of its KV cache
 
     @property
     def store(self) -> TroubledStore | None:
@@ -519,7 +521,9 @@ class ScriptedEngine:
         self.memory = 0  # of its weights, what blocks do not depend on
         self.mixed: int | None = None  # weights of which it has blocks beside its own; None: it has none
         self.silent: int | None = None  # weights that it had before a change that nothing has shown yet
-        self.is_asleep = False
+        self.is_asleep = False  # as the executor says, which does not hear of a call to the workers alone
+        self.weights_away = False
+        self.touched: set[str] = set()  # memory that was away; what is raised at that, kvpool keeps to itself
         self.told: Callable[[str], None]  # of calls that may write weights
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("kvpool.vllm.engine.internals.watch_engine_calls", self._watch_calls)
@@ -541,7 +545,8 @@ class ScriptedEngine:
         self.held = [weights] * self.shape.ranks
 
     def _tensors(self, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
-        assert not self.is_asleep, "the memory of the weights is away"
+        if self.weights_away:
+            self.touched.add("weights")
         for place in range(TENSORS):
             held = [self.held[rank], self.memory] if place == WEIGHTS_AT else []
             yield f"layer{place}", torch.tensor([place, *held])
@@ -572,6 +577,7 @@ class ScriptedEngine:
         self.running: dict[str, Running] = {}
         self.failed: set[str] = set()
         self.steps = 0
+        self.namespace: Namespace | None = None  # now, or before an open question
         self.loads = self.loads_failed = self.hits = self.begun_inside = self.starved = 0
         self.accepted = self.rejected = 0
         self.tags: dict[int, tuple[bytes, int]] = {}  # hash and group of what was to be stored
@@ -606,10 +612,12 @@ class ScriptedEngine:
             """Moves bytes as ever, after a look at whose blocks they are."""
 
             def gather(self, block_ids: Sequence[int], *rest: Any) -> None:
+                engine._touch(rank, "gather")
                 engine._stumble(rank, "gather")
                 super().gather(block_ids, *rest)
 
             def scatter(self, block_ids: Sequence[int], *rest: Any) -> None:
+                engine._touch(rank, "scatter")
                 engine._stumble(rank, "scatter")
                 engine._check_scatter(rank, block_ids)
                 super().scatter(block_ids, *rest)
@@ -698,6 +706,7 @@ class ScriptedEngine:
 
     def step(self) -> None:
         self.steps += 1
+        self.namespace = self.planner._namespace.current or self.namespace
         self.plan()
         self.execute()
         self.take()
@@ -780,20 +789,58 @@ class ScriptedEngine:
         if told:
             self.told(told)
 
-    def sleep(self) -> None:
-        """Level 1 with the requests aborted, as ``EngineCore.sleep`` does it; and waking up with empty memory."""
+    def sleep(self, *, drained: bool = True, steps: int = 0) -> None:
+        """With the requests aborted, ``steps`` meanwhile, and waking up with empty memory."""
         self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
-        self.scheduler.set_pause_state(PauseState.PAUSED_NEW)
-        self.drain()
-        assert self._reset(True, True), "vLLM ends the call to sleep with an error"
-        self.is_asleep = True
-        self.told("sleep")
+        self.fall_asleep(drained=drained)
+        for _ in range(steps):
+            self.step()
+        self.wake_up()
+        if not drained:
+            self.drain()
+            assert self._reset(True, True)
+
+    def fall_asleep(self, *, drained: bool = True) -> None:
+        """As ``EngineCore.sleep`` does it, of either level; else the workers' own, whatever is under way.
+
+        vLLM waits for the device before, but not where the KV cache alone is discarded. Here it never does.
+        """
+        if drained:
+            self.scheduler.set_pause_state(PauseState.PAUSED_NEW)
+            self.drain()
+            assert self._reset(True, True), "vLLM ends the call to sleep with an error"
+        while any(output is None for _, output in self.queue):  # its workers are called after these
+            self.execute()
         for rank in self.ranks:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(self.world.clock, "sleep", partial(self._wait, rank.device))
+                rank.connector.unregister_kv_caches()
+            rank.is_away = True
             for cache in rank.caches.values():
                 cache.fill_(-1)
-        self.is_asleep = False
+        self.weights_away, self.is_asleep = True, drained
+        self.told("sleep")
+
+    def wake_up(self) -> None:
+        """The KV cache before the weights, where the executor knows of the sleep."""
+        self.weights_away = self.is_asleep
+        for rank in self.ranks:
+            for cache in rank.caches.values():
+                cache.fill_(-2)
+            rank.is_away = False
+            rank.connector.restore_kv_caches()
+        if self.is_asleep:
+            self.told("wake_up")
+            self.step()
+        self.weights_away = self.is_asleep = False
         self.told("wake_up")
         self.scheduler.set_pause_state(PauseState.UNPAUSED)
+
+    def _wait(self, device: LateDevice | None, seconds: float) -> None:
+        """Somebody waits for the device, which goes on meanwhile."""
+        self.world.pass_time(seconds)
+        if device is not None and not device.halted:
+            device.go_on()
 
     def load_weights(self, *, seen: bool, reset_before: bool = False, connector: bool = True) -> None:
         """Other weights in place of those that were there, while nothing is to be done; and a reset before or after.
@@ -1113,11 +1160,12 @@ class ScriptedEngine:
         (block_hash,) = {one for _, one in self.world.values if int.from_bytes(one[-8:], "big") == told}
         if (
             self.planner._namespace.current is None
-        ):  # it is of the namespace before, until the workers have answered
+        ):  # it is of the one before, until the workers have answered
             return
+        assert self.namespace is not None
         group = event.group_idx or 0
         for part in range(self.shape.parts(group)):
-            (key,) = self.planner._namespace.current.keys([block_hash], group, part)
+            (key,) = self.namespace.keys([block_hash], group, part)
             assert key in self.world.put, "a block is announced that is not on every rank"
 
     def _check_namespace(self, rank: Rank) -> None:
@@ -1163,6 +1211,10 @@ class ScriptedEngine:
         assert any(block in table for table in tables), f"{name} does not hold block {block} any more"
         assert manager.block_pool.blocks[block].ref_cnt == 1, f"block {block} is not {name}'s alone"
 
+    def _touch(self, rank: Rank, where: str) -> None:
+        if rank.is_away:
+            self.touched.add(where)
+
     def _stumble(self, rank: Rank, where: str) -> None:
         if rank.fault == where:
             rank.fault = ""
@@ -1170,6 +1222,7 @@ class ScriptedEngine:
 
     def check(self) -> None:
         """What holds at any time."""
+        assert not self.touched, "memory was read or written that a sleep had taken away"
         for rank in self.ranks:
             for name, blocks in rank.loading.items():
                 for _, block in blocks:

@@ -57,6 +57,31 @@ def test_a_store_has_what_was_computed_before_it_and_not_what_is_written_after(e
     engine.holds(dict(zip(blocks, second, strict=True)))
 
 
+def test_before_memory_goes_copies_have_ended_and_loads_have_failed(engine: Engine) -> None:
+    """Whatever is in it then, no stream of ours touches it; what was computed before is stored all the same."""
+    first, second = dict(zip(range(1, 31), range(1, 31), strict=True)), dict.fromkeys(range(1, 61), 99)
+    engine.compute(first)
+    engine.mover.stage(named(first), list(range(30)))
+    assert all(ok for _, ok in run(engine.mover).stored)
+    more = dict(zip(range(1, 31), range(101, 131), strict=True))
+    keep_busy(BUSY_S)
+    engine.compute(more)
+    engine.mover.stage(named(more), list(range(30)))
+    engine.mover.load(
+        "job", named(dict(zip(range(31, 61), range(1, 31), strict=True))), timeout_s=60, max_s=60
+    )
+    assert engine.mover.let_go(60)
+    engine.compute(second)  # waits for no copy
+    finished = run(engine.mover)
+    assert sorted(finished.stored) == [(tag, True) for tag in range(30)]
+    assert [load.ok for load in finished.loads] == [False]
+    engine.holds(second)
+    places = dict(zip(range(61, 91), range(101, 131), strict=True))
+    engine.mover.load("later", named(places), timeout_s=60, max_s=60)
+    assert [load.ok for load in run(engine.mover).loads] == [True]
+    engine.holds(places)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_blocks_are_read_and_written_only_while_they_are_ours(device: torch.device, seed: int) -> None:
     drive(seed, device=RunningDevice)

@@ -13,7 +13,7 @@ from kvpool.transfer.kv_cache import ABANDON_AFTER_S
 from kvpool.transfer.memory import Staging
 from kvpool.transfer.mover import Finished
 from tests.support.deadlines import ends_within
-from tests.support.mover import NOTHING, Bench, block, drive
+from tests.support.mover import NOTHING, Bench, block, drive, run
 from tests.support.soak import SEARCH_S
 
 
@@ -75,6 +75,27 @@ def test_what_is_not_held_is_copied_before_the_engine_goes_on() -> None:
     at.store.end()
     assert at.engine.poll().stored == [(0, True)]
     assert at.kept(7)
+
+
+def test_what_lets_go_of_memory_says_whether_all_copies_have_ended() -> None:
+    at = Bench()
+    at.put(5)
+    at.compute(3, 7)
+    at.engine.stage([block(7, 3)], [0])
+    at.engine.load("copied", [block(5, 4)], timeout_s=60, max_s=60)
+    at.store.end()
+    at.engine.poll()
+    at.engine.load("fetched", [block(5, 6)], timeout_s=60, max_s=60)
+    assert not at.engine.let_go(0.01)
+    at.device.go_on()
+    assert at.engine.let_go(0)
+    at.store.end_all()
+    at.device.go_on()
+    finished = run(at.engine)
+    assert [(load.job, load.ok) for load in finished.loads] == [("copied", False), ("fetched", False)]
+    assert finished.stored == [(0, True)]
+    assert at.kept(7)
+    assert at.holds(6, 0)
 
 
 def test_a_load_past_its_deadline_waits_for_its_copy_and_no_longer() -> None:

@@ -270,10 +270,11 @@ class EngineLife(Life):
     def cache_is_reset(self, at: int, running: bool, connector: bool) -> None:
         self.engines[at].reset(running=running, connector=connector)
 
-    @rule(at=ENGINES, really=RARELY)
-    def sleeps_and_wakes(self, at: int, really: bool) -> None:
-        if really and not self.shape.late:  # on an accelerator it is refused
-            self.engines[at].sleep()
+    @rule(at=ENGINES, really=RARELY, drained=st.booleans(), steps=st.integers(0, 3))
+    def sleeps_and_wakes(self, at: int, really: bool, drained: bool, steps: int) -> None:
+        if really:
+            self.engines[at].sleep(drained=drained, steps=steps)
+            self.add("sleeps")
 
     @rule(at=ENGINES, really=RARELY, how=st.sampled_from(WAYS_TO_LOAD_WEIGHTS))
     def weights_change(self, at: int, really: bool, how: dict[str, bool]) -> None:
@@ -457,6 +458,121 @@ def test_after_a_reset_an_engine_with_the_same_weights_goes_on_sharing(
         second.sleep() if asleep else second.reset(running=False, connector=True)
         assert generated(second, f"loaded{round_trip}") == 1
     assert len({parse_key(key).fingerprint for key in world.put}) == 1
+
+
+SLEEPY = [
+    Shape(ranks, overlapping, slots=24, late=late)
+    for ranks in (1, 2)
+    for overlapping in (False, True)
+    for late in (False, True)
+]
+
+
+@pytest.mark.parametrize("drained", [False, True])
+@pytest.mark.parametrize("shape", SLEEPY)
+def test_an_engine_that_wakes_up_has_its_hits_back_within_a_second(
+    world: World, engine: Callable[..., ScriptedEngine], shape: Shape, drained: bool
+) -> None:
+    first, second = engine(shape), engine(shape)
+    generated(first, "stored")
+    for night in range(2):
+        second.sleep(drained=drained, steps=2)
+        woke_s, loads = world.clock.now_s, second.loads
+        second.add(f"loads{night}", PROMPT, 1)
+        while second.loads == loads:
+            second.step()
+        assert world.clock.now_s - woke_s < 1
+        second.drain()
+    assert second.loads_failed == 0
+    assert len({parse_key(key).fingerprint for key in world.put}) == 1
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SLEEPY if shape.late])
+def test_what_is_copied_when_the_memory_goes_is_in_staging_before(
+    engine: Callable[..., ScriptedEngine], shape: Shape
+) -> None:
+    first, second = engine(shape), engine(shape)
+    set_halted(first, True)
+    first.add("stored", PROMPT, 1)
+    while first.live():
+        first.step()
+    assert all(copies_left(first))
+    set_halted(first, False)
+    first.sleep(drained=False, steps=2)
+    first.rest()
+    assert generated(second, "loaded") == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "arrived"), [(shape, arrived) for shape in SLEEPY for arrived in {False, shape.late}]
+)
+def test_a_load_under_way_when_the_memory_goes_is_computed(
+    engine: Callable[..., ScriptedEngine], shape: Shape, arrived: bool
+) -> None:
+    """``arrived``: its copies into the KV cache are under way."""
+    first, second = engine(shape), engine(shape)
+    generated(first, "stored")
+    for rank in second.ranks:
+        assert rank.store is not None
+        rank.store.be("good" if arrived else "late", 5.0)
+    set_halted(second, True)
+    second.add("loading", PROMPT, 3)
+    while not all(copies_left(second) if arrived else (rank.loading for rank in second.ranks)):
+        second.step()
+    set_halted(second, False)
+    second.fall_asleep(drained=False)
+    second.world.pass_time(1)
+    second.wake_up()
+    second.drain()
+    assert (second.loads, second.loads_failed) == (1, 1)
+    assert second.scheduler.reset_prefix_cache(True, True)
+    assert generated(second, "loaded") == 1
+
+
+def test_blocks_whose_bytes_a_sleep_has_taken_are_not_stored(
+    world: World, engine: Callable[..., ScriptedEngine]
+) -> None:
+    """The workers were put to sleep by themselves, so vLLM has reset no cache. What is stored is looked at."""
+    one = engine(Shape(slots=4))
+    one.add("waits for staging", PROMPT, 1)
+    while not one.stores._queue._waiting:
+        one.step()
+    one.abort("waits for staging")
+    one.fall_asleep(drained=False)
+    one.wake_up()
+    one.drain()
+    assert one.planner._namespace.is_off
+    assert one.scheduler.reset_prefix_cache(True, True)
+    generated(one, "stored")
+    one.rest()
+    assert generated(engine(Shape(slots=4)), "loaded") == 1
+
+
+def set_halted(engine: ScriptedEngine, halted: bool) -> None:
+    for rank in engine.ranks:
+        if rank.device is not None:
+            rank.device.halted = halted
+
+
+def copies_left(engine: ScriptedEngine) -> list[int]:
+    """By rank: launched, and not begun."""
+    assert all(rank.device is not None for rank in engine.ranks)
+    return [sum(len(one.stream) for one in rank.device.streams) for rank in engine.ranks if rank.device]
+
+
+def test_weights_are_measured_when_their_memory_is_back(engine: Callable[..., ScriptedEngine]) -> None:
+    """Nothing tells the scheduler's half that the workers were put to sleep by themselves."""
+    one = engine(Shape(ranks=2, slots=24))
+    generated(one, "stored")
+    one.fall_asleep(drained=False)
+    for _ in range(5):
+        one.step()
+    assert one.planner._namespace.asks
+    one.wake_up()
+    one.drain()
+    assert not one.planner._namespace.asks
+    assert one.scheduler.reset_prefix_cache(True, True)
+    assert generated(one, "loaded") == 1
 
 
 @pytest.mark.parametrize("how", WAYS_TO_LOAD_WEIGHTS, ids=str)
@@ -916,6 +1032,7 @@ def check_counts(counts: dict[str, float]) -> None:
     assert counts["begun_inside"] > 0, counts
     assert counts["stored_again"] > 0, counts
     assert counts["asked_again"] > 0, counts
+    assert counts["sleeps"] > 0, counts
     assert counts["kvpool_weights_measured_total/same"] > 0, counts
     assert counts["kvpool_weights_measured_total/other"] > 0, counts
     assert counts["found"] > 0, counts

@@ -409,6 +409,47 @@ def test_a_fault_of_ours_fails_the_loads_under_way_and_switches_the_pool_off(
     assert finish(worker, 1) == ({"b"}, {"b"})
 
 
+def test_while_the_engines_memory_is_away_nothing_is_copied_or_measured(
+    tmp_path: Path, cache: torch.Tensor
+) -> None:
+    worker = started(f"file://{tmp_path}/pool", cache, None, WeightsMeasure(lambda: [("cache", cache)]))
+    worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
+    stored(worker, 10)
+    before = cache.clone()
+    worker.start_loads(PoolMetadata(loads=[LoadPlan("under way", refs((1, 8)), 60.0)]))
+    for _ in range(2):
+        worker.let_go()
+    worker.start_loads(PoolMetadata(loads=[LoadPlan("a", refs((1, 9)), 60.0)]))
+    worker.start_stores(PoolMetadata(stores=refs((2, 4)), tags=[11]))
+    assert finish(worker, 2) == ({"under way", "a"}, {"under way", "a"})
+    worker.start_loads(PoolMetadata(measure=1))
+    report = report_of(worker)
+    assert (report.staged, report.dropped, report.measured) == ({11: 1}, {11: 1}, {})
+    assert torch.equal(cache, before)
+    worker.take_back()
+    worker.start_loads(PoolMetadata())
+    assert list(report_of(worker).measured) == [(0, 1)]
+    worker.start_loads(PoolMetadata(loads=[LoadPlan("b", refs((1, 8)), 60.0)], weights={}))
+    assert finish(worker, 1) == ({"b"}, set())
+    assert torch.equal(cache[8], before[3])
+    worker.close()
+
+
+def test_a_copy_that_does_not_end_before_a_sleep_costs_the_pool(
+    worker: WorkerHalf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not the call to sleep."""
+    assert worker._mover is not None
+    device, worker._mover._clock = SlowDevice(1 << 20), Clock()  # type: ignore[assignment]
+    memory = worker._mover._memory
+    memory._device, memory._gathers = device, device.copy_stream(1 << 20)  # type: ignore[assignment]
+    worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
+    worker.let_go()
+    report = report_of(worker)
+    assert "did not end within 5 s" in report.broken[RANK]
+    assert report.dropped == {10: 1}
+
+
 def test_a_rank_that_ends_its_pool_gives_back_every_block_that_it_was_to_store(
     worker: WorkerHalf, monkeypatch: pytest.MonkeyPatch
 ) -> None:

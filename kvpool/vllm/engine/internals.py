@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from vllm.config import ModelConfig, VllmConfig, get_layers_from_vllm_config
 from vllm.distributed.kv_events import MEDIUM_GPU, ZmqEventPublisher
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.model_executor import model_loader
 from vllm.model_executor.layers import rotary_embedding
@@ -224,6 +225,11 @@ def watch_engine_calls(told: Callable[[str], None]) -> Callable[[], bool]:
     for name in ("sleep", "wake_up"):
         setattr(executor, name, _telling(getattr(executor, name), name, told))
     return lambda: bool(executor.is_sleeping or away)
+
+
+def says_when_memory_goes() -> bool:
+    """Whether connectors hear of a sleep before it takes the KV cache away; from vLLM 0.33 on."""
+    return hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 
 
 def _telling(call: Callable[..., Any], name: str, told: Callable[[str], None]) -> Callable[..., Any]:

@@ -42,7 +42,8 @@ _READS = frozenset((
     "compute_weight_checksums", "get_model_inspection", "update_max_model_len", "init_weight_transfer_engine",
     "shutdown_weight_transfer_engine",
 ))  # fmt: skip
-_SEVERAL = "several"  # weights of which the engine's cache has blocks
+_EMPTIES = ("sleep", "discard")  # vLLM resets its caches before, unless the workers are called themselves
+_SEVERAL = "several"  # weights of which the engine's cache has blocks; or their bytes are gone
 
 
 class EngineNamespace:
@@ -159,7 +160,10 @@ class EngineNamespace:
 
     def called(self, method: str) -> None:
         """Somebody called a method of the workers that may have changed their weights."""
-        if method not in _READS and (self._start or not self._facts or method in _WRITES):
+        emptied = method in _EMPTIES and (self._computed or self._cached is not None)
+        if emptied:
+            self._cached, self._computed = _SEVERAL, False
+        if method not in _READS and (self._start or not self._facts or emptied or method in _WRITES):
             self._is_told = True
             self._ask(method)
 
@@ -221,8 +225,8 @@ class EngineNamespace:
             )
         elif self.is_off:
             logger.error(
-                "kvpool: after %s this engine's cache has blocks of other weights than it holds: it goes without the "
-                "pool until its caches are reset (reset_prefix_cache with reset_connector=True, over HTTP with "
+                "kvpool: after %s this engine's cache has blocks that its weights have not computed: it goes without "
+                "the pool until its caches are reset (reset_prefix_cache with reset_connector=True, over HTTP with "
                 "reset_external=true)",
                 cause,
             )

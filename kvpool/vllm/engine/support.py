@@ -93,10 +93,7 @@ def _refusals(config: VllmConfig) -> Iterator[str]:
                 "copied beside the engine; remove --kv-transfer-config"
             )
         if config.model_config.enable_sleep_mode:
-            yield (
-                "sleep mode takes the KV cache away while blocks may still be copied, which is not supported yet on an "
-                "accelerator; remove --enable-sleep-mode"
-            )
+            yield from _refusals_of_sleep(config.model_config)
     for name, size in (
         ("--decode-context-parallel-size", parallel.decode_context_parallel_size),
         ("--prefill-context-parallel-size", getattr(parallel, "prefill_context_parallel_size", 1)),
@@ -139,6 +136,20 @@ def _refusals(config: VllmConfig) -> Iterator[str]:
         yield (
             "this version of vLLM hashes an adapter's name and not its path, so adapters of one name would be taken "
             "for each other by other workers; use vLLM 0.31 or newer, or remove --enable-lora"
+        )
+
+
+def _refusals_of_sleep(model: ModelConfig) -> Iterator[str]:
+    """On an accelerator: of what takes memory away in a way that kvpool cannot follow."""
+    if not internals.says_when_memory_goes():
+        yield (
+            "vLLM before 0.33 tells no connector when sleep mode takes the KV cache away, so blocks might still be "
+            "copied; use vLLM 0.33, or remove --enable-sleep-mode"
+        )
+    if (backend := model.sleep_mode_backend) != "cumem":
+        yield (
+            f'--sleep-mode-backend {backend} may bring memory back elsewhere, which is not supported; use "cumem", or '
+            "remove --enable-sleep-mode"
         )
 
 

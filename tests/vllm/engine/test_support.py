@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     SinkFullAttentionSpec,
@@ -208,7 +209,7 @@ def test_a_device_that_torch_does_not_drive_is_refused_by_name(
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu", "npu"])
-def test_accelerators_pass_but_for_sleep_mode(
+def test_accelerators_pass_and_sleep_where_vllm_says_so_before(
     engine_config: Any, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     config = engine_config()
@@ -217,7 +218,13 @@ def test_accelerators_pass_but_for_sleep_mode(
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: driven)
     refuse_unsupported(config)
     config.model_config.enable_sleep_mode = True
-    with pytest.raises(EngineRefused, match="--enable-sleep-mode"):
+    monkeypatch.delattr(KVConnectorBase_V1, "unregister_kv_caches", raising=False)
+    with pytest.raises(EngineRefused, match=r"use vLLM 0\.33, or remove --enable-sleep-mode"):
+        refuse_unsupported(config)
+    monkeypatch.setattr(KVConnectorBase_V1, "unregister_kv_caches", lambda connector: None, raising=False)
+    refuse_unsupported(config)
+    config.model_config.sleep_mode_backend = "criu"
+    with pytest.raises(EngineRefused, match="--sleep-mode-backend criu"):
         refuse_unsupported(config)
 
 

@@ -49,8 +49,9 @@ def test_the_log_says_where_the_engine_goes_on(caplog: pytest.LogCaptureFixture)
     changed(namespace, Measured(why="its weights are on the moon"))
     assert EPOCH_FACT in namespace.current.facts
     third = namespace.current
-    same, other, why, alone = caplog.messages
+    same, silent, other, why, alone = caplog.messages
     assert same.endswith(f"weights are as before: it is in namespace {first.hex[:8]}")
+    assert "and no call has written them" in silent
     assert f"weights are others: it is in namespace {second.hex[:8]}" in other
     assert "rank 0 cannot measure its weights in memory: its weights are on the moon" in why
     assert f"in a namespace of its own, {third.hex[:8]}" in alone
