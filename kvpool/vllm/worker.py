@@ -218,6 +218,9 @@ class WorkerHalf:
         if same:
             self._unsure.rotate()
         elif same is not None:
+            logger.error(
+                "kvpool: rank %d: %s is not what was measured", self._rank, self._measure.other or "the model"
+            )
             self._awaits_weights = True
             self._leave()
             self._report.differs = True

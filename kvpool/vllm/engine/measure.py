@@ -63,6 +63,7 @@ class WeightsMeasure:
         self._rest: Iterator[tuple[str, torch.Tensor]] | None = None  # of this rotation
         self._seen: set[_Tensor] = set()  # in this rotation
         self._copied: _Copied | None = None
+        self.other = ""  # a tensor that differs, by the last look
 
     def take(self) -> str:
         """Measure all: 32 hex digits, equal where all names, types, shapes and samples are. Waits for the device."""
@@ -102,7 +103,7 @@ class WeightsMeasure:
         if ends:
             self._rest = None
         if not part:
-            return self._seen == self._known.keys()
+            return self._is_whole()
         tensors, sizes, packed = _sampled(part)
         self._seen.update(tensors)
         device = device_of(packed.device)
@@ -116,10 +117,16 @@ class WeightsMeasure:
             return None
         self._copied = None
         samples = _cut(copied.packed, copied.sizes)
-        if any(self._known.get(tensor) != one for tensor, one in zip(copied.tensors, samples, strict=True)):
-            self._rest = None
-            return False
-        return self._seen == self._known.keys() if copied.ends else None
+        for tensor, one in zip(copied.tensors, samples, strict=True):
+            if self._known.get(tensor) != one:
+                self._rest, self.other = None, str(tensor)
+                return False
+        return self._is_whole() if copied.ends else None
+
+    def _is_whole(self) -> bool:
+        """Whether a rotation has met all that was measured, and nothing else."""
+        self.other = next(iter(sorted(map(str, self._seen ^ self._known.keys()))), "")
+        return not self.other
 
 
 def digest_of_all(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
