@@ -27,7 +27,7 @@ from kvpool.config import PoolConfig
 from kvpool.errors import ConfigError, EngineRefused, StoreUnavailable
 from kvpool.store import StoreURL, open_store
 from kvpool.vllm.engine import internals, support
-from kvpool.vllm.engine.adapter_loads import AdapterLoads
+from kvpool.vllm.engine.adapter_loads import AdapterLoads, digest_adapter
 from kvpool.vllm.engine.guard import refuse
 from kvpool.vllm.engine.identity import adapter_settings, engine_facts
 from kvpool.vllm.engine.measure import WeightsMeasure
@@ -141,7 +141,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.switch_off(str(error))
             return
         if self._adapters is not None:
-            self._adapters.reader = internals.adapter_reader()
+            self._adapters.held = internals.HeldAdapters.under_construction(digest_adapter)
         self._worker.register(
             layers,
             facts,

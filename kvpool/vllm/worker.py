@@ -61,6 +61,7 @@ class _Load:
     """In flight."""
 
     records: list[tuple[bytes, int]]  # (hash, group) of each part
+    blocks: Sequence[BlockRef]
     started: float
     outdated: bool = False  # of other weights
 
@@ -301,7 +302,7 @@ class WorkerHalf:
                 continue
             if foreign := self._foreign(plan.blocks, computed=False):
                 self._report.load_causes[plan.request_id] = "adapter"
-                self._report.other_adapters |= {one.key for one in foreign}
+                self._note_others(foreign)
                 continue
             if not (blocks := self._blocks_to_load(plan.blocks)):
                 continue
@@ -310,7 +311,7 @@ class WorkerHalf:
                 for ref in plan.blocks
                 for _ in range(self._groups[ref.group].parts)
             ]
-            self._loads[plan.request_id] = _Load(records, self._clock.monotonic())
+            self._loads[plan.request_id] = _Load(records, plan.blocks, self._clock.monotonic())
             self._failed.discard(plan.request_id)
             self._load(plan, blocks)
         for request_id in step.cancelled:
@@ -333,6 +334,10 @@ class WorkerHalf:
         is_same = self._adapters.has if computed else self._adapters.may_have
         return {one for one in wanted if not is_same(one)}
 
+    def _note_others(self, foreign: Iterable[AdapterWeights]) -> None:
+        if self._adapters is not None:
+            self._report.other_adapters |= {one.key for one in foreign if self._adapters.is_other(one)}
+
     @guarded(None)
     def _load(self, plan: LoadPlan, blocks: Sequence[Block]) -> None:
         assert self._mover is not None
@@ -353,7 +358,7 @@ class WorkerHalf:
             self._count(self._report.dropped, tags)
             return
         foreign = self._foreign(stores, computed=True)
-        self._report.other_adapters |= {one.key for one in foreign}
+        self._note_others(foreign)
         own: dict[int, BlockRef] = {}
         for block, tag in zip(stores, tags, strict=True):
             if block.adapter in foreign:
@@ -424,6 +429,9 @@ class WorkerHalf:
                 failed.add(job)
                 self._report.load_causes[job] = moved.cause
                 self._log_fault(moved)
+            elif load is not None and self._foreign(load.blocks, computed=False):
+                failed.add(job)
+                self._report.load_causes[job] = "adapter"
             if load is not None and not load.outdated:
                 self._report.missing.update(load.records[place] for place in moved.missing)
 
@@ -444,10 +452,8 @@ class WorkerHalf:
     def take_report(self) -> PoolWorkerMetadata | None:
         self._report.asked = self._announcer is not None and self._announcer.asked
         if self._adapters is not None:
-            self._report.adapters |= {
-                (self._rank, number): one for number, one in self._adapters.news.items()
-            }
-            self._adapters.news.clear()
+            news = self._adapters.take_news()
+            self._report.adapters |= {(self._rank, number): one for number, one in news.items()}
         if self._report.is_empty():
             return None
         report, self._report = self._report, PoolWorkerMetadata()

@@ -14,7 +14,7 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager, WorkerLoRAManager
 
 from kvpool.vllm.engine import internals
-from kvpool.vllm.engine.adapter_loads import AdapterLoads
+from kvpool.vllm.engine.adapter_loads import AdapterLoads, digest_adapter
 from kvpool.vllm.plan import AdapterWeights
 
 LORA = ("adapter", "/adapters/a")
@@ -79,7 +79,7 @@ class Vllm:
         self.loads = AdapterLoads(0)
         self.manager: Any = LRUCacheWorkerLoRAManager.__new__(LRUCacheWorkerLoRAManager)
         self.manager._adapter_manager = Memory()
-        self.loads.reader = lambda request: internals._read_adapter(lambda: self.manager, request)  # type: ignore[arg-type,return-value]
+        self.loads.held = internals.HeldAdapters(self.manager, digest_adapter)
 
     def put(self, path: str = LORA[1], **of_model: Any) -> None:
         self.files[path] = lambda number: model(number, **of_model)
@@ -91,4 +91,5 @@ class Vllm:
 
     def weights(self, number: int = 1) -> AdapterWeights:
         """What is held now."""
-        return AdapterWeights(number, *LORA, (self.loads._digests[number],))
+        assert self.loads.held is not None
+        return AdapterWeights(number, *LORA, (self.loads.held.digests()[number],))

@@ -1,21 +1,21 @@
-"""``AdapterLoads``: what a worker holds of each adapter, measured when vLLM takes it in.
+"""``AdapterLoads``: what a worker holds of each adapter, digested when vLLM takes it in.
 
-All ways to an adapter end there: options, calls, resolvers, a trainer's tensors, and the step that lacks it. A block is
-moved only while the worker holds the tensors that the scheduler calls it by.
+The digest is the adapter's own, in vLLM's memory, and goes with it (``internals.HeldAdapters``). A block is moved only
+while the worker holds the tensors that the scheduler calls it by.
 
 Threads: the worker's, which is vLLM's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from vllm.logger import init_logger
 
 from kvpool.vllm.engine import internals
-from kvpool.vllm.engine.adapters import GONE, MAX_ADAPTERS, UNREADABLE
+from kvpool.vllm.engine.adapters import GONE, UNREADABLE
 from kvpool.vllm.engine.measure import digest_of_all
 from kvpool.vllm.plan import AdapterWeights
 
@@ -23,56 +23,57 @@ logger = init_logger("vllm.kvpool")
 
 
 class AdapterLoads:
-    """``rank``: of this worker. ``news``: what a number of vLLM's has become: a digest, ``UNREADABLE`` or ``GONE``.
-
-    ``reader``: of what vLLM has not loaded (``internals.adapter_reader``).
-    """
+    """``rank``: of this worker. ``held``: set when the KV cache is registered; None: nothing is known of adapters."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._digests: dict[int, str] = {}  # by vLLM's number: what it stands for now
-        self.news: dict[int, str] = {}
-        self.reader: Callable[[Any], Iterable[tuple[str, torch.Tensor]]] | None = None
-        self._shows = internals.watch_adapter_loads(self)
+        self.held: internals.HeldAdapters | None = None
+        self._told: dict[int, str] = {}  # by vLLM's number, as the scheduler has it
+        self._looked: dict[int, str] = {}  # since the last report
+        self._shows = internals.digest_adapters(digest_adapter)
 
     def has(self, adapter: AdapterWeights) -> bool:
         """Whether what is computed for this adapter is of these weights."""
-        return self._digests.get(adapter.number) == adapter.digests[self._rank]
+        return self._digest_of(adapter.number) == adapter.digests[self._rank]
+
+    def is_other(self, adapter: AdapterWeights) -> bool:
+        """Whether it is of others. An adapter that is not held is neither."""
+        return self._digest_of(adapter.number) not in (None, adapter.digests[self._rank])
 
     def may_have(self, adapter: AdapterWeights) -> bool:
-        """Whether it is, or vLLM loads it when it is first computed for."""
-        return self._shows and (adapter.number not in self._digests or self.has(adapter))
-
-    def loaded(self, number: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """vLLM takes an adapter in. Never raises."""
-        self._digests.pop(number, None)
-        self._digests[number] = self.news[number] = _digest(number, tensors)
-        if len(self._digests) > MAX_ADAPTERS:
-            self._digests.pop(next(iter(self._digests)))
-
-    def removed(self, number: int) -> None:
-        """The number stands for nothing now."""
-        if self._digests.pop(number, None) is not None:
-            self.news[number] = GONE
+        """Whether it is, or will be when vLLM asks for what was read ahead."""
+        if self._digest_of(adapter.number) is not None or self.held is None:
+            return self.has(adapter)
+        ahead = self.held.ahead(adapter.number, adapter.name, adapter.path)
+        return ahead == adapter.digests[self._rank]
 
     def look(self, lora_request: Any) -> None:
         """Say what this worker holds of a request's adapter, and read it if it holds none, as its next step would."""
         number = int(lora_request.lora_int_id)
-        if number in self._digests:
-            self.news[number] = self._digests[number]
-        elif self.reader is None or not self._shows:
-            self.news[number] = UNREADABLE
-        else:
+        digest = self._digest_of(number)
+        if digest is None and self.held is not None and self._shows:
             try:
-                self.news[number] = _digest(number, self.reader(lora_request))
+                digest = self.held.read(lora_request)
             except Exception as error:  # vLLM's own attempt will say it
                 logger.info("kvpool: adapter %s cannot be read: %s", lora_request.lora_name, error)
-                self.news[number] = UNREADABLE
+        self._looked[number] = digest or UNREADABLE
+
+    def take_news(self) -> dict[int, str]:
+        """By number, what it has become since the last call: a digest, ``UNREADABLE`` or ``GONE``."""
+        now = {} if self.held is None else self.held.digests()
+        news = {number: digest for number, digest in now.items() if self._told.get(number) != digest}
+        news |= {number: GONE for number in self._told if number not in now}
+        self._told, looked, self._looked = now, self._looked, {}
+        return looked | news
+
+    def _digest_of(self, number: int) -> str | None:
+        return None if self.held is None else self.held.digests().get(number)
 
 
-def _digest(number: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+def digest_adapter(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Never raises."""
     try:
         return digest_of_all(tensors)
-    except Exception:  # never reaches the engine
-        logger.warning("kvpool cannot measure adapter %d, which goes without the pool", number, exc_info=True)
+    except Exception:
+        logger.warning("kvpool cannot digest an adapter, which goes without the pool", exc_info=True)
         return UNREADABLE

@@ -57,16 +57,15 @@ class Adapters:
             tuple[str, str], tuple[str, ...]
         ] = {}  # of which the engine's cache may have blocks
         self._changed: set[tuple[str, str]] = set()
-        self._open: dict[AdapterCheck, None] = {}
+        self._live: dict[AdapterCheck, None] = {}
         self._asked: set[int] = set()  # of which the workers are to say what they hold
         self._wanted: list[Any] = []  # of these, what no step has yet
 
     def check(self, lora_request: Any) -> AdapterCheck:
-        """Identify an adapter, now or by a later report of the workers."""
+        """Identify an adapter, now and by later reports of the workers, until ``end``."""
         check = AdapterCheck(lora_request, (str(lora_request.lora_name), str(lora_request.lora_path)))
+        self._live[check] = None
         self._look(check)
-        if not check.done:
-            self._open[check] = None
         return check
 
     def want(self, check: AdapterCheck) -> None:
@@ -76,13 +75,13 @@ class Adapters:
             self._wanted.append(check.lora_request)
 
     def take_wanted(self) -> list[Any]:
-        """For the next step."""
-        wanted, self._wanted = self._wanted, []
+        """For the next step: one adapter, which its worker may have to read."""
+        wanted, self._wanted = self._wanted[:1], self._wanted[1:]
         return wanted
 
     def end(self, check: AdapterCheck) -> None:
         """Its request is gone."""
-        self._open.pop(check, None)
+        self._live.pop(check, None)
 
     def learn(self, said: Mapping[tuple[int, int], str]) -> set[tuple[str, str]]:
         """What ranks hold, by rank and number, ``GONE`` or ``UNREADABLE``. Returns keys that are of others now."""
@@ -96,10 +95,9 @@ class Adapters:
             self._said.setdefault(number, {})[rank] = digest
         numbers = {number for _, number in said}
         before = set(self._changed)
-        for check in [one for one in self._open if one.number in numbers]:
-            self._look(check)
-            if check.done:
-                del self._open[check]
+        for check in self._live:
+            if check.number in numbers:
+                self._look(check)
         return self._changed - before
 
     def is_other(self, key: tuple[str, str]) -> None:
@@ -113,15 +111,22 @@ class Adapters:
             )
 
     def reset(self) -> None:
-        """The engine's cache holds no blocks any more."""
+        """The engine's cache holds no blocks any more. The workers are asked anew."""
         self._of_key.clear()
         self._changed.clear()
+        self._said.clear()
+        self._asked.clear()
+        self._wanted.clear()
+        for check in self._live:
+            check.weights = check.tag = None
+            check.done, check.cause = False, "late"
 
     def _look(self, check: AdapterCheck) -> None:
         said = self._said.get(check.number, {})
-        if len(said) < self._ranks:
-            if check.key in self._changed:
-                check.cause, check.done = "changed", True
+        if check.key in self._changed:
+            check.weights = check.tag = None
+            check.cause, check.done = "changed", True
+        if (check.done and check.tag is None) or len(said) < self._ranks:
             return
         digests = tuple(said[rank] for rank in range(self._ranks))
         check.done = True
@@ -133,7 +138,7 @@ class Adapters:
             return
         if self._of_key.setdefault(check.key, digests) != digests:
             self.is_other(check.key)
-        if check.key in self._changed:
+            check.weights = check.tag = None
             check.cause = "changed"
             return
         check.weights = AdapterWeights(check.number, *check.key, digests)

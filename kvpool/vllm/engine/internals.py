@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import cbor2
 import numpy
@@ -399,57 +399,65 @@ def stop_of(request: Request) -> int:
     return int(getattr(request, "shared_prefix_boundary", 0))
 
 
-class AdapterWatcher(Protocol):
-    """Is told, on the worker's thread, of what vLLM takes in and drops. Never raises."""
-
-    def loaded(self, number: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> None: ...
-
-    def removed(self, number: int) -> None: ...
-
-
-_adapter_watchers: weakref.WeakSet[AdapterWatcher] = weakref.WeakSet()
+_DIGEST = "digest_of_kvpool"  # an adapter carries it, so that it ends with what it is of
+_AHEAD = (
+    "read_ahead_by_kvpool"  # of a manager: adapters that it has not asked for yet, by number, name and path
+)
 MAX_READ_AHEAD = 4  # adapters
-_read_ahead: dict[tuple[int, str, str], Any] = {}  # by number, name and path
-_warms_up = False  # with adapters that no request has
+AHEAD_S = 60.0  # what was read longer ago is read again: its files may be others
+
+Digest = Callable[[Iterable[tuple[str, torch.Tensor]]], str]
 
 
-def watch_adapter_loads(watcher: AdapterWatcher) -> bool:
-    """Tell ``watcher``, while it lives, of the adapters of this process; False: this version does not show them.
+def digest_adapters(digest: Digest) -> bool:
+    """Have each adapter that vLLM takes in from now on digested before it is packed; False: it does not show them.
 
     All ways to an adapter end in ``_add_adapter``: options, calls, resolvers, trainers, and the step that lacks it.
+    ``digest`` never raises.
     """
     from vllm.lora.model_manager import LoRAModelManager  # much, and few engines have adapters
     from vllm.lora.worker_manager import WorkerLoRAManager
 
-    if not (hasattr(LoRAModelManager, "_add_adapter") and hasattr(LoRAModelManager, "remove_adapter")):
+    if not (hasattr(LoRAModelManager, "_add_adapter") and hasattr(LoRAModelManager, "list_adapters")):
         return False
-    for owner, name, wrapper in (
-        (LoRAModelManager, "_add_adapter", _takes_in),
-        (LoRAModelManager, "remove_adapter", _removes),
-        (WorkerLoRAManager, "add_dummy_lora", _warms),
-        (WorkerLoRAManager, "_load_adapter", _loads),
-    ):
-        _wrap_once(owner, name, wrapper)
-    _adapter_watchers.add(watcher)
+    _wrap_once(LoRAModelManager, "_add_adapter", functools.partial(_takes_in, digest))
+    _wrap_once(WorkerLoRAManager, "_load_adapter", _loads)
     return True
 
 
-def adapter_reader() -> Callable[[Any], list[tuple[str, torch.Tensor]]] | None:
-    """Reads a request's adapter, which vLLM has not loaded, as vLLM will: that gets the same tensors when it asks.
+class HeldAdapters:
+    """What a worker's vLLM holds of adapters. ``digest``: as ``digest_adapters`` has it."""
 
-    Call it while the worker's KV cache is registered. Errors of the function: vLLM's own. None: there are no adapters.
-    """
-    manager: Any = getattr(_runner_under_construction(), "lora_manager", None)
-    return None if manager is None else functools.partial(_read_adapter, weakref.ref(manager))
+    def __init__(self, manager: Any, digest: Digest) -> None:
+        self._manager, self._digest = weakref.ref(manager), digest
 
+    @classmethod
+    def under_construction(cls, digest: Digest) -> HeldAdapters | None:
+        """Of the worker whose KV cache is being registered; None: it has no adapters."""
+        manager: Any = getattr(_runner_under_construction(), "lora_manager", None)
+        return None if manager is None else cls(manager, digest)
 
-def _read_adapter(reference: weakref.ref[Any], lora_request: Any) -> list[tuple[str, torch.Tensor]]:
-    adapter = reference()._load_adapter(lora_request)  # type: ignore[union-attr]  # of a worker that lives
-    _take_from_file(adapter)
-    while len(_read_ahead) >= MAX_READ_AHEAD:
-        del _read_ahead[next(iter(_read_ahead))]
-    _read_ahead[_of_request(lora_request)] = adapter
-    return _adapter_tensors(adapter)
+    def digests(self) -> dict[int, str]:
+        """By vLLM's number; empty: not known."""
+        manager = self._manager()
+        held = {} if manager is None else manager._adapter_manager.list_adapters()
+        return {int(number): getattr(adapter, _DIGEST, "") for number, adapter in held.items()}
+
+    def ahead(self, number: int, name: str, path: str) -> str | None:
+        """The digest of an adapter that was read, and that vLLM gets when it asks for it; None: there is none."""
+        read = getattr(self._manager(), _AHEAD, {}).get((number, name, path))
+        return None if read is None or time.monotonic() > read[0] + AHEAD_S else getattr(read[1], _DIGEST)
+
+    def read(self, lora_request: Any) -> str:
+        """Read a request's adapter as vLLM will; its digest. Errors: vLLM's own of the load."""
+        manager: Any = self._manager()
+        adapter = manager._load_adapter(lora_request)
+        _digest_once(self._digest, adapter)
+        ahead: dict[tuple[int, str, str], tuple[float, Any]] = vars(manager).setdefault(_AHEAD, {})
+        while len(ahead) >= MAX_READ_AHEAD:
+            del ahead[next(iter(ahead))]
+        ahead[_of_request(lora_request)] = time.monotonic(), adapter
+        return str(getattr(adapter, _DIGEST))
 
 
 def _of_request(lora_request: Any) -> tuple[int, str, str]:
@@ -469,34 +477,23 @@ def _wrap_once(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
     setattr(owner, name, wrapped)
 
 
-def _takes_in(take_in: Callable[..., Any], manager: Any, adapter: Any) -> Any:
-    _take_from_file(adapter)
-    if not _warms_up:
-        tensors = _adapter_tensors(adapter)  # before vLLM packs and scales them
-        for watcher in list(_adapter_watchers):
-            watcher.loaded(int(adapter.id), tensors)
+def _takes_in(digest: Digest, take_in: Callable[..., Any], manager: Any, adapter: Any) -> Any:
+    _digest_once(digest, adapter)
     return take_in(manager, adapter)
 
 
-def _removes(remove: Callable[..., Any], manager: Any, number: int) -> Any:
-    for watcher in list(_adapter_watchers):
-        watcher.removed(int(number))
-    return remove(manager, number)
-
-
-def _warms(warm: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    global _warms_up
-    _warms_up = True
-    try:
-        return warm(*arguments, **named)
-    finally:
-        _warms_up = False
+def _digest_once(digest: Digest, adapter: Any) -> None:
+    """Before vLLM packs and scales its tensors."""
+    if not hasattr(adapter, _DIGEST):
+        _take_from_file(adapter)
+        setattr(adapter, _DIGEST, digest(_adapter_tensors(adapter)))
 
 
 def _loads(load: Callable[..., Any], manager: Any, lora_request: Any) -> Any:
+    read = getattr(manager, _AHEAD, {}).pop(_of_request(lora_request), None)
     in_place = getattr(lora_request, "load_inplace", False)
-    adapter = _read_ahead.pop(_of_request(lora_request), None)
-    return load(manager, lora_request) if adapter is None or in_place else adapter
+    is_fresh = read is not None and not in_place and time.monotonic() <= read[0] + AHEAD_S
+    return read[1] if is_fresh else load(manager, lora_request)
 
 
 def _adapter_layers(adapter: Any) -> list[tuple[str, Any]]:

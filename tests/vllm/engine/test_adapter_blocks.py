@@ -77,7 +77,7 @@ def test_a_request_for_an_adapter_that_nobody_has_loaded_finds_what_another_engi
     worker: WorkerHalf, vllm: Vllm, store: Store
 ) -> None:
     vllm.loads.look(LoRARequest(LORA[0], 1, LORA[1]))
-    computed(request_with("of another engine", LORA), store, vllm.loads.news.pop(1))
+    computed(request_with("of another engine", LORA), store, vllm.loads.take_news()[1])
     scheduler, asked = half(store), request_with("asked", LORA)
     scheduler.seen(asked)
     assert scheduler.matched_tokens(asked, 0)[0] is None
@@ -117,6 +117,8 @@ def test_blocks_of_replaced_weights_are_neither_stored_nor_loaded(
     scheduler.reset()
     again = request_with("again", LORA)
     scheduler.seen(again)
+    assert scheduler.matched_tokens(again, 0)[0] is None
+    step_of(worker, scheduler, idle(scheduler))
     assert scheduler._requests["again"].asked.identified, "the engine's cache holds nothing of before"
     scheduler.close()
 
@@ -188,5 +190,5 @@ def test_a_worker_that_knows_of_no_adapters_moves_none(tmp_path: Path) -> None:
     assert worker.poll(idle=True) == ({"a"}, {"a"})
     report = worker.take_report()
     assert report is not None
-    assert (report.dropped, report.other_adapters, report.adapters) == ({7: 1}, {LORA}, {(0, 1): UNREADABLE})
+    assert (report.dropped, report.other_adapters, report.adapters) == ({7: 1}, set(), {(0, 1): UNREADABLE})
     worker.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from kvpool.vllm.engine import adapter_loads, internals
 from kvpool.vllm.engine.adapter_loads import AdapterLoads
 from kvpool.vllm.engine.adapters import GONE, UNREADABLE
 from kvpool.vllm.plan import AdapterWeights
-from tests.support.adapters import LORA, Vllm, model
+from tests.support.adapters import LORA, Memory, Vllm, model
 
 pytestmark = [pytest.mark.vllm]
 
@@ -36,7 +35,8 @@ def test_equal_tensors_have_one_digest_whatever_they_are_called(vllm: Vllm) -> N
     vllm.add()
     vllm.add(2, "other", "/adapters/copy")
     assert vllm.weights(1).digests == vllm.weights(2).digests
-    assert set(vllm.loads.news) == {1, 2}
+    assert set(vllm.loads.take_news()) == {1, 2}
+    assert vllm.loads.take_news() == {}
 
 
 @pytest.mark.parametrize("other", [{"seed": 2}, {"scaling": 1.0}, {"module": "v_proj"}], ids=str)
@@ -48,6 +48,7 @@ def test_all_that_is_computed_with_is_in_the_digest(vllm: Vllm, other: dict[str,
     assert vllm.weights() != one
     assert not vllm.loads.has(one)
     assert not vllm.loads.may_have(one)
+    assert vllm.loads.is_other(one)
 
 
 def test_layers_that_an_adapter_replaces_are_in_its_digest(vllm: Vllm) -> None:
@@ -61,9 +62,9 @@ def test_layers_that_an_adapter_replaces_are_in_its_digest(vllm: Vllm) -> None:
 
 def test_a_single_element_of_a_large_adapter_is_in_the_digest(vllm: Vllm) -> None:
     large = torch.zeros(2_000_003)
-    before = adapter_loads._digest(1, [("a", large)])
+    before = adapter_loads.digest_adapter([("a", large)])
     large[1_234_567] = 1
-    assert adapter_loads._digest(1, [("a", large)]) != before
+    assert adapter_loads.digest_adapter([("a", large)]) != before
 
 
 def test_tensors_that_a_trainer_brings_are_measured_as_those_of_files(
@@ -75,49 +76,60 @@ def test_tensors_that_a_trainer_brings_are_measured_as_those_of_files(
     from_memory = vllm.weights()
     monkeypatch.undo()
     assert vllm.loads.has(from_memory)
+    assert from_memory.digests != ("",)
 
 
-def test_what_vllm_has_dropped_may_be_loaded_and_what_was_removed_stands_for_nothing(vllm: Vllm) -> None:
+@pytest.mark.parametrize("gone", ["for want of room", "by a call", "with all others"])
+def test_what_vllm_holds_no_more_is_known_no_more(vllm: Vllm, gone: str) -> None:
+    """Whatever took it: vLLM drops adapters in several ways, after each reload of the model, too."""
     vllm.add()
-    one = vllm.weights()
-    for number in (2, 3):
-        vllm.put(f"/adapters/{number}", seed=number)
-        vllm.add(number, f"adapter {number}", f"/adapters/{number}")
-    assert vllm.loads.has(one), "it was dropped for want of room, and comes back when it is asked for"
-    vllm.manager.remove_adapter(3)
-    assert vllm.loads.news[3] == GONE
-    assert vllm.loads.may_have(AdapterWeights(3, *LORA, ("any",)))
-
-
-def test_dummies_of_a_warm_up_are_no_adapters(vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        vllm.manager._adapter_manager, "create_dummy_lora", lambda *_: model(1, seed=9), raising=False
-    )
-    vllm.manager._cached_dummy_lora, vllm.manager.embedding_modules = None, {}
-    vllm.manager.add_dummy_lora(LoRARequest("warmup", 1, "/nowhere"), 8)
-    assert vllm.manager.list_adapters() == {1}
-    assert vllm.loads.news == {}
-    vllm.manager.remove_adapter(1)
-    assert vllm.loads.news == {}
+    one, held = vllm.weights(), vllm.manager._adapter_manager._registered_adapters
+    vllm.loads.take_news()
+    if gone == "for want of room":
+        for number in (2, 3):
+            vllm.put(f"/adapters/{number}", seed=number)
+            vllm.add(number, f"adapter {number}", f"/adapters/{number}")
+    elif gone == "by a call":
+        vllm.manager.remove_adapter(1)
+    else:
+        held.clear()
+    assert [vllm.loads.has(one), vllm.loads.may_have(one), vllm.loads.is_other(one)] == [False] * 3
+    assert vllm.loads.take_news()[1] == GONE
+    vllm.put(seed=5)
+    vllm.add()
+    assert vllm.loads.is_other(one)
 
 
 def test_an_adapter_that_is_asked_for_is_read_once(vllm: Vllm) -> None:
     asked = LoRARequest(LORA[0], 1, LORA[1])
     vllm.loads.look(asked)
-    ahead = vllm.loads.news.pop(1)
+    digest = vllm.loads.take_news()[1]
+    ahead = AdapterWeights(1, *LORA, (digest,))
+    assert vllm.loads.may_have(ahead)
+    assert not vllm.loads.has(ahead)
     vllm.put(seed=2)  # replaced between both
     vllm.add()
-    assert (vllm.loads.news.pop(1), vllm.loaded) == (ahead, 1), "what was read is what is used"
+    assert (vllm.loads.take_news(), vllm.loaded) == ({1: digest}, 1), "what was read is what is used"
+    assert vllm.loads.has(ahead)
     vllm.loads.look(asked)
-    assert (vllm.loads.news, vllm.loaded) == ({1: ahead}, 1)
+    assert (vllm.loads.take_news(), vllm.loaded) == ({1: digest}, 1)
+
+
+def test_what_was_read_long_ago_is_read_again(vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm.loads.look(LoRARequest(LORA[0], 1, LORA[1]))
+    ahead = AdapterWeights(1, *LORA, (vllm.loads.take_news()[1],))
+    monkeypatch.setattr(internals, "AHEAD_S", -1.0)
+    vllm.put(seed=2)
+    assert not vllm.loads.may_have(ahead)
+    vllm.add()
+    assert vllm.loads.is_other(ahead)
 
 
 def test_what_is_read_ahead_is_bounded(vllm: Vllm) -> None:
     for number in range(1, 8):
         vllm.put(f"/adapters/{number}", seed=number)
         vllm.loads.look(LoRARequest(f"adapter {number}", number, f"/adapters/{number}"))
-    assert len(internals._read_ahead) == internals.MAX_READ_AHEAD
-    internals._read_ahead.clear()
+    assert len(getattr(vllm.manager, internals._AHEAD)) == internals.MAX_READ_AHEAD
 
 
 def test_an_adapter_that_cannot_be_read_is_said_to_be_so(
@@ -125,11 +137,11 @@ def test_an_adapter_that_cannot_be_read_is_said_to_be_so(
 ) -> None:
     with caplog.at_level(logging.INFO, "vllm.kvpool"):
         vllm.loads.look(LoRARequest("missing", 1, "/adapters/missing"))
-    assert vllm.loads.news == {1: UNREADABLE}
+    assert vllm.loads.take_news() == {1: UNREADABLE}
     assert "missing cannot be read" in caplog.text
     with pytest.raises(KeyError):
         vllm.add(1, "missing", "/adapters/missing")
-    assert vllm.loads._digests == {}
+    assert vllm.loads.take_news() == {}
 
 
 def test_a_tensor_that_cannot_be_measured_keeps_its_adapter_from_the_pool_and_vllm_goes_on(
@@ -141,7 +153,7 @@ def test_a_tensor_that_cannot_be_measured_keeps_its_adapter_from_the_pool_and_vl
     monkeypatch.setattr(adapter_loads, "digest_of_all", planted)
     vllm.add()
     assert vllm.manager.list_adapters() == {1}
-    assert vllm.loads.news == {1: UNREADABLE}
+    assert vllm.loads.take_news() == {1: UNREADABLE}
 
 
 def test_what_was_loaded_stays_when_its_file_is_written_over(vllm: Vllm, tmp_path: Path) -> None:
@@ -166,24 +178,17 @@ def test_a_version_that_does_not_show_its_adapters_shares_none(monkeypatch: pyte
     loads = AdapterLoads(0)
     assert not loads.may_have(AdapterWeights(1, *LORA, ("any",)))
     loads.look(LoRARequest(LORA[0], 1, LORA[1]))
-    assert loads.news == {1: UNREADABLE}
+    assert loads.take_news() == {1: UNREADABLE}
 
 
-def test_beyond_the_adapters_that_are_remembered_the_oldest_is_forgotten(
-    vllm: Vllm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(adapter_loads, "MAX_ADAPTERS", 1)
+def test_engines_in_one_process_know_their_own_adapters(vllm: Vllm) -> None:
+    other = AdapterLoads(0)
+    manager: Any = LRUCacheWorkerLoRAManager.__new__(LRUCacheWorkerLoRAManager)
+    manager._adapter_manager = Memory()
+    other.held = internals.HeldAdapters(manager, adapter_loads.digest_adapter)
     vllm.add()
-    one = vllm.weights()
-    vllm.put("/adapters/b", seed=2)
-    vllm.add(2, "other", "/adapters/b")
-    assert not vllm.loads.has(one)
-    assert vllm.loads.has(vllm.weights(2))
-
-
-def test_who_is_gone_is_told_nothing(vllm: Vllm) -> None:
-    watchers = len(internals._adapter_watchers)
-    vllm.loads.reader = None
-    del vllm.loads
-    gc.collect()
-    assert len(internals._adapter_watchers) < watchers
+    assert (set(vllm.loads.take_news()), other.take_news()) == ({1}, {})
+    vllm.put(seed=2)
+    other.look(LoRARequest(LORA[0], 1, LORA[1]))
+    assert other.may_have(AdapterWeights(1, *LORA, (other.take_news()[1],)))
+    assert not other.may_have(vllm.weights())

@@ -70,6 +70,11 @@ def test_workers_are_asked_once_for_an_adapter_that_is_not_known() -> None:
         one.want(check)
     assert one.take_wanted() == [first.lora_request]
     one.want(second)
+    other = one.check(lora(2, "other", "/adapters/b"))
+    one.want(other)
+    one.want(one.check(lora(3, "third", "/adapters/c")))
+    assert one.take_wanted() == [other.lora_request], "a step is for one"
+    assert len(one.take_wanted()) == 1
     assert one.take_wanted() == []
     one.learn({(0, 1): UNREADABLE})
     assert [(check.done, check.tag, check.cause) for check in (first, second)] == [
@@ -92,7 +97,10 @@ def test_other_tensors_under_one_name_and_path_go_without_the_pool_until_the_cac
     one.learn({(0, 4): "three"})
     assert one.check(lora(4, "other", "/adapters/b")).tag is not None
     one.reset()
-    assert one.check(lora(number)).tag == known("two").tag
+    again = one.check(lora(number))
+    assert not second.done
+    one.learn({(0, number): "two"})
+    assert second.tag == again.tag == known("two").tag
 
 
 def test_a_number_that_stands_for_nothing_any_more_is_asked_for_again() -> None:
@@ -115,7 +123,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check.cause == "too_many"
     assert set(one._said) == {2, 3}
     one.end(check)
-    assert not one._open
+    assert check not in one._live
 
 
 @pytest.mark.parametrize("width", [16, 32, 64])
