@@ -574,8 +574,8 @@ class SchedulerHalf:
     @guarded(None)
     def called(self, method: str) -> None:
         """Somebody called a method of the workers, which may have changed their weights."""
-        self._forget_offers()
-        self._namespace.called(method)
+        if self._namespace.called(method):
+            self._forget_offers()
 
     def _leave(self) -> None:
         """What is under way is of other weights than what comes next."""

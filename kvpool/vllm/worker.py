@@ -471,6 +471,8 @@ class WorkerHalf:
             self._announcer = None
         self._end_stores()
         if self._store is not None:
+            if keys := self._unsure.take():
+                _delete(self._store, keys)
             self._store.close()
         self._mover = self._store = None
 

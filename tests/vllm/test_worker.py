@@ -712,6 +712,23 @@ def test_what_a_measure_has_found_anew_is_not_deleted(tmp_path: Path, cache: tor
     worker.close()
 
 
+def test_a_worker_that_ends_deletes_what_it_has_condemned(
+    tmp_path: Path, cache: torch.Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock, weights = Clock(), Weights(1.0)
+    url = f"file://{tmp_path}/pool"
+    worker = started(url, cache, None, WeightsMeasure(weights.shown), clock=clock)
+    in_step(worker, 1)
+    weights["w0"].fill_(2)
+    clock.sleep(LOOK_EVERY_S)
+    assert in_step(worker, 2, watch=True).differs
+    assert "w0 torch.float32" in caplog.text, "which of them, for who writes it"
+    worker.start_loads(PoolMetadata(silent=True))
+    worker.close()
+    with open_store(url) as store:
+        assert store.contains_many(Namespace("default", FACTS).keys([hashed(1)], 0, 0)) == [False]
+
+
 def test_a_model_that_cannot_be_read_is_other_weights_and_says_why(
     tmp_path: Path, cache: torch.Tensor
 ) -> None:

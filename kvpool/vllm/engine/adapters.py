@@ -56,6 +56,7 @@ class Adapters:
         self._of_key: dict[
             tuple[str, str], tuple[str, ...]
         ] = {}  # of which the engine's cache may have blocks
+        self._keys: dict[int, set[tuple[str, str]]] = {}  # of these, by number
         self._changed: set[tuple[str, str]] = set()
         self._live: dict[AdapterCheck, None] = {}
         self._asked: set[int] = set()  # of which the workers are to say what they hold
@@ -95,6 +96,13 @@ class Adapters:
             self._said.setdefault(number, {})[rank] = digest
         numbers = {number for _, number in said}
         before = set(self._changed)
+        for (
+            number
+        ) in numbers:  # also where nobody asks now: blocks may wait that others were computed between
+            if (digests := self._digests(number)) is not None:
+                for key in self._keys.get(number, ()):
+                    if self._of_key[key] != digests:
+                        self.is_other(key)
         for check in self._live:
             if check.number in numbers:
                 self._look(check)
@@ -113,6 +121,7 @@ class Adapters:
     def reset(self) -> None:
         """The engine's cache holds no blocks any more. The workers are asked anew."""
         self._of_key.clear()
+        self._keys.clear()
         self._changed.clear()
         self._said.clear()
         self._asked.clear()
@@ -121,14 +130,19 @@ class Adapters:
             check.weights = check.tag = None
             check.done, check.cause = False, "late"
 
+    def _digests(self, number: int) -> tuple[str, ...] | None:
+        """By rank; None: not all have said what they hold."""
+        said = self._said.get(number, {})
+        return tuple(said[rank] for rank in range(self._ranks)) if len(said) == self._ranks else None
+
     def _look(self, check: AdapterCheck) -> None:
-        said = self._said.get(check.number, {})
         if check.key in self._changed:
             check.weights = check.tag = None
             check.cause, check.done = "changed", True
-        if (check.done and check.tag is None) or len(said) < self._ranks:
+        if check.done and check.tag is None:
             return
-        digests = tuple(said[rank] for rank in range(self._ranks))
+        if (digests := self._digests(check.number)) is None:
+            return
         check.done = True
         if not all(digests):
             check.cause = "unreadable"
@@ -136,6 +150,7 @@ class Adapters:
         if len(self._of_key) >= MAX_ADAPTERS and check.key not in self._of_key:
             check.cause = "too_many"
             return
+        self._keys.setdefault(check.number, set()).add(check.key)
         if self._of_key.setdefault(check.key, digests) != digests:
             self.is_other(check.key)
             check.weights = check.tag = None

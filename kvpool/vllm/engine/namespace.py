@@ -158,14 +158,16 @@ class EngineNamespace:
             self._cached, self._computed = None, False
         self._ask("reset")
 
-    def called(self, method: str) -> None:
-        """Somebody called a method of the workers that may have changed their weights."""
+    def called(self, method: str) -> bool:
+        """Somebody called a method of the workers; whether it may have changed their weights."""
         emptied = method in _EMPTIES and (self._computed or self._cached is not None)
         if emptied:
             self._cached, self._computed = _SEVERAL, False
-        if method not in _READS and (self._start or not self._facts or emptied or method in _WRITES):
+        may_write = method not in _READS and (self._start or not self._facts or emptied or method in _WRITES)
+        if may_write:
             self._is_told = True
             self._ask(method)
+        return bool(may_write)
 
     def differs(self) -> None:
         """A worker's watch found other weights than those of the last measure, and no call has said so."""

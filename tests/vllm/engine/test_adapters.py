@@ -103,6 +103,16 @@ def test_other_tensors_under_one_name_and_path_go_without_the_pool_until_the_cac
     assert second.tag == again.tag == known("two").tag
 
 
+def test_what_changed_and_changed_back_while_nobody_asked_goes_without_the_pool() -> None:
+    """Blocks of between may wait to be stored."""
+    one = Adapters(1)
+    one.learn({(0, 1): "one"})
+    one.end(one.check(lora()))
+    assert one.learn({(0, 1): "two"}) == {LORA}
+    one.learn({(0, 1): "one"})
+    assert one.check(lora()).cause == "changed"
+
+
 def test_a_number_that_stands_for_nothing_any_more_is_asked_for_again() -> None:
     one = Adapters(1)
     one.learn({(0, 1): "one"})
