@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import re
@@ -57,29 +56,14 @@ class Fleet:
     def complete(self, tokens: list[int]) -> None:
         _post(f"{self.worker}/v1/completions", _completion(tokens, max_tokens=2))
 
-    @contextlib.contextmanager
-    def under_way(self, tokens: list[int], max_tokens: int) -> Iterator[None]:
-        """A request whose caller leaves at the end of the block."""
-        body = json.dumps(_completion(tokens, max_tokens))
-        connection = http.client.HTTPConnection(self.worker.removeprefix("http://"), timeout=ANSWER_S)
-        with contextlib.closing(connection):
-            connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
-            yield
-
     def look_up(self, tokens: list[int]) -> None:
         with IndexClient(self.index, timeout_s=60) as client:
             client.lookup("tiny", token_ids=tokens)
 
-    def computes(self) -> bool:
-        """Whether the engine has a request under way, by its own page."""
-        with OPENER.open(f"{self.worker}/metrics", timeout=60) as reply:
-            return bool(
-                re.search(r"^vllm:num_requests_running\{.*\} 1\.0$", reply.read().decode(), re.MULTILINE)
-            )
-
-    def reset(self) -> None:
-        """Reset the engine's caches, the connector's among them."""
-        _post(f"{self.worker}/reset_prefix_cache?reset_external=true", None)
+    def load_weights(self, model: Path) -> None:
+        """Load other weights into the engine that runs, and reset nothing."""
+        call = {"method": "reload_weights", "kwargs": {"weights_path": str(model)}}
+        _post(f"{self.worker}/collective_rpc", call)
 
     def ask(self, expression: str) -> Values:
         """What Prometheus makes of it now."""
