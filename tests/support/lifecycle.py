@@ -60,7 +60,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvpool import _native
 from kvpool.errors import StoreUnavailable
-from kvpool.key.key import Namespace, parse_key
+from kvpool.key.key import parse_key
 from kvpool.metrics import Samples, add_samples
 from kvpool.transfer import BlockCopier
 from kvpool.vllm import KVPoolConnector, KVPoolTier
@@ -577,7 +577,6 @@ class ScriptedEngine:
         self.running: dict[str, Running] = {}
         self.failed: set[str] = set()
         self.steps = 0
-        self.namespace: Namespace | None = None  # now, or before an open question
         self.loads = self.loads_failed = self.hits = self.begun_inside = self.starved = 0
         self.accepted = self.rejected = 0
         self.tags: dict[int, tuple[bytes, int]] = {}  # hash and group of what was to be stored
@@ -706,7 +705,6 @@ class ScriptedEngine:
 
     def step(self) -> None:
         self.steps += 1
-        self.namespace = self.planner._namespace.current or self.namespace
         self.plan()
         self.execute()
         self.take()
@@ -1158,14 +1156,12 @@ class ScriptedEngine:
         (told,) = event.block_hashes
         assert isinstance(told, int)
         (block_hash,) = {one for _, one in self.world.values if int.from_bytes(one[-8:], "big") == told}
-        if (
-            self.planner._namespace.current is None
-        ):  # it is of the one before, until the workers have answered
+        namespace = self.planner._namespace.current
+        if namespace is None:  # it is of the one before, until the workers have answered
             return
-        assert self.namespace is not None
         group = event.group_idx or 0
         for part in range(self.shape.parts(group)):
-            (key,) = self.namespace.keys([block_hash], group, part)
+            (key,) = namespace.keys([block_hash], group, part)
             assert key in self.world.put, "a block is announced that is not on every rank"
 
     def _check_namespace(self, rank: Rank) -> None:
