@@ -237,7 +237,7 @@ def check_causes(counts: dict[str, float]) -> None:
         assert counts.get(f"kvpool_store_skipped_blocks_total/{cause}"), f"no chunk was skipped by {cause}"
     assert counts.get("events removed")
     assert counts.get("switched off")
-    assert counts.get("kvpool_lookup_failures_total/fault")
+    assert counts.get("kvpool_lookup_failures_total/store_unavailable")
 
 
 @pytest.fixture
