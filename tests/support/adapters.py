@@ -65,6 +65,7 @@ class Vllm:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.files: dict[str, Callable[[int], LoRAModel]] = {}
+        self.put()
         self.loaded = 0
 
         def load(manager: Any, lora_request: LoRARequest) -> LoRAModel:

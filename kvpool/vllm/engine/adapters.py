@@ -53,9 +53,8 @@ class Adapters:
     def __init__(self, ranks: int, settings: str = "") -> None:
         self._ranks, self._settings = ranks, settings
         self._said: dict[int, dict[int, str]] = {}  # by vLLM's number of an adapter and rank: its digest
-        self._of_key: dict[
-            tuple[str, str], tuple[str, ...]
-        ] = {}  # of which the engine's cache may have blocks
+        # By key: the digests of which the engine's cache may have blocks.
+        self._of_key: dict[tuple[str, str], tuple[str, ...]] = {}
         self._keys: dict[int, set[tuple[str, str]]] = {}  # of these, by number
         self._changed: set[tuple[str, str]] = set()
         self._live: dict[AdapterCheck, None] = {}
@@ -96,9 +95,8 @@ class Adapters:
             self._said.setdefault(number, {})[rank] = digest
         numbers = {number for _, number in said}
         before = set(self._changed)
-        for (
-            number
-        ) in numbers:  # also where nobody asks now: blocks may wait that others were computed between
+        # Also of adapters that no request has now: their blocks may wait to be stored.
+        for number in numbers:
             if (digests := self._digests(number)) is not None:
                 for key in self._keys.get(number, ()):
                     if self._of_key[key] != digests:
@@ -153,8 +151,7 @@ class Adapters:
         self._keys.setdefault(check.number, set()).add(check.key)
         if self._of_key.setdefault(check.key, digests) != digests:
             self.is_other(check.key)
-            check.weights = check.tag = None
-            check.cause = "changed"
+            self._look(check)
             return
         check.weights = AdapterWeights(check.number, *check.key, digests)
         # Ranks of one stage hold the same before vLLM cuts it.

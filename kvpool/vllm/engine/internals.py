@@ -399,10 +399,9 @@ def stop_of(request: Request) -> int:
     return int(getattr(request, "shared_prefix_boundary", 0))
 
 
-_DIGEST = "digest_of_kvpool"  # an adapter carries it, so that it ends with what it is of
-_AHEAD = (
-    "read_ahead_by_kvpool"  # of a manager: adapters that it has not asked for yet, by number, name and path
-)
+_DIGEST = "digest_of_kvpool"  # attribute of vLLM's adapter, so that the digest lives as long as its tensors
+# Attribute of vLLM's manager: adapters that it has not asked for yet, by number, name and path.
+_AHEAD = "read_ahead_by_kvpool"
 MAX_READ_AHEAD = 4  # adapters
 AHEAD_S = 60.0  # what was read longer ago is read again: its files may be others
 

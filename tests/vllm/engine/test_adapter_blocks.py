@@ -38,9 +38,7 @@ pytestmark = [pytest.mark.vllm]
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Vllm:
-    made = Vllm(monkeypatch)
-    made.put()
-    return made
+    return Vllm(monkeypatch)
 
 
 @pytest.fixture

@@ -25,9 +25,7 @@ pytestmark = [pytest.mark.vllm]
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> Vllm:
-    made = Vllm(monkeypatch)
-    made.put()
-    return made
+    return Vllm(monkeypatch)
 
 
 def test_equal_tensors_have_one_digest_whatever_they_are_called(vllm: Vllm) -> None:
