@@ -76,17 +76,23 @@ def began_ns() -> int:
     return time.time_ns() - int(age_s * 1e9)
 
 
+def _callers() -> Iterator[Mapping[str, Any]]:
+    """The local names of each caller, the nearest first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_locals
+        frame = frame.f_back
+
+
 def engine_under_construction() -> tuple[VllmConfig, KVCacheConfig]:
     """The configuration of the engine whose connector is being built: among its callers' arguments.
 
     vLLM gives a tier neither. Errors: ``EngineRefused``.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        config, cache = (frame.f_locals.get(name) for name in ("vllm_config", "kv_cache_config"))
+    for names in _callers():
+        config, cache = names.get("vllm_config"), names.get("kv_cache_config")
         if isinstance(config, VllmConfig) and isinstance(cache, KVCacheConfig):
             return config, cache
-        frame = frame.f_back
     raise EngineRefused(
         "this version of vLLM does not show a tier the engine that it belongs to, so its blocks cannot be told from "
         "those of other engines; use a version from 0.30 to 0.33, or remove KVPoolTier from secondary_tiers"
@@ -159,12 +165,10 @@ def model_tensors() -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
 
 def _runner_under_construction() -> Any:
     """What runs the model of the worker whose KV cache is being registered, among the callers; None: nothing shows."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        runner: Any = frame.f_locals.get("self")
+    for names in _callers():
+        runner: Any = names.get("self")
         if callable(getattr(runner, "get_model", None)) and isinstance(runner.get_model(), nn.Module):
             return runner
-        frame = frame.f_back
     return None
 
 
@@ -210,10 +214,8 @@ def watch_engine_calls(told: Callable[[str], None]) -> Callable[[], bool]:
     """
     from vllm.v1.engine.core import EngineCore
 
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not isinstance(frame.f_locals.get("self"), EngineCore):
-        frame = frame.f_back
-    core: Any = None if frame is None else frame.f_locals["self"]
+    owners: Iterator[Any] = (names.get("self") for names in _callers())
+    core: Any = next((one for one in owners if isinstance(one, EngineCore)), None)
     executor: Any = getattr(core, "model_executor", None)
     if executor is None:
         raise EngineRefused(
