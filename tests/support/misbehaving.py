@@ -33,6 +33,7 @@ class Peer:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
         self.queued: list[Sequence[bytes]] | None = None  # in a transaction: what it consists of so far
+        self.owes = False  # a harm has kept a reply back
         self._over = over  # the harm that was done is over
 
     def send(self, data: bytes) -> None:
@@ -84,10 +85,13 @@ class Misbehaving:
             self._harm = (harm, when_dialled)
 
     def behave(self) -> None:
-        """From now on the server is good. Connections that were harmed and stand end."""
+        """From now on the server is good. Connections that are silent or owe a reply end."""
         with self._lock:
             self._harm = None
             self._over.set()
+            for peer in self._peers:
+                if peer.owes:
+                    peer.hang_up()
 
     def put(self, key: str, value: bytes) -> None:
         """Keep a good record."""

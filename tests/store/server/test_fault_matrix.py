@@ -116,6 +116,7 @@ def swapped() -> Harm:
     held: dict[Peer, bytes] = {}
 
     def harm(peer: Peer, words: Sequence[bytes], good: bytes) -> None:
+        peer.owes = True
         before, held[peer] = held.get(peer), good
         if before is not None:
             peer.send(before)
