@@ -112,9 +112,13 @@ test-parts: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(TEST_NEEDS)
 	$(RUN_PYTEST) $(BY_FILE) 5 --no-loadscope-reorder -m "not e2e and not soak and not compose and not dist and not sglang and not pages" \
 	  --durations=15 $(or $(PYTEST),$(PARTS)) || [[ $$? == 5 ]]
 
+# The file that takes longest begins first.
+LONGEST_BENCH := tests/benchmarks/test_route.py
+
 test-benchmarks: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(VENV)/.stamp-bare .cache/servers/.stamp .cache/envoy/.stamp $(FRONT_PEERS)
-	$(RUN_PYTEST) $(BY_FILE) 3 -m "not e2e and not soak" --durations=5 \
-	  $(or $(PYTEST),tests/benchmarks tests/examples/test_peers.py)
+	$(RUN_PYTEST) $(BY_FILE) 3 --no-loadscope-reorder -m "not e2e and not soak" --durations=5 \
+	  $(or $(PYTEST),$(LONGEST_BENCH) $(filter-out $(LONGEST_BENCH),$(wildcard tests/benchmarks/test_*.py)) \
+	    tests/examples/test_peers.py)
 
 # One process: Playwright's calls must come from one thread, and the tests share a fleet.
 test-pages: $(VENV)/.stamp-core $(VENV)/.stamp-vllm .cache/servers/.stamp .cache/pages/.stamp docs

@@ -61,6 +61,7 @@ def _answer(name: str, folder: Path, options: dict[str, Any], **environment: str
     return answer
 
 
+@pytest.mark.rare
 def test_a_model_by_its_hub_id_shares_by_commit(hub: Hub, models: tuple[Path, Path], tmp_path: Path) -> None:
     """The branch moves between two starts; a cache of another host has the later commit alone."""
     pool = f"file://{tmp_path}/pool"
