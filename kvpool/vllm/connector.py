@@ -95,7 +95,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                         events=bool(events and events.enable_kv_cache_events),
                     ),
                     adapter_settings=adapter_settings(vllm_config),
-                    is_asleep=internals.watch_engine_calls(self._called),
+                    is_asleep=internals.watch_engine_calls(self._called, self._named),
                     clock=self.clock,
                 )
                 self._scheduler.start()
@@ -162,6 +162,10 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
     def _called(self, method: str) -> None:
         if self._scheduler is not None:
             self._scheduler.called(method)
+
+    def _named(self, weight_version: str) -> None:
+        if self._scheduler is not None:
+            self._scheduler.named(weight_version)
 
     def _shared(self, layers: Sequence[Sequence[torch.Tensor]]) -> Sequence[Group] | None:
         """The groups as engines of other tensor-parallel sizes share them; None: only those of this size do."""

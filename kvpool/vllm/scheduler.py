@@ -577,6 +577,11 @@ class SchedulerHalf:
         if self._namespace.called(method):
             self._forget_offers()
 
+    @guarded(None)
+    def named(self, weight_version: str) -> None:
+        """Somebody gave the engine's weights a version."""
+        self._namespace.named(weight_version)
+
     def _leave(self) -> None:
         """What is under way is of other weights than what comes next."""
         self._store_planner.leave()

@@ -529,7 +529,7 @@ class ScriptedEngine:
             patch.setattr("kvpool.vllm.engine.internals.watch_engine_calls", self._watch_calls)
             self._start(without_pool)
 
-    def _watch_calls(self, told: Callable[[str], None]) -> Callable[[], bool]:
+    def _watch_calls(self, told: Callable[[str], None], named: Callable[[str], None]) -> Callable[[], bool]:
         self.told = told
         return lambda: self.is_asleep
 

@@ -206,11 +206,12 @@ def _columns(module: nn.Module, name: str) -> torch.Tensor:
     return columns
 
 
-def watch_engine_calls(told: Callable[[str], None]) -> Callable[[], bool]:
+def watch_engine_calls(told: Callable[[str], None], named: Callable[[str], None]) -> Callable[[], bool]:
     """Tell ``told`` after each call from outside that may write to workers' weights, by its name; also after a failure.
 
-    Returns whether the engine's memory sleeps. Call it while the engine's connector is built: the engine is among the
-    callers. On its own thread, between two steps. Errors: ``EngineRefused``: this version does not show it.
+    ``named``: is told the version that somebody gives the weights (``weight_version``). Returns whether the engine's
+    memory sleeps. Call it while the engine's connector is built: the engine is among the callers. On its own thread,
+    between two steps. Errors: ``EngineRefused``: this version does not show it.
     """
     from vllm.v1.engine.core import EngineCore
 
@@ -226,6 +227,13 @@ def watch_engine_calls(told: Callable[[str], None]) -> Callable[[], bool]:
     core.collective_rpc = _telling_rpc(core.collective_rpc, told, away)
     for name in ("sleep", "wake_up"):
         setattr(executor, name, _telling(getattr(executor, name), name, told))
+    set_version = core.set_weight_version
+
+    def set_weight_version(weight_version: str) -> None:
+        set_version(weight_version)
+        named(weight_version)
+
+    core.set_weight_version = set_weight_version
     return lambda: bool(executor.is_sleeping or away)
 
 

@@ -77,6 +77,9 @@ class EngineNamespace:
         self._cached: str | None = None  # of what the engine's cache has blocks; None: it has none
         self._question = 0  # the number of the last one
         self._cause = ""  # of the open question; empty: none is open
+        self._version = (
+            ""  # that somebody gave the weights, to be said with the next answer; nothing depends on it
+        )
         self._is_sent = False
         self._is_told = False  # a call since the last measure may have written weights
         self._computed = False  # since the open question, or loaded
@@ -169,6 +172,12 @@ class EngineNamespace:
             self._ask(method)
         return bool(may_write)
 
+    def named(self, version: str) -> None:
+        """Somebody gave the weights a version (vLLM's ``weight_version``), which is said beside their namespace."""
+        self._version = version
+        if self.current is not None:
+            self._say_version()
+
     def differs(self) -> None:
         """A worker's watch found other weights than those of the last measure, and no call has said so."""
         if self._cause != "watch":
@@ -235,6 +244,8 @@ class EngineNamespace:
         else:
             self._enter()
             self._say(cause, same=same)
+            if self._version:
+                self._say_version()
 
     def _enter(self) -> None:
         named: dict[str, Fact] = {}
@@ -267,6 +278,15 @@ class EngineNamespace:
                 cause,
                 where,
             )
+
+    def _say_version(self) -> None:
+        assert self.current is not None
+        version, self._version = self._version, ""
+        logger.info(
+            "kvpool: the weights of namespace %s are version %.80r by vLLM's name, which kvpool shows and does not use",
+            self.current.hex[:8],
+            version,
+        )
 
 
 def facts_of_weights(facts: Mapping[str, Fact], weights: Mapping[str, Fact]) -> dict[str, Fact]:

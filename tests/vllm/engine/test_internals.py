@@ -105,7 +105,7 @@ def test_without_a_model_among_the_callers_none_is_shown() -> None:
 
 def test_an_engine_whose_calls_do_not_show_is_refused() -> None:
     with pytest.raises(EngineRefused, match="does not show its calls"):
-        internals.watch_engine_calls(lambda name: None)
+        internals.watch_engine_calls(lambda name: None, lambda version: None)
 
 
 @pytest.mark.parametrize(
@@ -180,14 +180,18 @@ def test_a_tiers_result_has_the_fields_that_vllm_knows(monkeypatch: pytest.Monke
 class Core(EngineCore):
     """vLLM's engine as far as its calls are watched; what is called is ``calls``'."""
 
-    def __init__(self, told: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        told: Callable[[str], None] = lambda name: None,
+        named: Callable[[str], None] = lambda version: None,
+    ) -> None:
         self.model_executor: Any = SimpleNamespace(
             is_sleeping=False,
             sleep=lambda level: None,
             wake_up=lambda tags=None: None,
             collective_rpc=self.answer,
         )
-        self.is_away = internals.watch_engine_calls(told)
+        self.is_away = internals.watch_engine_calls(told, named)
 
     def answer(self, method: Any, timeout: Any, args: Any, kwargs: Any) -> Any:
         if method == "fails":
@@ -210,6 +214,13 @@ def test_each_call_that_may_write_weights_is_told_also_one_that_failed() -> None
     assert told == ["update", "of_mine", "fails", "sleep", "wake_up"]
 
 
+def test_a_version_of_the_weights_is_told_when_vllm_has_it() -> None:
+    named: list[str] = []
+    core = Core(named=lambda version: named.append(f"{version} {core.get_weight_version()}"))
+    core.set_weight_version("step-41")
+    assert named == ["step-41 step-41"]
+
+
 @pytest.mark.parametrize(
     ("away", "back"),
     [
@@ -222,7 +233,7 @@ def test_each_call_that_may_write_weights_is_told_also_one_that_failed() -> None
     ],
 )
 def test_memory_that_workers_give_away_by_a_call_of_their_own_is_not_looked_at(away: Any, back: Any) -> None:
-    core = Core(lambda name: None)
+    core = Core()
     assert not core.is_away()
     core.collective_rpc(*away)
     for call in back:

@@ -55,3 +55,28 @@ def test_the_log_says_where_the_engine_goes_on(caplog: pytest.LogCaptureFixture)
     assert f"weights are others: it is in namespace {second.hex[:8]}" in other
     assert "rank 0 cannot measure its weights in memory: its weights are on the moon" in why
     assert f"in a namespace of its own, {third.hex[:8]}" in alone
+
+
+def test_a_version_of_the_weights_is_said_beside_the_namespace_that_they_have(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A trainer names them after its update, before or behind the workers' answer."""
+    caplog.set_level(logging.INFO, "vllm.kvpool")
+    namespace = started(Measured("a"))
+    for number, behind in enumerate((False, True)):
+        namespace.reset(in_use=False)
+        namespace.called("finish_weight_update")
+        if not behind:
+            namespace.named("step-0")
+        assert not [text for text in caplog.messages if "version" in text]
+        answered(namespace, Measured(f"b{number}"))
+        if behind:
+            namespace.named("step-1\n")
+        assert namespace.current is not None
+        said = caplog.messages[-1]
+        assert f"namespace {namespace.current.hex[:8]} are version 'step-{number}" in said
+        assert "\n" not in said
+        caplog.clear()
+    answered(namespace, Measured("b1"))
+    changed(namespace, Measured("b1"))
+    assert "version" not in caplog.text, "it was said once"
