@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 PROMPT = prompt(1, 700)
 OTHER_PROMPT = prompt(2, 700)
 BLOCKS = 5  # of 128 tokens
+Adapter = tuple[str, int, str]  # name, number and path of a request's
 ADAPTED = {"enable_lora": True, "max_lora_rank": 8}
 
 
@@ -152,6 +153,72 @@ def test_an_adapter_is_what_an_engine_holds_whatever_its_files_are_by_then(tmp_p
         reset(c, connector=True)
         replaced = ask(c, PROMPT, adapter=adapter)
         assert (replaced["pool_tokens"], replaced["tokens"]) == (BLOCKS * 128, fresh["tokens"])
+
+
+def removed(engine: EngineProcess, adapter: Adapter) -> Adapter:
+    call(engine, "collective_rpc", "remove_lora", args=(adapter[1],))
+    return adapter
+
+
+def loaded_in_place(engine: EngineProcess, adapter: Adapter) -> Adapter:
+    """``/v1/load_lora_adapter`` with ``load_inplace``."""
+    engine.ask(
+        {"do": "generate", "tokens": prompt(8, 20), "max_tokens": 2, "adapter": (*adapter, None, True)}
+    )
+    return adapter
+
+
+def pushed_out(engine: EngineProcess, adapter: Adapter) -> Adapter:
+    """vLLM keeps one, and another one is asked for."""
+    other = ("other", 9, str(Path(adapter[2]).with_name("other")))
+    engine.ask({"do": "generate", "tokens": prompt(8, 20), "max_tokens": 2, "adapter": other})
+    return adapter
+
+
+def renumbered(engine: EngineProcess, adapter: Adapter) -> Adapter:
+    """``/v1/unload_lora_adapter``, then ``/v1/load_lora_adapter``."""
+    return (adapter[0], adapter[1] + 1, adapter[2])
+
+
+def reloaded(engine: EngineProcess, adapter: Adapter) -> Adapter:
+    """vLLM forgets its adapters when it loads the model's weights."""
+    call(engine, "collective_rpc", "reload_weights")
+    return adapter
+
+
+def asked_for(engine: EngineProcess, adapter: Adapter) -> Adapter:
+    return adapter
+
+
+REPLACED = (asked_for, removed, loaded_in_place, pushed_out, renumbered, reloaded)
+
+
+def test_an_adapter_that_is_replaced_in_any_way_meets_no_blocks_of_another(tmp_path: Path) -> None:
+    """Six checkpoints under one name and path, and back to the first; vLLM asks for a reset behind each."""
+    model = write_model(tmp_path / "model", kind="llama", width=256, layers=2)
+    write_adapter(tmp_path / "other", model, 99)
+    path = tmp_path / "adapter"
+    adapter: Adapter = ("adapter", 1, str(path))
+    options = engine_options(model, f"file://{tmp_path}/pool", **ADAPTED, max_loras=1, max_cpu_loras=1)
+    of_each = []
+    with passing("plain", tmp_path, {**options, "kv_transfer_config": None}) as plain:
+        for number in range(1, len(REPLACED) + 1):
+            own = write_adapter(tmp_path / f"of-{number}", model, number)
+            of_each.append(ask(plain, PROMPT, adapter=(own.name, number, str(own)))["tokens"])
+    assert len(set(map(tuple, of_each))) == len(REPLACED)
+    with passing("a", tmp_path, options) as a:
+        for number, replace in enumerate(REPLACED, 1):
+            write_adapter(path, model, number)
+            adapter = replace(a, adapter)
+            reset(a, connector=True)
+            said = ask(a, PROMPT, adapter=adapter)
+            assert (said["pool_tokens"], said["tokens"]) == (0, of_each[number - 1]), replace.__name__
+        for number in (1, len(REPLACED)):
+            write_adapter(path, model, number)
+            adapter = removed(a, adapter)
+            reset(a, connector=True)
+            said = ask(a, PROMPT, adapter=adapter)
+            assert (said["pool_tokens"], said["tokens"]) == (BLOCKS * 128, of_each[number - 1])
 
 
 MEASURED: dict[Kind, dict[str, Any]] = {
