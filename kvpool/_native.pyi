@@ -76,7 +76,9 @@ def cut_record(payload_nbytes: int) -> list[tuple[str, int]]: ...
 
 # What those fields take of a server with jemalloc; not its key.
 def record_server_nbytes(payload_nbytes: int) -> int: ...
-def pack_header(key: str, payload: Buffer) -> bytes: ...
+
+# writer: 16 bytes, or none.
+def pack_header(key: str, payload: Buffer, writer: bytes = b"") -> bytes: ...
 
 # None if right, else the first thing wrong: truncated, magic, version, flags, length, fingerprint, hash, group,
 # rank or checksum.
@@ -106,6 +108,9 @@ class Batch:
     def results(self) -> bytes:
         """One status a key, or of a lookup one a record. RuntimeError before done()."""
 
+    def writers(self) -> bytes:
+        """Of a GET: 16 bytes a key, who wrote the record that it read; else zeros. RuntimeError before done()."""
+
     def error(self) -> str | None:
         """The first fault in words: ``put /path: Permission denied``. RuntimeError before done()."""
 
@@ -119,11 +124,12 @@ class IoExecutor:
         buffers: Sequence[Buffer] | None,
         timeout_s: float,
         max_s: float | None = None,
+        writer: bytes = b"",
     ) -> Batch:
         """Never blocks. buffers: one C-contiguous buffer a key for PUT, PUT_ABSENT and GET (GET: writable), else None.
 
         It ends timeout_s after the last byte of its connections, and of others while it waits for one; at the latest
-        after max_s (None: timeout_s).
+        after max_s (None: timeout_s). writer: of what is put: 16 bytes, or none.
 
         ValueError, TypeError or BufferError when anything in it is not right, and nothing is submitted then.
         RuntimeError when closed, in a forked child, or with 1,048,576 keys waiting ("queue full ...").

@@ -208,10 +208,11 @@ std::uint64_t py_checksum(nb::handle data) {
   return bytes.get().size() < (std::size_t{1} << 20) ? compute() : without_gil(compute);
 }
 
-nb::bytes py_pack_header(std::string_view key_text, nb::handle payload) {
+nb::bytes py_pack_header(std::string_view key_text, nb::handle payload, const nb::bytes& writer) {
   const Key key = parse_key(key_text);
   const Bytes bytes(payload);
-  const RecordHeader header = without_gil([&] { return pack_header(key, bytes.get()); });
+  const Writer of_writer = read_writer(writer);
+  const RecordHeader header = without_gil([&] { return pack_header(key, bytes.get(), of_writer); });
   return nb::bytes(&header, sizeof header);
 }
 
@@ -252,7 +253,7 @@ void bind_key(nb::module_& m) {
   m.def("checksum_isa", &checksum_isa);
   m.def("cut_record", &py_cut_record, "payload_nbytes"_a);
   m.def("record_server_nbytes", &record_server_nbytes, "payload_nbytes"_a);
-  m.def("pack_header", &py_pack_header, "key"_a, "payload"_a);
+  m.def("pack_header", &py_pack_header, "key"_a, "payload"_a, "writer"_a = nb::bytes("", 0));
   m.def("verify_record", &py_verify_record, "key"_a, "header"_a, "payload"_a);
 }
 

@@ -78,8 +78,11 @@ class Orphans {
 // The Python side of a batch. Its members are touched under the GIL only.
 class PyBatch {
  public:
-  PyBatch(std::shared_ptr<Batch> batch, Buffers buffers, std::shared_ptr<Orphans> orphans)
-      : batch_(std::move(batch)), buffers_(std::move(buffers)), orphans_(std::move(orphans)) {}
+  PyBatch(std::shared_ptr<Batch> batch, Buffers buffers, std::shared_ptr<Orphans> orphans, bool is_get)
+      : batch_(std::move(batch)),
+        buffers_(std::move(buffers)),
+        orphans_(std::move(orphans)),
+        is_get_(is_get) {}
   PyBatch(PyBatch&&) = default;
   PyBatch& operator=(PyBatch&&) = delete;
   ~PyBatch() {
@@ -119,6 +122,15 @@ class PyBatch {
     return to_bytes(batch_->results());
   }
 
+  nb::bytes writers() {
+    require_done();
+    std::vector<Writer> writers;
+    for (std::size_t i = 0; is_get_ && i < batch_->results().size(); ++i) {
+      writers.push_back(batch_->found(i).seal.value_or(Seal{}).writer);
+    }
+    return to_bytes(writers);
+  }
+
   nb::object error() {
     require_done();
     const auto error = batch_->error();
@@ -136,6 +148,7 @@ class PyBatch {
   std::shared_ptr<Batch> batch_;
   Buffers buffers_;
   std::shared_ptr<Orphans> orphans_;
+  bool is_get_;
 };
 
 std::vector<Key> read_keys(nb::handle keys) {
@@ -170,7 +183,7 @@ class PyIoExecutor {
   }
 
   PyBatch submit(int op_number, nb::handle keys, nb::handle buffers, double timeout_s,
-                 std::optional<double> max_s) {
+                 std::optional<double> max_s, const nb::bytes& writer) {
     orphans_->reap();
     if (op_number < 0 || op_number >= static_cast<int>(kOpCount)) {
       throw std::invalid_argument("op must be PUT, GET, CONTAINS, DELETE, TOUCH, PUT_ABSENT or EXPIRE");
@@ -201,9 +214,11 @@ class PyIoExecutor {
           throw std::invalid_argument("a buffer is empty: a record has at least one byte");
       }
     }
+    std::vector<Found> known;
+    if (is_put(op)) known.assign(parsed.size(), Found{0, Seal{read_writer(writer), {}}});
     std::shared_ptr<Batch> batch =
-        executor_->submit(op, std::move(parsed), std::move(spans), timeout, longest);
-    return PyBatch(std::move(batch), std::move(held), orphans_);
+        executor_->submit(op, std::move(parsed), std::move(spans), timeout, longest, {}, std::move(known));
+    return PyBatch(std::move(batch), std::move(held), orphans_, op == Op::kGet);
   }
 
   PyBatch lookup(std::string_view prefix, nb::handle groups, double timeout_s) {
@@ -220,7 +235,7 @@ class PyIoExecutor {
           {as_text(hashes), hash_nbytes, group, ranks, record_tokens, sliding_window, prefetch_nbytes});
     }
     std::shared_ptr<Batch> batch = executor_->submit(std::make_unique<Lookup>(prefix, read), timeout);
-    return PyBatch(std::move(batch), std::move(held), orphans_);
+    return PyBatch(std::move(batch), std::move(held), orphans_, false);
   }
 
   nb::dict counters() {
@@ -424,11 +439,12 @@ void bind_store(nb::module_& m) {
       .def("cancel", &PyBatch::cancel)
       .def("given_up", &PyBatch::given_up)
       .def("results", &PyBatch::results)
+      .def("writers", &PyBatch::writers)
       .def("error", &PyBatch::error);
 
   nb::class_<PyIoExecutor>(m, "IoExecutor")
       .def("submit", &PyIoExecutor::submit, "op"_a, "keys"_a, "buffers"_a.none(), "timeout_s"_a,
-           "max_s"_a = nb::none())
+           "max_s"_a = nb::none(), "writer"_a = nb::bytes("", 0))
       .def("lookup", &PyIoExecutor::lookup, "prefix"_a, "groups"_a, "timeout_s"_a)
       .def("counters", &PyIoExecutor::counters)
       .def("close", &PyIoExecutor::close, "timeout_s"_a);

@@ -6,10 +6,14 @@
 
 #include <atomic>
 #include <cstddef>
+#include <cstring>
 #include <span>
+#include <stdexcept>
 #include <string_view>
 #include <thread>
 #include <utility>
+
+#include "key/record.h"
 
 namespace kvpool {
 
@@ -60,6 +64,14 @@ class FastSequence {
 };
 
 inline std::string_view as_text(const nb::bytes& data) { return {data.c_str(), data.size()}; }
+// Empty: not named.
+inline Writer read_writer(const nb::bytes& data) {
+  Writer writer{};
+  if (data.size() != 0 && data.size() != writer.size())
+    throw std::invalid_argument("a writer is 16 bytes, or none");
+  std::memcpy(writer.data(), data.c_str(), data.size());
+  return writer;
+}
 inline nb::str to_str(std::string_view text) { return nb::str(text.data(), text.size()); }
 // Of a std::string, or a vector of numbers.
 nb::bytes to_bytes(const auto& items) { return nb::bytes(items.data(), items.size() * sizeof *items.data()); }

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from types import MappingProxyType
@@ -194,6 +195,15 @@ def keepers_prefix(tenant: str) -> str:
 def quota_keys(tenant: str) -> tuple[str, str]:
     """The keys of a tenant's quota, and of the bytes that it holds: ``kvpool-quota:TENANT``, and ``:held`` behind."""
     return f"{QUOTA_PREFIX}{check_tenant(tenant)}", f"{QUOTA_PREFIX}{tenant}:held"
+
+
+def writer_name(start: str) -> bytes:
+    """16 bytes that name who computes: 8 of a digest of this host's name, 8 of ``start``, one text for all its ranks.
+
+    It proves nothing: whoever may write may name any writer.
+    """
+    host, started = (hashlib.sha256(text.encode()).digest()[:8] for text in (socket.gethostname(), start))
+    return host + started
 
 
 def is_engine_key(key: str) -> bool:

@@ -17,6 +17,7 @@ Threads: any; SGLang calls from four at once. ``register_mem_pool_host`` sets ``
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -35,7 +36,7 @@ from kvpool.config import HiCacheConfig
 from kvpool.discovery.facts import announce_facts
 from kvpool.discovery.quota_watch import QuotaWatch
 from kvpool.errors import ConfigError, EngineRefused, NoThread, StoreUnavailable
-from kvpool.key.key import Fact, namespace_prefix
+from kvpool.key.key import Fact, namespace_prefix, writer_name
 from kvpool.metrics import Metric
 from kvpool.sglang.metrics import PoolState, show
 from kvpool.sglang.namespace import Form, PageKeys, epoch_of
@@ -75,6 +76,7 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
             threads=self._config.threads,
             must_answer=not self._config.start_without_pool,
         )
+        self._store.writer = writer_name(secrets.token_hex())  # of this rank alone
         self._quota = QuotaWatch(self._store, self._config.tenant, self._state.counters, logger)
 
     def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:

@@ -21,6 +21,7 @@ from kvpool.key.key import MAX_HASH_NBYTES, MAX_INDEX, MIN_HASH_NBYTES
 from kvpool.store.advice import block_advice
 
 MAX_TIMEOUT_S = 3600.0
+WRITER_NBYTES = 16
 END_OF_ALL = 1 << 63  # tokens; beyond every prompt
 # A batch ends itself at its deadline; a caller waits this much longer for a thread inside a system call.
 GRACE_S = 1.0
@@ -39,6 +40,7 @@ class Running(Protocol):
     def cancel(self) -> None: ...
     def given_up(self) -> bool: ...
     def results(self) -> bytes: ...
+    def writers(self) -> bytes: ...
     def error(self) -> str | None: ...
 
 
@@ -52,6 +54,7 @@ class DataPath(Protocol):
         buffers: Sequence[Any] | None,
         timeout_s: float,
         max_s: float,
+        writer: bytes = b"",
     ) -> Running: ...
     def lookup(self, prefix: str, groups: Sequence[LookupGroup], timeout_s: float) -> Running: ...
     def counters(self) -> dict[str, int]: ...
@@ -145,6 +148,11 @@ class Batch:
         if _native.CANCELLED in results:
             raise StoreUnavailable(f"{self._name}: cancelled")
         return results
+
+    def writers(self) -> list[bytes]:
+        """Of a ``done()`` get: who wrote each value that was read (``Store.writer``); zeros: nobody is named."""
+        packed = self._running.writers()
+        return [packed[at : at + WRITER_NBYTES] for at in range(0, len(packed), WRITER_NBYTES)]
 
     def statuses(self, timeout_s: float | None = None) -> bytes:
         """As ``results``, but a fault is a status of its key: errors only while it is under way."""

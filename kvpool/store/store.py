@@ -130,6 +130,7 @@ class Store(ABC):
 
     far: Store | None = None  # behind a near pool: the far one by itself
     clock: Callable[[], float] = time.monotonic  # of waits for batches
+    writer: bytes = b""  # 16 bytes, or none: named in what is put from now on (docs/reference/records.md)
 
     def __init__(self, name: str, engine: DataPath, documents: Documents) -> None:
         self._name = name  # without secrets, for errors and repr
@@ -458,7 +459,7 @@ class Store(ABC):
         if views is not None and len(views) != len(keys):
             raise ConfigError(f"{len(keys)} keys need as many buffers, not {len(views)}")
         try:
-            running = self._engine.submit(operation, keys, views, timeout_s, max_s)
+            running = self._engine.submit(operation, keys, views, timeout_s, max_s, self.writer)
         except (ValueError, TypeError, RuntimeError) as error:
             raise self._mapped(error) from error
         name = f"{self._name}: {verb} of {len(keys)} keys"

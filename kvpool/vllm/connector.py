@@ -25,6 +25,7 @@ from vllm.logger import init_logger
 from kvpool.clock import REAL, Clock
 from kvpool.config import PoolConfig
 from kvpool.errors import ConfigError, EngineRefused, StoreUnavailable
+from kvpool.key.key import writer_name
 from kvpool.store import StoreURL, open_store
 from kvpool.vllm.engine import internals, support
 from kvpool.vllm.engine.adapter_loads import AdapterLoads, digest_adapter
@@ -108,6 +109,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                     self._geometry,
                     rank=rank,
                     model=model_name(vllm_config.model_config, config.model_id),
+                    writer=writer_name(f"{self._kv_transfer_config.engine_id} {vllm_config.instance_id}"),
                     adapters=self._adapters,
                     clock=self.clock,
                 )

@@ -45,7 +45,7 @@ from kvpool.discovery.facts import announce_facts
 from kvpool.discovery.quota_watch import QuotaWatch
 from kvpool.errors import ConfigError, EngineRefused, StoreUnavailable
 from kvpool.key.checkpoint import served_digest
-from kvpool.key.key import Fact, Namespace
+from kvpool.key.key import Fact, Namespace, writer_name
 from kvpool.metrics import Counters
 from kvpool.store import StoreURL, open_store
 from kvpool.transfer import BlockMover, HostMemory, Moved, Need, Record
@@ -117,6 +117,7 @@ class KVPoolTier(SecondaryTierManager):
                 threads=self._config.threads,
                 must_answer=not self._config.start_without_pool,
             )
+            self._store.writer = writer_name(secrets.token_hex())
         except (ConfigError, StoreUnavailable) as error:
             refuse(error)
         try:

@@ -70,7 +70,7 @@ class WorkerHalf:
     """One rank's side of the pool. ``facts`` and ``layers`` come with ``register``.
 
     With several pipeline stages, ``facts`` are of its own stage; those of all come with a step.
-    ``adapters``: None: blocks of adapters are not moved.
+    ``adapters``: None: blocks of adapters are not moved. ``writer``: the engine's, in what it stores.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class WorkerHalf:
         *,
         rank: int,
         model: str = "",
+        writer: bytes = b"",
         adapters: AdapterLoads | None = None,
         clock: Clock = REAL,
     ) -> None:
@@ -87,6 +88,7 @@ class WorkerHalf:
         # Of the groups in the pool, the places of their first parts among the mover's copiers.
         self._places: dict[int, int] = {}
         self._rank, self._model = rank, model  # its display name
+        self._writer = writer
         self._store: Store | None = None
         self._mover: KVCacheMover | None = None
         self._namespace: Namespace | None = None  # None: nothing is stored or loaded
@@ -140,6 +142,7 @@ class WorkerHalf:
                 opened_by=self._config.worker or self._config.tenant,
                 must_answer=not self._config.start_without_pool,
             )
+            self._store.writer = self._writer
             copiers: list[BlockCopier] = []
             for index, group in enumerate(self._groups):
                 if not group.scratch:

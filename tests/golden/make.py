@@ -100,7 +100,7 @@ def make_records() -> list[dict[str, Any]]:
     ]:  # fmt: skip
         fingerprint, digest = chance.randbytes(16), chance.randbytes(digest_nbytes)
         payload = chance.randbytes(payload_nbytes)
-        writer = bytes(16)
+        writer = chance.randbytes(16) if rank == 12 else bytes(16)
         fields = (
             b"KVPR",
             2,
@@ -118,6 +118,7 @@ def make_records() -> list[dict[str, Any]]:
             {
                 "key": f"kvpool:tenant_{len(records)}:{fingerprint.hex()}:{digest.hex()}:{group}:{rank}",
                 "payload": payload.hex(),
+                "writer": writer.hex(),
                 "checksum": f"{checksum:016x}",
                 "header": form.pack(*fields, checksum).hex(),
             }

@@ -28,6 +28,7 @@ from kvpool.key.key import (
     tenant_prefix,
     worker_key,
     workers_prefix,
+    writer_name,
 )
 
 GOLDEN: list[dict[str, Any]] = json.loads(
@@ -238,6 +239,17 @@ def test_differing_facts_names_what_a_side_lacks() -> None:
         ("e", 1, True),
     ]
     assert differing_facts(ours, ours) == []
+
+
+def test_a_writer_is_a_host_and_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = writer_name("one start"), writer_name("another start")
+    assert writer_name("one start") == first
+    assert (len(first), first[:8]) == (16, second[:8])
+    assert first[8:] != second[8:]
+    monkeypatch.setattr("socket.gethostname", lambda: "another host")
+    elsewhere = writer_name("one start")
+    assert elsewhere[:8] != first[:8]
+    assert elsewhere[8:] == first[8:]
 
 
 def test_layout_facts() -> None:

@@ -24,7 +24,7 @@ KEY = Namespace("t", {"model": "tiny"}).key(bytes(range(32)), 5, 6)
 @pytest.mark.parametrize("row", GOLDEN, ids=range(len(GOLDEN)))
 def test_golden_records(row: dict[str, Any]) -> None:
     payload, header = bytes.fromhex(row["payload"]), bytes.fromhex(row["header"])
-    assert record.pack_header(row["key"], payload) == header
+    assert record.pack_header(row["key"], payload, bytes.fromhex(row["writer"])) == header
     assert record.verify(row["key"], header, payload) is None
     fields, key = record.parse_header(header), parse_key(row["key"])
     assert fields == record.Header(
@@ -36,7 +36,7 @@ def test_golden_records(row: dict[str, Any]) -> None:
         hash_prefix=key.hash[:20].ljust(20, b"\0"),
         group=key.group,
         rank=key.rank,
-        writer=bytes(16),
+        writer=bytes.fromhex(row["writer"]),
         checksum=int(row["checksum"], 16),
     )
 

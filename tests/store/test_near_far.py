@@ -135,6 +135,28 @@ class TestNearBeforeValkey(NearFarConformance):
 # ---------------------------------------------------------------------- what goes where
 
 
+def test_copies_keep_the_name_of_the_writer(both: Store, far: Store, near: Path, tmp_path: Path) -> None:
+    """Of far, of what a get then copies near, and of what another host copies near."""
+
+    def writer_in(store: Store) -> bytes:
+        got = store.submit_get([key(1)], [bytearray(NBYTES)])
+        assert got.wait() == [True]
+        return got.writers()[0]
+
+    both.writer = b"who computed it_"
+    both.put_many([key(1)], VALUES[1:2])
+    assert all_went_far(both)
+    assert writer_in(far) == b"who computed it_"
+    with open_store(
+        [f"file://{tmp_path}/nearer?capacity=256MiB", f"file://{tmp_path}/far?capacity=256MiB"]
+    ) as another:
+        another.writer = b"who copied it___"
+        assert [writer_in(another) for _ in range(2)] == [b"who computed it_"] * 2
+        assert eventually(lambda: another.counters()["filled"] >= 1)
+    with open_store(f"file://{tmp_path}/nearer?capacity=256MiB") as nearer:
+        assert writer_in(nearer) == b"who computed it_"
+
+
 def test_what_is_put_goes_far_behind_the_put(both: Store, far: Store, near: Path) -> None:
     both.put_many(keys(20), VALUES)
     assert len(record_files(near)) == 20

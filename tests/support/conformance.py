@@ -113,6 +113,27 @@ class StoreConformance:
         assert store.get_many_into([key(number) for number in order], targets) == [True] * 200
         assert targets == [values[number] for number in order]
 
+    def test_each_value_has_the_name_of_its_writer(self, store: Store) -> None:
+        """In one field or several. A present value keeps its name; a get of none has no name."""
+        sizes, nobody = (100, MIB, 5 * MIB // 8 + 1), bytes(16)
+        for number, (writer, nbytes) in enumerate(
+            zip((bytes(range(16)), b"", b"w" * 16), sizes, strict=True)
+        ):
+            store.writer = writer
+            assert store.put_many([key(number)], [payload(number, nbytes)]) == [True]
+            store.writer = b"another writer__"
+            store.submit_put_absent([key(number)], [payload(number, nbytes)]).wait()
+        targets = [bytearray(nbytes) for nbytes in (*sizes, 7)]
+        got = store.submit_get([*keys(3), key(9)], targets)
+        assert got.wait() == [True, True, True, False]
+        assert got.writers() == [bytes(range(16)), nobody, b"w" * 16, nobody]
+        assert targets[:3] == [payload(number, nbytes) for number, nbytes in enumerate(sizes)]
+        asked = store.submit_contains(keys(1))
+        assert (asked.wait(), asked.writers()) == ([True], [])
+        store.writer = b"too short"
+        with pytest.raises(ConfigError, match="a writer is 16 bytes"):
+            store.put_many([key(1)], [b"x"])
+
     def test_a_miss_is_a_value(self, store: Store) -> None:
         store.put_many([key(2)], [b"two"])
         targets = [bytearray(3) for _ in range(3)]

@@ -18,6 +18,7 @@ from kvpool.key.key import KEY_PREFIX, parse_key, parse_tenant
 from kvpool.store.batch import Running
 from kvpool.store.clients.lookup_keys import LookupKeys
 from kvpool.store.store import MAX_ANNOUNCEMENTS, SCAN_KEYS, StoredBlock, Usage
+from tests.support.records import parse_header
 from tests.support.scripted_store import LookedUp, SelfMoving
 
 # The names that the file store uses, too. Nothing here faults, is cancelled or times out.
@@ -34,8 +35,8 @@ LOOKUP_KEYS = 256  # of a lookup, between two looks at what is still worth askin
 class _EndedBatch:
     """A batch that ended before it was handed out."""
 
-    def __init__(self, results: bytes) -> None:
-        self._results = results
+    def __init__(self, results: bytes, writers: bytes = b"") -> None:
+        self._results, self._writers = results, writers
 
     def done(self) -> bool:
         return True
@@ -51,6 +52,9 @@ class _EndedBatch:
 
     def results(self) -> bytes:
         return self._results
+
+    def writers(self) -> bytes:
+        return self._writers
 
     def error(self) -> str | None:
         return None
@@ -135,7 +139,9 @@ class MemoryStore(SelfMoving):
             results = bytes(map(self._put_absent, keys, views))
         elif op == _native.GET:
             assert views is not None
-            results = bytes(map(self._get, keys, views))
+            found = list(map(self._get, keys, views))
+            results = bytes(_native.MISS if writer is None else _native.OK for writer in found)
+            return _EndedBatch(results, b"".join(writer or bytes(16) for writer in found))
         elif op == _native.EXPIRE:
             with self._lock:
                 found = [key in self._records for key in keys]
@@ -179,7 +185,7 @@ class MemoryStore(SelfMoving):
         return self._put(key, view)
 
     def _put(self, key: str, view: memoryview) -> int:
-        record = b"".join((view, _native.pack_header(key, view)))
+        record = b"".join((view, _native.pack_header(key, view, self.writer)))
         with self._lock:
             if len(record) > self._capacity_nbytes:
                 self._counters["no_room"] += 1
@@ -194,12 +200,13 @@ class MemoryStore(SelfMoving):
             self._counters["put_nbytes"] += view.nbytes
         return _native.OK
 
-    def _get(self, key: str, view: memoryview) -> int:
+    def _get(self, key: str, view: memoryview) -> bytes | None:
+        """Who wrote it; None: a miss."""
         with self._lock:
             record = self._records.get(key)
             if record is None:
                 self._counters["get_misses"] += 1
-                return _native.MISS
+                return None
             self._records.move_to_end(key)
         whole = memoryview(record)
         payload, header = whole[: -_native.RECORD_HEADER_NBYTES], whole[-_native.RECORD_HEADER_NBYTES :]
@@ -209,13 +216,13 @@ class MemoryStore(SelfMoving):
             with self._lock:
                 self._counters["get_hits"] += 1
                 self._counters["get_nbytes"] += view.nbytes
-            return _native.OK
+            return parse_header(bytes(header)).writer
         with self._lock:
             self._counters["get_misses"] += 1
             self._counters["damaged"] += 1
             if self._records.get(key) is record:
                 self._remove(key)
-        return _native.MISS
+        return None
 
     def _delete(self, key: str) -> int:
         with self._lock:

@@ -57,10 +57,10 @@ def parse_header(header: bytes) -> Header:
     return Header._make(_HEADER.unpack(header))
 
 
-def pack_header(key: str, payload: Buffer) -> bytes:
+def pack_header(key: str, payload: Buffer, writer: bytes = b"") -> bytes:
     """The header of ``payload`` (contiguous, not empty). Errors: ``ConfigError`` for an invalid key."""
     parse_key(key)
-    return _native.pack_header(key, payload)
+    return _native.pack_header(key, payload, writer)
 
 
 def verify(key: str, header: bytes, payload: Buffer) -> str | None:

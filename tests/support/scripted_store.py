@@ -21,6 +21,7 @@ class LookedUp:
         self._running, self._lookup = running, lookup
         self.done, self.wait, self.cancel = running.done, running.wait, running.cancel
         self.error, self.given_up = running.error, running.given_up
+        self.writers = running.writers
 
     def results(self) -> bytes:
         return self._lookup.records(self._running.results())
@@ -39,6 +40,7 @@ class OwnEngine:
         buffers: Sequence[Any] | None,
         timeout_s: float,
         max_s: float,
+        writer: bytes = b"",
     ) -> Running:
         return self._store.begin(op, keys, buffers, timeout_s)
 

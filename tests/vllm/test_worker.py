@@ -171,6 +171,20 @@ def stored(worker: WorkerHalf, *tags: int) -> None:
     assert eventually(over)
 
 
+def test_what_is_stored_names_the_engine(tmp_path: Path, cache: torch.Tensor) -> None:
+    url = f"file://{tmp_path}/pool"
+    worker = started(url, cache, writer=b"this engine's id")
+    worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
+    stored(worker, 10)
+    with open_store(url) as store:
+        got = store.submit_get(
+            [Namespace("default", FACTS).key(hashed(1), 0, 0)], [bytearray(cache[3].nbytes)]
+        )
+        assert got.wait() == [True]
+        assert got.writers() == [b"this engine's id"]
+    worker.close()
+
+
 def test_keys_that_are_refused_while_the_pool_is_away_are_counted(cache: torch.Tensor) -> None:
     with misbehaving() as server:
         worker = started(server.url, cache, rank=RANK)

@@ -128,8 +128,7 @@ std::string_view damage_name(Damage damage) {
   return kNames[static_cast<std::size_t>(damage)];
 }
 
-RecordHeader make_header(const Key& key, std::uint64_t payload_nbytes,
-                         const std::array<std::uint8_t, 16>& writer) {
+RecordHeader make_header(const Key& key, std::uint64_t payload_nbytes, const Writer& writer) {
   return RecordHeader{.magic = kRecordMagic,
                       .version = kRecordVersion,
                       .flags = 0,
@@ -149,10 +148,10 @@ std::uint64_t RecordChecksum::digest(const RecordHeader& header) {
   return checksum_.digest();
 }
 
-RecordHeader seal_record(const Key& key, std::uint64_t payload_nbytes, const std::optional<Seal>& known,
+RecordHeader seal_record(const Key& key, std::uint64_t payload_nbytes, const Seal& seal,
                          RecordChecksum& checksum) {
-  RecordHeader header = make_header(key, payload_nbytes, known.value_or(Seal{}).writer);
-  header.checksum = known ? known->checksum : checksum.digest(header);
+  RecordHeader header = make_header(key, payload_nbytes, seal.writer);
+  header.checksum = seal.checksum ? *seal.checksum : checksum.digest(header);
   return header;
 }
 
@@ -162,10 +161,10 @@ Damage verify_record(const Key& key, const RecordHeader& header, std::uint64_t p
   return checksum.digest(header) == header.checksum ? Damage::kNone : Damage::kChecksum;
 }
 
-RecordHeader pack_header(const Key& key, std::span<const std::byte> payload) {
+RecordHeader pack_header(const Key& key, std::span<const std::byte> payload, const Writer& writer) {
   RecordChecksum checksum;
   checksum.update(payload);
-  return seal_record(key, payload.size(), std::nullopt, checksum);
+  return seal_record(key, payload.size(), Seal{writer, {}}, checksum);
 }
 
 Damage verify_record(const Key& key, std::span<const std::byte> header_bytes,

@@ -65,15 +65,16 @@ enum class Damage : std::uint8_t {
 inline constexpr std::size_t kDamageCount = 11;
 std::string_view damage_name(Damage damage);
 
-// What a copy of a record takes over from it beside the payload.
+using Writer = std::array<std::uint8_t, 16>;  // who computed a payload; zeros: not named
+
+// What a record has beside its payload. Of a copy the checksum is known, too.
 struct Seal {
-  std::array<std::uint8_t, 16> writer{};
-  std::uint64_t checksum = 0;
+  Writer writer{};
+  std::optional<std::uint64_t> checksum;
 };
 
 // The header for this key and length, with a checksum of zero.
-RecordHeader make_header(const Key& key, std::uint64_t payload_nbytes,
-                         const std::array<std::uint8_t, 16>& writer = {});
+RecordHeader make_header(const Key& key, std::uint64_t payload_nbytes, const Writer& writer = {});
 
 // Streams the checksum of a record: the payload by chunks, then the header.
 class RecordChecksum {
@@ -86,15 +87,14 @@ class RecordChecksum {
   Checksum checksum_;
 };
 
-// The header behind a payload that `checksum` has seen. `known`: of the record that the payload was copied from, whose
-// payload `checksum` need not have seen.
-RecordHeader seal_record(const Key& key, std::uint64_t payload_nbytes, const std::optional<Seal>& known,
+// The header behind a payload that `checksum` has seen, or need not have seen: of a copy.
+RecordHeader seal_record(const Key& key, std::uint64_t payload_nbytes, const Seal& seal,
                          RecordChecksum& checksum);
 // All checks, behind a payload that `checksum` has seen.
 Damage verify_record(const Key& key, const RecordHeader& header, std::uint64_t payload_nbytes,
                      RecordChecksum& checksum);
 
-RecordHeader pack_header(const Key& key, std::span<const std::byte> payload);
+RecordHeader pack_header(const Key& key, std::span<const std::byte> payload, const Writer& writer = {});
 Damage verify_record(const Key& key, std::span<const std::byte> header, std::span<const std::byte> payload);
 
 // The payload bytes in each of the fields in which a server holds a record: all but the last are as large as fits a size

@@ -220,15 +220,15 @@ int FileIoThread::put_once(const Item& item, const std::string& path, std::uint6
 
 // Returns -1, else as put_once().
 int FileIoThread::write(const Item& item, int fd, Outcome& outcome) {
-  const std::optional<Seal> known = item.seal();
+  const Seal of_item = item.seal();
   const std::uint64_t payload_nbytes = item.buffer().size();
   const auto seal = [&](RecordChecksum& checksum) {
-    const RecordHeader header = seal_record(item.key(), payload_nbytes, known, checksum);
+    const RecordHeader header = seal_record(item.key(), payload_nbytes, of_item, checksum);
     item.tell({payload_nbytes, Seal{header.writer, header.checksum}});
     return header;
   };
   const auto give_up = [&] { return item.stopped().has_value(); };
-  switch (record_file_.write(fd, item.buffer(), !known, seal, give_up)) {
+  switch (record_file_.write(fd, item.buffer(), !of_item.checksum, seal, give_up)) {
     case RecordFile::End::kWhole:
       return -1;
     case RecordFile::End::kGivenUp:

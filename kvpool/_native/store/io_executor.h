@@ -83,7 +83,8 @@ inline constexpr std::size_t kStatusCount = 9;
 enum class Blame : std::uint8_t { kUnknown, kStore };
 
 // What a store learned of a present value, for who copies it on. The seal is the record's own: a copy that is put
-// with it is not hashed again, and is no valid record should its bytes have changed in between.
+// with it is not hashed again, and is no valid record should its bytes have changed in between. Of a new value it has
+// the writer alone.
 struct Found {
   std::size_t nbytes = 0;  // of its payload; 0: unknown
   std::optional<Seal> seal;
@@ -100,7 +101,7 @@ class Batch {
   using Buffer = std::span<std::byte>;
 
   // Ends `timeout` after the last progress, or `longest` after now; without progress at least `timeout` after now.
-  // `known`: of the value of a put, one for each key; none: all are hashed.
+  // `known`: of the value of a put, one for each key; none: no writer is named.
   Batch(Op op, std::vector<Key> keys, std::vector<Buffer> buffers, Clock::duration timeout,
         Clock::duration longest, std::vector<Found> known = {});
   Batch(std::unique_ptr<Lookup> lookup, Clock::duration timeout);
@@ -195,8 +196,8 @@ class Item {
   std::optional<Status> stopped() const;
   // A byte moved.
   void moved(Clock::time_point now) const;
-  // The record's, of a put whose value is a copy of a record.
-  std::optional<Seal> seal() const { return batch_->lookup_ ? std::nullopt : batch_->found_[index_].seal; }
+  // Of the record that is put.
+  Seal seal() const { return batch_->found_[index_].seal.value_or(Seal{}); }
   // Tells the batch's owner what is known of the value. Before finish().
   void tell(const Found& found) const {
     if (batch_->lookup_) return;

@@ -77,7 +77,7 @@ bool RespConnection::gather(Request& request, std::size_t most, iovec* parts, st
     if (at < size) {
       if (until == 0) until = send_until(request, begin + at, most);
       const std::size_t end = std::min(begin + size, until);
-      if (request.item && !request.item->seal()) hash_up_to(request, end);
+      if (request.item && !request.item->seal().checksum) hash_up_to(request, end);
       add_part(request.item ? request.body.data() + begin + at : kZeros.data(), end - begin - at);
       if (end < begin + size) return false;
     }

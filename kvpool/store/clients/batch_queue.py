@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvpool import _native, metrics
+from kvpool.store.batch import WRITER_NBYTES
 from kvpool.store.clients.link import LinkFault
 from kvpool.store.clients.lookup_keys import LookupKeys
 
@@ -82,7 +83,10 @@ class QueuedBatch:
         views: Sequence[memoryview] | None,
         timeout_s: float,
         max_s: float,
+        writer: bytes = b"",
     ) -> None:
+        self.writer = writer  # of a put
+        self.writers_of: dict[bytes, bytes] = {}  # by key, of what a get has read
         self.operation, self.keys, self.views = operation, keys, views
         self.lookup = keys if isinstance(keys, LookupKeys) else None
         self._submitted_s, self._timeout_s = time.monotonic(), timeout_s
@@ -127,6 +131,13 @@ class QueuedBatch:
         assert self.ended.is_set()
         statuses = bytes(self.statuses)
         return self.lookup.records(statuses) if self.lookup is not None else statuses
+
+    def writers(self) -> bytes:
+        assert self.ended.is_set()
+        if self.operation != _native.GET or isinstance(self.keys, LookupKeys):
+            return b""
+        nobody = bytes(WRITER_NBYTES)
+        return b"".join(self.writers_of.get(key.encode("ascii"), nobody) for key in self.keys)
 
     def error(self) -> str | None:
         return self.fault

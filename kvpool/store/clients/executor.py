@@ -17,7 +17,7 @@ from typing import Any
 from kvpool import _native
 from kvpool.errors import NoThread
 from kvpool.key.key import parse_key
-from kvpool.store.batch import LookupGroup
+from kvpool.store.batch import WRITER_NBYTES, LookupGroup
 from kvpool.store.clients.batch_queue import BatchQueue, Probe, QueuedBatch, Slice
 from kvpool.store.clients.link import (
     DIAL_S,
@@ -89,11 +89,14 @@ class ClientExecutor:
         buffers: Sequence[Any] | None,
         timeout_s: float,
         max_s: float,
+        writer: bytes = b"",
     ) -> QueuedBatch:
         keys = tuple(keys)
         for key in keys:
             parse_key(key)
-        return self._submit(op, keys, buffers, timeout_s, max_s)
+        if len(writer) not in (0, WRITER_NBYTES):
+            raise ValueError(f"a writer is {WRITER_NBYTES} bytes, or none")
+        return self._submit(op, keys, buffers, timeout_s, max_s, writer)
 
     def lookup(self, prefix: str, groups: Sequence[LookupGroup], timeout_s: float) -> QueuedBatch:
         return self._submit(_native.TOUCH, LookupKeys(prefix, groups), None, timeout_s, timeout_s)
@@ -118,10 +121,11 @@ class ClientExecutor:
         buffers: Sequence[Any] | None,
         timeout_s: float,
         max_s: float,
+        writer: bytes = b"",
     ) -> QueuedBatch:
         if os.getpid() != self._pid:
             raise RuntimeError("opened before fork(): open one in this process")
-        return self._queue.submit(QueuedBatch(self._queue, op, keys, buffers, timeout_s, max_s))
+        return self._queue.submit(QueuedBatch(self._queue, op, keys, buffers, timeout_s, max_s, writer))
 
 
 class LinkThread:
@@ -276,7 +280,7 @@ class LinkThread:
         commands = [
             command
             for key, view in zip(keys, views, strict=True)
-            for command in put_commands(key, view, ttl_ms)
+            for command in put_commands(key, view, ttl_ms, batch.writer)
         ]
         replies = self._exchange(batch, commands)
         outcomes = [
@@ -310,9 +314,10 @@ class LinkThread:
             if isinstance(reply, ErrorReply) and first_word(reply) != "WRONGTYPE":
                 outcomes.append(reply)
                 continue
-            damage = read_record(key.decode("ascii"), reply, view)
+            damage, writer = read_record(key.decode("ascii"), reply, view)
             outcomes.append(_native.OK if damage == "" else _native.MISS)
             if damage == "":
+                batch.writers_of[key] = writer
                 self._use([key])
             if damage:
                 damaged.append(key)

@@ -6,7 +6,7 @@ Commands: ``docs/explanation/stores.md``, "On the server". An unexpected reply i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kvpool import _native
 from kvpool.store.server.replies import first_word, reason_of
@@ -15,6 +15,7 @@ from kvpool.store.url import StoreURL
 DIAL_S = 2.0
 PATIENCE_S = 0.25  # least limit of a call, and of a dial: a shorter silence says nothing of a server
 _PROBE_S = 0.5
+_WRITER = slice(56, 72)  # in a header
 PUT_COMMANDS = 4
 _UNEXPECTED = "its reply does not fit what it was asked"
 
@@ -77,12 +78,12 @@ def probe_s(url: StoreURL) -> float:
     return _PROBE_S if url.tls is None else DIAL_S
 
 
-def put_commands(key: bytes, view: memoryview, ttl_ms: bytes) -> list[Command]:
+def put_commands(key: bytes, view: memoryview, ttl_ms: bytes, writer: bytes) -> list[Command]:
     """A transaction, so that no record lacks a time to live wherever the connection is cut."""
     fields: list[bytes | memoryview] = []
     for name, part in _cut(view):
         fields += [name, part]
-    fields[-1] = b"".join((fields[-1], _native.pack_header(key.decode("ascii"), view)))
+    fields[-1] = b"".join((fields[-1], _native.pack_header(key.decode("ascii"), view, writer)))
     return [(b"MULTI",), (b"HSET", key, *fields), (b"PEXPIRE", key, ttl_ms), (b"EXEC",)]
 
 
@@ -122,23 +123,30 @@ def found(reply: Any) -> int | ErrorReply:
     return _native.OK if reply else _native.MISS
 
 
-def read_record(key: str, reply: Any, view: memoryview) -> str | None:
-    """Copy a record from the reply to ``get_command`` into ``view``: "" if valid, else its damage; None: a miss."""
+class Read(NamedTuple):
+    """What a record is read as. ``damage``: "": it is valid; None: a miss."""
+
+    damage: str | None
+    writer: bytes = b""
+
+
+def read_record(key: str, reply: Any, view: memoryview) -> Read:
+    """Copy a record from the reply to ``get_command`` into ``view``."""
     if isinstance(reply, ErrorReply):  # a key of another type
-        return "magic"
+        return Read("magic")
     fields = _cut(view)
     if not isinstance(reply, list) or len(reply) != len(fields):
         raise LinkFault(_UNEXPECTED)
     if not all(isinstance(field, bytes) for field in reply if field is not None):
         raise LinkFault(_UNEXPECTED)
     if all(field is None for field in reply):
-        return None
+        return Read(None)
     header_nbytes = _native.RECORD_HEADER_NBYTES
     if None in reply or len(reply[-1]) < header_nbytes:
-        return "truncated"
+        return Read("truncated")
     reply[-1], header = memoryview(reply[-1])[:-header_nbytes], reply[-1][-header_nbytes:]
     if any(len(got) != part.nbytes for got, (_, part) in zip(reply, fields, strict=True)):
-        return "length"
+        return Read("length")
     for got, (_, part) in zip(reply, fields, strict=True):
         part[:] = got
-    return _native.verify_record(key, header, view) or ""
+    return Read(_native.verify_record(key, header, view) or "", header[_WRITER])

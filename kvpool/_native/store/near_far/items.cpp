@@ -85,7 +85,7 @@ void Items::submit(Task& task, Step step) {
   for (const Item& item : task.items) {
     keys.push_back(item.key());
     if (moves_bytes(task.op)) buffers.push_back(item.buffer());
-    known.push_back({0, {}, item.used_at()});
+    known.push_back({0, is_put(task.op) ? std::optional(item.seal()) : std::nullopt, item.used_at()});
   }
   const Item& first = task.items.front();
   Clock::duration longest = std::max<Clock::duration>(first.deadline(now + kAges) - now, 1ms);
@@ -176,6 +176,7 @@ void Items::end_near(Item& item, const Batch& batch, std::size_t place) {
   if (item.op() == Op::kGet) {
     backend_.add(Count::kNearHits);
     behind_.used(item.key(), nbytes, true);
+    item.tell(batch.found(place));
   } else if (is_put(item.op()) && status == Status::kPresent) {
     behind_.used(item.key(), nbytes, true);
   } else if (is_put(item.op()) && (backend_.all() || item.op() == Op::kPut)) {
@@ -225,6 +226,7 @@ void Items::far_ended(Task& task, const Batch& batch) {
     if (item.op() == Op::kGet && status == Status::kOk) {
       backend_.add(Count::kFarHits);
       behind_.used_far(item.key());
+      item.tell(batch.found(i));
       if (!task.deleted) ahead_.fill(item, batch.found(i));
     }
     item.finish(status, is_fault(status) ? error : "");
