@@ -123,6 +123,7 @@ def test_batches_are_cancelled_at_any_point(
         assert sum(canceller.cancelled for canceller in cancellers) > ROUNDS
         assert sum(canceller.hits for canceller in cancellers) > 0
         server.behave()
+        monkeypatch.undo()  # a busy machine may be late
         assert eventually(lambda: serves(store, 20))
         # What was put, and overwritten afterwards, is whole or not there.
         for text, value in zip(KEYS, VALUES, strict=True):
