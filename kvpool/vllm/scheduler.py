@@ -135,6 +135,7 @@ class SchedulerHalf:
             geometry,
             write_through=config.store_policy == "write_through",
             over_quota=self._quota.is_over,
+            has_changed=self._adapters.has_changed,
             counters=self.counters,
             clock=clock.monotonic,
         )
@@ -190,7 +191,7 @@ class SchedulerHalf:
     def matched_tokens(self, request: Request, local_tokens: int) -> Offer:
         """(tokens that the pool adds to ``local_tokens``, load is asynchronous); None: ask again later."""
         state = self._state(request)
-        if state.asked.adapter is not None:
+        if state.asked.adapter is not None and not (self._broken or self._namespace.is_off):
             self._adapters.want(state.asked.adapter)
         self._outcomes.begins(state, local_tokens)
         self._offers.begin(state)
@@ -403,9 +404,7 @@ class SchedulerHalf:
             return
         for adapter in report.other_adapters:
             self._adapters.is_other(adapter)
-            self._leave_adapter(adapter)
-        for adapter in self._adapters.learn(report.adapters):
-            self._leave_adapter(adapter)
+        self._adapters.learn(report.adapters)
         if report.part_nbytes:
             self._sized(report.part_nbytes)
             self._lookups.learn(report.parts)
@@ -420,13 +419,6 @@ class SchedulerHalf:
         self._seen.stored(self._store_planner.update(report), self._clock.monotonic())
         if self._events_wanted:
             self._events += [removed_event(*block) for block in sorted(report.missing)]
-
-    def _leave_adapter(self, adapter: tuple[str, str]) -> None:
-        """An adapter has other weights than blocks of the engine's cache."""
-        self._store_planner.refuse(adapter)
-        for state in self._requests.values():
-            if (check := state.asked.adapter) is not None and check.key == adapter:
-                check.tag, check.cause, check.done = None, "changed", True
 
     def _sized(self, part_nbytes: Mapping[tuple[int, int], int]) -> None:
         self._part_nbytes |= part_nbytes
@@ -501,6 +493,8 @@ class SchedulerHalf:
             adapter = None
             if request.lora_request is not None and (params.load or params.store):
                 adapter = self._adapters.check(request.lora_request)
+            elif request.lora_request is not None:
+                self._adapters.use(request.lora_request)
             state = RequestState(Asked(request, params, hints, adapter, opted_out))
             self._requests[request.request_id] = state
         return state
@@ -568,7 +562,6 @@ class SchedulerHalf:
         in_use = self._block_pool is not None and internals.is_in_use(self._block_pool)
         if not in_use:
             self._adapters.reset()
-            self._store_planner.allow_adapters()
         self._namespace.reset(in_use=in_use)
 
     @guarded(None)

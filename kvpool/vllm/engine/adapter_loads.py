@@ -15,7 +15,7 @@ import torch
 from vllm.logger import init_logger
 
 from kvpool.vllm.engine import internals
-from kvpool.vllm.engine.adapters import GONE, UNREADABLE
+from kvpool.vllm.engine.adapters import GONE, UNDIGESTED, UNREADABLE
 from kvpool.vllm.engine.measure import digest_of_all
 from kvpool.vllm.plan import AdapterWeights
 
@@ -56,13 +56,13 @@ class AdapterLoads:
                 digest = self.held.read(lora_request)
             except Exception as error:  # vLLM's own attempt will say it
                 logger.info("kvpool: adapter %s cannot be read: %s", lora_request.lora_name, error)
-        self._looked[number] = digest or UNREADABLE
+        self._looked[number] = UNREADABLE if digest is None else digest
 
     def take_news(self) -> dict[int, str]:
-        """By number, what it has become since the last call: a digest, ``UNREADABLE`` or ``GONE``."""
+        """By number, what it has become since the last call: a digest, or what stands in place of one."""
         now = {} if self.held is None else self.held.digests()
         news = {number: digest for number, digest in now.items() if self._told.get(number) != digest}
-        news |= {number: GONE for number in self._told if number not in now}
+        news |= dict.fromkeys(self._told.keys() - now.keys() - self._looked.keys(), GONE)
         self._told, looked, self._looked = now, self._looked, {}
         return looked | news
 
@@ -76,4 +76,4 @@ def digest_adapter(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
         return digest_of_all(tensors)
     except Exception:
         logger.warning("kvpool cannot digest an adapter, which goes without the pool", exc_info=True)
-        return UNREADABLE
+        return UNDIGESTED

@@ -4,7 +4,7 @@ vLLM's block hashes contain only an adapter's name and path. So the pool's hashe
 tensors in memory (``pool_hash``), which each rank measures when vLLM takes them in (``adapter_loads``). A request whose
 adapter no worker has loaded yet waits for that, within the time of a lookup. When other tensors stand for a name and
 path than before, the engine's cache may hold blocks of both under one hash: the adapter goes without the pool until the
-caches are reset.
+caches are reset. So each use counts, also by requests that have no pool, or end before their adapter is known.
 
 Threads: the scheduler's.
 """
@@ -25,7 +25,8 @@ from kvpool.vllm.plan import AdapterWeights
 
 logger = init_logger("vllm.kvpool")
 
-GONE, UNREADABLE = "gone", ""  # in place of a digest
+# In place of a digest: it holds none; it holds none and cannot read it; it holds one that it cannot digest.
+GONE, UNREADABLE, UNDIGESTED = "gone", "unreadable", ""
 TAG_NBYTES = 16
 MAX_ADAPTERS = 4096
 _HASH64_NBYTES = 8  # the end of a hash, by which an index knows a block
@@ -55,17 +56,30 @@ class Adapters:
         self._said: dict[int, dict[int, str]] = {}  # by vLLM's number of an adapter and rank: its digest
         # By key: the digests of which the engine's cache may have blocks.
         self._of_key: dict[tuple[str, str], tuple[str, ...]] = {}
-        self._keys: dict[int, set[tuple[str, str]]] = {}  # of these, by number
-        self._changed: set[tuple[str, str]] = set()
+        # Numbers and keys of requests, the last one used last.
+        self._used: dict[tuple[int, tuple[str, str]], None] = {}
+        self._changed: dict[tuple[str, str], bool] = {}  # with whether that was said
+        self._is_full = False  # there were too many keys, which was said
         self._live: dict[AdapterCheck, None] = {}
         self._asked: set[int] = set()  # of which the workers are to say what they hold
         self._wanted: list[Any] = []  # of these, what no step has yet
 
     def check(self, lora_request: Any) -> AdapterCheck:
         """Identify an adapter, now and by later reports of the workers, until ``end``."""
-        check = AdapterCheck(lora_request, (str(lora_request.lora_name), str(lora_request.lora_path)))
+        check = self.use(lora_request)
         self._live[check] = None
         self._look(check)
+        return check
+
+    def use(self, lora_request: Any) -> AdapterCheck:
+        """Note that a request computes with it, whether or not it has the pool."""
+        check = AdapterCheck(lora_request, (str(lora_request.lora_name), str(lora_request.lora_path)))
+        used = check.number, check.key
+        self._used.pop(used, None)
+        self._used[used] = None
+        if len(self._used) > MAX_ADAPTERS:
+            del self._used[next(iter(self._used))]
+        self._compare(*used)
         return check
 
     def want(self, check: AdapterCheck) -> None:
@@ -83,8 +97,8 @@ class Adapters:
         """Its request is gone."""
         self._live.pop(check, None)
 
-    def learn(self, said: Mapping[tuple[int, int], str]) -> set[tuple[str, str]]:
-        """What ranks hold, by rank and number, ``GONE`` or ``UNREADABLE``. Returns keys that are of others now."""
+    def learn(self, said: Mapping[tuple[int, int], str]) -> None:
+        """What ranks hold, by rank and number, or what stands in place of that."""
         for (rank, number), digest in said.items():
             self._asked.discard(number)
             if digest == GONE:
@@ -93,34 +107,33 @@ class Adapters:
             if number not in self._said and len(self._said) >= MAX_ADAPTERS:
                 self._said.pop(next(iter(self._said)))
             self._said.setdefault(number, {})[rank] = digest
-        numbers = {number for _, number in said}
-        before = set(self._changed)
-        # Also of adapters that no request has now: their blocks may wait to be stored.
-        for number in numbers:
-            if (digests := self._digests(number)) is not None:
-                for key in self._keys.get(number, ()):
-                    if self._of_key[key] != digests:
-                        self.is_other(key)
+        if not (numbers := {number for _, number in said}):
+            return
+        for used in self._used:
+            if used[0] in numbers:
+                self._compare(*used)
         for check in self._live:
             if check.number in numbers:
                 self._look(check)
-        return self._changed - before
+
+    def has_changed(self, key: tuple[str, str]) -> bool:
+        """Whether nothing of it is to be stored or loaded."""
+        return key in self._changed
 
     def is_other(self, key: tuple[str, str]) -> None:
         """A worker computes with other weights than those that its blocks are called by."""
         if key not in self._changed:
-            self._changed.add(key)
-            logger.warning(
-                "kvpool: adapter %s goes without the pool until the caches are reset (reset_prefix_cache with "
-                "reset_connector=True), for %s stands for other weights than before: give changed weights another path",
-                *key,
-            )
+            self._changed[key] = False
+            for check in self._live:
+                if check.key == key:
+                    self._look(check)
 
     def reset(self) -> None:
         """The engine's cache holds no blocks any more. The workers are asked anew."""
         self._of_key.clear()
-        self._keys.clear()
+        self._used.clear()
         self._changed.clear()
+        self._is_full = False
         self._said.clear()
         self._asked.clear()
         self._wanted.clear()
@@ -133,25 +146,45 @@ class Adapters:
         said = self._said.get(number, {})
         return tuple(said[rank] for rank in range(self._ranks)) if len(said) == self._ranks else None
 
+    def _compare(self, number: int, key: tuple[str, str]) -> None:
+        """Note what a number stands for where it is called by a key."""
+        digests = self._digests(number)
+        if digests is None or UNREADABLE in digests:
+            return
+        if len(self._of_key) >= MAX_ADAPTERS and key not in self._of_key:
+            return
+        if self._of_key.setdefault(key, digests) != digests:
+            self.is_other(key)
+
     def _look(self, check: AdapterCheck) -> None:
+        self._compare(check.number, check.key)
         if check.key in self._changed:
             check.weights = check.tag = None
             check.cause, check.done = "changed", True
-        if check.done and check.tag is None:
+            if not self._changed[check.key]:
+                self._changed[check.key] = True
+                logger.warning(
+                    "kvpool: adapter %s, %s, goes without the pool until the caches are reset (reset_prefix_cache with "
+                    "reset_connector=True), for the engine's cache may hold blocks of other weights under its name "
+                    "and path: give changed weights another path and number",
+                    *check.key,
+                )
             return
         if (digests := self._digests(check.number)) is None:
             return
         check.done = True
-        if not all(digests):
+        if UNREADABLE in digests or UNDIGESTED in digests:
             check.cause = "unreadable"
             return
-        if len(self._of_key) >= MAX_ADAPTERS and check.key not in self._of_key:
+        if check.key not in self._of_key:
             check.cause = "too_many"
-            return
-        self._keys.setdefault(check.number, set()).add(check.key)
-        if self._of_key.setdefault(check.key, digests) != digests:
-            self.is_other(check.key)
-            self._look(check)
+            if not self._is_full:
+                self._is_full = True
+                logger.warning(
+                    "kvpool: %d adapters have been used since the caches were reset: later ones go without the pool "
+                    "until they are reset again (reset_prefix_cache with reset_connector=True)",
+                    MAX_ADAPTERS,
+                )
             return
         check.weights = AdapterWeights(check.number, *check.key, digests)
         # Ranks of one stage hold the same before vLLM cuts it.

@@ -61,7 +61,8 @@ class _Sent:
 
 
 class StoreQueue:
-    """``over_quota``: whether to give up what is to be sent.
+    """``over_quota``: whether to give up what is to be sent. ``has_changed``: the same of an adapter's, by
+    ``AdapterWeights.key``.
 
     With ``write_through`` sent blocks are ``held`` until copied. With write-back nothing is held: the workers
     copy before the engine computes again.
@@ -73,13 +74,14 @@ class StoreQueue:
         *,
         write_through: bool,
         over_quota: Callable[[], bool],
+        has_changed: Callable[[tuple[str, str]], bool],
         counters: Counters,
         clock: Callable[[], float],
     ) -> None:
         self.held = HeldBlocks(clock)
         self._clock = clock
         self._ranks, self._holds, self._counters = geometry.ranks, write_through, counters
-        self._over_quota = over_quota
+        self._over_quota, self._has_changed = over_quota, has_changed
         # By group: whether a record needs its predecessors. Write-back evicts a prompt from its end instead.
         self.in_order = [write_through and group.needs_all for group in geometry.groups]
         # By hash and group; a record is in at most one of these.
@@ -87,7 +89,6 @@ class StoreQueue:
         self._given_up: OrderedDict[tuple[bytes, int], None] = OrderedDict()  # oldest first
         self._pending: dict[int, _Sent] = {}  # by tag
         self._under_way: dict[tuple[bytes, int], int] = {}  # tags of it
-        self._refused: set[tuple[str, str]] = set()  # adapters, by key
         self._room = MAX_RECORDS  # records that the workers can take at a time
         self._pause_s, self._paused_until = PAUSE_S, 0.0
         self._active_at = 0.0  # last store of a computing step, or arrival in the pool
@@ -118,16 +119,9 @@ class StoreQueue:
     def found(self, key: tuple[bytes, int]) -> None:
         self._given_up.pop(key, None)
 
-    def refuse(self, adapter: tuple[str, str]) -> None:
-        """Give up what is to be sent of an adapter, by ``AdapterWeights.key``."""
-        self._refused.add(adapter)
-
-    def allow_adapters(self) -> None:
-        self._refused.clear()
-
     def _why_refused(self, wanted: Wanted) -> str:
         """A cause of ``metrics.STORE_SKIPPED_BLOCKS``; empty: it may be sent."""
-        if wanted.block.adapter is not None and wanted.block.adapter.key in self._refused:
+        if wanted.block.adapter is not None and self._has_changed(wanted.block.adapter.key):
             return "adapter"
         if self._over_quota():
             return "quota"

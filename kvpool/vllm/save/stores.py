@@ -132,14 +132,6 @@ class StorePlanner:
         """Whether the engine regains a block that only kvpool holds, once copied."""
         return self._held.frees_soon()
 
-    def refuse(self, adapter: tuple[str, str]) -> None:
-        """Store nothing more of an adapter, by ``AdapterWeights.key``."""
-        self._queue.refuse(adapter)
-
-    def allow_adapters(self) -> None:
-        """Store of all again: the engine's cache is empty."""
-        self._queue.allow_adapters()
-
     def forget(self) -> None:
         """Drop every answer about the pool, and waiting records; in-flight ones continue."""
         for progress in self._progress.values():

@@ -16,7 +16,7 @@ from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 
 from kvpool.vllm.engine import adapter_loads, internals
 from kvpool.vllm.engine.adapter_loads import AdapterLoads
-from kvpool.vllm.engine.adapters import GONE, UNREADABLE
+from kvpool.vllm.engine.adapters import GONE, UNDIGESTED, UNREADABLE
 from kvpool.vllm.plan import AdapterWeights
 from tests.support.adapters import LORA, Memory, Vllm, model
 
@@ -113,6 +113,19 @@ def test_an_adapter_that_is_asked_for_is_read_once(vllm: Vllm) -> None:
     assert (vllm.loads.take_news(), vllm.loaded) == ({1: digest}, 1)
 
 
+def test_what_is_read_in_the_step_that_tells_of_its_loss_is_told(vllm: Vllm) -> None:
+    """vLLM drops all adapters with a reload of the model, and the scheduler asks anew after the reset behind it."""
+    vllm.add()
+    digest = vllm.loads.take_news()[1]
+    vllm.manager._adapter_manager._registered_adapters.clear()
+    vllm.loads.look(LoRARequest(LORA[0], 1, LORA[1]))
+    assert vllm.loads.take_news() == {1: digest}
+    assert vllm.loads.take_news() == {}
+    vllm.put(seed=2)
+    vllm.add(in_place=True)
+    assert vllm.loads.take_news() not in ({1: digest}, {})
+
+
 def test_what_was_read_long_ago_is_read_again(vllm: Vllm, monkeypatch: pytest.MonkeyPatch) -> None:
     vllm.loads.look(LoRARequest(LORA[0], 1, LORA[1]))
     ahead = AdapterWeights(1, *LORA, (vllm.loads.take_news()[1],))
@@ -151,7 +164,9 @@ def test_a_tensor_that_cannot_be_measured_keeps_its_adapter_from_the_pool_and_vl
     monkeypatch.setattr(adapter_loads, "digest_of_all", planted)
     vllm.add()
     assert vllm.manager.list_adapters() == {1}
-    assert vllm.loads.take_news() == {1: UNREADABLE}
+    assert vllm.loads.take_news() == {1: UNDIGESTED}
+    vllm.loads.look(LoRARequest(LORA[0], 1, LORA[1]))
+    assert (vllm.loads.take_news(), vllm.loaded) == ({1: UNDIGESTED}, 1)
 
 
 def test_what_was_loaded_stays_when_its_file_is_written_over(vllm: Vllm, tmp_path: Path) -> None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
 import pytest
 from vllm.lora.request import LoRARequest
+from vllm.v1.request import Request
 
 from kvpool import metrics
 from kvpool.store import Store
 from kvpool.vllm.engine import adapters
-from kvpool.vllm.engine.adapters import GONE, UNREADABLE, AdapterCheck, Adapters, pool_hash
+from kvpool.vllm.engine.adapters import GONE, UNDIGESTED, UNREADABLE, AdapterCheck, Adapters, pool_hash
+from kvpool.vllm.plan import BlockRef
+from kvpool.vllm.scheduler import SchedulerHalf
+from tests.support.deadlines import eventually
 from tests.support.scheduler import (
     NAMESPACE,
     TABLE,
@@ -108,7 +115,8 @@ def test_what_changed_and_changed_back_while_nobody_asked_goes_without_the_pool(
     one = Adapters(1)
     one.learn({(0, 1): "one"})
     one.end(one.check(lora()))
-    assert one.learn({(0, 1): "two"}) == {LORA}
+    one.learn({(0, 1): "two"})
+    assert one.has_changed(LORA)
     one.learn({(0, 1): "one"})
     assert one.check(lora()).cause == "changed"
 
@@ -134,6 +142,123 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(one._said) == {2, 3}
     one.end(check)
     assert check not in one._live
+    for number in range(4, 40):
+        one.learn({(0, number): "one"})
+        one.end(one.check(lora(number, "adapter 1")))
+        one.learn({(0, number): GONE})
+    assert len(one._used) == 2
+
+
+def test_that_there_are_too_many_is_said_once_after_each_reset(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(adapters, "MAX_ADAPTERS", 2)
+    one = Adapters(1)
+    for _ in range(2):
+        one.learn({(0, 1): "one"})
+        for number in range(4):
+            one.check(lora(1, f"adapter {number}"))
+        one.reset()
+    assert ["2 adapters" in record.getMessage() for record in caplog.records] == [True, True]
+
+
+def test_an_adapter_that_cannot_be_read_now_stands_for_no_other_weights(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A file system that did not answer once."""
+    one = Adapters(2)
+    both = {(0, 1): "one", (1, 1): "one"}
+    one.learn(both)
+    one.end(one.check(lora()))
+    one.learn(dict.fromkeys(both, GONE))
+    asked = one.check(lora())
+    one.learn({(0, 1): "one", (1, 1): UNREADABLE})
+    assert (asked.done, asked.tag, asked.cause) == (True, None, "unreadable")
+    one.learn(both)
+    assert asked.tag == one.check(lora()).tag == known("one").tag
+    assert caplog.records == []
+
+
+def test_a_number_that_is_given_to_another_path_is_no_fault_of_the_former(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Trainers keep the number, and write each checkpoint to a path of its own."""
+    one = Adapters(1)
+    for version in ("one", "two", "three"):
+        one.learn({(0, 1): version})
+        check = one.check(lora(path=f"/adapters/{version}"))
+        assert check.tag == known(version).tag
+        one.end(check)
+    assert caplog.records == []
+    assert one.check(lora(path="/adapters/one")).cause == "changed"
+    assert one.check(lora(path="/adapters/one")).cause == "changed"
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1
+    assert "/adapters/one" in said[0]
+
+
+def test_a_key_that_is_found_changed_is_so_for_all_requests_that_have_it() -> None:
+    one = Adapters(1)
+    one.learn({(0, 1): "one", (0, 2): "two"})
+    first = one.check(lora())
+    other = one.check(lora(1, "other"))
+    assert one.check(lora(2)).cause == "changed"
+    assert (first.tag, first.weights, first.cause) == (None, None, "changed")
+    assert other.tag is not None
+
+
+def held_by_engine(scheduler: SchedulerHalf, asked: Request) -> list[BlockRef]:
+    """What is stored for a request of which the engine's cache has six blocks, and the pool none."""
+    asked.num_computed_tokens = 96
+    assert answer(scheduler, asked, 96) == 0
+    lookup = scheduler._requests[asked.request_id].found.lookup
+    assert eventually(lambda: lookup is None or lookup.ended(time.monotonic()))
+    scheduler.allocated(asked, TABLE, 0)
+    return scheduler.plan(output(asked, 1, TABLE)).stores
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "nothing",
+        "of the same",
+        "by another number",
+        "before it was known",
+        "in place",
+        "without the pool",
+        "undigested",
+    ],
+)
+def test_blocks_of_other_weights_in_the_engines_cache_are_not_stored_as_an_adapters(
+    store: Store, before: str
+) -> None:
+    """vLLM finds them under its name and path, whoever computed them."""
+    scheduler = half(store)
+    of_adapter: dict[str, Any] = {"load_inplace": True} if before == "in place" else {}
+    earlier, asked = request_with("earlier", LORA, **of_adapter), request_with("asked", LORA)
+    if before == "by another number":
+        hold(scheduler, "two")
+        scheduler.seen(asked)
+        hold(scheduler, "one", 2)
+        earlier.lora_request = lora(2)
+    if before == "without the pool":
+        earlier.kv_transfer_params = {"kvpool": {"load": False, "store": False}}
+    if before != "nothing":
+        scheduler.seen(earlier)
+        scheduler.matched_tokens(earlier, 0)
+        scheduler.allocated(earlier, TABLE, 0)
+        assert scheduler.plan(output(earlier, len(TOKENS), TABLE)).stores == []
+        scheduler.finished(earlier)
+        hold(
+            scheduler,
+            {"undigested": UNDIGESTED, "of the same": "two"}.get(before, "one"),
+            1 + (before == "by another number"),
+        )
+    hold(scheduler, "two")
+    scheduler.seen(asked)
+    stored = held_by_engine(scheduler, asked)
+    assert len(stored) == (6 if before in ("nothing", "of the same") else 0)
+    scheduler.close()
 
 
 @pytest.mark.parametrize("width", [16, 32, 64])
@@ -159,6 +284,15 @@ def test_a_request_of_an_adapter_that_cannot_be_read_is_computed_and_counted(sto
     assert scheduler.plan(output(asked, 96, TABLE)).stores == []
     scheduler.finished(asked)
     assert scheduler.stats()[f"{metrics.ADAPTER_REQUESTS.name}/unreadable"] == 1
+    scheduler.close()
+
+
+def test_an_engine_that_has_no_pool_has_no_adapter_read(store: Store) -> None:
+    scheduler, asked = half(store), request_with("asked", LORA)
+    scheduler.switch_off("planted")
+    scheduler.seen(asked)
+    assert scheduler.matched_tokens(asked, 0) == (0, False)
+    assert scheduler.plan(output(request_with("x"), 0, TABLE)).adapters == []
     scheduler.close()
 
 
