@@ -410,6 +410,7 @@ def stop_of(request: Request) -> int:
 
 
 _DIGEST = "digest_of_kvpool"  # attribute of vLLM's adapter, so that the digest lives as long as its tensors
+_DUMMY = "adds_dummy_for_kvpool"  # attribute of vLLM's manager, while it takes in one of its own
 # Attribute of vLLM's manager: adapters that it has not asked for yet, by number, name and path.
 _AHEAD = "read_ahead_by_kvpool"
 MAX_READ_AHEAD = 4  # adapters
@@ -431,6 +432,7 @@ def digest_adapters(digest: Digest) -> bool:
         return False
     _wrap_once(LoRAModelManager, "_add_adapter", functools.partial(_takes_in, digest))
     _wrap_once(WorkerLoRAManager, "_load_adapter", _loads)
+    _wrap_once(WorkerLoRAManager, "add_dummy_lora", _adds_dummy)
     return True
 
 
@@ -487,14 +489,24 @@ def _wrap_once(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def _takes_in(digest: Digest, take_in: Callable[..., Any], manager: Any, adapter: Any) -> Any:
-    _digest_once(digest, adapter)
+    if not hasattr(manager, _DUMMY):
+        _digest_once(digest, adapter)
     return take_in(manager, adapter)
+
+
+def _adds_dummy(add: Callable[..., Any], manager: Any, *arguments: Any, **named: Any) -> Any:
+    """Of zeros, for steps without requests, as of data parallelism: digests would take longer than they do."""
+    taking_in = vars(manager._adapter_manager)
+    taking_in[_DUMMY] = True
+    try:
+        return add(manager, *arguments, **named)
+    finally:
+        del taking_in[_DUMMY]
 
 
 def _digest_once(digest: Digest, adapter: Any) -> None:
     """Before vLLM packs and scales its tensors."""
     if not hasattr(adapter, _DIGEST):
-        _take_from_file(adapter)
         setattr(adapter, _DIGEST, digest(_adapter_tensors(adapter)))
 
 
@@ -511,16 +523,18 @@ def _adapter_layers(adapter: Any) -> list[tuple[str, Any]]:
     return [(f"{kind} {name}", layer) for kind, layers in kinds for name, layer in sorted(layers.items())]
 
 
-def _adapter_tensors(adapter: Any) -> list[tuple[str, torch.Tensor]]:
-    """All that is computed with, by names with the factors and the form."""
+def _adapter_tensors(adapter: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """All that is computed with, taken from its file, by names with the factors and the form.
+
+    Nothing is done before the first one is asked for, by what catches all errors.
+    """
+    _take_from_file(adapter)
     form = getattr(adapter, "is_3d_lora_weight", False)
-    return [
-        (f"{module}.{name}.{place} {getattr(layer, 'scaling', None)} {form}", one)
-        for module, layer in _adapter_layers(adapter)
-        for name, value in sorted(vars(layer).items())
-        for place, one in enumerate(value if isinstance(value, (list, tuple)) else [value])
-        if isinstance(one, torch.Tensor)
-    ]
+    for module, layer in _adapter_layers(adapter):
+        for name, value in sorted(vars(layer).items()):
+            for place, one in enumerate(value if isinstance(value, (list, tuple)) else [value]):
+                if isinstance(one, torch.Tensor):
+                    yield f"{module}.{name}.{place} {getattr(layer, 'scaling', None)} {form}", one
 
 
 def _take_from_file(adapter: Any) -> None:

@@ -169,6 +169,35 @@ def test_a_tensor_that_cannot_be_measured_keeps_its_adapter_from_the_pool_and_vl
     assert (vllm.loads.take_news(), vllm.loaded) == ({1: UNDIGESTED}, 1)
 
 
+def test_adapters_that_vllm_makes_for_steps_without_requests_are_not_digested(
+    vllm: Vllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine of several ranks of data makes them anew in each step in which it has nothing to compute."""
+    monkeypatch.setattr(Memory, "create_dummy_lora", lambda _, number, *rest: model(number), raising=False)
+    vllm.manager._cached_dummy_lora, vllm.manager.embedding_modules = None, {}
+    for number in (1, 2):
+        vllm.manager.add_dummy_lora(LoRARequest("warmup", number, "/none"), rank=8)
+    assert vllm.loads.take_news() == {1: UNDIGESTED, 2: UNDIGESTED}
+    vllm.manager._adapter_manager._registered_adapters.clear()
+    vllm.add()
+    assert vllm.loads.take_news() == {1: vllm.weights().digests[0], 2: GONE}
+    assert vllm.weights().digests != (UNDIGESTED,)
+
+
+def test_an_adapter_of_another_make_is_taken_in_by_vllm(vllm: Vllm) -> None:
+    """Nothing that is looked at for the digest may end a load that vLLM could end."""
+
+    class Slotted:
+        __slots__ = ()
+
+    made = model(1)
+    made.loras["q_proj"] = Slotted()  # type: ignore[assignment]
+    vllm.files[LORA[1]] = lambda _: made
+    vllm.add()
+    assert vllm.manager.list_adapters() == {1}
+    assert vllm.loads.take_news() == {1: UNDIGESTED}
+
+
 def test_what_was_loaded_stays_when_its_file_is_written_over(vllm: Vllm, tmp_path: Path) -> None:
     """Tensors of safetensors are views of their file, which vLLM reads again and again."""
     file = tmp_path / "adapter_model.safetensors"
