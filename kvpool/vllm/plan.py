@@ -60,6 +60,7 @@ class PoolMetadata(KVConnectorMetadata):
     tags: list[int] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)  # requests that no longer want their load
     adapters: list[Any] = field(default_factory=list)  # requests for adapters that a worker is to read
+    tell_adapters: bool = False  # the workers tell of all that they hold, also what they have told
     idle: bool = False  # no forward runs in this step
     timed: int = 0  # number of a timed step; 0: untimed
     facts: dict[str, Fact] = field(default_factory=dict)  # of several pipeline stages together, once

@@ -290,7 +290,7 @@ class SchedulerHalf:
         self._new_loads, self._cancelled = [], []
         self._loads_under_way.scheduled(output.num_scheduled_tokens)
         self._namespace.add_to(step)
-        step.adapters = self._adapters.take_wanted()
+        self._adapters.add_to(step)
         self._prefetch()
         if self._gate is not None:
             step.timed = self._time_step(self._gate, output)

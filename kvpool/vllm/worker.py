@@ -22,7 +22,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from vllm.logger import init_logger
@@ -287,7 +286,7 @@ class WorkerHalf:
             return
         self._submitted = step
         self._report.timed = step.timed
-        self._look_at_adapters(step.adapters)
+        self._look_at_adapters(step)
         if step.silent:
             self._unsure.condemn()
             self._unsure_tags = self._storing.tags
@@ -322,8 +321,10 @@ class WorkerHalf:
                 self._mover.cancel(request_id)
 
     @guarded(None)
-    def _look_at_adapters(self, requests: Iterable[Any]) -> None:
-        for lora_request in requests:
+    def _look_at_adapters(self, step: PoolMetadata) -> None:
+        if step.tell_adapters and self._adapters is not None:
+            self._adapters.tell_all()
+        for lora_request in step.adapters:
             if self._adapters is None:
                 self._report.adapters[self._rank, int(lora_request.lora_int_id)] = UNREADABLE
             else:

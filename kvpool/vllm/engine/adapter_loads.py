@@ -58,6 +58,10 @@ class AdapterLoads:
                 logger.info("kvpool: adapter %s cannot be read: %s", lora_request.lora_name, error)
         self._looked[number] = UNREADABLE if digest is None else digest
 
+    def tell_all(self) -> None:
+        """The next news are of all that is held: the scheduler has forgotten the earlier ones."""
+        self._told = {}
+
     def take_news(self) -> dict[int, str]:
         """By number, what it has become since the last call: a digest, or what stands in place of one."""
         now = {} if self.held is None else self.held.digests()

@@ -21,7 +21,7 @@ from typing import Any
 import numpy
 from vllm.logger import init_logger
 
-from kvpool.vllm.plan import AdapterWeights
+from kvpool.vllm.plan import AdapterWeights, PoolMetadata
 
 logger = init_logger("vllm.kvpool")
 
@@ -63,6 +63,7 @@ class Adapters:
         self._live: dict[AdapterCheck, None] = {}
         self._asked: set[int] = set()  # of which the workers are to say what they hold
         self._wanted: list[Any] = []  # of these, what no step has yet
+        self._has_forgotten = False  # since the last step
 
     def check(self, lora_request: Any) -> AdapterCheck:
         """Identify an adapter, now and by later reports of the workers, until ``end``."""
@@ -88,10 +89,16 @@ class Adapters:
             self._asked.add(check.number)
             self._wanted.append(check.lora_request)
 
-    def take_wanted(self) -> list[Any]:
-        """For the next step: one adapter, which its worker may have to read."""
-        wanted, self._wanted = self._wanted[:1], self._wanted[1:]
-        return wanted
+    def add_to(self, step: PoolMetadata) -> None:
+        """Ask the workers, of one adapter a step, which they may have to read; of none that nobody waits for."""
+        step.tell_adapters, self._has_forgotten = self._has_forgotten, False
+        while self._wanted and not step.adapters:
+            wanted = self._wanted.pop(0)
+            number = int(wanted.lora_int_id)
+            if any(check.number == number and not check.done for check in self._live):
+                step.adapters.append(wanted)
+            else:
+                self._asked.discard(number)
 
     def end(self, check: AdapterCheck) -> None:
         """Its request is gone."""
@@ -129,7 +136,8 @@ class Adapters:
                     self._look(check)
 
     def reset(self) -> None:
-        """The engine's cache holds no blocks any more. The workers are asked anew."""
+        """The engine's cache holds no blocks any more. The workers are to say anew what they hold."""
+        self._has_forgotten = True
         self._of_key.clear()
         self._used.clear()
         self._changed.clear()

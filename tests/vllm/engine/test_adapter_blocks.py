@@ -172,6 +172,29 @@ def test_blocks_of_an_adapter_go_to_the_pool_and_come_from_it(
     scheduler.close()
 
 
+def test_blocks_that_were_computed_after_a_reset_by_requests_without_the_pool_count(
+    worker: WorkerHalf, vllm: Vllm, store: Store
+) -> None:
+    """The worker has told what it holds before the reset, and nobody asks for it."""
+    vllm.add()
+    scheduler = half(store)
+    step_of(worker, scheduler, idle(scheduler))
+    scheduler.reset()
+    earlier, asked = request_with("earlier", LORA), request_with("asked", LORA)
+    earlier.kv_transfer_params = {"kvpool": {"load": False, "store": False}}
+    scheduler.seen(earlier)
+    scheduler.allocated(earlier, TABLE, 0)
+    step_of(worker, scheduler, scheduler.plan(output(earlier, len(TOKENS), TABLE)))
+    scheduler.finished(earlier)
+    vllm.put(seed=2)
+    vllm.add(in_place=True)
+    step_of(worker, scheduler, idle(scheduler))
+    scheduler.seen(asked)
+    state = scheduler._requests["asked"].asked
+    assert (state.checked, state.identified) == (True, False)
+    scheduler.close()
+
+
 def test_a_worker_that_knows_of_no_adapters_moves_none(tmp_path: Path) -> None:
     config = PoolConfig(pool=f"file://{tmp_path}/pool")
     worker = WorkerHalf(config, Geometry((Group(16),), step_tokens=2048), rank=0)
@@ -182,6 +205,7 @@ def test_a_worker_that_knows_of_no_adapters_moves_none(tmp_path: Path) -> None:
         tags=[7],
         loads=[LoadPlan("a", [block], 60.0)],
         adapters=[LoRARequest(LORA[0], 1, LORA[1])],
+        tell_adapters=True,
     )
     worker.start_loads(step)
     worker.start_stores(step)

@@ -13,7 +13,7 @@ from kvpool import metrics
 from kvpool.store import Store
 from kvpool.vllm.engine import adapters
 from kvpool.vllm.engine.adapters import GONE, UNDIGESTED, UNREADABLE, AdapterCheck, Adapters, pool_hash
-from kvpool.vllm.plan import BlockRef
+from kvpool.vllm.plan import BlockRef, PoolMetadata
 from kvpool.vllm.scheduler import SchedulerHalf
 from tests.support.deadlines import eventually
 from tests.support.scheduler import (
@@ -43,6 +43,13 @@ def known(*digests: str, settings: str = "", number: int = 1) -> AdapterCheck:
     one = Adapters(len(digests), settings)
     one.learn({(rank, number): digest for rank, digest in enumerate(digests)})
     return one.check(lora(number))
+
+
+def wanted(one: Adapters) -> list[LoRARequest]:
+    """What the workers are asked for by the next step."""
+    step = PoolMetadata()
+    one.add_to(step)
+    return step.adapters
 
 
 def test_equal_tensors_are_one_adapter_on_any_number_of_ranks() -> None:
@@ -75,14 +82,14 @@ def test_workers_are_asked_once_for_an_adapter_that_is_not_known() -> None:
     first, second = one.check(lora()), one.check(lora())
     for check in (first, second, first):
         one.want(check)
-    assert one.take_wanted() == [first.lora_request]
+    assert wanted(one) == [first.lora_request]
     one.want(second)
     other = one.check(lora(2, "other", "/adapters/b"))
     one.want(other)
     one.want(one.check(lora(3, "third", "/adapters/c")))
-    assert one.take_wanted() == [other.lora_request], "a step is for one"
-    assert len(one.take_wanted()) == 1
-    assert one.take_wanted() == []
+    assert wanted(one) == [other.lora_request], "a step is for one"
+    assert len(wanted(one)) == 1
+    assert wanted(one) == []
     one.learn({(0, 1): UNREADABLE})
     assert [(check.done, check.tag, check.cause) for check in (first, second)] == [
         (True, None, "unreadable")
@@ -128,7 +135,41 @@ def test_a_number_that_stands_for_nothing_any_more_is_asked_for_again() -> None:
     one.learn({(0, 1): GONE})
     again = one.check(lora(1, "other", "/adapters/b"))
     one.want(again)
-    assert (again.done, one.take_wanted()) == (False, [again.lora_request])
+    assert (again.done, wanted(one)) == (False, [again.lora_request])
+
+
+def test_workers_are_asked_for_nothing_that_nobody_waits_for() -> None:
+    """Clients leave while many adapters wait to be read, of which each takes a step."""
+    one = Adapters(1)
+    gone, known_by_now, first, second = (one.check(lora(number, f"{number}")) for number in (1, 2, 3, 3))
+    for check in (gone, known_by_now, first):
+        one.want(check)
+    one.end(gone)
+    one.end(first)
+    one.learn({(0, 2): "one"})
+    assert wanted(one) == [second.lora_request]
+    again = one.check(lora(1, "1"))
+    one.want(again)
+    assert wanted(one) == [again.lora_request]
+
+
+def test_after_a_reset_workers_tell_all_that_they_hold_at_once() -> None:
+    one = Adapters(1)
+    asked = [one.check(lora(number, f"{number}")) for number in range(1, 21)]
+    one.learn({(0, number): "one" for number in range(1, 21)})
+    told = []
+    for _ in range(3):
+        step = PoolMetadata()
+        one.add_to(step)
+        told.append(step.tell_adapters)
+        one.reset()
+    assert told == [False, True, True]
+    for check in asked:
+        one.want(check)
+    assert len(wanted(one)) == 1
+    one.learn({(0, number): "one" for number in range(1, 21)})
+    assert all(check.tag for check in asked)
+    assert wanted(one) == []
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
