@@ -60,6 +60,11 @@ class Asked:
     opted_out: bool = False
 
     @property
+    def has_pool(self) -> bool:
+        """Whether it may load or store."""
+        return self.params.load or self.params.store
+
+    @property
     def checked(self) -> bool:
         return self.adapter is None or self.adapter.done
 

@@ -191,7 +191,7 @@ class SchedulerHalf:
     def matched_tokens(self, request: Request, local_tokens: int) -> Offer:
         """(tokens that the pool adds to ``local_tokens``, load is asynchronous); None: ask again later."""
         state = self._state(request)
-        if state.asked.adapter is not None and not (self._broken or self._namespace.is_off):
+        if state.asked.adapter is not None and state.asked.has_pool and not self._is_off:
             self._adapters.want(state.asked.adapter)
         self._outcomes.begins(state, local_tokens)
         self._offers.begin(state)
@@ -209,7 +209,7 @@ class SchedulerHalf:
 
     def _why_no_lookup(self, state: RequestState, local_tokens: int, max_tokens: int) -> str:
         """Of ``metrics.REQUEST_RESULTS``; empty: ask the pool."""
-        if self._broken or self._namespace.is_off:
+        if self._is_off:
             return "switched_off"
         if not self._may_load(state):
             return "without"
@@ -294,7 +294,7 @@ class SchedulerHalf:
         self._prefetch()
         if self._gate is not None:
             step.timed = self._time_step(self._gate, output)
-        if self._stores and not (self._broken or self._namespace.is_off or self._namespace.asks):
+        if self._stores and not (self._is_off or self._namespace.asks):
             self._plan_stores(output, step)
         return step
 
@@ -438,7 +438,7 @@ class SchedulerHalf:
             asked = state.asked
             if asked.adapter is not None:
                 self._adapters.end(asked.adapter)
-            if asked.adapter is not None and not (asked.checked and asked.identified):
+            if asked.adapter is not None and asked.has_pool and not (asked.checked and asked.identified):
                 self.counters.add(metrics.ADAPTER_REQUESTS, 1, asked.adapter.cause)
             if state.load.under_way:
                 self._cancelled.append(request.request_id)
@@ -491,16 +491,18 @@ class SchedulerHalf:
             if internals.adapter_changed_in_place(request):
                 params = WITHOUT_POOL
             adapter = None
-            if request.lora_request is not None and (params.load or params.store):
+            if request.lora_request is not None:
                 adapter = self._adapters.check(request.lora_request)
-            elif request.lora_request is not None:
-                self._adapters.use(request.lora_request)
             state = RequestState(Asked(request, params, hints, adapter, opted_out))
             self._requests[request.request_id] = state
         return state
 
+    @property
+    def _is_off(self) -> bool:
+        return self._broken or self._namespace.is_off
+
     def _may_load(self, state: RequestState) -> bool:
-        if not self._loads or self._broken or self._namespace.is_off or not state.asked.params.load:
+        if not self._loads or self._is_off or not state.asked.params.load:
             return False
         return state.asked.identified or not state.asked.checked
 
@@ -603,7 +605,7 @@ class SchedulerHalf:
     def _set_gauges(self) -> None:
         with contextlib.suppress(StoreClosed):
             self._store.count_health(self.counters)
-        self.counters.set(metrics.ENABLED, float(not self._broken and not self._namespace.is_off))
+        self.counters.set(metrics.ENABLED, float(not self._is_off))
         self._outcomes.tell_ratios()
 
     def close(self) -> None:

@@ -66,21 +66,15 @@ class Adapters:
         self._has_forgotten = False  # since the last step
 
     def check(self, lora_request: Any) -> AdapterCheck:
-        """Identify an adapter, now and by later reports of the workers, until ``end``."""
-        check = self.use(lora_request)
-        self._live[check] = None
-        self._look(check)
-        return check
-
-    def use(self, lora_request: Any) -> AdapterCheck:
-        """Note that a request computes with it, whether or not it has the pool."""
+        """Identify the adapter of a request, now and by later reports of the workers, until ``end``."""
         check = AdapterCheck(lora_request, (str(lora_request.lora_name), str(lora_request.lora_path)))
+        self._live[check] = None
         used = check.number, check.key
         self._used.pop(used, None)
         self._used[used] = None
         if len(self._used) > MAX_ADAPTERS:
             del self._used[next(iter(self._used))]
-        self._compare(*used)
+        self._look(check)
         return check
 
     def want(self, check: AdapterCheck) -> None:
@@ -139,7 +133,7 @@ class Adapters:
         """The engine's cache holds no blocks any more. The workers are to say anew what they hold."""
         self._has_forgotten = True
         self._of_key.clear()
-        self._used.clear()
+        self._used = dict.fromkeys((check.number, check.key) for check in self._live)
         self._changed.clear()
         self._is_full = False
         self._said.clear()

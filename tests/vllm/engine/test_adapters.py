@@ -117,6 +117,19 @@ def test_other_tensors_under_one_name_and_path_go_without_the_pool_until_the_cac
     assert second.tag == again.tag == known("two").tag
 
 
+def test_a_request_that_waits_through_a_reset_and_ends_before_its_adapter_is_known_counts() -> None:
+    one = Adapters(1)
+    waiting = one.check(lora())
+    one.end(one.check(lora(2, "other")))
+    one.reset()
+    one.end(waiting)  # in the step of which the report comes now
+    for number in (1, 2):
+        one.learn({(0, number): "one"})
+        one.learn({(0, number): "two"})
+    assert one.check(lora()).cause == "changed"
+    assert one.check(lora(2, "other")).tag == known("two").tag, "nothing has computed with it since"
+
+
 def test_what_changed_and_changed_back_while_nobody_asked_goes_without_the_pool() -> None:
     """Blocks of between may wait to be stored."""
     one = Adapters(1)
@@ -344,6 +357,17 @@ def test_a_hit_is_of_the_tensors_that_this_engine_holds(store: Store, digest: st
     hold(scheduler, digest)
     scheduler.seen(asked)
     assert answer(scheduler, asked) == (96 if digest == "one" else 0)
+    scheduler.close()
+
+
+def test_a_request_without_the_pool_has_no_adapter_read_and_is_not_counted(store: Store) -> None:
+    scheduler, asked = half(store), request_with("asked", LORA)
+    asked.kv_transfer_params = {"kvpool": {"load": False, "store": False}}
+    scheduler.seen(asked)
+    assert scheduler.matched_tokens(asked, 0) == (0, False)
+    assert scheduler.plan(output(request_with("x"), 0, TABLE)).adapters == []
+    scheduler.finished(asked)
+    assert not [name for name in scheduler.counters.take() if name.startswith(metrics.ADAPTER_REQUESTS.name)]
     scheduler.close()
 
 
