@@ -95,9 +95,7 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
     adapters: dict[tuple[int, int], str] = field(
         default_factory=dict
     )  # by rank and number: ``AdapterLoads.news``
-    other_adapters: set[tuple[str, str]] = field(
-        default_factory=set
-    )  # of other weights than blocks say, by key
+    other_adapters: set[AdapterWeights] = field(default_factory=set)  # by what blocks say: others are held
     asked: bool = False  # an index requests the engine's whole cache
     timed: int = 0  # the number of a timed step
     load_s: dict[str, float] = field(default_factory=dict)  # by request: least duration of its load

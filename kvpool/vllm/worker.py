@@ -340,7 +340,7 @@ class WorkerHalf:
 
     def _note_others(self, foreign: Iterable[AdapterWeights]) -> None:
         if self._adapters is not None:
-            self._report.other_adapters |= {one.key for one in foreign if self._adapters.is_other(one)}
+            self._report.other_adapters |= {one for one in foreign if self._adapters.is_other(one)}
 
     @guarded(None)
     def _load(self, plan: LoadPlan, blocks: Sequence[Block]) -> None:

@@ -121,8 +121,13 @@ class Adapters:
         """Whether nothing of it is to be stored or loaded."""
         return key in self._changed
 
-    def is_other(self, key: tuple[str, str]) -> None:
-        """A worker computes with other weights than those that its blocks are called by."""
+    def is_other(self, weights: AdapterWeights) -> None:
+        """A worker computes with other weights than those; of before a reset that means nothing any more."""
+        if self._of_key.get(weights.key) == weights.digests:
+            self._change(weights.key)
+
+    def _change(self, key: tuple[str, str]) -> None:
+        """The engine's cache may hold blocks of several weights under it."""
         if key not in self._changed:
             self._changed[key] = False
             for check in self._live:
@@ -156,7 +161,7 @@ class Adapters:
         if len(self._of_key) >= MAX_ADAPTERS and key not in self._of_key:
             return
         if self._of_key.setdefault(key, digests) != digests:
-            self.is_other(key)
+            self._change(key)
 
     def _look(self, check: AdapterCheck) -> None:
         self._compare(check.number, check.key)

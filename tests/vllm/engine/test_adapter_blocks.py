@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.request import Request
 
 from kvpool import metrics
 from kvpool.config import PoolConfig
 from kvpool.store import Store
-from kvpool.vllm.engine.adapters import UNREADABLE
+from kvpool.vllm.engine.adapters import UNDIGESTED, UNREADABLE
 from kvpool.vllm.geometry import Geometry, Group
 from kvpool.vllm.plan import AdapterWeights, BlockRef, LoadPlan, PoolMetadata
 from kvpool.vllm.scheduler import SchedulerHalf
@@ -29,6 +32,7 @@ from tests.support.scheduler import (
     answer,
     computed,
     half,
+    hold,
     output,
     request_with,
 )
@@ -214,3 +218,57 @@ def test_a_worker_that_knows_of_no_adapters_moves_none(tmp_path: Path) -> None:
     assert report is not None
     assert (report.dropped, report.other_adapters, report.adapters) == ({7: 1}, set(), {(0, 1): UNREADABLE})
     worker.close()
+
+
+def held_by_engine(scheduler: SchedulerHalf, asked: Request) -> list[BlockRef]:
+    """What is stored for a request of which the engine's cache has six blocks, and the pool none."""
+    asked.num_computed_tokens = 96
+    assert answer(scheduler, asked, 96) == 0
+    lookup = scheduler._requests[asked.request_id].found.lookup
+    assert eventually(lambda: lookup is None or lookup.ended(time.monotonic()))
+    scheduler.allocated(asked, TABLE, 0)
+    return scheduler.plan(output(asked, 1, TABLE)).stores
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "nothing",
+        "of the same",
+        "by another number",
+        "before it was known",
+        "in place",
+        "without the pool",
+        "undigested",
+    ],
+)
+def test_blocks_of_other_weights_in_the_engines_cache_are_not_stored_as_an_adapters(
+    store: Store, before: str
+) -> None:
+    """vLLM finds them under its name and path, whoever computed them."""
+    scheduler = half(store)
+    of_adapter: dict[str, Any] = {"load_inplace": True} if before == "in place" else {}
+    earlier, asked = request_with("earlier", LORA, **of_adapter), request_with("asked", LORA)
+    if before == "by another number":
+        hold(scheduler, "two")
+        scheduler.seen(asked)
+        hold(scheduler, "one", 2)
+        earlier.lora_request = LoRARequest(LORA[0], 2, LORA[1])
+    if before == "without the pool":
+        earlier.kv_transfer_params = {"kvpool": {"load": False, "store": False}}
+    if before != "nothing":
+        scheduler.seen(earlier)
+        scheduler.matched_tokens(earlier, 0)
+        scheduler.allocated(earlier, TABLE, 0)
+        assert scheduler.plan(output(earlier, len(TOKENS), TABLE)).stores == []
+        scheduler.finished(earlier)
+        hold(
+            scheduler,
+            {"undigested": UNDIGESTED, "of the same": "two"}.get(before, "one"),
+            1 + (before == "by another number"),
+        )
+    hold(scheduler, "two")
+    scheduler.seen(asked)
+    stored = held_by_engine(scheduler, asked)
+    assert len(stored) == (6 if before in ("nothing", "of the same") else 0)
+    scheduler.close()

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from typing import Any
-
 import pytest
 from vllm.lora.request import LoRARequest
-from vllm.v1.request import Request
 
 from kvpool import metrics
 from kvpool.store import Store
 from kvpool.vllm.engine import adapters
-from kvpool.vllm.engine.adapters import GONE, UNDIGESTED, UNREADABLE, AdapterCheck, Adapters, pool_hash
-from kvpool.vllm.plan import BlockRef, PoolMetadata
-from kvpool.vllm.scheduler import SchedulerHalf
-from tests.support.deadlines import eventually
+from kvpool.vllm.engine.adapters import GONE, UNREADABLE, AdapterCheck, Adapters, pool_hash
+from kvpool.vllm.plan import PoolMetadata
 from tests.support.scheduler import (
     NAMESPACE,
     TABLE,
@@ -141,6 +135,23 @@ def test_what_changed_and_changed_back_while_nobody_asked_goes_without_the_pool(
     assert one.check(lora()).cause == "changed"
 
 
+def test_what_a_worker_says_of_before_a_reset_changes_nothing_behind_it() -> None:
+    """The report of a step that was planned before comes later."""
+    one = Adapters(1)
+    one.learn({(0, 1): "one"})
+    check = one.check(lora())
+    before = check.weights
+    assert before is not None
+    one.reset()
+    one.is_other(before)
+    one.learn({(0, 1): "two"})
+    one.is_other(before)
+    assert check.tag == known("two").tag
+    assert check.weights is not None
+    one.is_other(check.weights)
+    assert check.cause == "changed"
+
+
 def test_a_number_that_stands_for_nothing_any_more_is_asked_for_again() -> None:
     one = Adapters(1)
     one.learn({(0, 1): "one"})
@@ -259,60 +270,6 @@ def test_a_key_that_is_found_changed_is_so_for_all_requests_that_have_it() -> No
     assert one.check(lora(2)).cause == "changed"
     assert (first.tag, first.weights, first.cause) == (None, None, "changed")
     assert other.tag is not None
-
-
-def held_by_engine(scheduler: SchedulerHalf, asked: Request) -> list[BlockRef]:
-    """What is stored for a request of which the engine's cache has six blocks, and the pool none."""
-    asked.num_computed_tokens = 96
-    assert answer(scheduler, asked, 96) == 0
-    lookup = scheduler._requests[asked.request_id].found.lookup
-    assert eventually(lambda: lookup is None or lookup.ended(time.monotonic()))
-    scheduler.allocated(asked, TABLE, 0)
-    return scheduler.plan(output(asked, 1, TABLE)).stores
-
-
-@pytest.mark.parametrize(
-    "before",
-    [
-        "nothing",
-        "of the same",
-        "by another number",
-        "before it was known",
-        "in place",
-        "without the pool",
-        "undigested",
-    ],
-)
-def test_blocks_of_other_weights_in_the_engines_cache_are_not_stored_as_an_adapters(
-    store: Store, before: str
-) -> None:
-    """vLLM finds them under its name and path, whoever computed them."""
-    scheduler = half(store)
-    of_adapter: dict[str, Any] = {"load_inplace": True} if before == "in place" else {}
-    earlier, asked = request_with("earlier", LORA, **of_adapter), request_with("asked", LORA)
-    if before == "by another number":
-        hold(scheduler, "two")
-        scheduler.seen(asked)
-        hold(scheduler, "one", 2)
-        earlier.lora_request = lora(2)
-    if before == "without the pool":
-        earlier.kv_transfer_params = {"kvpool": {"load": False, "store": False}}
-    if before != "nothing":
-        scheduler.seen(earlier)
-        scheduler.matched_tokens(earlier, 0)
-        scheduler.allocated(earlier, TABLE, 0)
-        assert scheduler.plan(output(earlier, len(TOKENS), TABLE)).stores == []
-        scheduler.finished(earlier)
-        hold(
-            scheduler,
-            {"undigested": UNDIGESTED, "of the same": "two"}.get(before, "one"),
-            1 + (before == "by another number"),
-        )
-    hold(scheduler, "two")
-    scheduler.seen(asked)
-    stored = held_by_engine(scheduler, asked)
-    assert len(stored) == (6 if before in ("nothing", "of the same") else 0)
-    scheduler.close()
 
 
 @pytest.mark.parametrize("width", [16, 32, 64])
