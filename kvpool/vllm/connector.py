@@ -97,6 +97,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                     ),
                     adapter_settings=adapter_settings(vllm_config),
                     is_asleep=internals.watch_engine_calls(self._called, self._named),
+                    encoded=internals.encoder_outputs(),
                     clock=self.clock,
                 )
                 self._scheduler.start()

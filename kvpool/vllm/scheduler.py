@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -41,7 +41,7 @@ from kvpool.vllm.engine.adapters import Adapters
 from kvpool.vllm.engine.guard import RequestFaults, guarded
 from kvpool.vllm.engine.hints import read_hints
 from kvpool.vllm.engine.namespace import EngineNamespace
-from kvpool.vllm.engine.proofs import HashProofs
+from kvpool.vllm.engine.proofs import BESIDE_ADAPTERS, OF_EARLIER_WEIGHTS, HashProofs
 from kvpool.vllm.geometry import Geometry
 from kvpool.vllm.load.gate import MIN_STEP_TOKENS, CostGate
 from kvpool.vllm.load.loads import Loads
@@ -77,7 +77,10 @@ class Roles(NamedTuple):
 
 
 class SchedulerHalf:
-    """Plans an engine's loads and stores, over all ranks and stages; the caller closes ``store``."""
+    """Plans an engine's loads and stores, over all ranks and stages; the caller closes ``store``.
+
+    ``encoded``: items whose encoders' outputs the engine has, by ``identifier``.
+    """
 
     def __init__(
         self,
@@ -88,6 +91,7 @@ class SchedulerHalf:
         roles: Roles,
         adapter_settings: str = "",
         is_asleep: Callable[[], bool] = lambda: False,
+        encoded: Callable[[], Collection[str]] = tuple,
         clock: Clock = REAL,
     ) -> None:
         self._config, self._store, self._geometry = config, store, geometry
@@ -139,6 +143,8 @@ class SchedulerHalf:
             counters=self.counters,
             clock=clock.monotonic,
         )
+        self._encoded = encoded
+        self._outdated: set[str] = set()  # of them, those that may be of earlier weights
         self._mixes_adapters = internals.mixes_adapters()
         self._store_planner = StorePlanner(
             config,
@@ -306,13 +312,17 @@ class SchedulerHalf:
             if (state := self._requests.get(request_id)) is not None
         ]
         beside_adapters = self._mixes_adapters and any(asked.request.lora_request for asked, _ in states)
+        if self._outdated:
+            self._outdated.intersection_update(self._encoded())
         for asked, computed_tokens in states:
             self._prove(asked.request, computed_tokens)
         for asked, computed_tokens in states:
             before = computed_tokens - output.num_scheduled_tokens[asked.request.request_id]
             self._look_behind(asked.request, before)
             if beside_adapters and asked.request.lora_request is None:
-                self._spoil(asked.request, before)
+                self._spoil(asked.request, before, BESIDE_ADAPTERS)
+            if (item := internals.first_item(asked.request, self._outdated)) is not None:
+                self._spoil(asked.request, item, OF_EARLIER_WEIGHTS)
         scheduled = [(asked, computed_tokens) for asked, computed_tokens in states if asked.params.store]
         self._store_planner.begin(step)
         for asked, computed_tokens in sorted(scheduled, key=lambda each: each[0].params.priority):
@@ -331,8 +341,8 @@ class SchedulerHalf:
         self._proofs.look_behind(request, self._store_planner.held_tokens(request, before))
 
     @guarded(None, request="store")
-    def _spoil(self, request: Request, before: int) -> None:
-        self._proofs.spoil(request, before)
+    def _spoil(self, request: Request, before: int, why: str) -> None:
+        self._proofs.spoil(request, before, why)
 
     @guarded(None, request="store")
     def _plan_request(
@@ -581,6 +591,7 @@ class SchedulerHalf:
         """What is under way is of other weights than what comes next."""
         self._store_planner.leave()
         self._seen.leave(self._clock.monotonic())
+        self._outdated = set(self._encoded())
 
     def forget(self) -> None:
         self._store_planner.forget()

@@ -14,7 +14,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -213,10 +213,7 @@ def watch_engine_calls(told: Callable[[str], None], named: Callable[[str], None]
     memory sleeps. Call it while the engine's connector is built: the engine is among the callers. On its own thread,
     between two steps. Errors: ``EngineRefused``: this version does not show it.
     """
-    from vllm.v1.engine.core import EngineCore
-
-    owners: Iterator[Any] = (names.get("self") for names in _callers())
-    core: Any = next((one for one in owners if isinstance(one, EngineCore)), None)
+    core = _core_under_construction()
     executor: Any = getattr(core, "model_executor", None)
     if executor is None:
         raise EngineRefused(
@@ -235,6 +232,28 @@ def watch_engine_calls(told: Callable[[str], None], named: Callable[[str], None]
 
     core.set_weight_version = set_weight_version
     return lambda: bool(executor.is_sleeping or away)
+
+
+def _core_under_construction() -> Any:
+    from vllm.v1.engine.core import EngineCore
+
+    owners: Iterator[Any] = (names.get("self") for names in _callers())
+    return next((one for one in owners if isinstance(one, EngineCore)), None)
+
+
+def encoder_outputs() -> Callable[[], Collection[str]]:
+    """A function that lists the items whose encoders' outputs the engine has, by the ``identifier`` of a feature.
+
+    Call it while the engine's connector is built: the engine is among the callers, and its scheduler comes later.
+    """
+    core = _core_under_construction()
+
+    def outputs() -> Collection[str]:
+        manager = getattr(getattr(core, "scheduler", None), "encoder_cache_manager", None)
+        listed: Collection[str] = getattr(manager, "cached", ())
+        return listed
+
+    return outputs
 
 
 def says_when_memory_goes() -> bool:
@@ -613,6 +632,13 @@ def covered_tokens(request: Request) -> int:
             covered = min(covered, begin)
         reach = max(reach, begin + item.mm_position.length)
     return covered
+
+
+def first_item(request: Request, identifiers: Collection[str]) -> int | None:
+    """Where the first of these items begins in a prompt; None: it has none."""
+    return next(
+        (one.mm_position.offset for one in request.mm_features if one.identifier in identifiers), None
+    )
 
 
 def mixes_adapters() -> bool:

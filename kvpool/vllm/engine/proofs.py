@@ -30,8 +30,12 @@ _OF_OTHERS = (
     "vLLM)"
 )
 _OF_LESS = "leaves out what KV depends on (sound inside of a video, an adapter's encoder, a token 0 among embeddings)"
-_BESIDE_ADAPTERS = (
+BESIDE_ADAPTERS = (
     "says of no adapter, though on a CPU vLLM computes with one what is in a step beside adapters"
+)
+OF_EARLIER_WEIGHTS = (
+    "is of an item that the encoder's earlier weights have encoded, which the engine keeps until its cache of encoders "
+    "is reset (reset_encoder_cache)"
 )
 MIN_PRUNED = 1 << 16  # false hashes; beyond it those are forgotten that the engine's cache no longer has
 
@@ -99,13 +103,13 @@ class HashProofs:
             proof.told = 0
             self._tell(proof, request)
 
-    def spoil(self, request: Request, before: int) -> None:
+    def spoil(self, request: Request, before: int, why: str) -> None:
         """What a proven request computes behind ``before`` tokens is not what its hashes say, though they are true."""
         proof = self._proofs[request.request_id]
         first = before // self._block_tokens
         proof.spoilt, proof.told = min(first, proof.spoilt if proof.spoilt is not None else first), 0
         self._tell(proof, request)
-        self._say(request, first, _BESIDE_ADAPTERS)
+        self._say(request, first, why)
 
     def proven_tokens(self, request: Request) -> int:
         """Up to where the request's blocks hold the KV of the tokens in their hashes."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.engine.core import EngineCore
 
 import kvpool.vllm
@@ -20,6 +21,7 @@ from kvpool.store import StoreURL
 from kvpool.store.file_system import FileSystem
 from kvpool.vllm.engine import internals
 from kvpool.vllm.engine.support import groups_of
+from tests.support.scheduler import request_with
 from tests.support.specs import FULL, REFILLED, RING, WINDOW, cache_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.allow_leaks("vLLM keeps helpers of its own for a process")]
@@ -192,6 +194,7 @@ class Core(EngineCore):
             collective_rpc=self.answer,
         )
         self.is_away = internals.watch_engine_calls(told, named)
+        self.encoded = internals.encoder_outputs()
 
     def answer(self, method: Any, timeout: Any, args: Any, kwargs: Any) -> Any:
         if method == "fails":
@@ -219,6 +222,22 @@ def test_a_version_of_the_weights_is_told_when_vllm_has_it() -> None:
     core = Core(named=lambda version: named.append(f"{version} {core.get_weight_version()}"))
     core.set_weight_version("step-41")
     assert named == ["step-41 step-41"]
+
+
+def test_what_encoders_have_made_is_read_from_the_engines_own_cache_of_them() -> None:
+    core: Any = Core(lambda name: None)
+    assert not core.encoded()
+    assert not internals.encoder_outputs()(), "no engine is among the callers"
+    manager = EncoderCacheManager(64)
+    core.scheduler = SimpleNamespace(encoder_cache_manager=manager)
+    asked = request_with("asked", multimodal=[("small", 2, 4), ("image", 40, 8)])
+    manager.allocate(asked, 1)
+    assert set(core.encoded()) == {"image"}
+    manager.free(asked)
+    assert set(core.encoded()) == {"image"}, "it is kept for others"
+    manager.reset()
+    assert not core.encoded()
+    assert [internals.first_item(asked, of) for of in ((), {"image"}, {"image", "small"})] == [None, 40, 2]
 
 
 @pytest.mark.parametrize(

@@ -225,6 +225,32 @@ def test_what_a_cpu_computes_beside_adapters_is_stored_for_adapters_alone(store:
     assert len(steps(scheduler, again, 32)) == (0 if mixes else 2), "and so does who begins with it"
 
 
+def test_what_an_encoders_earlier_weights_have_encoded_is_not_stored_as_of_the_new_ones(store: Store) -> None:
+    """vLLM keeps an encoder's outputs through updates and resets of its prefix cache (verl-project/verl#6523)."""
+    scheduler, encoded = half(store), {"old", "new"}
+    scheduler._encoded = lambda: encoded
+    scheduler._leave()
+    encoded.add("later")
+    encoded.discard("new")
+    asked = {
+        name: request_with(name, multimodal=[("small", 2, 4), (name, 40, 8)])
+        for name in ("old", "new", "later")
+    }
+    for one in asked.values():
+        scheduler.allocated(one, TABLE, 0)
+    assert steps(scheduler, asked["old"], 48) == asked["old"].block_hashes[:2]
+    assert steps(scheduler, asked["old"], 48) == [], "it goes on from there"
+    again = request_with("again", multimodal=[("small", 2, 4), ("old", 40, 8)])
+    encoded.clear()
+    again.num_computed_tokens = 48
+    scheduler.allocated(again, TABLE, 0)
+    assert steps(scheduler, again, 48) == [], "and so does who begins with it"
+    encoded.add("new")
+    for name in ("new", "later"):
+        assert steps(scheduler, asked[name], 96) == asked[name].block_hashes[:6]
+    scheduler.close()
+
+
 def test_a_request_that_stores_nothing_spoils_no_other_one(store: Store) -> None:
     scheduler, asked = half(store), session()
     asked.kv_transfer_params = {"kvpool": {"store": False}}
