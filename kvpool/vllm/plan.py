@@ -92,10 +92,7 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
     # By rank and number of the question; 0: of the start, once.
     measured: dict[tuple[int, int], Measured] = field(default_factory=dict)
     differs: bool = False  # the watch found other weights than those of the last measure
-    adapters: dict[tuple[int, int], str] = field(
-        default_factory=dict
-    )  # by rank and number: ``AdapterLoads.news``
-    other_adapters: set[AdapterWeights] = field(default_factory=set)  # by what blocks say: others are held
+    adapters: dict[tuple[int, int], str] = field(default_factory=dict)  # by rank and number: ``take_news``
     asked: bool = False  # an index requests the engine's whole cache
     timed: int = 0  # the number of a timed step
     load_s: dict[str, float] = field(default_factory=dict)  # by request: least duration of its load
@@ -118,7 +115,6 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
             self.measured | other.measured,
             self.differs or other.differs,
             self.adapters | other.adapters,
-            self.other_adapters | other.other_adapters,
             self.asked or other.asked,
             max(self.timed, other.timed),
             {

@@ -412,8 +412,6 @@ class SchedulerHalf:
                         self._gate.loaded(load.tokens if ok else 0, load.seconds, near)
         if report is None:
             return
-        for weights in report.other_adapters:
-            self._adapters.is_other(weights)
         self._adapters.learn(report.adapters)
         if report.part_nbytes:
             self._sized(report.part_nbytes)

@@ -302,9 +302,8 @@ class WorkerHalf:
             self._failed.add(plan.request_id)
             if self._mover is None or self._namespace is None or self._is_away or not plan.blocks:
                 continue
-            if foreign := self._foreign(plan.blocks, computed=False):
+            if self._foreign(plan.blocks, computed=False):
                 self._report.load_causes[plan.request_id] = "adapter"
-                self._note_others(foreign)
                 continue
             if not (blocks := self._blocks_to_load(plan.blocks)):
                 continue
@@ -338,10 +337,6 @@ class WorkerHalf:
         is_same = self._adapters.has if computed else self._adapters.may_have
         return {one for one in wanted if not is_same(one)}
 
-    def _note_others(self, foreign: Iterable[AdapterWeights]) -> None:
-        if self._adapters is not None:
-            self._report.other_adapters |= {one for one in foreign if self._adapters.is_other(one)}
-
     @guarded(None)
     def _load(self, plan: LoadPlan, blocks: Sequence[Block]) -> None:
         assert self._mover is not None
@@ -362,7 +357,6 @@ class WorkerHalf:
             self._count(self._report.dropped, tags)
             return
         foreign = self._foreign(stores, computed=True)
-        self._note_others(foreign)
         own: dict[int, BlockRef] = {}
         for block, tag in zip(stores, tags, strict=True):
             if block.adapter in foreign:

@@ -36,10 +36,6 @@ class AdapterLoads:
         """Whether what is computed for this adapter is of these weights."""
         return self._digest_of(adapter.number) == adapter.digests[self._rank]
 
-    def is_other(self, adapter: AdapterWeights) -> bool:
-        """Whether it is of others. An adapter that is not held is neither."""
-        return self._digest_of(adapter.number) not in (None, adapter.digests[self._rank])
-
     def may_have(self, adapter: AdapterWeights) -> bool:
         """Whether it is, or will be when vLLM asks for what was read ahead."""
         if self._digest_of(adapter.number) is not None or self.held is None:

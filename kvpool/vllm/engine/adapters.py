@@ -121,11 +121,6 @@ class Adapters:
         """Whether nothing of it is to be stored or loaded."""
         return key in self._changed
 
-    def is_other(self, weights: AdapterWeights) -> None:
-        """A worker computes with other weights than those; of before a reset that means nothing any more."""
-        if self._of_key.get(weights.key) == weights.digests:
-            self._change(weights.key)
-
     def _change(self, key: tuple[str, str]) -> None:
         """The engine's cache may hold blocks of several weights under it."""
         if key not in self._changed:

@@ -85,6 +85,72 @@ def test_a_request_for_an_adapter_that_nobody_has_loaded_finds_what_another_engi
     assert scheduler.matched_tokens(asked, 0)[0] is None
     step_of(worker, scheduler, idle(scheduler))
     assert answer(scheduler, asked) == 96
+    scheduler.allocated(asked, TABLE, 96)
+    step = idle(scheduler)
+    [plan] = step.loads
+    assert plan.blocks
+    worker.start_loads(step)
+    assert asked.request_id in worker._loads, "it is read ahead, and vLLM gets the same"
+    kept = PoolMetadata(stores=list(plan.blocks), tags=list(range(len(plan.blocks))))
+    worker.start_stores(kept)
+    report = worker.take_report()
+    assert report is not None
+    assert set(report.dropped) == set(range(len(plan.blocks))), "nothing is computed with it yet"
+    scheduler.close()
+
+
+@pytest.mark.parametrize("when", ["before", "during"])
+def test_a_load_of_weights_that_are_replaced_fails(
+    worker: WorkerHalf, vllm: Vllm, store: Store, when: str
+) -> None:
+    vllm.add()
+    scheduler, earlier, asked = half(store), request_with("earlier", LORA), request_with("asked", LORA)
+    step_of(worker, scheduler, idle(scheduler))
+    scheduler.seen(earlier)
+    scheduler.allocated(earlier, TABLE, 0)
+    step_of(worker, scheduler, scheduler.plan(output(earlier, len(TOKENS), TABLE)))
+    assert answer(scheduler, asked) == 96
+    scheduler.allocated(asked, TABLE, 96)
+    vllm.put(seed=2)
+    if when == "before":
+        vllm.add(in_place=True)
+    worker.start_loads(idle(scheduler))
+    assert bool(worker._loads) == (when == "during")
+    if when == "during":
+        vllm.add(in_place=True)
+    ended: list[set[str]] = []
+
+    def at_rest() -> bool:
+        ended.append(worker.poll(idle=True)[1])
+        return bool(ended[-1])
+
+    assert eventually(at_rest)
+    report = worker.take_report()
+    assert report is not None
+    assert (ended[-1], report.load_causes["asked"]) == ({"asked"}, "adapter")
+    scheduler.close()
+
+
+def test_an_adapter_stays_without_the_pool_through_a_reset_that_keeps_blocks(store: Store) -> None:
+    scheduler = half(store)
+    hold(scheduler, "one")
+    asked = [request_with(name, LORA) for name in ("first", "second")]
+    scheduler.seen(asked[0])
+    hold(scheduler, "two")
+    pool = BlockPool(32, True, BLOCK_TOKENS)
+    scheduler.bind_block_pool(pool)
+    blocks = pool.get_new_blocks(1)
+    scheduler.reset()
+    hold(scheduler, "two")
+    scheduler.seen(asked[1])
+    assert [scheduler._requests[one.request_id].asked.identified for one in asked] == [False, False]
+    pool.free_blocks(blocks)
+    scheduler.reset()
+    hold(scheduler, "two")
+    assert [scheduler._requests[one.request_id].asked.identified for one in asked] == [True, True]
+    for one in asked:
+        scheduler.finished(one)
+    assert not scheduler._adapters._live
     scheduler.close()
 
 
@@ -216,7 +282,7 @@ def test_a_worker_that_knows_of_no_adapters_moves_none(tmp_path: Path) -> None:
     assert worker.poll(idle=True) == ({"a"}, {"a"})
     report = worker.take_report()
     assert report is not None
-    assert (report.dropped, report.other_adapters, report.adapters) == ({7: 1}, set(), {(0, 1): UNREADABLE})
+    assert (report.dropped, report.adapters) == ({7: 1}, {(0, 1): UNREADABLE})
     worker.close()
 
 

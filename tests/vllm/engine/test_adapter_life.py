@@ -102,7 +102,6 @@ class Load:
 @dataclass
 class Report:
     news: dict[tuple[int, int], str] = field(default_factory=dict)
-    others: set[AdapterWeights] = field(default_factory=set)
     ended: list[Asking] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
 
@@ -187,7 +186,7 @@ class Life:
             for place, cell in enumerate(cells):
                 cell.of = cell.of or (now if {one.of for one in cells[:place]} <= {now} else MIXED)
         for store in stores:
-            self.send(store, report)
+            self.send(store)
         for rank, worker in enumerate(self.workers):
             report.news |= {(rank, number): one for number, one in worker.take_news().items()}
         for load in report.loads:
@@ -242,12 +241,11 @@ class Life:
                     to.append(Store(check.tag, block, check.weights, cell))
         return stores, computed
 
-    def send(self, store: Store, report: Report) -> None:
+    def send(self, store: Store) -> None:
         if all(worker.has(store.weights) for worker in self.workers):
             assert store.tag == tag_of(store.cell.of), (store, self.late)
             self.pool.setdefault((store.tag, store.block), store.cell.of)
         else:
-            report.others |= {store.weights for one in self.workers if one.is_other(store.weights)}
             self.queue.append(store)
 
     def read(self, report: Report) -> None:
@@ -260,8 +258,6 @@ class Life:
                 for block in load.blocks:
                     cell = Cell(self.pool[load.tag, block])
                     self.cache.setdefault((load.weights.key, block), cell)
-        for weights in report.others:
-            self.adapters.is_other(weights)
         self.adapters.learn(report.news)
 
 

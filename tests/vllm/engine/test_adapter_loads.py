@@ -48,7 +48,6 @@ def test_all_that_is_computed_with_is_in_the_digest(vllm: Vllm, other: dict[str,
     assert vllm.weights() != one
     assert not vllm.loads.has(one)
     assert not vllm.loads.may_have(one)
-    assert vllm.loads.is_other(one)
 
 
 def test_layers_that_an_adapter_replaces_are_in_its_digest(vllm: Vllm) -> None:
@@ -93,11 +92,11 @@ def test_what_vllm_holds_no_more_is_known_no_more(vllm: Vllm, gone: str) -> None
         vllm.manager.remove_adapter(1)
     else:
         held.clear()
-    assert [vllm.loads.has(one), vllm.loads.may_have(one), vllm.loads.is_other(one)] == [False] * 3
+    assert [vllm.loads.has(one), vllm.loads.may_have(one)] == [False] * 2
     assert vllm.loads.take_news()[1] == GONE
     vllm.put(seed=5)
     vllm.add()
-    assert vllm.loads.is_other(one)
+    assert [vllm.loads.has(one), vllm.loads.may_have(one)] == [False] * 2
 
 
 def test_an_adapter_that_is_asked_for_is_read_once(vllm: Vllm) -> None:
@@ -113,6 +112,30 @@ def test_an_adapter_that_is_asked_for_is_read_once(vllm: Vllm) -> None:
     assert vllm.loads.has(ahead)
     vllm.loads.look(asked)
     assert (vllm.loads.take_news(), vllm.loaded) == ({1: digest}, 1)
+    vllm.manager.remove_adapter(1)
+    vllm.add()
+    assert not vllm.loads.has(ahead), "once"
+
+
+def test_what_comes_in_the_step_in_which_it_was_looked_at_is_told(vllm: Vllm) -> None:
+    vllm.loads.look(LoRARequest(LORA[0], 1, LORA[1]))
+    vllm.put(seed=2)
+    vllm.add(in_place=True)
+    assert vllm.loads.take_news() == {1: vllm.weights().digests[0]}
+
+
+def test_each_rank_compares_its_own_digest(vllm: Vllm) -> None:
+    """Ranks hold their own experts."""
+    second = AdapterLoads(1)
+    second.held = vllm.loads.held
+    second.look(LoRARequest(LORA[0], 1, LORA[1]))
+    digest = second.take_news()[1]
+    own, of_first = (AdapterWeights(1, *LORA, digests) for digests in (("other", digest), (digest, "other")))
+    assert [second.may_have(own), second.may_have(of_first)] == [True, False]
+    vllm.add()
+    assert [one(weights) for one in (second.has, second.may_have) for weights in (own, of_first)] == [
+        True, False, True, False,
+    ]  # fmt: skip
 
 
 def test_what_is_read_in_the_step_that_tells_of_its_loss_is_told(vllm: Vllm) -> None:
@@ -135,7 +158,7 @@ def test_what_was_read_long_ago_is_read_again(vllm: Vllm, monkeypatch: pytest.Mo
     vllm.put(seed=2)
     assert not vllm.loads.may_have(ahead)
     vllm.add()
-    assert vllm.loads.is_other(ahead)
+    assert vllm.weights() != ahead
 
 
 def test_what_is_read_ahead_is_bounded(vllm: Vllm) -> None:
@@ -218,7 +241,12 @@ def test_what_was_loaded_stays_when_its_file_is_written_over(vllm: Vllm, tmp_pat
 
 
 def test_a_version_that_does_not_show_its_adapters_shares_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    vllm = Vllm(monkeypatch)
     monkeypatch.delattr("vllm.lora.model_manager.LoRAModelManager._add_adapter")
+    hidden = AdapterLoads(0)
+    hidden.held = vllm.loads.held
+    hidden.look(LoRARequest(LORA[0], 1, LORA[1]))
+    assert (hidden.take_news(), vllm.loaded) == ({1: UNREADABLE}, 0)
     loads = AdapterLoads(0)
     assert not loads.may_have(AdapterWeights(1, *LORA, ("any",)))
     loads.look(LoRARequest(LORA[0], 1, LORA[1]))

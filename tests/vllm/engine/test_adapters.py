@@ -8,7 +8,7 @@ from vllm.lora.request import LoRARequest
 from kvpool import metrics
 from kvpool.store import Store
 from kvpool.vllm.engine import adapters
-from kvpool.vllm.engine.adapters import GONE, UNREADABLE, AdapterCheck, Adapters, pool_hash
+from kvpool.vllm.engine.adapters import GONE, UNDIGESTED, UNREADABLE, AdapterCheck, Adapters, pool_hash
 from kvpool.vllm.plan import PoolMetadata
 from tests.support.scheduler import (
     NAMESPACE,
@@ -58,6 +58,8 @@ def test_equal_tensors_are_one_adapter_on_any_number_of_ranks() -> None:
     ]
     assert None not in others
     assert len({tag, *others}) == 5
+    undigested = known("one", UNDIGESTED)
+    assert (undigested.done, undigested.tag, undigested.cause) == (True, None, "unreadable")
 
 
 def test_an_adapter_is_known_when_all_ranks_have_said_what_they_hold() -> None:
@@ -104,9 +106,12 @@ def test_other_tensors_under_one_name_and_path_go_without_the_pool_until_the_cac
     assert one.check(lora(3)).cause == "changed", "the name and path stand in vLLM's hashes"
     one.learn({(0, 4): "three"})
     assert one.check(lora(4, "other", "/adapters/b")).tag is not None
+    kept = one.check(lora(4, "other", "/adapters/b"))
     one.reset()
     again = one.check(lora(number))
-    assert not second.done
+    assert [(check.done, check.tag, check.weights, check.cause) for check in (second, kept)] == [
+        (False, None, None, "late")
+    ] * 2
     one.learn({(0, number): "two"})
     assert second.tag == again.tag == known("two").tag
 
@@ -135,31 +140,17 @@ def test_what_changed_and_changed_back_while_nobody_asked_goes_without_the_pool(
     assert one.check(lora()).cause == "changed"
 
 
-def test_what_a_worker_says_of_before_a_reset_changes_nothing_behind_it() -> None:
-    """The report of a step that was planned before comes later."""
-    one = Adapters(1)
-    one.learn({(0, 1): "one"})
-    check = one.check(lora())
-    before = check.weights
-    assert before is not None
-    one.reset()
-    one.is_other(before)
-    one.learn({(0, 1): "two"})
-    one.is_other(before)
-    assert check.tag == known("two").tag
-    assert check.weights is not None
-    one.is_other(check.weights)
-    assert check.cause == "changed"
-
-
 def test_a_number_that_stands_for_nothing_any_more_is_asked_for_again() -> None:
     one = Adapters(1)
     one.learn({(0, 1): "one"})
     assert one.check(lora()).done
     one.learn({(0, 1): GONE})
-    again = one.check(lora(1, "other", "/adapters/b"))
-    one.want(again)
-    assert (again.done, wanted(one)) == (False, [again.lora_request])
+    for _ in range(2):
+        again = one.check(lora(1, "other", "/adapters/b"))
+        one.want(again)
+        assert (again.done, wanted(one)) == (False, [again.lora_request])
+        one.learn({(0, 1): "one"})
+        one.learn({(0, 1): GONE})
 
 
 def test_workers_are_asked_for_nothing_that_nobody_waits_for() -> None:
@@ -188,6 +179,12 @@ def test_after_a_reset_workers_tell_all_that_they_hold_at_once() -> None:
         told.append(step.tell_adapters)
         one.reset()
     assert told == [False, True, True]
+    for _ in range(2):
+        one.want(asked[0])
+        one.reset()
+    one.want(asked[0])
+    assert [len(wanted(one)), len(wanted(one))] == [1, 0]
+    one.reset()
     for check in asked:
         one.want(check)
     assert len(wanted(one)) == 1
@@ -212,6 +209,20 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         one.end(one.check(lora(number, "adapter 1")))
         one.learn({(0, number): GONE})
     assert len(one._used) == 2
+
+
+def test_what_was_used_last_is_remembered_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapters, "MAX_ADAPTERS", 2)
+    one = Adapters(1)
+    for number in (1, 2):
+        one.learn({(0, number): "one"})
+    for number in (1, 2, 1, 3, 1):
+        one.end(one.check(lora(number, f"adapter {number}")))
+    for _ in range(2):
+        one.learn({(0, 2): "one"})
+    assert set(one._said) == {1, 2}
+    one.learn({(0, 1): "two"})
+    assert one.has_changed(("adapter 1", "/adapters/a")), "also of those that are known among too many"
 
 
 def test_that_there_are_too_many_is_said_once_after_each_reset(
