@@ -91,6 +91,7 @@ class WorkerHalf:
         self._store: Store | None = None
         self._mover: KVCacheMover | None = None
         self._namespace: Namespace | None = None  # None: nothing is stored or loaded
+        self._said: Namespace | None = None  # in the log, the last one
         self._facts: dict[str, Fact] = {}  # of all stages, at the start
         self._weights: dict[str, Fact] = {}  # ``PoolMetadata.weights``
         self._awaits_weights = False  # they are not named yet
@@ -256,17 +257,21 @@ class WorkerHalf:
     def _begin_announcing(self, namespace: Namespace) -> None:
         if self._announcer is None or self._store is None:
             return
-        staging = mover.staging if (mover := self._mover) else None
-        logger.info(
-            "kvpool: namespace %s, tenant %s, store %s, lookup timeout %g s, staging %d MiB (%d slots, %s)",
-            namespace.hex,
-            self._config.tenant,
-            self._store,
-            self._config.lookup_timeout_s,
-            (staging.tensor.nbytes if staging else 0) >> 20,
-            staging.slots if staging else 0,
-            "as set" if self._config.staging_nbytes else f"for steps of {self._geometry.step_tokens} tokens",
-        )
+        if namespace != self._said:
+            self._said = namespace
+            staging = mover.staging if (mover := self._mover) else None
+            logger.info(
+                "kvpool: namespace %s, tenant %s, store %s, lookup timeout %g s, staging %d MiB (%d slots, %s)",
+                namespace.hex,
+                self._config.tenant,
+                self._store,
+                self._config.lookup_timeout_s,
+                (staging.tensor.nbytes if staging else 0) >> 20,
+                staging.slots if staging else 0,
+                "as set"
+                if self._config.staging_nbytes
+                else f"for steps of {self._geometry.step_tokens} tokens",
+            )
         self._announcer.enter(self._store, namespace)
 
     @guarded(None)

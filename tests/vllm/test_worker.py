@@ -6,6 +6,7 @@ Over 400 lines because all calls of the worker half share one scripted pool.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -548,7 +549,7 @@ def in_step(worker: WorkerHalf, number: int, **more: Any) -> PoolWorkerMetadata:
 
 
 def test_a_worker_moves_what_is_of_its_weights_alone_and_says_how_they_are_named(
-    tmp_path: Path, cache: torch.Tensor
+    tmp_path: Path, cache: torch.Tensor, caplog: pytest.LogCaptureFixture
 ) -> None:
     url, weights = f"file://{tmp_path}/pool", Weights(1.0)
     worker = started(url, cache, described, WeightsMeasure(weights.shown))
@@ -569,6 +570,7 @@ def test_a_worker_moves_what_is_of_its_weights_alone_and_says_how_they_are_named
             ({EPOCH_FACT: "two"}, Namespace("default", {**FACTS, EPOCH_FACT: "two"})),
             ({}, before),
         ]
+        caplog.set_level(logging.INFO, "vllm.kvpool")
         for number, (named, namespace) in enumerate(namings, 2):
             weights["w0"].fill_(number)
             assert in_step(worker, number, measure=number).measured == {(0, number): weights.measured()}
@@ -579,6 +581,9 @@ def test_a_worker_moves_what_is_of_its_weights_alone_and_says_how_they_are_named
             worker.take_report()
             assert eventually(lambda name=namespace.hex: announced_namespace() == name)
             assert store.contains_many(namespace.keys([hashed(number), hashed(9)], 0, 0)) == [False, True]
+            in_step(worker, 10, weights=named)  # the same again, after a call that has changed nothing
+        said = [line for line in caplog.messages if line.startswith("kvpool: namespace ")]
+        assert [line.split()[2].strip(",") for line in said] == [name.hex for _, name in namings]
         assert before.facts_key in store.announcements("kvpool:default:")
         worker.close()
         assert records(store) == {}

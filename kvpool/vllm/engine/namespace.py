@@ -43,6 +43,7 @@ _READS = frozenset((
     "shutdown_weight_transfer_engine",
 ))  # fmt: skip
 _EMPTIES = ("sleep", "discard")  # vLLM resets its caches before, unless the workers are called themselves
+_SILENT = "a silent change"
 _SEVERAL = "several"  # weights of which the engine's cache has blocks; or their bytes are gone
 
 
@@ -74,12 +75,12 @@ class EngineNamespace:
         self._steps_planned = 0
         self._start = ""  # the measure of the weights that files name; empty: not measured
         self._now = ""  # of the last answer
+        self._shared = ""  # of the namespace that it is in, or was last
         self._cached: str | None = None  # of what the engine's cache has blocks; None: it has none
         self._question = 0  # the number of the last one
         self._cause = ""  # of the open question; empty: none is open
-        self._version = (
-            ""  # that somebody gave the weights, to be said with the next answer; nothing depends on it
-        )
+        self._version = ""  # that somebody gave the weights, and the log has not yet; nothing depends on it
+        self._last = ""  # what was called last
         self._is_sent = False
         self._is_told = False  # a call since the last measure may have written weights
         self._computed = False  # since the open question, or loaded
@@ -93,8 +94,9 @@ class EngineNamespace:
 
     @property
     def wants_step(self) -> bool:
-        """Whether an idle engine should step, so that its workers are asked and can answer."""
-        return self.asks and bool(self._facts) and not self._is_asleep()
+        """Whether an idle engine should step, so that its workers are asked, can answer, and announce the namespace."""
+        has_news = self.asks or self._weights_to_send is not None
+        return has_news and bool(self._facts) and not self._is_asleep()
 
     def add_to(self, step: PoolMetadata) -> None:
         """Number a step, and add news and questions for the workers."""
@@ -132,7 +134,7 @@ class EngineNamespace:
                 return str(error)
             if self._pipeline_parallel > 1:
                 self._facts_to_send = self._facts  # a rank knows only its own stage's
-            self._start = self._now = self._joined(self._at_start)
+            self._start = self._now = self._shared = self._joined(self._at_start)
             if self._cached == "":  # by the first steps, before this was known
                 self._cached = self._now
             if not self.asks:
@@ -180,7 +182,7 @@ class EngineNamespace:
 
     def differs(self) -> None:
         """A worker's watch found other weights than those of the last measure, and no call has said so."""
-        if self._cause != "watch":
+        if self._cause != _SILENT:
             logger.error(
                 "kvpool: the weights of this engine changed without a call of vLLM's. What it stored in the last "
                 "seconds may be of either weights, and is deleted; what it loaded may be of the wrong ones. Change "
@@ -190,12 +192,13 @@ class EngineNamespace:
             self._silent_to_send = True  # to all ranks: what each has computed depends on the weights of all
         self._cached = _SEVERAL
         if not self.asks:
-            self._ask("watch")
+            self._ask(_SILENT)
 
     def _ask(self, cause: str) -> None:
         if self._computed:  # between two questions, of weights that nobody has measured
             self._cached, self._computed = _SEVERAL, False
         self._question += 1
+        self._last = cause
         if self._cause not in _WRITES:  # of what nobody measured in between
             self._cause = cause
         self._is_sent, self._answers = False, {}
@@ -228,22 +231,20 @@ class EngineNamespace:
                 self._silent_to_send = True
         nan = any(one.nan and not self._at_start[rank].nan for rank, one in self._answers.items())
         self.is_off = nan or self._cached not in (None, weights)
-        self._counters.add(metrics.WEIGHTS, 1, "off" if self.is_off else "same" if same else "other")
-        if nan:
+        stays, self._shared = weights == self._shared, self._shared if self.is_off else weights
+        self._counters.add(metrics.WEIGHTS, 1, "off" if self.is_off else "same" if stays else "other")
+        if self.is_off:
             logger.error(
-                "kvpool: after %s weights of this engine are NaN: it goes without the pool until they are numbers",
-                cause,
-            )
-        elif self.is_off:
-            logger.error(
-                "kvpool: after %s this engine's cache has blocks that its weights have not computed: it goes without "
-                "the pool until its caches are reset (reset_prefix_cache with reset_connector=True, over HTTP with "
-                "reset_external=true)",
-                cause,
+                "kvpool: after %s %s. It goes without the pool until its caches are reset (reset_prefix_cache with "
+                "reset_connector=True, over HTTP with reset_external=true)",
+                self._last,
+                "weights of this engine are NaN: load others"
+                if nan
+                else "this engine's cache has blocks that its weights have not computed",
             )
         else:
             self._enter()
-            self._say(cause, same=same)
+            self._say(stays=stays)
             if self._version:
                 self._say_version()
 
@@ -257,27 +258,25 @@ class EngineNamespace:
         if self._question:
             self._weights_to_send = named
 
-    def _say(self, cause: str, *, same: bool) -> None:
+    def _say(self, *, stays: bool) -> None:
         assert self.current is not None
         where = self.current.hex[:8]
-        if same:
-            logger.info(
-                "kvpool: after %s this engine's weights are as before: it is in namespace %s", cause, where
-            )
-        elif EPOCH_FACT in self.current.facts:
+        if EPOCH_FACT in self.current.facts and not stays:
             logger.warning(
                 "kvpool: after %s nobody knows what weights this engine holds: it goes on in a namespace of its own, "
                 "%s, and shares with no other engine until it restarts",
-                cause,
+                self._last,
                 where,
             )
+            return
+        if stays:
+            known = "as before"
         else:
-            logger.info(
-                "kvpool: after %s this engine's weights are others: it is in namespace %s, with all engines that hold "
-                "the same",
-                cause,
-                where,
-            )
+            known = "those of its start again" if self._now == self._start else "others than before"
+            where += ", with all engines that hold the same"
+        logger.info(
+            "kvpool: after %s this engine's weights are %s: it is in namespace %s", self._last, known, where
+        )
 
     def _say_version(self) -> None:
         assert self.current is not None

@@ -252,6 +252,7 @@ class EngineAnnouncer:
         self._left = threading.Event()  # the current namespace
         self._announcer: Announcer | None = None
         self._announced: Namespace | None = None  # whose facts are in the pool
+        self._compared: Namespace | None = None  # with others, in the log
 
     @property
     def asked(self) -> bool:
@@ -321,8 +322,9 @@ class EngineAnnouncer:
         except KVPoolError as error:
             logger.log(level, "kvpool could not announce its namespace: %s", error)
             return False
-        for sentence in differences:
+        for sentence in differences if namespace != self._compared else ():
             logger.warning("kvpool: %s", sentence)
+        self._compared = namespace
         return True
 
     def _withdraw_epoch(self, store: Store) -> None:

@@ -310,10 +310,11 @@ def test_an_engine_asks_and_answers_before_it_is_anywhere(stages: int) -> None:
         engine.hear(rank)
         assert engine.name == ""
     engine.hear(1)
-    assert (engine.name, engine.namespace.wants_step) == (name, False)
+    assert (engine.name, engine.namespace.wants_step) == (name, True), "its workers are told, and announce it"
     assert engine.leaves == 0
     assert counted(engine) == {"same": 1}
     assert [engine.step().weights for _ in range(2)] == [{}, None]
+    assert not engine.namespace.wants_step
     assert worker.namespace == name
 
 
@@ -332,7 +333,7 @@ def test_blocks_of_other_weights_keep_an_engine_from_the_pool_until_a_reset_that
         engine.reset(in_use=False)
         engine.settle()
         assert engine.name
-        assert counted(engine) == {"off": 2, "same": 1}
+        assert counted(engine) == {"off": 2, "other": 1}, "it shares under other weights than before"
     assert engine.leaves == 2
 
 
@@ -417,7 +418,7 @@ def test_a_silent_change_is_counted_once_and_told_to_all_ranks() -> None:
     engine.reset(in_use=False)
     engine.settle()
     assert engine.name not in ("", started().name)
-    assert counted(engine) == {"silent": 1, "off": 1, "same": 1}
+    assert counted(engine) == {"silent": 1, "off": 1, "other": 1}
     assert not engine.step().silent
 
 

@@ -52,7 +52,7 @@ def test_the_log_says_where_the_engine_goes_on(caplog: pytest.LogCaptureFixture)
     same, silent, other, why, alone = caplog.messages
     assert same.endswith(f"weights are as before: it is in namespace {first.hex[:8]}")
     assert "and no call has written them" in silent
-    assert f"weights are others: it is in namespace {second.hex[:8]}" in other
+    assert f"weights are others than before: it is in namespace {second.hex[:8]}" in other
     assert "rank 0 cannot measure its weights in memory: its weights are on the moon" in why
     assert f"in a namespace of its own, {third.hex[:8]}" in alone
 
@@ -80,3 +80,24 @@ def test_a_version_of_the_weights_is_said_beside_the_namespace_that_they_have(
     answered(namespace, Measured("b1"))
     changed(namespace, Measured("b1"))
     assert "version" not in caplog.text, "it was said once"
+
+
+def test_after_an_update_that_is_reset_later_the_log_says_where_the_engine_is_by_the_last_call(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "vllm.kvpool")
+    namespace = started(Measured("a"))
+    computes = PoolMetadata(idle=False)
+    for weights, known in (("b", "others than before"), ("a", "those of its start again")):
+        namespace.add_to(computes)
+        namespace.called("reload_weights")
+        answered(namespace, Measured(weights))
+        assert namespace.is_off
+        assert "after reload_weights this engine's cache has blocks" in caplog.messages[-1]
+        changed(namespace, Measured(weights))
+        assert f"after reset this engine's weights are {known}: it is in namespace" in caplog.messages[-1]
+    for call in ("sleep", "reload_weights", "wake_up"):
+        namespace.reset(in_use=False)
+        namespace.called(call)
+    answered(namespace, Measured("a"))
+    assert "after wake_up this engine's weights are as before: it is in namespace" in caplog.messages[-1]

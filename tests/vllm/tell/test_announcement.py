@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from kvpool.config import PoolConfig, hash_seed
+from kvpool.discovery.facts import keep_facts
 from kvpool.discovery.worker import Publisher, check_worker
 from kvpool.discovery.worker_record import pack_worker
 from kvpool.errors import StoreUnavailable
@@ -257,6 +258,24 @@ def test_facts_that_a_server_evicts_are_written_again(
             store.withdraw(namespace.facts_key)  # says nothing, as an eviction
             assert eventually(lambda of=namespace: of.facts_key in announced(store, of))
         announcer.close(store)
+
+
+def test_what_keeps_an_engine_from_sharing_is_said_once_a_namespace(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = PoolConfig.load({"pool": f"file://{tmp_path}/pool"}, {})
+    one, other = (Namespace(config.tenant, {"dtype": name}) for name in "vw")
+    with open_store(config.pool) as store:
+        keep_facts(store, other, "m")
+        announcer = EngineAnnouncer(config, "m", None)
+        for _ in range(3):  # after calls that have changed nothing
+            store.withdraw(one.facts_key)
+            announcer.enter(store, one)
+            assert eventually(lambda: one.facts_key in announced(store, one))
+        announcer.enter(store, other)
+        announcer.close(store)
+    said = [line for line in caplog.messages if "cannot share" in line]
+    assert len(said) == len(set(said)) == 2, "of either"
 
 
 def test_an_engine_that_can_start_no_thread_runs_unannounced(
