@@ -498,6 +498,8 @@ class SchedulerHalf:
             opted_out = not params.load
             if internals.adapter_changed_in_place(request):
                 params = WITHOUT_POOL
+                self.counters.add(metrics.ADAPTER_REQUESTS, 1, "in_place")
+                self._adapters.say_in_place(request.lora_request)
             adapter = None
             if request.lora_request is not None:
                 adapter = self._adapters.check(request.lora_request)

@@ -60,6 +60,7 @@ class Adapters:
         self._used: dict[tuple[int, tuple[str, str]], None] = {}
         self._changed: dict[tuple[str, str], bool] = {}  # with whether that was said
         self._is_full = False  # there were too many keys, which was said
+        self._in_place: set[str] = set()  # names, in the log
         self._live: dict[AdapterCheck, None] = {}
         self._asked: set[int] = set()  # of which the workers are to say what they hold
         self._wanted: list[Any] = []  # of these, what no step has yet
@@ -128,6 +129,17 @@ class Adapters:
             for check in self._live:
                 if check.key == key:
                     self._look(check)
+
+    def say_in_place(self, lora_request: Any) -> None:
+        """A request says ``load_inplace``. Logged once for each adapter."""
+        name = str(lora_request.lora_name)
+        if name not in self._in_place and len(self._in_place) < MAX_ADAPTERS:
+            self._in_place.add(name)
+            logger.warning(
+                "kvpool: adapter %s goes without the pool in requests that say load_inplace, as before vLLM 0.33 all "
+                "do after such a load: unload it, and load it again",
+                name,
+            )
 
     def reset(self) -> None:
         """The engine's cache holds no blocks any more. The workers are to say anew what they hold."""

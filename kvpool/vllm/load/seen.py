@@ -19,6 +19,7 @@ from kvpool.store import LookupGroup
 SLOTS = 1 << 20  # 8 MiB
 # Of its time to live, what a used record has left at least: stores renew it once a quarter of it is over.
 LEAST_LEFT = 0.75
+# A name is the first bytes of a hash, which also tell weights of an adapter apart (``pool_hash`` keeps the last).
 # A slot holds the first 40 bits of a name, and the second in which the pool had it; 0: it never did. One word,
 # because a request of 1,000 records waits for 1,000 lines of memory.
 _SECONDS = (1 << 24) - 1
@@ -46,8 +47,8 @@ class SeenRecords:
     def looked_up(self, asked: LookupGroup, present: bytes, now_s: float) -> None:
         """A request had these records; ``present``: a byte for each, 1: the pool has it."""
         nbytes = asked.hash_nbytes
-        last = np.ndarray((asked.records,), "<u8", asked.hashes, nbytes - 8, (nbytes,))
-        names = last ^ np.uint64(_of_group(asked.group))
+        first = np.ndarray((asked.records,), "<u8", asked.hashes, 0, (nbytes,))
+        names = first ^ np.uint64(_of_group(asked.group))
         places = names & np.uint64(self._mask)
         names &= np.uint64(_NAME)
         words = self._slots[places]
@@ -100,7 +101,7 @@ class SeenRecords:
 
 
 def _name(block_hash: bytes, group: int) -> int:
-    return int.from_bytes(block_hash[-8:], "little") ^ _of_group(group)
+    return int.from_bytes(block_hash[:8], "little") ^ _of_group(group)
 
 
 def _of_group(group: int) -> int:

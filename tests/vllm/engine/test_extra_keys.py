@@ -11,7 +11,7 @@ import torch
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
-from kvpool import BlockHasher
+from kvpool import BlockHasher, metrics
 from kvpool.store import Store, open_store
 from kvpool.vllm.scheduler import SchedulerHalf
 from tests.support.scheduler import (
@@ -97,7 +97,9 @@ def test_events_of_the_pool_say_what_the_engines_own_say(store: Store, name: str
         assert (event.lora_id, event.lora_name) == (engines.lora_id, engines.lora_name)
 
 
-def test_an_adapter_that_was_changed_in_place_goes_without_the_pool(store: Store) -> None:
+def test_an_adapter_that_was_changed_in_place_goes_without_the_pool(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its hashes are those of the one before."""
     adapter = {"lora": ("adapter", "one")}
     computed(request_with("before", **adapter), store)
@@ -105,6 +107,10 @@ def test_an_adapter_that_was_changed_in_place_goes_without_the_pool(store: Store
     scheduler, changed = holding(store), request_with("changed", load_inplace=True, **adapter)
     assert answer(scheduler, changed) == 0
     assert scheduler.plan(output(changed, len(TOKENS), TABLE)).stores == []
+    assert answer(scheduler, request_with("again", load_inplace=True, **adapter)) == 0
+    assert scheduler.counters.take()[f"{metrics.ADAPTER_REQUESTS.name}/in_place"] == 2
+    (said,) = caplog.messages
+    assert "adapter adapter goes without the pool in requests that say load_inplace: unload it" in said
 
 
 # What the hashes leave out.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,10 +23,12 @@ from tests.support.scheduler import (
     TABLE,
     answer,
     half,
+    hold,
     output,
     planted,
     put,
     request,
+    request_with,
 )
 from tests.support.scripted_store import ScriptedStore
 
@@ -152,7 +155,21 @@ def test_who_only_writes_is_not_taken_for_one_who_missed(store: Store) -> None:
 
 def test_an_adapter_of_unknown_weights_goes_without(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpool.vllm.engine.internals.adapter_changed_in_place", lambda request: True)
-    assert missed(half(store), request("a")) == {"adapter": USABLE}
+    asked = request("a")
+    asked.lora_request = SimpleNamespace(lora_name="of a trainer")
+    assert missed(half(store), asked) == {"adapter": USABLE}
+
+
+def test_of_other_weights_of_an_adapter_the_pool_has_lost_nothing(store: Store) -> None:
+    scheduler, adapter = half(store), ("adapter", "path")
+    hold(scheduler, "one")
+    asked = request_with("a", lora=adapter)
+    assert missed(scheduler, asked) == {"new": USABLE}
+    stored(scheduler, asked, store)
+    scheduler.reset()
+    hold(scheduler, "other")
+    scheduler.update(PoolWorkerMetadata(measured={(0, 1): Measured()}), (), ())
+    assert missed(scheduler, request_with("b", lora=adapter)) == {"new": USABLE}
 
 
 def test_a_slow_pool_is_told_from_one_that_is_away() -> None:
