@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from kvpool import metrics
-from kvpool.cli.doctor.rules import Finding, Rule, Rules, always, judge
+from kvpool.cli.doctor.rules import OFF, Finding, Rule, Rules, always, judge
 from kvpool.cli.doctor.subjects import Misses
 from kvpool.discovery.worker import Worker
 
@@ -80,8 +80,7 @@ _RULES: dict[str, Rules[Misses]] = {
              "a larger --gpu-memory-utilization or a smaller --max-num-seqs"),
     ),
     "switched_off": (
-        Rule("warn", always, "{of.figures}. Most are of workers that go without the pool", "their log says why: kvpool "
-             "is off for this engine"),
+        Rule("warn", always, "{of.figures}. Most are of a time without the pool", OFF),
     ),
     "fault": (
         Rule("warn", always, "{of.figures}. Most met an error inside kvpool, or a load that was broken off",

@@ -13,7 +13,7 @@ from typing import Generic, Literal, NamedTuple, TypeVar
 
 from kvpool.cli.doctor import subjects
 from kvpool.discovery.worker import Worker
-from kvpool.index.fleet.rank import LOOKAHEAD, LOOKAHEAD_OFF, ONE_SEED, UNHASHED
+from kvpool.index.fleet.rank import ASLEEP, LOOKAHEAD, LOOKAHEAD_OFF, ONE_SEED, UNHASHED
 from kvpool.store.file_system import FileSystem
 from kvpool.store.server.notices import ADVICE
 from kvpool.store.server.server import COSTS, MissingRight
@@ -185,6 +185,9 @@ HASHING: Rules[subjects.Hashing] = (
     Rule("fail", lambda of: of.differing, 'workers {of.one.label} and {of.other.label} of model "{of.model}" hash '
          "in different ways, so they never share", "give them the same {it}"),
 )  # fmt: skip
+OFF = (
+    'look for "goes without the pool until" or "kvpool is off for this engine" in its log, and do as it says'
+)
 SERVING: Rules[subjects.Served] = (
     Rule("warn", lambda of: not of.worker.address, "worker {of.worker.name} does not say where it serves requests: "
          "no router can send it any", "address=http://HOST:PORT in its --worker"),
@@ -195,6 +198,7 @@ SERVING: Rules[subjects.Served] = (
          "there, and its log"),
     Rule("warn", lambda of: not of.samples, "{of.where} answers, and its metrics have nothing of kvpool",
          "start it with KVPoolConnector and without --disable-log-stats"),
+    Rule("fail", lambda of: of.off, "{of.where} goes without the pool: {of.figures}", OFF),
     Rule("warn", lambda of: of.faults, "{of.where}: {of.figures}; with faults since its start: {it}", "its log says "
          "which; the lines about the pool and the server above may say why"),
     Rule("ok", always, "{of.where}: {of.figures}; no fault"),
@@ -252,6 +256,8 @@ INDEX_LACKS: Rules[Worker] = (
 _RANK = "rank {of.dp_rank} of worker {of.label}"
 RANK: Rules[subjects.Rank] = (
     Rule("fail", lambda of: of.problem == LOOKAHEAD and LOOKAHEAD_OFF, _RANK + ": {of.problem}", "{it}"),
+    Rule("warn", lambda of: of.stale and of.problem == ASLEEP, _RANK + " is {of.problem}: what it holds is not counted",
+         "none, if it is to sleep; awake, it is heard from with its first batch"),
     Rule("fail", lambda of: of.stale and of.events and (of.problem or "it was not heard from"),
          _RANK + " is stale: {it}", "see whether its events are on and {of.events} can be reached from the index; "
          "without a replay endpoint it is heard from with its first batch"),

@@ -46,7 +46,7 @@ def serving_findings(workers: Sequence[Worker], pages: Mapping[str, Served]) -> 
 def served(worker: Worker, tls_ca: str | None) -> Served:
     """Its metrics, or why there are none. Blocking, for three seconds at most. Never raises."""
     page = read_page(f"{worker.address.rstrip('/')}/metrics", tls_ca)
-    sums = samples(page.body)
+    sums, labelled = samples(page.body), [*_samples(page.body)]
 
     def figure(metric: metrics.Metric) -> str:
         return f"{sums.get(metric.name, 0):,.0f}"
@@ -57,9 +57,10 @@ def served(worker: Worker, tls_ca: str | None) -> Served:
         away=page.away,
         status=page.status,
         samples=sums,
-        labelled=[*_samples(page.body)],
+        labelled=labelled,
         figures=f"requests looked up since its start: {figure(metrics.LOOKUP_REQUESTS)}; blocks loaded: "
         f"{figure(metrics.LOADED_BLOCKS)}, stored: {figure(metrics.STORED_BLOCKS)}",
+        off=(metrics.ENABLED.name, "", 0.0) in labelled,
         faults=", ".join(f"{one.name} {sums[one.name]:,.0f}" for one in FAULTS if sums.get(one.name)),
     )
 

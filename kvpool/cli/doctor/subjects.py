@@ -116,7 +116,8 @@ class Hashing(NamedTuple):
 class Served(NamedTuple):
     """A worker's metrics. ``away``: why there are none. ``samples``: by name, summed over labels.
 
-    ``labelled``: name, value of kvpool's own label, and value of each sample. ``faults``: counted since its start.
+    ``labelled``: name, value of kvpool's own label, and value of each sample. ``off``: whether an engine of it is, now.
+    ``faults``: counted since its start.
     """
 
     worker: Worker
@@ -126,6 +127,7 @@ class Served(NamedTuple):
     samples: Mapping[str, float] = {}
     labelled: Sequence[tuple[str, str, float]] = ()
     figures: str = ""
+    off: bool = False
     faults: str = ""
 
 

@@ -27,6 +27,7 @@ LOOKAHEAD = (
 )
 
 ONE_SEED = "set the same PYTHONHASHSEED for all workers and the index"
+ASLEEP = "asleep, or no event since it woke"
 UNHASHED = "no prompt in tokens or text matches its blocks"
 
 MAX_PROBLEM_CHARS = 300
@@ -150,7 +151,7 @@ class Rank(_native.RankState):
     def _why_stale(self) -> str:
         if self.joining:
             return "not heard from yet" if self.publisher.events else "it publishes no KV events"
-        return "asleep, or no event since it woke" if self.batches <= self.emptied_at else ""
+        return ASLEEP if self.batches <= self.emptied_at else ""
 
     # ---- its publisher's reports, through ``Sequence``; any thread, no I/O but a line to the log
 

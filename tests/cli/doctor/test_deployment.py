@@ -67,6 +67,12 @@ def test_workers_are_asked_where_they_serve(tmp_path: Path) -> None:
         level, says = judged(pages.address)
         assert level == "warn"
         assert "kvpool_lookup_failures_total 2" in says
+        shows(pages, PAGE + b'kvpool_enabled{engine="0"} 1.0\nkvpool_enabled{engine="1"} 0.0\n')
+        level, says = judged(pages.address)
+        assert (level, says.partition(": ")[0]) == (
+            "fail",
+            f"worker w at {pages.address} goes without the pool",
+        )
         shows(pages, b"vllm:num_requests_running 1.0\n")
         assert judged(pages.address)[1].endswith("its metrics have nothing of kvpool")
         shows(pages, b"no", "404 Not Found")

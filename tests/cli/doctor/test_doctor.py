@@ -18,14 +18,14 @@ from demo.engine_process import free_ports
 from demo.index_process import IndexProcess
 from kvpool import IndexClient, Namespace, open_store
 from kvpool.cli.doctor.disk import look_at_disk
-from kvpool.cli.doctor.rules import DISK, SETTINGS, TMPFS, WANTED, Finding, judge
+from kvpool.cli.doctor.rules import DISK, RANK, SETTINGS, TMPFS, WANTED, Finding, judge
 from kvpool.cli.doctor.server import CONGESTION_CONTROL, _cores, host_findings, server_findings
-from kvpool.cli.doctor.subjects import Disk
+from kvpool.cli.doctor.subjects import Disk, Rank
 from kvpool.discovery.facts import announce_facts
 from kvpool.discovery.quota import write_held, write_quota
 from kvpool.discovery.worker import Publisher
 from kvpool.errors import StoreUnavailable
-from kvpool.index.fleet.rank import UNHASHED
+from kvpool.index.fleet.rank import ASLEEP, UNHASHED
 from kvpool.key.key import quota_keys
 from kvpool.store.file_system import FileSystem
 from kvpool.store.url import StoreURL
@@ -603,6 +603,14 @@ def test_a_worker_that_no_prompt_can_match_is_a_problem(tmp_path: Path) -> None:
     (found,) = [one for one in findings if "EAGLE" in one["says"]]
     assert found["says"].startswith("rank 3 of worker draft: its hashes cover tokens behind their blocks")
     assert "disable_lookahead_block_hashes" in found["change"]
+
+
+@pytest.mark.parametrize(("problem", "level"), [(ASLEEP, "warn"), ("no answer from tcp://w:5557", "fail")])
+def test_an_engine_that_sleeps_is_no_fault(problem: str, level: str) -> None:
+    rank = Rank("w", 0, problem, stale=True, resets=0, events="tcp://w:5557")
+    (finding,) = judge("index", RANK, rank, first=True)
+    assert finding.level == level
+    assert f"rank 0 of worker w is {problem if level == 'warn' else 'stale: ' + problem}" in finding.says
 
 
 def test_a_worker_that_the_index_does_not_know_is_named(tmp_path: Path) -> None:
