@@ -137,13 +137,14 @@ def _sharing(store: Store, tenant: str, workers: Sequence[Worker]) -> Iterator[F
             namespaces = [one for one in announced if MEMORY_FACT not in one.facts]
         if not namespaces:
             continue
-        first, *others = namespaces
+        first, *others = sorted(namespaces, key=lambda one: one.hex not in entered)
         known = {namespace.hex for namespace in namespaces}
         names = sorted({worker.model for worker in workers if worker.namespace in known}) or [recorded]
         model = " and ".join(f'"{name}"' for name in names)
         for other in (*others[:MAX_DIFFERENCES_SHOWN],) or (None,):
             differences = "" if other is None else describe_differences(first, other)
-            pair = Sharing(model, first, other, differences)
+            is_left = other is not None and first.hex in entered and other.hex not in entered
+            pair = Sharing(model, first, other, differences, is_left)
             yield from judge("sharing", rules.SHARING, pair, first=True)
         if len(others) > MAX_DIFFERENCES_SHOWN:
             more = len(others) - MAX_DIFFERENCES_SHOWN

@@ -68,12 +68,13 @@ class Directory(NamedTuple):
 
 
 class Sharing(NamedTuple):
-    """Two namespaces of a model. ``other``: None: it has one only."""
+    """Two namespaces of a model. ``other``: None: it has one only. ``is_left``: no announced worker is in it."""
 
     model: str
     first: Namespace
     other: Namespace | None
     differences: str
+    is_left: bool = False
 
 
 class Quota(NamedTuple):

@@ -460,6 +460,21 @@ def test_weights_that_differ_are_named(tmp_path: Path) -> None:
     )
 
 
+def test_of_a_past_set_up_it_is_said_that_nobody_is_there(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/pool"
+    past, now = (Namespace("default", {"dtype": dtype}) for dtype in ("float16", "bfloat16"))
+    with open_store(url) as store:
+        for namespace in (past, now):
+            announce_facts(store, namespace, "m")
+    with announced(url, worker("w", Publisher(0, ""), namespace=now.hex)):
+        _, findings = examined("--pool", url)
+    assert (
+        f"in namespace {now.hex[:8]} (here) do not share {past.hex[:8]} (there), which has no announced worker: "
+        'dtype is "bfloat16" here and "float16" there'
+    ) in sentences(findings, "ok")
+    assert "do not share" not in sentences(findings, "warn")
+
+
 def test_of_updated_weights_only_those_that_workers_hold_differ(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/pool"
     files, first, second = (
