@@ -73,6 +73,7 @@ class PoolMetadata(KVConnectorMetadata):
     silent: bool = False
     # What names the weights from this step on, its stores and loads included: ``facts_of_weights``; None: as before.
     weights: dict[str, Fact] | None = None
+    off: bool = False  # the engine goes without the pool until it is measured again
 
 
 @dataclass

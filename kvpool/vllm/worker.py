@@ -297,6 +297,8 @@ class WorkerHalf:
             self._unsure_tags = self._storing.tags
         if step.facts or step.weights is not None:
             self._join(step)
+        if step.off and self._announcer is not None and self._store is not None:
+            self._announcer.enter(self._store, None)
         if step.measure:
             self._asked(step.measure)
         if self._question and not self._is_away:

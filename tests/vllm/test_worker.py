@@ -582,6 +582,8 @@ def test_a_worker_moves_what_is_of_its_weights_alone_and_says_how_they_are_named
             assert eventually(lambda name=namespace.hex: announced_namespace() == name)
             assert store.contains_many(namespace.keys([hashed(number), hashed(9)], 0, 0)) == [False, True]
             in_step(worker, 10, weights=named)  # the same again, after a call that has changed nothing
+            in_step(worker, 11, off=True)
+            assert eventually(lambda: announced_namespace() == ""), "indexes count nothing of the pool"
         said = [line for line in caplog.messages if line.startswith("kvpool: namespace ")]
         assert [line.split()[2].strip(",") for line in said] == [name.hex for _, name in namings]
         assert before.facts_key in store.announcements("kvpool:default:")

@@ -71,7 +71,7 @@ class EngineNamespace:
         self._facts: dict[str, Fact] = {}  # of all ranks together, at the start
         self._facts_to_send: dict[str, Fact] = {}  # to the workers, with the next step
         self._weights_to_send: dict[str, Fact] | None = None
-        self._silent_to_send = False
+        self._silent_to_send = self._off_to_send = False
         self._steps_planned = 0
         self._start = ""  # the measure of the weights that files name; empty: not measured
         self._now = ""  # of the last answer
@@ -95,7 +95,7 @@ class EngineNamespace:
     @property
     def wants_step(self) -> bool:
         """Whether an idle engine should step, so that its workers are asked, can answer, and announce the namespace."""
-        has_news = self.asks or self._weights_to_send is not None
+        has_news = self.asks or self._off_to_send or self._weights_to_send is not None
         return has_news and bool(self._facts) and not self._is_asleep()
 
     def add_to(self, step: PoolMetadata) -> None:
@@ -105,6 +105,7 @@ class EngineNamespace:
         step.facts, self._facts_to_send = self._facts_to_send, {}
         step.weights, self._weights_to_send = self._weights_to_send, None
         step.silent, self._silent_to_send = self._silent_to_send, False
+        step.off, self._off_to_send = self._off_to_send, False
         awake = not self._is_asleep()
         if self.asks and not self._is_sent and awake:
             step.measure, self._is_sent = self._question, True
@@ -233,6 +234,7 @@ class EngineNamespace:
         self.is_off = nan or self._cached not in (None, weights)
         stays, self._shared = weights == self._shared, self._shared if self.is_off else weights
         self._counters.add(metrics.WEIGHTS, 1, "off" if self.is_off else "same" if stays else "other")
+        self._off_to_send = self.is_off
         if self.is_off:
             logger.error(
                 "kvpool: after %s %s. It goes without the pool until its caches are reset (reset_prefix_cache with "

@@ -246,7 +246,6 @@ class EngineAnnouncer:
         self, config: PoolConfig, model: str, describe: Callable[[str], Announcement] | None
     ) -> None:
         self._config, self._model, self._describe = config, model, describe
-        self._current: Namespace | None = None  # of the engine
         self._thread: threading.Thread | None = None
         self._closed = threading.Event()
         self._left = threading.Event()  # the current namespace
@@ -258,10 +257,10 @@ class EngineAnnouncer:
     def asked(self) -> bool:
         return self._announcer is not None and self._announcer.requested
 
-    def enter(self, store: Store, namespace: Namespace) -> None:
-        """Continue in ``namespace``. Does not block."""
+    def enter(self, store: Store, namespace: Namespace | None) -> None:
+        """Continue in ``namespace``; None: without the pool, of which indexes then count nothing. Does not block."""
         self.leave()
-        self._current, self._left = namespace, threading.Event()
+        self._left = threading.Event()
         fresh = threading.Thread(
             target=self._announce_after,
             args=(self._thread, store, namespace, self._left),
@@ -276,8 +275,7 @@ class EngineAnnouncer:
             self._thread = fresh
 
     def leave(self) -> None:
-        """Continue without a namespace; the announcement stays."""
-        self._current = None
+        """Continue without a namespace for a while; the announcement stays."""
         self._left.set()
 
     def close(self, store: Store) -> None:
@@ -290,14 +288,21 @@ class EngineAnnouncer:
             self._announcer.close()
             self._announcer = None
         self._withdraw_epoch(store)
-        self._current = None
 
     def _announce_after(
-        self, earlier: threading.Thread | None, store: Store, namespace: Namespace, left: threading.Event
+        self,
+        earlier: threading.Thread | None,
+        store: Store,
+        namespace: Namespace | None,
+        left: threading.Event,
     ) -> None:
         if earlier is not None:
             earlier.join()
-        if namespace is not self._current:  # closed meanwhile, or in another namespace
+        if left.is_set():  # closed meanwhile, or in another namespace
+            return
+        if namespace is None:
+            if self._announcer is not None:
+                self._announcer.enter("")
             return
         has_facts = self._announce_facts(store, namespace)
         if self._announcer is not None:

@@ -31,7 +31,7 @@ class Rank:
 
     def __init__(self, engine: Engine, rank: int) -> None:
         self.engine, self.rank = engine, rank
-        self.measurable, self.awaits_weights = True, False
+        self.measurable, self.awaits_weights, self.off = True, False, False
         self.facts: dict[str, Fact] = dict(engine.facts) if engine.stages == 1 else {}
         self.named: dict[str, Fact] = {}
         self.reports: deque[tuple[dict[int, dict[str, Fact]], dict[tuple[int, int], Measured]]] = deque()
@@ -44,8 +44,9 @@ class Rank:
 
     def step(self, step: PoolMetadata) -> None:
         self.facts = step.facts or self.facts
+        self.off = self.off or step.off
         if step.weights is not None:
-            self.named, self.awaits_weights = step.weights, False
+            self.named, self.awaits_weights, self.off = step.weights, False, False
         said = {}
         if step.measure:
             self.awaits_weights = True
@@ -325,6 +326,7 @@ def test_blocks_of_other_weights_keep_an_engine_from_the_pool_until_a_reset_that
         engine.call("update_weights", 2 + engine.weights)
         engine.settle()
         assert (engine.name, engine.namespace.is_off) == ("", True)
+        assert (engine.ranks[0].off, engine.namespace.wants_step) == (True, False), "it is told"
         engine.step("compute")
         engine.reset(in_use=True)
         assert not engine.namespace.is_off, "it asks"
@@ -333,6 +335,7 @@ def test_blocks_of_other_weights_keep_an_engine_from_the_pool_until_a_reset_that
         engine.reset(in_use=False)
         engine.settle()
         assert engine.name
+        assert not engine.ranks[0].off
         assert counted(engine) == {"off": 2, "other": 1}, "it shares under other weights than before"
     assert engine.leaves == 2
 

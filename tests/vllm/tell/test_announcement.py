@@ -268,11 +268,10 @@ def test_what_keeps_an_engine_from_sharing_is_said_once_a_namespace(
     with open_store(config.pool) as store:
         keep_facts(store, other, "m")
         announcer = EngineAnnouncer(config, "m", None)
-        for _ in range(3):  # after calls that have changed nothing
-            store.withdraw(one.facts_key)
-            announcer.enter(store, one)
-            assert eventually(lambda: one.facts_key in announced(store, one))
-        announcer.enter(store, other)
+        for namespace in (one, one, one, other):  # after calls that have changed nothing, and one that has
+            store.withdraw(namespace.facts_key)
+            announcer.enter(store, namespace)
+            assert eventually(lambda of=namespace: of.facts_key in announced(store, of))
         announcer.close(store)
     said = [line for line in caplog.messages if "cannot share" in line]
     assert len(said) == len(set(said)) == 2, "of either"
