@@ -272,7 +272,9 @@ ALL: tuple[Metric, ...] = tuple(one for one in tuple(globals().values()) if isin
 INDEX: Mapping[str, Metric] = {
     "workers": Metric("kvpool_index_workers", "Workers that the index follows."),
     "ranks": Metric("kvpool_index_ranks", "Their data-parallel ranks."),
-    "stale_ranks": Metric("kvpool_index_stale_ranks", "Ranks that publish events, and are not trusted now."),
+    "stale_ranks": Metric(
+        "kvpool_index_stale_ranks", "Ranks that publish events, are awake, and not trusted now."
+    ),
     "incomplete_ranks": Metric(
         "kvpool_index_incomplete_ranks", "Ranks that hold more than the index knows, for batches were lost."
     ),

@@ -24,6 +24,7 @@ from kvpool.discovery.quota import Standing, fullest_first
 from kvpool.errors import ConfigError, IndexUnavailable
 from kvpool.index.answer import FleetStatus, IndexStatus, PublisherStatus, WorkerStatus
 from kvpool.index.client.client import IndexClient
+from kvpool.index.fleet.rank import ASLEEP
 from kvpool.text import counted, format_size, unknown
 
 TIMEOUT_S = 5.0
@@ -176,7 +177,7 @@ class _Watch:
         table, *missing = fitted(columns, width)
         parts += [table, *problems]
         if most and len(rows) > most:
-            stale = sum(row.stale and row.publishes for row in rows[most:])
+            stale = sum(_state(row) == "stale" for row in rows[most:])
             parts.append(Text(f"and {len(rows) - most} more ranks, {stale} of them stale"))
         return parts + missing
 
@@ -251,7 +252,7 @@ def _identity(status: WorkerStatus, rank: PublisherStatus) -> tuple[str, str, in
 
 def _head(now: Look, before: Look | None, rows: Sequence[RankRow]) -> list[str]:
     status, index = now.status, now.status.index
-    stale = sum(row.stale and row.publishes for row in rows)
+    stale = sum(_state(row) == "stale" for row in rows)
     rates = rates_of(now, before)
     shares = ", ".join(
         f"{where} {_share(ratio)}"
@@ -339,6 +340,8 @@ def _address(row: RankRow) -> str:
 def _state(row: RankRow) -> str:
     if not row.publishes:
         return "no events"
+    if row.stale and row.problem == ASLEEP:
+        return "asleep"
     return "stale" if row.stale else "ok"
 
 

@@ -127,11 +127,15 @@ def test_a_problem_hides_no_address() -> None:
 
 
 @pytest.mark.usefixtures("grpc_started")
-def test_a_worker_without_events_is_not_called_stale(served: Served) -> None:
+def test_a_worker_that_sleeps_or_has_no_events_is_not_called_stale(served: Served) -> None:
+    served.fleet.add(a_worker("night"), "call")
+    say(served.fleet, "default/night", 0, 0, batch(stored([1])))
+    served.fleet.rank("default/night", 0).empty(1)
     served.fleet.add(a_worker("mute", publishers=(Publisher(0, ""),)), "call")
     served.fleet.rank("default/mute", 0).mark(stale=True, problem="it publishes no KV events")
     shown = kvpool("top", "--index", served.target, "--once", env={**os.environ, "COLUMNS": "120"}).stdout
-    assert "3 workers, 4 ranks, 2 stale" in shown
+    assert "4 workers, 5 ranks, 2 stale" in shown
+    assert re.search(r"night rank 0 +night:8000 +asleep +1 ", shown), shown
     assert re.search(r"mute rank 0 +mute:8000 +no events +0 +0 +0 +- +- +0 ", shown), shown
     assert served.fleet.totals().stale_ranks == 2
     assert not [line for line in shown.splitlines() if line != line.rstrip()], "blanks behind a line"

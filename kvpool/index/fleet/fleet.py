@@ -229,7 +229,7 @@ class Fleet:
         return FleetTotals(
             workers=workers,
             ranks=len(ranks),
-            stale_ranks=sum(rank.stale and bool(rank.publisher.events) for rank in ranks),
+            stale_ranks=sum(rank.stale and bool(rank.publisher.events) and not rank.sleeps for rank in ranks),
             incomplete_ranks=sum(bool(rank.incomplete_reason) for rank in ranks),
             blocks=sum(counter["blocks"] for counter in counters),
             memory_nbytes=sum(counter["memory_nbytes"] for counter in counters),

@@ -153,6 +153,12 @@ class Rank(_native.RankState):
             return "not heard from yet" if self.publisher.events else "it publishes no KV events"
         return ASLEEP if self.batches <= self.emptied_at else ""
 
+    @property
+    def sleeps(self) -> bool:
+        """Whether it is stale for nothing else than its sleep, or that no event came since."""
+        why = self.gone or self.marked or self.joining or self.unmatchable
+        return not why and self.batches <= self.emptied_at
+
     # ---- its publisher's reports, through ``Sequence``; any thread, no I/O but a line to the log
 
     def apply(self, sequence: int, payload: bytes) -> None:
