@@ -178,9 +178,9 @@ class Adapters:
             if not self._changed[check.key]:
                 self._changed[check.key] = True
                 logger.warning(
-                    "kvpool: adapter %s, %s, goes without the pool until the caches are reset (reset_prefix_cache with "
-                    "reset_connector=True), for the engine's cache may hold blocks of other weights under its name "
-                    "and path: give changed weights another path and number",
+                    "kvpool: adapter %s goes without the pool until the caches are reset (reset_prefix_cache with "
+                    "reset_connector=True), for the engine's cache may hold blocks of other weights under its name and "
+                    "its path, %s: give changed weights another path and number",
                     *check.key,
                 )
             return
