@@ -213,16 +213,19 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_was_used_last_is_remembered_longest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapters, "MAX_ADAPTERS", 2)
-    one = Adapters(1)
+    one, of_one, of_two = Adapters(1), ("1", "/adapters/a"), ("2", "/adapters/a")
     for number in (1, 2):
         one.learn({(0, number): "one"})
-    for number in (1, 2, 1, 3, 1):
-        one.end(one.check(lora(number, f"adapter {number}")))
-    for _ in range(2):
-        one.learn({(0, 2): "one"})
-    assert set(one._said) == {1, 2}
+    for number, name in ((1, "1"), (2, "2"), (1, "1"), (3, "2")):
+        one.end(one.check(lora(number, name)))
+    one.learn({(0, 2): "one"})
+    assert set(one._said) == {1, 2}, "one that is known takes no other's place"
+    one.learn({(0, 2): "two"})
+    assert not one.has_changed(of_two)
+    one.learn({(0, 3): "two"})
     one.learn({(0, 1): "two"})
-    assert one.has_changed(("adapter 1", "/adapters/a")), "also of those that are known among too many"
+    assert one.has_changed(of_two)
+    assert one.has_changed(of_one), "also of those that are known among too many"
 
 
 def test_that_there_are_too_many_is_said_once_after_each_reset(
@@ -309,9 +312,13 @@ def test_a_request_of_an_adapter_that_cannot_be_read_is_computed_and_counted(sto
     scheduler.close()
 
 
-def test_an_engine_that_has_no_pool_has_no_adapter_read(store: Store) -> None:
+@pytest.mark.parametrize("how", ["for good", "until a reset"])
+def test_an_engine_that_has_no_pool_has_no_adapter_read(store: Store, how: str) -> None:
     scheduler, asked = half(store), request_with("asked", LORA)
-    scheduler.switch_off("planted")
+    if how == "for good":
+        scheduler.switch_off("planted")
+    else:
+        scheduler._namespace.is_off = True
     scheduler.seen(asked)
     assert scheduler.matched_tokens(asked, 0) == (0, False)
     assert scheduler.plan(output(request_with("x"), 0, TABLE)).adapters == []
