@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -62,6 +63,7 @@ class Adapters:
         self._is_full = False  # there were too many keys, which was said
         self._in_place: set[str] = set()  # names, in the log
         self._live: dict[AdapterCheck, None] = {}
+        self._numbers: dict[tuple[str, str], Counter[int]] = {}  # of these, by key
         self._asked: set[int] = set()  # of which the workers are to say what they hold
         self._wanted: list[Any] = []  # of these, what no step has yet
         self._has_forgotten = False  # since the last step
@@ -70,17 +72,21 @@ class Adapters:
         """Identify the adapter of a request, now and by later reports of the workers, until ``end``."""
         check = AdapterCheck(lora_request, (str(lora_request.lora_name), str(lora_request.lora_path)))
         self._live[check] = None
+        numbers = self._numbers.setdefault(check.key, Counter())
+        numbers[check.number] += 1
         used = check.number, check.key
         self._used.pop(used, None)
         self._used[used] = None
         if len(self._used) > MAX_ADAPTERS:
             del self._used[next(iter(self._used))]
         self._look(check)
+        if numbers[check.number] == 1 < len(numbers):
+            self._look_at(check.key)
         return check
 
     def want(self, check: AdapterCheck) -> None:
         """The engine is about to compute for it: the workers are asked."""
-        if not check.done and check.number not in self._asked:
+        if not check.done and self._digests(check.number) is None and check.number not in self._asked:
             self._asked.add(check.number)
             self._wanted.append(check.lora_request)
 
@@ -97,7 +103,17 @@ class Adapters:
 
     def end(self, check: AdapterCheck) -> None:
         """Its request is gone."""
-        self._live.pop(check, None)
+        if check not in self._live:
+            return
+        del self._live[check]
+        numbers = self._numbers[check.key]
+        numbers[check.number] -= 1
+        if not numbers[check.number]:
+            del numbers[check.number]
+            if numbers:
+                self._look_at(check.key)
+            else:
+                del self._numbers[check.key]
 
     def learn(self, said: Mapping[tuple[int, int], str]) -> None:
         """What ranks hold, by rank and number, or what stands in place of that."""
@@ -114,8 +130,9 @@ class Adapters:
         for used in self._used:
             if used[0] in numbers:
                 self._compare(*used)
+        keys = {key for key, of_key in self._numbers.items() if not numbers.isdisjoint(of_key)}
         for check in self._live:
-            if check.number in numbers:
+            if check.key in keys:
                 self._look(check)
 
     def has_changed(self, key: tuple[str, str]) -> bool:
@@ -126,9 +143,12 @@ class Adapters:
         """The engine's cache may hold blocks of several weights under it."""
         if key not in self._changed:
             self._changed[key] = False
-            for check in self._live:
-                if check.key == key:
-                    self._look(check)
+            self._look_at(key)
+
+    def _look_at(self, key: tuple[str, str]) -> None:
+        for check in self._live:
+            if check.key == key:
+                self._look(check)
 
     def say_in_place(self, lora_request: Any) -> None:
         """A request says ``load_inplace``. Logged once for each adapter."""
@@ -160,10 +180,15 @@ class Adapters:
         said = self._said.get(number, {})
         return tuple(said[rank] for rank in range(self._ranks)) if len(said) == self._ranks else None
 
+    def _is_open(self, number: int) -> bool:
+        """Whether nobody can say yet what a number stands for in the step that uses it."""
+        digests = self._digests(number)
+        return digests is None or UNREADABLE in digests
+
     def _compare(self, number: int, key: tuple[str, str]) -> None:
         """Note what a number stands for where it is called by a key."""
         digests = self._digests(number)
-        if digests is None or UNREADABLE in digests:
+        if digests is None or self._is_open(number):
             return
         if len(self._of_key) >= MAX_ADAPTERS and key not in self._of_key:
             return
@@ -183,6 +208,10 @@ class Adapters:
                     "its path, %s: give changed weights another path and number",
                     *check.key,
                 )
+            return
+        if any(self._is_open(number) for number in self._numbers[check.key] if number != check.number):
+            check.weights = check.tag = None  # what computes by that number now may be found under its hashes
+            check.done, check.cause = False, "late"
             return
         if (digests := self._digests(check.number)) is None:
             return

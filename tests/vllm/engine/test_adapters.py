@@ -103,10 +103,13 @@ def test_other_tensors_under_one_name_and_path_go_without_the_pool_until_the_cac
     one.learn({(0, number): "two"})
     second = one.check(lora(number))
     assert (second.done, second.tag, second.cause) == (True, None, "changed")
-    assert one.check(lora(3)).cause == "changed", "the name and path stand in vLLM's hashes"
+    third = one.check(lora(3))
+    assert third.cause == "changed", "the name and path stand in vLLM's hashes"
     one.learn({(0, 4): "three"})
     assert one.check(lora(4, "other", "/adapters/b")).tag is not None
     kept = one.check(lora(4, "other", "/adapters/b"))
+    for check in (first, third):
+        one.end(check)
     one.reset()
     again = one.check(lora(number))
     assert [(check.done, check.tag, check.weights, check.cause) for check in (second, kept)] == [
@@ -274,6 +277,31 @@ def test_a_number_that_is_given_to_another_path_is_no_fault_of_the_former(
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 1
     assert "/adapters/one" in said[0]
+
+
+def test_a_key_is_open_while_it_is_not_known_what_one_of_its_numbers_stands_for() -> None:
+    """A request of the other number may compute in this step, and its blocks are found at once."""
+    one = Adapters(1)
+    one.learn({(0, 1): "one"})
+    first, other = one.check(lora()), one.check(lora(1, "other"))
+    second = one.check(lora(2))
+    assert [check.done for check in (first, other, second)] == [False, True, False]
+    assert (first.tag, first.weights) == (None, None)
+    one.want(first)
+    one.want(second)
+    assert [wanted(one), wanted(one)] == [[second.lora_request], []], "the first is known"
+    one.learn({(0, 2): UNREADABLE})
+    assert [(check.done, check.cause) for check in (first, second)] == [(False, "late"), (True, "unreadable")]
+    one.end(second)
+    one.end(second)
+    assert first.tag == known("one").tag
+    third = one.check(lora(3))
+    assert first.tag is None
+    one.learn({(0, 3): "one"})
+    assert first.tag == third.tag == known("one").tag
+    for check in (first, other, third):
+        one.end(check)
+    assert not one._numbers
 
 
 def test_a_key_that_is_found_changed_is_so_for_all_requests_that_have_it() -> None:
