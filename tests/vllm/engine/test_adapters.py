@@ -312,6 +312,12 @@ def test_a_key_that_is_found_changed_is_so_for_all_requests_that_have_it() -> No
     assert one.check(lora(2)).cause == "changed"
     assert (first.tag, first.weights, first.cause) == (None, None, "changed")
     assert other.tag is not None
+    one.end(one.check(lora(3, "third")))
+    third = one.check(lora(1, "third"))
+    one.learn({(0, 3): "one"})
+    assert third.tag is not None
+    one.learn({(0, 3): "two"})
+    assert (third.tag, third.cause) == (None, "changed"), "by a number that nobody calls it by any more"
 
 
 @pytest.mark.parametrize("width", [16, 32, 64])
