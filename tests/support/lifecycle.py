@@ -264,6 +264,9 @@ class _Batch:
     def given_up(self) -> bool:
         return self.cancelled or self.client.world.clock.now_s >= self.deadline_s
 
+    def writers(self) -> bytes:
+        return b""
+
     def results(self) -> bytes:
         assert self.answer is not None
         return self.answer
