@@ -26,6 +26,7 @@ from kvpool.text import far_url, format_nbytes, format_size, redact
 
 TRIAL_NBYTES = 64 << 10
 MAX_DIFFERENCES_SHOWN = 8
+MAX_NAMES_SHOWN = 3
 
 
 def pool_findings(text: str, tenant: str) -> tuple[list[Finding], list[Worker] | None]:
@@ -144,11 +145,18 @@ def _sharing(store: Store, tenant: str, workers: Sequence[Worker]) -> Iterator[F
         for other in (*others[:MAX_DIFFERENCES_SHOWN],) or (None,):
             differences = "" if other is None else describe_differences(first, other)
             is_left = other is not None and first.hex in entered and other.hex not in entered
-            pair = Sharing(model, first, other, differences, is_left)
+            here, there = (_some_in(one, workers) for one in (first, other))
+            pair = Sharing(model, first, other, differences, is_left, here, there)
             yield from judge("sharing", rules.SHARING, pair, first=True)
         if len(others) > MAX_DIFFERENCES_SHOWN:
             more = len(others) - MAX_DIFFERENCES_SHOWN
             yield Finding("warn", "sharing", f"{more} more namespaces of it differ")
+
+
+def _some_in(namespace: Namespace | None, workers: Sequence[Worker]) -> str:
+    names = sorted(one.name for one in workers if namespace is not None and one.namespace == namespace.hex)
+    more = f" and {len(names) - MAX_NAMES_SHOWN:,} more" if len(names) > MAX_NAMES_SHOWN else ""
+    return f": {', '.join(names[:MAX_NAMES_SHOWN])}{more}" if names else ""
 
 
 def _quota(store: Store, tenant: str) -> Iterator[Finding]:

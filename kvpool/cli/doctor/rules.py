@@ -131,9 +131,9 @@ SHARING: Rules[subjects.Sharing] = (
     Rule("ok", lambda of: of.is_left, 'workers of model {of.model} in namespace {of.first.hex:.8} (here) do not share '
          "{of.other.hex:.8} (there), which has no announced worker: {of.differences}", "none, if it is of a past "
          "set-up; its record goes after 30 days"),
-    Rule("warn", always, 'model {of.model} has workers that do not share, in namespaces {of.first.hex:.8} (here) '
-         "and {of.other.hex:.8} (there): {of.differences}", "make these the same where they should share; records of "
-         "past set-ups go after 30 days"),
+    Rule("warn", always, 'model {of.model} has workers that do not share, in namespaces {of.first.hex:.8} '
+         "(here{of.here}) and {of.other.hex:.8} (there{of.there}): {of.differences}", "make these "
+         "the same where they should share; records of past set-ups go after 30 days"),
 )  # fmt: skip
 QUOTA: Rules[subjects.Quota] = (
     Rule("warn", lambda of: of.error, "it cannot be read whether tenant {of.tenant} has a quota, so there is no limit: "

@@ -68,13 +68,18 @@ class Directory(NamedTuple):
 
 
 class Sharing(NamedTuple):
-    """Two namespaces of a model. ``other``: None: it has one only. ``is_left``: no announced worker is in it."""
+    """Two namespaces of a model. ``other``: None: it has one only. ``is_left``: no announced worker is in it.
+
+    ``here``, ``there``: behind a colon, some of the workers in each.
+    """
 
     model: str
     first: Namespace
     other: Namespace | None
     differences: str
     is_left: bool = False
+    here: str = ""
+    there: str = ""
 
 
 class Quota(NamedTuple):

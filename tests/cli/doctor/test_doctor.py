@@ -10,6 +10,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -492,9 +493,11 @@ def test_of_updated_weights_only_those_that_workers_hold_differ(tmp_path: Path) 
     with announced(url, updated):
         _, findings = examined("--pool", url)
         assert f"have one namespace, {second.hex[:8]}" in sentences(findings, "ok")
-    with announced(url, updated, not_yet):
+    with announced(url, updated, not_yet, *(replace(not_yet, name=name) for name in "cde")):
         _, findings = examined("--pool", url)
     text = sentences(findings, "warn")
+    assert re.search(f"{second.hex[:8]} .(here|there): a.", text), "who was updated"
+    assert re.search(f"{files.hex[:8]} .(here|there): b, c, d and 1 more.", text), "who was not"
     assert "weights_in_memory is" in text
     assert "(an update of the running engine)" in text
     assert "1st" not in text
