@@ -110,7 +110,10 @@ def test_an_adapter_that_was_changed_in_place_goes_without_the_pool(
     assert answer(scheduler, request_with("again", load_inplace=True, **adapter)) == 0
     assert scheduler.counters.take()[f"{metrics.ADAPTER_REQUESTS.name}/in_place"] == 2
     (said,) = caplog.messages
-    assert "adapter adapter goes without the pool in requests that say load_inplace, as before vLLM 0.33 all do" in said
+    assert (
+        "adapter adapter goes without the pool in requests that say load_inplace, as before vLLM 0.33 all do"
+        in said
+    )
 
 
 # What the hashes leave out.
