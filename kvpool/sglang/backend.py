@@ -76,7 +76,7 @@ class KVPoolHiCache(HiCacheStorage):  # type: ignore[misc]
             threads=self._config.threads,
             must_answer=not self._config.start_without_pool,
         )
-        self._store.writer = writer_name(secrets.token_hex())  # of this rank alone
+        self._store.writer = writer_name(secrets.token_hex(16))  # of this rank alone
         self._quota = QuotaWatch(self._store, self._config.tenant, self._state.counters, logger)
 
     def register_mem_pool_host(self, mem_pool_host: HostKVCache) -> None:

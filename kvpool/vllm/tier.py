@@ -117,7 +117,7 @@ class KVPoolTier(SecondaryTierManager):
                 threads=self._config.threads,
                 must_answer=not self._config.start_without_pool,
             )
-            self._store.writer = writer_name(secrets.token_hex())
+            self._store.writer = writer_name(secrets.token_hex(16))
         except (ConfigError, StoreUnavailable) as error:
             refuse(error)
         try:

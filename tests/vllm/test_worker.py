@@ -571,6 +571,7 @@ def test_a_worker_moves_what_is_of_its_weights_alone_and_says_how_they_are_named
             ({}, before),
         ]
         caplog.set_level(logging.INFO, "vllm.kvpool")
+        caplog.clear()
         for number, (named, namespace) in enumerate(namings, 2):
             weights["w0"].fill_(number)
             assert in_step(worker, number, measure=number).measured == {(0, number): weights.measured()}

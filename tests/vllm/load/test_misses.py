@@ -156,7 +156,7 @@ def test_who_only_writes_is_not_taken_for_one_who_missed(store: Store) -> None:
 def test_an_adapter_of_unknown_weights_goes_without(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvpool.vllm.engine.internals.adapter_changed_in_place", lambda request: True)
     asked = request("a")
-    asked.lora_request = SimpleNamespace(lora_name="of a trainer")
+    asked.lora_request = SimpleNamespace(lora_name="of a trainer", lora_path="", lora_int_id=1)
     assert missed(half(store), asked) == {"adapter": USABLE}
 
 
