@@ -24,7 +24,8 @@ from tests.support.engines import (
     publishing,
     records,
 )
-from tests.support.servers import running
+from tests.support.file_user import record_files
+from tests.support.servers import Server, records_on, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
@@ -50,7 +51,9 @@ def test_a_near_pool_serves_its_host_and_the_far_one_the_fleet(llama: Path, tmp_
         with passing("first", tmp_path, options("host-1")) as first:
             cold = generate(first, PROMPT)
             assert first.wait_quiet()
-            assert eventually(lambda: server.client.dbsize() >= BLOCKS), "behind the puts it all goes far"
+            assert eventually(lambda: all_is_far(server, tmp_path / "host-1")), (
+                "behind the puts it all goes far"
+            )
             other = generate(first, OTHER)
         assert (cold["pool_tokens"], other["pool_tokens"]) == (0, 0)
 
@@ -109,7 +112,7 @@ def test_what_waits_in_the_engines_queue_comes_near(llama: Path, tmp_path: Path)
         with passing("first", tmp_path, options("host-1")) as first:
             cold = first.generate(PROMPT, GENERATED_TOKENS)
             assert first.wait_quiet()
-            assert eventually(lambda: server.client.dbsize() >= BLOCKS)
+            assert eventually(lambda: all_is_far(server, tmp_path / "host-1"))
         with passing("second", tmp_path, options("host-2")) as second:
             answer = second.ask({"do": "burst", "prompts": [OTHER, PROMPT], "max_tokens": DECODED_TOKENS})
             assert answer["answers"][1][:GENERATED_TOKENS] == cold["tokens"]
@@ -118,6 +121,11 @@ def test_what_waits_in_the_engines_queue_comes_near(llama: Path, tmp_path: Path)
         assert found["kvpool_near_far_hits_total/near"] == WHOLE // BLOCK_TOKENS
         assert found.get("kvpool_filled_records_total/filled", 0) == 0, "its load asked far nothing"
         assert found["kvpool_prefetched_bytes_total/used"] > 0
+
+
+def all_is_far(server: Server, near: Path) -> bool:
+    there = len(record_files(near))
+    return there >= BLOCKS and records_on(server) >= there
 
 
 def loads(engine: EngineProcess, tokens: list[int], cold: dict[str, Any]) -> bool:
