@@ -11,7 +11,8 @@ from demo.worker_process import Answer, ask, serving
 from tests.support.deadlines import eventually
 from tests.support.engine_forks import forking_environment
 from tests.support.engines import BLOCK_TOKENS, prompt
-from tests.support.servers import Server, records_on, started
+from tests.support.records import records_on
+from tests.support.servers import Server, started
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
@@ -38,7 +39,9 @@ def test_two_workers_share_a_hit_in_a_pool_that_comes_after_them(llama: Path, tm
         with started(server), serving("second", tmp_path, server.url, llama, second_port, *more) as second:
             # The first one holds the blocks, and stores them when it looks them up and the pool misses them.
             whole = len(PROMPT) // BLOCK_TOKENS
-            assert eventually(lambda: asked(first).text == computed.text and records_on(server) >= whole)
+            assert eventually(
+                lambda: asked(first).text == computed.text and records_on(server.client) >= whole
+            )
             loaded = asked(second)
             assert loaded.cached_tokens == whole * BLOCK_TOKENS
             assert loaded.text == computed.text != ""

@@ -25,7 +25,8 @@ from tests.support.engines import (
     records,
 )
 from tests.support.file_user import record_files
-from tests.support.servers import Server, records_on, running
+from tests.support.records import records_on
+from tests.support.servers import Server, running
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
@@ -125,7 +126,7 @@ def test_what_waits_in_the_engines_queue_comes_near(llama: Path, tmp_path: Path)
 
 def all_is_far(server: Server, near: Path) -> bool:
     there = len(record_files(near))
-    return there >= BLOCKS and records_on(server) >= there
+    return there >= BLOCKS and records_on(server.client) >= there
 
 
 def loads(engine: EngineProcess, tokens: list[int], cold: dict[str, Any]) -> bool:

@@ -7,11 +7,11 @@ threads pack and verify; here the format is told once more, for tests.
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvpool import _native
 from kvpool.errors import ConfigError
-from kvpool.key.key import parse_key
+from kvpool.key.key import is_key, parse_key
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -78,3 +78,8 @@ def fields_of(key: str, payload: bytes, header: bytes | None = None) -> dict[byt
         begin += nbytes
     fields[b"h"] += record[begin:]
     return fields
+
+
+def records_on(client: Any) -> int:
+    """How many blocks a server has, asked by redis-py; announcements are keys, too."""
+    return sum(is_key(key.decode()) for key in client.scan_iter(count=1000))

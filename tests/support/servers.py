@@ -21,7 +21,6 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from demo.engine_process import free_ports
-from kvpool.key.key import is_key
 from kvpool.store import Store
 from kvpool.store.valkey import ValkeyStore
 from tests.support.credentials import Authority, Pair
@@ -393,11 +392,6 @@ class Sentinel(Server):
 
 class TlsSentinel(TlsServer, Sentinel):
     """One that speaks TLS on ``tls_port``, and in plain to the test's own ``client``."""
-
-
-def records_on(server: Server) -> int:
-    """How many blocks it has; announcements are keys, too."""
-    return sum(is_key(key.decode()) for key in server.client.scan_iter(count=1000))
 
 
 def port_of(server: Server) -> int:
