@@ -100,6 +100,13 @@ def counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
+def listed(names: Iterable[str], most: int) -> str:
+    """Names in order, each once, ``most`` of them: ``a, b and 2 more``."""
+    distinct = sorted(set(names))
+    more = f" and {len(distinct) - most:,} more" if len(distinct) > most else ""
+    return ", ".join(distinct[:most]) + more
+
+
 def parse_nbytes(text: str) -> int:
     """Bytes of a size such as ``10GiB``, ``500MB`` or ``1048576``.
 

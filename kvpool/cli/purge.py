@@ -23,7 +23,7 @@ from kvpool.errors import ConfigError, KVPoolError, StoreUnavailable
 from kvpool.key.key import KEY_PREFIX, namespace_prefix, parse_key, tenant_of, tenant_prefix
 from kvpool.store import Store, StoreURL, open_for_inspection
 from kvpool.store.file import pool_id
-from kvpool.text import counted, format_size, redact, unknown
+from kvpool.text import counted, format_size, listed, redact, unknown
 
 DELETE_TIMEOUT_S = 60.0  # of about a thousand blocks
 MAX_SHOWN = 20
@@ -171,7 +171,7 @@ def _plan(within: str, parts: list[Share], announced: set[str], namespace: str |
     if namespace is not None:
         parts = [part for part in parts if part.namespace.startswith(namespace)]
         if len({part.namespace for part in parts}) > 1:
-            several = _several([part.namespace for part in parts])
+            several = listed((part.namespace for part in parts), MAX_SHOWN)
             raise ConfigError(f'--namespace "{namespace}" begins several: {several}; write more digits')
         prefixes = tuple({namespace_prefix(part.tenant, part.namespace): None for part in parts})
     return Plan(prefixes, parts, sum(key.startswith(prefixes) for key in announced))
@@ -181,7 +181,7 @@ def _not_there(
     stores: Mapping[str, Store], tenant: str | None, namespace: str | None, parts: list[Share]
 ) -> str:
     if namespace is not None and parts:
-        there = _several([part.namespace[:8] for part in parts])
+        there = listed((part.namespace[:8] for part in parts), MAX_SHOWN)
         return f'no namespace begins with "{namespace}"; there are {there}'
     everyones, announced, _ = _survey(stores, KEY_PREFIX)
     tenants = {part.tenant for part in everyones} | set(filter(None, map(tenant_of, announced)))
@@ -189,7 +189,7 @@ def _not_there(
         return "it is empty: there is nothing to delete"
     if tenant is None or tenant in tenants:
         return "there are announcements, and no namespace"
-    return f"{unknown('tenant', tenant, ())}{_several(sorted(tenants))}"
+    return f"{unknown('tenant', tenant, ())}{listed(tenants, MAX_SHOWN)}"
 
 
 def _delete(stores: Mapping[str, Store], plan: Plan) -> tuple[int, int]:
@@ -249,9 +249,3 @@ def _print(plan: Plan, pool: str, out: Console) -> None:
             f"Near pools of workers' hosts ({plan.near_pools} announced) keep theirs, and send here what is used: "
             "stop these workers, and purge both pools on each host, --pool 'NEAR FAR'.",
         )
-
-
-def _several(names: list[str]) -> str:
-    distinct = sorted(set(names))
-    more = f" and {len(distinct) - MAX_SHOWN} more" if len(distinct) > MAX_SHOWN else ""
-    return ", ".join(distinct[:MAX_SHOWN]) + more

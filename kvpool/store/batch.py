@@ -150,7 +150,7 @@ class Batch:
         return results
 
     def writers(self) -> list[bytes]:
-        """Of a ``done()`` get: who wrote each value that was read (``Store.writer``); zeros: nobody is named."""
+        """Who wrote each value that a ``done()`` get read (``Store.writer``); zeros: not read, or not named."""
         packed = self._running.writers()
         return [packed[at : at + WRITER_NBYTES] for at in range(0, len(packed), WRITER_NBYTES)]
 

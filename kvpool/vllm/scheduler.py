@@ -321,7 +321,7 @@ class SchedulerHalf:
             self._look_behind(asked.request, before)
             if beside_adapters and asked.request.lora_request is None:
                 self._spoil(asked.request, before, BESIDE_ADAPTERS)
-            if (item := internals.first_item(asked.request, self._outdated)) is not None:
+            if self._outdated and (item := internals.first_item(asked.request, self._outdated)) is not None:
                 self._spoil(asked.request, item, OF_EARLIER_WEIGHTS)
         scheduled = [(asked, computed_tokens) for asked, computed_tokens in states if asked.params.store]
         self._store_planner.begin(step)

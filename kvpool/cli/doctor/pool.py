@@ -22,7 +22,7 @@ from kvpool.key.key import MEMORY_FACT, Namespace
 from kvpool.store import Store, StoreURL, open_for_inspection
 from kvpool.store.file_system import FileSystem
 from kvpool.store.url import SERVER_SCHEMES
-from kvpool.text import far_url, format_nbytes, format_size, redact
+from kvpool.text import far_url, format_nbytes, format_size, listed, redact
 
 TRIAL_NBYTES = 64 << 10
 MAX_DIFFERENCES_SHOWN = 8
@@ -154,9 +154,11 @@ def _sharing(store: Store, tenant: str, workers: Sequence[Worker]) -> Iterator[F
 
 
 def _some_in(namespace: Namespace | None, workers: Sequence[Worker]) -> str:
-    names = sorted(one.name for one in workers if namespace is not None and one.namespace == namespace.hex)
-    more = f" and {len(names) - MAX_NAMES_SHOWN:,} more" if len(names) > MAX_NAMES_SHOWN else ""
-    return f": {', '.join(names[:MAX_NAMES_SHOWN])}{more}" if names else ""
+    names = listed(
+        (one.name for one in workers if namespace is not None and one.namespace == namespace.hex),
+        MAX_NAMES_SHOWN,
+    )
+    return f": {names}" if names else ""
 
 
 def _quota(store: Store, tenant: str) -> Iterator[Finding]:

@@ -59,7 +59,7 @@ class AdapterLoads:
         self._told = {}
 
     def take_news(self) -> dict[int, str]:
-        """By number, what it has become since the last call: a digest, or what stands in place of one."""
+        """What has changed since the last call, by number: a digest, or what stands in its place."""
         now = {} if self.held is None else self.held.digests()
         news = {number: digest for number, digest in now.items() if self._told.get(number) != digest}
         news |= dict.fromkeys(self._told.keys() - now.keys() - self._looked.keys(), GONE)

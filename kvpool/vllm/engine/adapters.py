@@ -91,7 +91,7 @@ class Adapters:
             self._wanted.append(check.lora_request)
 
     def add_to(self, step: PoolMetadata) -> None:
-        """Ask the workers, of one adapter a step, which they may have to read; of none that nobody waits for."""
+        """Ask the workers for one adapter a step, for they may have to read it; for none that no request awaits."""
         step.tell_adapters, self._has_forgotten = self._has_forgotten, False
         while self._wanted and not step.adapters:
             wanted = self._wanted.pop(0)
@@ -180,15 +180,15 @@ class Adapters:
         said = self._said.get(number, {})
         return tuple(said[rank] for rank in range(self._ranks)) if len(said) == self._ranks else None
 
-    def _is_open(self, number: int) -> bool:
-        """Whether nobody can say yet what a number stands for in the step that uses it."""
+    def _settled(self, number: int) -> tuple[str, ...] | None:
+        """As ``_digests``; None also while a rank may still read another one in the step that uses the number."""
         digests = self._digests(number)
-        return digests is None or UNREADABLE in digests
+        return None if digests is None or UNREADABLE in digests else digests
 
     def _compare(self, number: int, key: tuple[str, str]) -> None:
         """Note what a number stands for where it is called by a key."""
-        digests = self._digests(number)
-        if digests is None or self._is_open(number):
+        digests = self._settled(number)
+        if digests is None:
             return
         if len(self._of_key) >= MAX_ADAPTERS and key not in self._of_key:
             return
@@ -209,7 +209,9 @@ class Adapters:
                     *check.key,
                 )
             return
-        if any(self._is_open(number) for number in self._numbers[check.key] if number != check.number):
+        if any(
+            self._settled(number) is None for number in self._numbers[check.key] if number != check.number
+        ):
             check.weights = check.tag = None  # what computes by that number now may be found under its hashes
             check.done, check.cause = False, "late"
             return

@@ -79,7 +79,9 @@ class EngineNamespace:
         self._cached: str | None = None  # of what the engine's cache has blocks; None: it has none
         self._question = 0  # the number of the last one
         self._cause = ""  # of the open question; empty: none is open
-        self._version = ""  # that somebody gave the weights, and the log has not yet; nothing depends on it
+        self._version = (
+            ""  # of the weights, by vLLM, as long as the log has not said it; nothing depends on it
+        )
         self._last = ""  # what was called last
         self._is_sent = False
         self._is_told = False  # a call since the last measure may have written weights
@@ -165,7 +167,7 @@ class EngineNamespace:
         self._ask("reset")
 
     def called(self, method: str) -> bool:
-        """Somebody called a method of the workers; whether it may have changed their weights."""
+        """Somebody called a method of the workers. Returns whether it may have changed their weights."""
         emptied = method in _EMPTIES and (self._computed or self._cached is not None)
         if emptied:
             self._cached, self._computed = _SEVERAL, False
