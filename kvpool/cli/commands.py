@@ -118,7 +118,7 @@ def doctor(options: DoctorOptions) -> None:
 
 @takes(PurgeOptions)
 def purge(options: PurgeOptions) -> None:
-    """Delete blocks and announcements of a tenant, of a namespace, or all; says what, and asks first."""
+    """Delete blocks and announcements of a tenant, a namespace or all, or a writer's blocks; says what, and asks."""
     from kvpool.cli.purge import run_purge
 
     run_purge(options)

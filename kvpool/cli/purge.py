@@ -1,4 +1,4 @@
-"""``kvpool purge``: delete a pool's keys of a tenant, a namespace or everyone, after a preview.
+"""``kvpool purge``: delete a pool's keys of a tenant, a namespace, a writer or everyone, after a preview.
 
 It scans, asks, and scans again to delete, so that a pool's keys are never all in memory.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import typer
 from rich.console import Console
@@ -23,10 +23,13 @@ from kvpool.errors import ConfigError, KVPoolError, StoreUnavailable
 from kvpool.key.key import KEY_PREFIX, namespace_prefix, parse_key, tenant_of, tenant_prefix
 from kvpool.store import Store, StoreURL, open_for_inspection
 from kvpool.store.file import pool_id
+from kvpool.store.header import NOBODY
+from kvpool.store.store import StoredBlock, WrittenBlock
 from kvpool.text import counted, format_size, listed, redact, unknown
 
 DELETE_TIMEOUT_S = 60.0  # of about a thousand blocks
 MAX_SHOWN = 20
+MAX_WRITERS = 4096  # kept, of those that are not sought
 
 _DIGITS = re.compile(r"[0-9a-f]{8,32}")  # logs and the doctor write the first 8
 
@@ -51,13 +54,42 @@ class Share:
 
 
 @dataclass
+class Sought:
+    """The writer whose blocks go, by its first ``digits``, and what a scan met: it (one at most), and some others."""
+
+    digits: str
+    namespace: str  # first digits of those that count
+    found: set[str] = field(default_factory=set)
+    others: set[str] = field(default_factory=set)
+
+    def of(self, blocks: Iterable[WrittenBlock]) -> list[WrittenBlock]:
+        """Those that it wrote. Errors: ``ConfigError`` when ``digits`` begin several writers."""
+        return [block for block in blocks if self._has_written(block)]
+
+    def _has_written(self, block: WrittenBlock) -> bool:
+        if block.writer == NOBODY or not parse_key(block.key).fingerprint.hex().startswith(self.namespace):
+            return False
+        writer = block.writer.hex()
+        if not writer.startswith(self.digits):
+            if len(self.others) < MAX_WRITERS:
+                self.others.add(writer)
+            return False
+        self.found.add(writer)
+        if len(self.found) > 1:
+            several = listed(self.found, MAX_SHOWN)
+            raise ConfigError(f'--writer "{self.digits}" begins several: {several}; write more digits')
+        return True
+
+
+@dataclass
 class Plan:
-    """Keys to delete: all under ``prefixes``."""
+    """Keys to delete: all under ``prefixes``, or of these what ``writer`` wrote, and no announcement."""
 
     prefixes: tuple[str, ...]
     parts: list[Share]
     announcements: int  # found without a scan of the pool
     near_pools: int = 0  # of hosts whose workers announce them, beside what is purged
+    writer: str = ""  # 32 hex digits
 
     @property
     def blocks(self) -> int:
@@ -66,10 +98,12 @@ class Plan:
     def __str__(self) -> str:
         nbytes = sum(part.nbytes for part in self.parts)
         namespaces = len({(part.tenant, part.namespace) for part in self.parts})
-        return (
-            f"{counted(self.blocks, 'block')} ({format_size(nbytes)}) in {counted(namespaces, 'namespace')}, "
-            f"and at least {counted(self.announcements, 'announcement')}"
+        blocks = (
+            f"{counted(self.blocks, 'block')} ({format_size(nbytes)}) in {counted(namespaces, 'namespace')}"
         )
+        if self.writer:
+            return f"{blocks}, written by {self.writer}"
+        return f"{blocks}, and at least {counted(self.announcements, 'announcement')}"
 
 
 def run_purge(options: PurgeOptions) -> None:
@@ -80,28 +114,35 @@ def run_purge(options: PurgeOptions) -> None:
     """
     tenant, namespace, dry_run = options.tenant, options.namespace, options.dry_run
     pool, yes, as_json = redact(options.pool), options.yes, options.as_json
-    is_part = tenant is not None or namespace is not None
+    writer = options.writer
+    is_part = tenant is not None or namespace is not None or writer is not None
     everything = options.everything or (dry_run and not is_part)
     if everything == is_part:
         raise ConfigError(
-            "say what to delete: --tenant T, --namespace HEX (of one --tenant T), or --everything; --dry-run alone "
-            "shows what is there"
+            "say what to delete: --tenant T, --namespace HEX (of one --tenant T), --writer HEX, or --everything; "
+            "--dry-run alone shows what is there"
         )
-    if namespace is not None and not _DIGITS.fullmatch(namespace):
-        raise ConfigError(f'--namespace "{namespace}": write 8 to 32 lowercase hex digits')
+    for name, digits in (("--namespace", namespace), ("--writer", writer)):
+        if digits is not None and not _DIGITS.fullmatch(digits):
+            raise ConfigError(f'{name} "{digits}": write 8 to 32 lowercase hex digits')
+    sought = Sought(writer, namespace or "") if writer is not None else None
     within = KEY_PREFIX if tenant is None else tenant_prefix(tenant)
     shown = console(stderr=as_json)
     with _advised(), ExitStack() as opened:
         urls = StoreURL.parse(options.pool).pools()
         found = [opened.enter_context(open_for_inspection(url)) for url in urls]
         stores = {"": found[0]} if len(found) == 1 else dict(zip(("near", "far"), found, strict=True))
-        parts, announced, near = _survey(stores, within)
+        parts, announced, near = _survey(stores, within, sought)
         plan = _plan(within, parts, announced, namespace)
+        if sought is not None:
+            plan.announcements, plan.writer = 0, "".join(sought.found)
+            sought.digits = plan.writer or sought.digits
         plan.near_pools = len(near - {pool_id(url.path) for url in urls if url.scheme == "file"})
         if not plan.parts and not plan.announcements and not everything:
             if not dry_run:  # what a tenant had may all be evicted
                 _delete_evicted(stores)
-            raise NothingThere(f"{pool}: {_not_there(stores, tenant, namespace, parts)}")
+            why = _not_there(stores, tenant, namespace, parts) if sought is None else _not_written(sought)
+            raise NothingThere(f"{pool}: {why}")
         if not (dry_run or yes or sys.stdin.isatty()):
             raise ConfigError(
                 f"{pool}: would delete {plan}; there is no terminal to ask on: add --yes to do it"
@@ -110,42 +151,44 @@ def run_purge(options: PurgeOptions) -> None:
             _print(plan, pool, shown)
         if not (dry_run or yes):
             typer.confirm("Delete this?", abort=True, err=as_json)
-        blocks, announcements = (0, 0) if dry_run else _delete(stores, plan)
+        blocks, announcements = (0, 0) if dry_run else _delete(stores, plan, sought)
     if as_json:
         left_out = {"pool"} if len(stores) == 1 else set()
         parts_of = [
             {name: value for name, value in asdict(part).items() if name not in left_out}
             for part in plan.parts
         ]
-        report = {"pool": pool, "namespaces": parts_of}
+        report: dict[str, object] = {"pool": pool, "namespaces": parts_of}
+        if sought is not None:
+            report["writer"] = plan.writer
         deleted = {"deleted_blocks": blocks, "deleted_announcements": announcements}
         print(json.dumps(report | deleted | {"near_pools_left": plan.near_pools}))
     elif dry_run:
         shown.print("Nothing was deleted: --dry-run.", highlight=False)
     else:
-        shown.print(
-            f"Deleted {counted(blocks, 'block')} and {counted(announcements, 'announcement')}.",
-            highlight=False,
-        )
+        deleted_too = "" if sought is not None else f" and {counted(announcements, 'announcement')}"
+        shown.print(f"Deleted {counted(blocks, 'block')}{deleted_too}.", highlight=False)
 
 
-def _survey(stores: Mapping[str, Store], within: str) -> tuple[list[Share], set[str], set[str]]:
+def _survey(
+    stores: Mapping[str, Store], within: str, sought: Sought | None = None
+) -> tuple[list[Share], set[str], set[str]]:
     """Contents of the prefix ``within``: namespaces, some with facts and no block; keys of announcements; near pools
-    that workers announce.
+    that workers announce. With ``sought``: namespaces with blocks that this writer wrote, and no others.
     """
     found: dict[tuple[str, str, str], Share] = {}
     announced = {key for store in stores.values() for key in store.announcements(within)}
     with progress_bar("blocks") as progress:
         task = progress.add_task("looking", total=None)
         for pool, store in stores.items():
-            for batch in store.scan(within):
-                for key, nbytes in batch:
-                    tenant, fingerprint, *_ = parse_key(key)
+            for walked, batch in _walk(store, within, sought):
+                for block in batch:
+                    tenant, fingerprint, *_ = parse_key(block.key)
                     name = (tenant, fingerprint.hex(), pool)
                     part = found.setdefault(name, Share(*name))
                     part.blocks += 1
-                    part.nbytes += nbytes
-                progress.advance(task, len(batch))
+                    part.nbytes += block.nbytes
+                progress.advance(task, walked)
     models: dict[tuple[str, str], str] = {}  # of two pools the far one has the facts
     announced_models: dict[tuple[str, str], set[str]] = {}  # of workers: for these names requests ask
     near: set[str] = set()
@@ -163,7 +206,20 @@ def _survey(stores: Mapping[str, Store], within: str) -> tuple[list[Share], set[
     for part in found.values():
         known = announced_models.get((part.tenant, part.namespace), ())
         part.model = " and ".join(sorted(known)) or models.get((part.tenant, part.namespace), "")
-    return [found[name] for name in sorted(found)], announced, near
+    of_writer = [name for name in sorted(found) if sought is None or found[name].blocks]
+    return [found[name] for name in of_writer], announced, near
+
+
+def _walk(
+    store: Store, prefix: str, sought: Sought | None
+) -> Iterator[tuple[int, Sequence[StoredBlock | WrittenBlock]]]:
+    """How many blocks were looked at, and those of them that count: all, or what one writer wrote."""
+    if sought is None:
+        for batch in store.scan(prefix):
+            yield len(batch), batch
+    else:
+        for written in store.scan_writers(prefix):
+            yield len(written), sought.of(written)
 
 
 def _plan(within: str, parts: list[Share], announced: set[str], namespace: str | None) -> Plan:
@@ -175,6 +231,13 @@ def _plan(within: str, parts: list[Share], announced: set[str], namespace: str |
             raise ConfigError(f'--namespace "{namespace}" begins several: {several}; write more digits')
         prefixes = tuple({namespace_prefix(part.tenant, part.namespace): None for part in parts})
     return Plan(prefixes, parts, sum(key.startswith(prefixes) for key in announced))
+
+
+def _not_written(sought: Sought) -> str:
+    if not sought.others:
+        return f'no block was written by "{sought.digits}"; kvpool purge --dry-run shows what is there'
+    there = listed(sought.others, MAX_SHOWN)
+    return f'no block was written by "{sought.digits}"; there are {there}'
 
 
 def _not_there(
@@ -192,17 +255,19 @@ def _not_there(
     return f"{unknown('tenant', tenant, ())}{listed(tenants, MAX_SHOWN)}"
 
 
-def _delete(stores: Mapping[str, Store], plan: Plan) -> tuple[int, int]:
+def _delete(stores: Mapping[str, Store], plan: Plan, sought: Sought | None) -> tuple[int, int]:
     """Deleted (blocks, announcements). Announcements last: after an interruption the rest is still visible."""
     blocks = 0
     with progress_bar("blocks") as progress:
         task = progress.add_task("deleting", total=plan.blocks)
         for store in stores.values():
             for prefix in plan.prefixes:
-                for batch in store.scan(prefix):
+                for _, batch in _walk(store, prefix, sought):
                     blocks += store.delete_many([block.key for block in batch], timeout_s=DELETE_TIMEOUT_S)
                     progress.update(task, completed=blocks)
     _delete_evicted(stores)
+    if sought is not None:
+        return blocks, 0
     return blocks, sum(store.withdraw_all(prefix) for store in stores.values() for prefix in plan.prefixes)
 
 

@@ -319,6 +319,9 @@ class PurgeOptions:
     tenant: Annotated[str | None, option(None, "TENANT", "Delete all that this tenant has.")] = None
     namespace: Annotated[str | None, option(None, "HEX",
         "Delete this namespace; its first 8 digits do, 32 are all of them.")] = None
+    writer: Annotated[str | None, option(None, "HEX",
+        "Delete only what this engine wrote, as its records say; its first digits do, at least 8, if no other "
+        "writer's are the same.")] = None
     everything: Annotated[bool, flag(None, "--everything", "Delete all blocks of all tenants.")] = False
     dry_run: Annotated[bool, flag(None, "--dry-run", "Show what would be deleted, and delete nothing. Alone: show "
         "all that is there.")] = False

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import re
 import secrets
@@ -14,14 +15,15 @@ import stat
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgpack
 
 from kvpool import _native
 from kvpool.errors import ConfigError, StoreUnavailable
-from kvpool.key.key import KEY_PREFIX, Namespace, found_key, parse_tenant
+from kvpool.key.key import KEY_PREFIX, Namespace, parse_tenant
 from kvpool.store.advice import host_advice
+from kvpool.store.file_records import stored_blocks, written_blocks
 from kvpool.store.file_system import FileSystem
 from kvpool.store.store import (
     MAX_ANNOUNCEMENT_KEY_CHARS,
@@ -31,6 +33,7 @@ from kvpool.store.store import (
     Store,
     StoredBlock,
     Usage,
+    WrittenBlock,
 )
 from kvpool.text import format_nbytes
 
@@ -38,8 +41,7 @@ MAX_FILE_NBYTES = MAX_DOCUMENT_NBYTES + MAX_ANNOUNCEMENT_KEY_CHARS + 128
 # A writer that dies between write and rename leaves a temporary file; it is deleted after this long.
 ORPHAN_AGE_S = 3600.0
 
-# A file has whole blocks and, as a hole, what pads the last one once more: kvpool/_native/store/record_file.h.
-FILE_BLOCK = 4096
+_Block = TypeVar("_Block", StoredBlock, WrittenBlock)
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _FILE_NAME = re.compile(r"[0-9a-f]{32}")
@@ -124,43 +126,15 @@ class FileStore(Store):
         return [Usage(self._name, True, found["stored_nbytes"], found["capacity_nbytes"] or None)]
 
     def _scan(self, prefix: str) -> Iterator[list[StoredBlock]]:
-        found: list[StoredBlock] = []
-        for block in _blocks(self._name, self._root / "blocks", prefix):
-            found.append(block)
-            if len(found) == SCAN_KEYS:
-                yield found
-                found = []
-        if found:
-            yield found
+        return self._in_steps(stored_blocks(self._root / "blocks", prefix))
 
+    def _scan_writers(self, prefix: str) -> Iterator[list[WrittenBlock]]:
+        return self._in_steps(written_blocks(self._root / "blocks", prefix))
 
-def _blocks(name: str, root: Path, prefix: str) -> Iterator[StoredBlock]:
-    """The records below ``root``: {last three digits of the hash}/{tenant}.{namespace}.{hash}.{group}.{rank}."""
-    for bucket in _entries(name, root):
-        for file in _entries(name, root / bucket):
-            parts = file.split(".")
-            key = found_key(*parts) if len(parts) == 5 else None
-            if key is None or not key.startswith(prefix) or parts[2][-3:] != bucket:
-                continue
-            nbytes = _record_nbytes(name, root / bucket / file)
-            if nbytes is not None:
-                yield StoredBlock(key, nbytes)
-
-
-def _record_nbytes(name: str, path: Path) -> int | None:
-    """None if gone, or a folder, which is never a record."""
-    with _mapped(name, "cannot read a block's size"), contextlib.suppress(FileNotFoundError):
-        status = path.lstat()
-        nbytes = max(0, status.st_size - 2 * (status.st_size % FILE_BLOCK))  # 0: it was cut
-        return None if stat.S_ISDIR(status.st_mode) else nbytes
-    return None
-
-
-def _entries(name: str, folder: Path) -> list[str]:
-    """The entries of ``folder``; empty if gone or no folder."""
-    with _mapped(name, "cannot read a folder"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return os.listdir(folder)  # noqa: PTH208
-    return []
+    def _in_steps(self, blocks: Iterator[_Block]) -> Iterator[list[_Block]]:
+        with _mapped(self._name, "cannot look at its blocks"):
+            while step := list(itertools.islice(blocks, SCAN_KEYS)):
+                yield step
 
 
 class _Document(NamedTuple):

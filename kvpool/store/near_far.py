@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import cast
 
 from kvpool import _native
-from kvpool.store.store import Notices, Store, StoredBlock, Usage
+from kvpool.store.store import Notices, Store, StoredBlock, Usage, WrittenBlock
 
 DRAIN_S = 2.0  # of a close: for what is still on its way to the far pool
 _LOOK_S = 0.01
@@ -52,6 +52,10 @@ class NearFarStore(Store):
     def _scan(self, prefix: str) -> Iterator[list[StoredBlock]]:
         yield from self._near.scan(prefix)
         yield from self._far.scan(prefix)
+
+    def _scan_writers(self, prefix: str) -> Iterator[list[WrittenBlock]]:
+        yield from self._near.scan_writers(prefix)
+        yield from self._far.scan_writers(prefix)
 
     def _scan_keys(self, prefix: str) -> Iterator[list[str]]:
         yield from self._near.scan_keys(prefix)

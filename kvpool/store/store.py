@@ -72,6 +72,12 @@ class StoredBlock(NamedTuple):
     nbytes: int  # of its record: the payload and the header
 
 
+class WrittenBlock(NamedTuple):
+    key: str
+    nbytes: int  # as of StoredBlock
+    writer: bytes  # 16 bytes, as its header says; zeros: not named
+
+
 class Usage(NamedTuple):
     """The fill level of a server or a store. None: unknown, or unlimited."""
 
@@ -354,6 +360,11 @@ class Store(ABC):
         self._check_open()
         return self._scan_keys(prefix)
 
+    def scan_writers(self, prefix: str = KEY_PREFIX) -> Iterator[list[WrittenBlock]]:
+        """As ``scan``, with who wrote each block. It reads headers alone, which prove nothing."""
+        self._check_open()
+        return self._scan_writers(prefix)
+
     def notices(self) -> Notices | None:
         """Notices of keys that change from now on; None without a server. Close it first. Never blocks."""
         self._check_open()
@@ -412,6 +423,9 @@ class Store(ABC):
 
     @abstractmethod
     def _scan(self, prefix: str) -> Iterator[list[StoredBlock]]: ...
+
+    @abstractmethod
+    def _scan_writers(self, prefix: str) -> Iterator[list[WrittenBlock]]: ...
 
     def _scan_keys(self, prefix: str) -> Iterator[list[str]]:
         for blocks in self._scan(prefix):

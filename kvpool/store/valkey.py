@@ -26,11 +26,12 @@ from kvpool.store.server.server import (
     run_id_of,
     scan_keys,
     scan_server,
+    scan_writers,
     server_name,
     usage_of,
 )
 from kvpool.store.server.topology import Primaries, TopologyWatch
-from kvpool.store.store import DEFAULT_TIMEOUT_S, Store, StoredBlock, Usage
+from kvpool.store.store import DEFAULT_TIMEOUT_S, Store, StoredBlock, Usage, WrittenBlock
 from kvpool.store.url import StoreURL
 
 # Of a dial: a command and the first word of its error, where nothing but another setting ends it.
@@ -88,6 +89,10 @@ class ValkeyStore(Store):
     def _scan(self, prefix: str) -> Iterator[list[StoredBlock]]:
         for url in self._primaries.urls():
             yield from scan_server(url, self._name, prefix)
+
+    def _scan_writers(self, prefix: str) -> Iterator[list[WrittenBlock]]:
+        for url in self._primaries.urls():
+            yield from scan_writers(url, self._name, prefix)
 
     def _scan_keys(self, prefix: str) -> Iterator[list[str]]:
         before = self._primaries.find()

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from kvpool.errors import ConfigError
-from kvpool.store.file import FILE_BLOCK
+from kvpool.store.file_records import FILE_BLOCK
 from kvpool.text import format_nbytes
 from kvpool.transfer.device import DONE, Event
 from kvpool.transfer.job import Item, Part

@@ -164,6 +164,71 @@ def test_a_namespace_that_two_tenants_have_goes_for_both_or_for_the_one_named(po
     assert left(pool.store) == [0, BLOCKS, 0]
 
 
+ONE, OTHER = b"\xab" * 15 + b"\x01", b"\xab" * 15 + b"\x02"
+
+
+def write(store: Store, writer: bytes, *spans: tuple[Namespace, slice]) -> None:
+    store.writer = writer
+    for namespace, span in spans:
+        values = [block_hash * 4 for block_hash in HASHES[span]]
+        assert all(store.put_many(namespace.keys(HASHES[span], 0, 0), values, timeout_s=60))
+    store.writer = b""
+
+
+def test_what_one_writer_wrote_goes_and_no_more(pool: Pool) -> None:
+    """Not what another one wrote, nor what names none, nor an announcement."""
+    announced = pool.store.announcements().keys()
+    write(pool.store, ONE, (ALPHA_1, slice(0, 1100)), (BETA_1, slice(5)))
+    write(pool.store, OTHER, (ALPHA_1, slice(1100, 1150)))
+    shown = kvpool("purge", "--pool", pool.url, "--writer", ONE.hex(), "--dry-run").stdout
+    assert f"In all: 1,105 blocks (224.5 KiB) in 2 namespaces, written by {ONE.hex()}." in shown
+    report = purged("--pool", pool.url, "--writer", ONE.hex()[:30] + "01", "--tenant", "beta")
+    assert (report["deleted_blocks"], report["deleted_announcements"]) == (5, 0)
+    assert left(pool.store) == [BLOCKS, BLOCKS, BLOCKS - 5]
+    report = purged("--pool", pool.url, "--writer", ONE.hex(), "--namespace", ALPHA_1.hex[:8])
+    assert report["deleted_blocks"] == 1100
+    assert report["writer"] == ONE.hex()
+    assert left(pool.store) == [BLOCKS - 1100, BLOCKS, BLOCKS - 5]
+    report = purged("--pool", pool.url, "--writer", OTHER.hex()[:8])
+    assert report["deleted_blocks"] == 50
+    assert report["writer"] == OTHER.hex()
+    assert pool.store.announcements().keys() == announced
+    assert purged("--pool", pool.url, "--tenant", "alpha")["deleted_blocks"] == 50 + BLOCKS
+
+
+def test_digits_that_begin_two_writers_are_too_few(pool: Pool) -> None:
+    write(pool.store, ONE, (ALPHA_1, slice(3)))
+    write(pool.store, OTHER, (ALPHA_1, slice(3, 5)), (BETA_1, slice(2)))
+    line = refused("purge", "--pool", pool.url, "--writer", "abababab", "--yes")
+    assert "write more digits" in line
+    assert ONE.hex() in line
+    assert OTHER.hex() in line
+    assert left(pool.store) == [BLOCKS] * 3
+    assert purged("--pool", pool.url, "--writer", "abababab", "--tenant", "beta")["deleted_blocks"] == 2
+
+
+def test_a_wrong_writer_is_answered_with_those_there_are(pool: Pool) -> None:
+    asked = ("purge", "--pool", pool.url, "--yes", "--writer")
+    assert "kvpool purge --dry-run shows what is there" in refused(*asked, "0" * 32)
+    write(pool.store, ONE, (ALPHA_1, slice(3)))
+    line = refused(*asked, "0" * 8)
+    assert f'no block was written by "00000000"; there are {ONE.hex()}' in line
+    assert left(pool.store) == [BLOCKS] * 3
+
+
+def test_what_a_writer_wrote_goes_from_both_pools(tmp_path: Path) -> None:
+    near, far = (f"file://{tmp_path}/{name}?capacity=256MiB" for name in ("near", "far"))
+    for url, count in ((near, 3), (far, 5)):
+        with open_store(url) as store:
+            write(store, ONE, (ALPHA_1, slice(count)))
+            write(store, OTHER, (ALPHA_1, slice(5, 6)))
+    assert purged("--pool", f"{near} {far}", "--writer", ONE.hex())["deleted_blocks"] == 8
+    with open_store([near, far]) as both:
+        assert [(key, writer) for step in both.scan_writers() for key, _, writer in step] == [
+            (ALPHA_1.key(HASHES[5], 0, 0), OTHER)
+        ] * 2
+
+
 def test_everything_goes_and_the_pool_goes_on(pool: Pool) -> None:
     report = purged("--pool", pool.url, "--everything")
     assert report["deleted_blocks"] == 3 * BLOCKS
@@ -241,6 +306,9 @@ def test_a_confined_user_needs_the_commands_and_is_told_so(server: Server) -> No
         server.client.execute_command("ACL", "SETUSER", "worker", command)
     with open_store(server.url) as store:
         fill(store)
+        write(store, ONE, (ALPHA_1, slice(5)))
+        assert purged(*arguments[1:-2], "--writer", ONE.hex())["deleted_blocks"] == 5
+        put(store, ALPHA_1)
         assert purged(*arguments[1:-2])["deleted_blocks"] == 2 * BLOCKS
         assert left(store) == [0, 0, BLOCKS]
     line = refused("purge", "--pool", url, "--everything", "--yes")
@@ -329,6 +397,9 @@ def test_digits_that_begin_two_namespaces_are_too_few(tmp_path: Path) -> None:
     [
         ([], "--everything"),
         (["--everything", "--tenant", "alpha"], "--everything"),
+        (["--everything", "--writer", "ab" * 16], "--everything"),
+        (["--writer", "abc"], "hex digits"),
+        (["--writer", "ab" * 17], "hex digits"),
         (["--tenant", "a:b"], "tenant"),
         (["--namespace", "xyz"], "hex digits"),
         (["--namespace", "ABCDEF01"], "lowercase"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kvpool.store.file import FILE_BLOCK
+from kvpool.store.file_records import FILE_BLOCK
 from tests.support.records import HEADER_NBYTES
 
 

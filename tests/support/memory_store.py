@@ -17,7 +17,7 @@ from kvpool.errors import StoreUnavailable
 from kvpool.key.key import KEY_PREFIX, parse_key, parse_tenant
 from kvpool.store.batch import Running
 from kvpool.store.clients.lookup_keys import LookupKeys
-from kvpool.store.store import MAX_ANNOUNCEMENTS, SCAN_KEYS, StoredBlock, Usage
+from kvpool.store.store import MAX_ANNOUNCEMENTS, SCAN_KEYS, StoredBlock, Usage, WrittenBlock
 from tests.support.records import parse_header
 from tests.support.scripted_store import LookedUp, SelfMoving
 
@@ -245,6 +245,15 @@ class MemoryStore(SelfMoving):
             ]
         for start in range(0, len(found), SCAN_KEYS):
             yield found[start : start + SCAN_KEYS]
+
+    def _scan_writers(self, prefix: str) -> Iterator[list[WrittenBlock]]:
+        for step in self._scan(prefix):
+            with self._lock:
+                records = [(block, self._records[block.key]) for block in step if block.key in self._records]
+            yield [
+                WrittenBlock(*block, parse_header(record[-_native.RECORD_HEADER_NBYTES :]).writer)
+                for block, record in records
+            ]
 
     def _close(self) -> None:
         with self._lock:

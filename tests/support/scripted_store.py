@@ -11,7 +11,7 @@ from kvpool.key.key import Namespace
 from kvpool.store import LookupGroup, Store
 from kvpool.store.batch import Running
 from kvpool.store.clients.lookup_keys import LookupKeys
-from kvpool.store.store import Documents, StoredBlock, Usage
+from kvpool.store.store import Documents, StoredBlock, Usage, WrittenBlock
 
 
 class LookedUp:
@@ -76,6 +76,9 @@ class SelfMoving(Store):
         return []
 
     def _scan(self, prefix: str) -> Iterator[list[StoredBlock]]:
+        return iter(())
+
+    def _scan_writers(self, prefix: str) -> Iterator[list[WrittenBlock]]:
         return iter(())
 
 

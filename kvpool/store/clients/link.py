@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from kvpool import _native
+from kvpool.store.header import WRITER
 from kvpool.store.server.replies import first_word, reason_of
 from kvpool.store.url import StoreURL
 
 DIAL_S = 2.0
 PATIENCE_S = 0.25  # least limit of a call, and of a dial: a shorter silence says nothing of a server
 _PROBE_S = 0.5
-_WRITER = slice(56, 72)  # in a header
 PUT_COMMANDS = 4
 _UNEXPECTED = "its reply does not fit what it was asked"
 
@@ -149,4 +149,4 @@ def read_record(key: str, reply: Any, view: memoryview) -> Read:
         return Read("length")
     for got, (_, part) in zip(reply, fields, strict=True):
         part[:] = got
-    return Read(_native.verify_record(key, header, view) or "", header[_WRITER])
+    return Read(_native.verify_record(key, header, view) or "", header[WRITER])

@@ -9,17 +9,20 @@ from typing import Any, NamedTuple
 
 import redis
 
+from kvpool._native import RECORD_HEADER_NBYTES, cut_record
 from kvpool.errors import RepliesTooLarge, StoreUnavailable
 from kvpool.key.key import KEY_PREFIX, is_key
-from kvpool.store.server.connection import connect
+from kvpool.store.header import writer_in
+from kvpool.store.server.connection import connect, max_replies
 from kvpool.store.server.replies import is_command_refused, reason_of, words_of
-from kvpool.store.store import LOOK_KEYS, SCAN_KEYS, StoredBlock, Usage
+from kvpool.store.store import LOOK_KEYS, SCAN_KEYS, StoredBlock, Usage, WrittenBlock
 from kvpool.store.url import SERVER_SCHEMES, StoreURL
 
 RUN_ID_S = 2.0
 USAGE_S = 2.0
 SCAN_S = 5.0  # per request and reply
 RIGHTS_S = 2.0
+LAST_FIELDS_NBYTES = 8 << 20  # read in a step, but one is read whole: most have 92 bytes
 FIELDS = ("b", "c", "h")  # of a record; the first two only of those that are cut
 _SPECIAL = re.compile(r"([\\*?\[\]])")
 
@@ -111,7 +114,15 @@ def scan_server(url: StoreURL, name: str, prefix: str) -> Iterator[list[StoredBl
     with _looking(url, name) as server:
         for keys in _walk(server, prefix, SCAN_KEYS):
             if keys:
-                yield _sized(server, keys)
+                yield [StoredBlock(key, sum(of)) for key, of in _sized(server, keys).items()]
+
+
+def scan_writers(url: StoreURL, name: str, prefix: str) -> Iterator[list[WrittenBlock]]:
+    """``Store.scan_writers`` on one server: of each record its last field. Errors: as ``scan_server``."""
+    with _looking(url, name) as server:
+        for keys in _walk(server, prefix, SCAN_KEYS):
+            if keys:
+                yield _written(server, _sized(server, keys))
 
 
 def scan_keys(url: StoreURL, name: str, prefix: str) -> Iterator[list[str]]:
@@ -142,19 +153,65 @@ def _walk(server: redis.Redis, prefix: str, count: int) -> Iterator[list[str]]:
             return
 
 
-def _sized(server: redis.Redis, keys: list[str]) -> list[StoredBlock]:
-    """Blocks with the size of their fields; foreign values count 0 bytes."""
+def _sized(server: redis.Redis, keys: list[str]) -> dict[str, tuple[int, ...]]:
+    """The sizes of the blocks' ``FIELDS``; 0: there is none, or a foreign value."""
     with server.pipeline(transaction=False) as together:
         for key in keys:
             for field in FIELDS:
                 together.hstrlen(key, field)
-        replies = together.execute(raise_on_error=False)
+        replies = _replies(together)
+    nbytes = [reply if isinstance(reply, int) else 0 for reply in replies]
+    count = len(FIELDS)
+    return {key: tuple(nbytes[at * count : (at + 1) * count]) for at, key in enumerate(keys)}
+
+
+def _written(server: redis.Redis, sizes: dict[str, tuple[int, ...]]) -> list[WrittenBlock]:
+    """Blocks with their writers; of what is not cut as a record nothing is read."""
+    headers: dict[str, bytes] = {}
+    step: list[str] = []
+    step_nbytes = 0
+    for key, of in sizes.items():
+        if not _is_cut(of):
+            continue
+        if step_nbytes + of[-1] > LAST_FIELDS_NBYTES:
+            headers |= _headers(server, step, step_nbytes)
+            step, step_nbytes = [], 0
+        step.append(key)
+        step_nbytes += of[-1]
+    headers |= _headers(server, step, step_nbytes)
+    return [
+        WrittenBlock(key, sum(of), writer_in(headers.get(key, b""), key, sum(of)))
+        for key, of in sizes.items()
+    ]
+
+
+def _headers(server: redis.Redis, keys: list[str], nbytes: int) -> dict[str, bytes]:
+    """What stands at the end of the last fields, which have ``nbytes`` together."""
+    with max_replies(nbytes + LAST_FIELDS_NBYTES), server.pipeline(transaction=False) as together:
+        for key in keys:
+            together.hmget(key, FIELDS[-1])  # a right that workers have, unlike HGET
+        replies = _replies(together)
+    found = {key: reply[0] for key, reply in zip(keys, replies, strict=True) if isinstance(reply, list)}
+    return {key: last[-RECORD_HEADER_NBYTES:] for key, last in found.items() if isinstance(last, bytes)}
+
+
+def _is_cut(sizes: tuple[int, ...]) -> bool:
+    """Whether a record has fields of these sizes."""
+    payload_nbytes = sum(sizes) - RECORD_HEADER_NBYTES
+    if payload_nbytes <= 0:
+        return False
+    cut = dict(cut_record(payload_nbytes))
+    cut[FIELDS[-1]] += RECORD_HEADER_NBYTES
+    return sizes == tuple(cut.get(name, 0) for name in FIELDS)
+
+
+def _replies(together: Any) -> list[Any]:
+    """Of a pipeline; a refusal of this user is raised, other errors stand in the list."""
+    replies: list[Any] = together.execute(raise_on_error=False)
     for reply in replies:
         if isinstance(reply, redis.exceptions.NoPermissionError):
             raise reply
-    nbytes = [reply if isinstance(reply, int) else 0 for reply in replies]
-    count = len(FIELDS)
-    return [StoredBlock(key, sum(nbytes[at * count : (at + 1) * count])) for at, key in enumerate(keys)]
+    return replies
 
 
 class MissingRight(NamedTuple):
