@@ -77,6 +77,13 @@ def cut_record(payload_nbytes: int) -> list[tuple[str, int]]: ...
 # What those fields take of a server with jemalloc; not its key.
 def record_server_nbytes(payload_nbytes: int) -> int: ...
 
+# How far two payloads of KV are from each other. pieces: (element, bytes) of each, which repeat, in the order of the
+# payload; elements as torch calls them: float32, float16, bfloat16, float8_e4m3fn, float8_e5m2. By piece: the sum of
+# the squares of what they differ by, and of those of ours; inf where one side alone is infinite or no number.
+def distances(
+    ours: Buffer, theirs: Buffer, pieces: Sequence[tuple[str, int]]
+) -> list[tuple[float, float]]: ...
+
 # writer: 16 bytes, or none.
 def pack_header(key: str, payload: Buffer, writer: bytes = b"") -> bytes: ...
 

@@ -1,10 +1,13 @@
 // Python bindings of key/: block hashes, checksums, records.
 
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -14,6 +17,7 @@
 
 #include "bindings.h"
 #include "key/checksum.h"
+#include "key/distance.h"
 #include "key/hash_cache.h"
 #include "key/hashing.h"
 #include "key/record.h"
@@ -226,6 +230,44 @@ nb::object py_verify_record(std::string_view key_text, nb::handle header, nb::ha
   return to_str(damage_name(damage));
 }
 
+// Of payloads that consist of pieces, which repeat: one pair of sums for each.
+nb::list py_distances(nb::handle ours, nb::handle theirs,
+                      const std::vector<std::pair<std::string, std::size_t>>& pieces) {
+  constexpr const char* kUnfilled = "payloads of the same length that pieces fill, please";
+  const Bytes one(ours);
+  const Bytes other(theirs);
+  std::vector<std::pair<Element, std::size_t>> read;
+  std::size_t nbytes = 0;
+  for (const auto& [name, size] : pieces) {
+    const std::optional<Element> element = parse_element(name);
+    if (!element) throw std::invalid_argument("no numbers are " + name);
+    if (size % element_nbytes(*element) != 0)
+      throw std::invalid_argument("a piece ends inside of an element");
+    if (size > one.get().size() - nbytes) throw std::invalid_argument(kUnfilled);
+    read.emplace_back(*element, size);
+    nbytes += size;
+  }
+  if (nbytes == 0 || one.get().size() != other.get().size() || one.get().size() % nbytes != 0)
+    throw std::invalid_argument(kUnfilled);
+  const std::vector<Distance> sums = without_gil([&] {
+    std::vector<Distance> found(read.size());
+    for (std::size_t at = 0; at < one.get().size();) {
+      for (std::size_t i = 0; i < read.size(); ++i) {
+        const auto [element, size] = read[i];
+        const Distance of_piece =
+            distance(element, one.get().subspan(at, size), other.get().subspan(at, size));
+        found[i].difference += of_piece.difference;
+        found[i].norm += of_piece.norm;
+        at += size;
+      }
+    }
+    return found;
+  });
+  nb::list list;
+  for (const Distance& of_piece : sums) list.append(nb::make_tuple(of_piece.difference, of_piece.norm));
+  return list;
+}
+
 nb::list py_cut_record(std::uint64_t payload_nbytes) {
   const RecordFields fields = cut_record(payload_nbytes);
   nb::list list;
@@ -253,6 +295,7 @@ void bind_key(nb::module_& m) {
   m.def("checksum_isa", &checksum_isa);
   m.def("cut_record", &py_cut_record, "payload_nbytes"_a);
   m.def("record_server_nbytes", &record_server_nbytes, "payload_nbytes"_a);
+  m.def("distances", &py_distances, "ours"_a, "theirs"_a, "pieces"_a);
   m.def("pack_header", &py_pack_header, "key"_a, "payload"_a, "writer"_a = nb::bytes("", 0));
   m.def("verify_record", &py_verify_record, "key"_a, "header"_a, "payload"_a);
 }
