@@ -53,13 +53,13 @@ class EngineFailed(KVPoolError):
 
 
 def connector_config(pool: str, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """vLLM's ``kv_transfer_config`` for a pool, with further settings of ``PoolConfig``."""
+    """vLLM's ``kv_transfer_config`` for a pool, with further settings of ``PoolConfig``. No hit is audited."""
     return {
         "kv_connector": "KVPoolConnector",
         "kv_connector_module_path": "kvpool.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"pool": pool, **(settings or {})},
+        "kv_connector_extra_config": {"pool": pool, "audit_share": 0, **(settings or {})},
     }
 
 

@@ -156,7 +156,9 @@ def _metrics() -> dict[str, float]:
     for metric in REGISTRY.collect():
         for sample in metric.samples:
             if sample.name.endswith("_total") and sample.name.startswith(("kvpool_", "vllm:")):
-                label = next(filter(None, map(sample.labels.get, ("result", "cause", "pool"))), None)
+                label = next(
+                    filter(None, map(sample.labels.get, ("result", "cause", "pool", "verdict"))), None
+                )
                 name = (
                     f"{sample.name}/{label}" if label and sample.name.startswith("kvpool_") else sample.name
                 )

@@ -48,7 +48,7 @@ def demo(
             with serving(
                 name, folder, f"file://{folder}/pool?capacity=2GiB", found, port, OPTIONS,
                 # The demo shows a hit, however busy the machine is.
-                {"KVPOOL_COST_GATE": "0", "VLLM_CPU_OMP_THREADS_BIND": all_cores()},
+                {"KVPOOL_COST_GATE": "0", "KVPOOL_AUDIT_SHARE": "0", "VLLM_CPU_OMP_THREADS_BIND": all_cores()},
                 lambda what: doing(progress, what),
             ) as url:  # fmt: skip
                 asked(url, "Say hello.")

@@ -215,6 +215,17 @@ class PoolConfig(_Settings):
     keep_share: float = Field(
         0.1, ge=0, le=0.5, description="share of the pool that may hold what requests ask to keep; 0: none"
     )
+    audit_share: float = Field(
+        1 / 256,
+        ge=0,
+        le=1,
+        description="share of hits whose last block is computed and compared with the pool's, at most one a second; "
+        "0: none, 1: all, without that limit",
+    )
+    audit_keep: str | None = Field(
+        None,
+        description="directory for blocks that audits find wrong, for a bug report",
+    )
     prefetch_share: float = Field(
         0.25,
         ge=0,

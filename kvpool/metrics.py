@@ -57,7 +57,7 @@ REQUEST_FAULTS = Metric(
     "kvpool_request_faults_total",
     "Requests that went on without the pool after a fault of kvpool, by what it did, such as lookup or load.",
     "where",
-    values=("lookup", "offer", "load", "store", "hint"),
+    values=("lookup", "offer", "load", "store", "hint", "audit"),
 )
 OFFERED_TOKENS = Metric("kvpool_offered_tokens_total", "Prompt tokens offered to the engine from the pool.")
 OFFER_MISMATCHES = Metric(
@@ -111,6 +111,19 @@ WEIGHTS = Metric(
     "result",
     values=("same", "other", "off", "silent"),
 )
+AUDITS = Metric(
+    "kvpool_audits_total",
+    "Audited hits, by what they found. no_floor: it is not known yet how far honest blocks are from each other.",
+    "verdict",
+    values=(
+        "same", "differs", "no_floor", "gone", "missing", "no_numbers", "no_room", "store_unavailable",
+    ),
+)  # fmt: skip
+AUDIT_DISTANCE = Metric(
+    "kvpool_audit_distance",
+    "How far audited blocks are from what the engine computes: relative L2 distance over all layers.",
+    buckets=(1e-6, 1e-5, 1e-4, 1e-3, 3e-3, 0.01, 0.02, 0.05, 0.1, 0.3, 1.0),
+)
 REFUSED_KEYS = Metric(
     "kvpool_refused_keys_total",
     "Keys that were faults at once: the pool's server is known to be away, or to end connections for such blocks.",
@@ -156,8 +169,8 @@ PROMPT_TOKENS = Metric(
 )
 # Why a prompt's full blocks were computed; the first five: the lookup found less.
 MISS_REASONS = (
-    "new", "not_stored", "evicted", "expired", "other_namespace", "opted_out", "role", "adapter", "gate", "too_slow",
-    "unavailable", "no_room", "switched_off", "fault",
+    "new", "not_stored", "evicted", "expired", "other_namespace", "opted_out", "role", "adapter", "audited", "gate",
+    "too_slow", "unavailable", "no_room", "switched_off", "fault",
 )  # fmt: skip
 MISSED_TOKENS = Metric(
     "kvpool_missed_tokens_total",

@@ -147,6 +147,16 @@ def format_size(nbytes: float) -> str:
     return f"{nbytes / UNIT_NBYTES[unit]:,.1f} {unit}" if unit else counted(int(nbytes), "byte")
 
 
+def format_duration(seconds: float) -> str:
+    """``42 s``, ``7 min``, ``3.5 h``, ``2.0 days``."""
+    minutes, hours, days = seconds / 60, seconds / 3600, seconds / 86400
+    if minutes < 1:
+        return f"{seconds:.0f} s"
+    if hours < 1:
+        return f"{minutes:.0f} min"
+    return f"{hours:.1f} h" if days < 2 else f"{days:.1f} days"
+
+
 def missing_extra(error: ModuleNotFoundError, extras: Sequence[str] = ("index", "tokenize")) -> Exception:
     """The error to raise instead: names the first of kvpool's ``extras`` with the package, else ``error``."""
     package = (error.name or "").partition(".")[0]

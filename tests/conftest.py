@@ -26,6 +26,9 @@ from tests.support.deadlines import eventually  # noqa: E402
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Tests count hits: those of audits ask for them.
+os.environ.setdefault("KVPOOL_AUDIT_SHARE", "0")
+
 # A busy machine is no failed test.
 settings.register_profile("kvpool", deadline=None)
 settings.load_profile("kvpool")

@@ -41,6 +41,7 @@ FLOORS = (
     {"vllm", "sglang"},
     {"vllm.engine"},
     {"vllm.requests", "vllm.save"},
+    {"vllm.audit"},
     {"vllm.load"},
     {"vllm.tell"},
     {"vllm.scheduler", "vllm.worker", "vllm.tier"},

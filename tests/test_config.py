@@ -41,6 +41,8 @@ def test_defaults() -> None:
         "blocks_per_record": 1,
         "share_across_tp": None,
         "keep_share": 0.1,
+        "audit_share": 1 / 256,
+        "audit_keep": None,
         "prefetch_share": 0.25,
         "store_decode": True,
         "start_without_pool": False,
@@ -55,6 +57,7 @@ def test_every_field_from_the_dict() -> None:
         "advertise_host": "fd00::7", "http_port": 65535, "worker": "node-1:5557", "lease_s": 3,
         "store_policy": "write_through", "min_requests_to_store": 2, "blocks_per_record": 4, "store_decode": False,
         "start_without_pool": True, "keep_share": 0.25, "prefetch_share": 0.5,
+        "audit_share": 1.0, "audit_keep": "/var/kvpool",
         "cost_gate": False, "share_across_tp": 8,
     }  # fmt: skip
     config = load(given)
@@ -75,7 +78,7 @@ def test_every_field_from_the_environment() -> None:
             "KVPOOL_MIN_REQUESTS_TO_STORE": "2", "KVPOOL_STORE_DECODE": "false", "KVPOOL_COST_GATE": "0",
             "KVPOOL_START_WITHOUT_POOL": "1",
             "KVPOOL_BLOCKS_PER_RECORD": "1", "KVPOOL_KEEP_SHARE": "0", "KVPOOL_PREFETCH_SHARE": "0.75",
-            "KVPOOL_SHARE_ACROSS_TP": "4",
+            "KVPOOL_SHARE_ACROSS_TP": "4", "KVPOOL_AUDIT_SHARE": "0.5", "KVPOOL_AUDIT_KEEP": "/a b",
             "PATH": "/bin", "KVPOOL_SERVICE_HOST": "10.0.0.1", "KVPOOL_PORT": "tcp://10.0.0.1:1",
         },
     )  # fmt: skip
@@ -85,6 +88,7 @@ def test_every_field_from_the_environment() -> None:
         "advertise_host": "10.0.0.7", "http_port": 8001, "worker": "w", "lease_s": 30.0,
         "store_policy": "write_back", "min_requests_to_store": 2, "blocks_per_record": 1, "store_decode": False,
         "start_without_pool": True, "keep_share": 0.0, "prefetch_share": 0.75,
+        "audit_share": 0.5, "audit_keep": "/a b",
         "cost_gate": False, "share_across_tp": 4,
     }  # fmt: skip
     assert config.model_dump().keys() == PoolConfig.model_fields.keys()
@@ -157,7 +161,7 @@ def test_a_file_without_a_reader_of_toml(tmp_path: Path, monkeypatch: pytest.Mon
     [
         ({"pol": URL}, 'unknown setting "pol"; did you mean "pool"?'),
         ({"Tenant": "x"}, 'unknown setting "Tenant"; did you mean "tenant"?'),
-        ({"zzzz": 1}, 'unknown setting "zzzz"; known are advertise_host, blocks_per_record, '),
+        ({"zzzz": 1}, 'unknown setting "zzzz"; known are advertise_host, audit_keep, '),
         ({5: 1}, 'unknown setting "5"; known are '),
         ({"pool": None}, 'setting "pool": should be a valid string'),
         ({"pool": "/var/kv"}, 'setting "pool": write a store URL such as file:///dir or valkey://host:6379'),

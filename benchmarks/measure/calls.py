@@ -21,8 +21,8 @@ from benchmarks.measure.copies import Copies
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.metrics import Counters
 from kvpool.store import open_store
+from kvpool.transfer.job import Finished
 from kvpool.transfer.kv_cache import KVCacheMover
-from kvpool.transfer.mover import Finished
 
 OURS = "kvpool: "  # prefix of our calls in the trace
 RUNTIME = {"cuda_runtime", "cuda_driver"}  # categories of a trace, for ROCm too

@@ -18,7 +18,7 @@ from kvpool.key.key import Namespace
 from kvpool.transfer.copier import BlockCopier
 from kvpool.transfer.device import DONE
 from kvpool.transfer.job import Job, Part, Stage
-from kvpool.transfer.kv_cache import Block, KVCacheMemory
+from kvpool.transfer.kv_memory import Block, KVCacheMemory
 
 TARGET_OVER_PLAIN = 0.9
 TARGET_FROM_NBYTES = 512 << 10  # of a block's payload; smaller ones have no target

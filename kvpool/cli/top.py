@@ -25,7 +25,7 @@ from kvpool.errors import ConfigError, IndexUnavailable
 from kvpool.index.answer import FleetStatus, IndexStatus, PublisherStatus, WorkerStatus
 from kvpool.index.client.client import IndexClient
 from kvpool.index.fleet.rank import ASLEEP
-from kvpool.text import counted, format_size, unknown
+from kvpool.text import counted, format_duration, format_size, unknown
 
 TIMEOUT_S = 5.0
 MAX_QUOTAS = 5  # lines
@@ -261,7 +261,7 @@ def _head(now: Look, before: Look | None, rows: Sequence[RankRow]) -> list[str]:
         )
     )
     return [
-        f"up {_duration(index.uptime_ms / 1000)}: {counted(len(status.workers), 'worker')}, "
+        f"up {format_duration(index.uptime_ms / 1000)}: {counted(len(status.workers), 'worker')}, "
         f"{counted(len(rows), 'rank')}, {stale} stale",
         *_pool_away(index),
         f"the index knows {counted(index.held_blocks, 'block')}, {index.held_pool_blocks:,} in the pool, "
@@ -343,12 +343,3 @@ def _state(row: RankRow) -> str:
     if row.stale and row.problem == ASLEEP:
         return "asleep"
     return "stale" if row.stale else "ok"
-
-
-def _duration(seconds: float) -> str:
-    minutes, hours, days = seconds / 60, seconds / 3600, seconds / 86400
-    if minutes < 1:
-        return f"{seconds:.0f} s"
-    if hours < 1:
-        return f"{minutes:.0f} min"
-    return f"{hours:.1f} h" if days < 2 else f"{days:.1f} days"

@@ -44,8 +44,8 @@ _VALUES = frozenset((
     "--tensor-parallel-size",
 ))  # fmt: skip
 _FIELDS = frozenset((
-    "blocks_per_record", "cost_gate", "enable_kv_cache_events", "http_port", "keep_share", "kv_connector",
-    "kv_connector_module_path", "kv_load_failure_policy", "kv_role", "load",
+    "audit_keep", "audit_share", "blocks_per_record", "cost_gate", "enable_kv_cache_events", "http_port",
+    "keep_share", "kv_connector", "kv_connector_module_path", "kv_load_failure_policy", "kv_role", "load",
     "max_store_nbytes_per_s", "min_requests_to_store", "prefetch_share", "publisher", "share_across_tp",
     "staging_nbytes", "start_without_pool", "store", "store_decode", "store_policy", "tenant", "threads", "topic",
 ))  # fmt: skip

@@ -1,4 +1,4 @@
-"""Writers of leased records in a pool: ``Announcer`` of a rank, ``TrafficAnnouncer`` of an engine's traffic.
+"""Writers of leased records in a pool: ``Announcer`` of a rank, ``TrafficAnnouncer`` of an engine's traffic and audits.
 
 Writers and readers (``WorkerWatch``) meet in the pool, which ends leases, so clocks are never compared. An
 index that lacks blocks of a rank puts a request beside its record, for all indexes.
@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from kvpool.discovery.audit_news import AuditNews
 from kvpool.discovery.sample import MAX_HELD, SampledRequest, SampleWindow
 from kvpool.discovery.traffic import WINDOWS, Seen, pack_traffic
 from kvpool.discovery.worker import Worker
@@ -161,7 +162,7 @@ class Announcer(_Writer):
 
 
 class TrafficAnnouncer(_Writer):
-    """Writes an engine's traffic to the pool, from the first ``tell`` (one thread) on."""
+    """Writes an engine's traffic and its audits to the pool, from the first word on either."""
 
     def __init__(
         self,
@@ -174,13 +175,17 @@ class TrafficAnnouncer(_Writer):
         super().__init__(store, every_s=every_s, thread="kvpool-traffic")
         self._clock = clock
         self._key = traffic_key(tenant, secrets.token_hex(8))
-        self._received: tuple[dict[str, Seen], float] = ({}, 0.0)  # and its time
+        self._received: tuple[dict[str, Seen], float] = (
+            {name: Seen() for name in WINDOWS},
+            0.0,
+        )  # and its time
+        self._audits: AuditNews | None = None  # replaced by tell_audits()
         # Filled by tell(), emptied by its thread.
         self._sampled: deque[SampledRequest] = deque(maxlen=MAX_HELD)
         self._window = SampleWindow()  # its thread only
 
     def tell(self, windows: dict[str, Seen], sampled: Sequence[SampledRequest]) -> None:
-        """Write these windows with the next turn; without further calls they expire. Does not block.
+        """Write these windows with the next turn; without further calls they expire. One thread; does not block.
 
         ``sampled``: requests since the last call, timed by ``clock``.
         """
@@ -188,8 +193,18 @@ class TrafficAnnouncer(_Writer):
         if not any(seen.prompt_tokens for seen in windows.values()):
             return
         self._received = (windows, self._clock())
+        self._start()
+
+    def tell_audits(self, news: AuditNews) -> None:
+        """Write these news in place of earlier ones, with the next turn. Any thread; does not block."""
+        self._audits = news
+        self._start()
+
+    def _start(self) -> None:
         if self._thread.ident is None:
-            with contextlib.suppress(NoThread):  # the next call tries again
+            with contextlib.suppress(
+                NoThread, RuntimeError
+            ):  # the next call tries again; another thread was first
                 start_thread(self._thread)
 
     def _write(self) -> bool:
@@ -200,7 +215,8 @@ class TrafficAnnouncer(_Writer):
         sampled = [self._sampled.popleft() for _ in range(len(self._sampled))]
         sample = self._window.pack(sampled, now_s, time.time())
         try:
-            self._store.announce(self._key, pack_traffic(recent, sample), lease_s=TRAFFIC_LEASE_S)
+            document = pack_traffic(recent, sample, self._audits)
+            self._store.announce(self._key, document, lease_s=TRAFFIC_LEASE_S)
         except KVPoolError as error:  # loads and lookups already log the pool's state
             logger.debug("what the engine was asked for is not in the pool: %s", error)
         return True

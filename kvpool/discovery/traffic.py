@@ -1,5 +1,7 @@
 """``Traffic``: what one engine was asked for: the tokens that it did not compute, and a sample of the blocks.
 
+Its document in the pool also has the news of the engine's audits.
+
 A window consists of whole slots: 5 minutes each within the last hour, an hour each before. It is up to one
 slot longer than its name. Not thread-safe.
 """
@@ -9,11 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
 
+from kvpool.discovery.audit_news import AuditNews, pack_news, unpack_news
 from kvpool.discovery.sample import SampledRequest, Sampler
 
 HASH_NBYTES = 8  # of each block's hash
@@ -23,6 +27,7 @@ LONG_SLOT_S = 3600.0
 SLOTS = 12  # whole slots beside the one being filled
 LONG_SLOTS = 24
 MAX_DOCUMENT_NBYTES = 56 << 10
+MAX_ENGINES = 1024  # of a tenant, whose documents are read
 MAX_TOKENS = 1e15
 VERSION = 2
 
@@ -124,19 +129,23 @@ class Traffic:
 
 
 class TrafficDocument(NamedTuple):
-    """``sample``: for ``unpack_sample``; None: no request has a sampled block."""
+    """``sample``: for ``unpack_sample``; None: no request has a sampled block. ``audits``: None: none, or nonsense."""
 
     windows: dict[str, Seen]
     sample: Any
+    audits: AuditNews | None = None
 
 
-def pack_traffic(windows: Mapping[str, Seen], sample: Mapping[str, Any] | None = None) -> bytes:
+def pack_traffic(
+    windows: Mapping[str, Seen], sample: Mapping[str, Any] | None = None, audits: AuditNews | None = None
+) -> bytes:
     """``sample``: of ``SampleWindow``."""
     table = {
         name: [seen.blocks, seen.block_tokens, seen.prompt_tokens, seen.spared_tokens]
         for name, seen in windows.items()
     }
-    document: bytes = msgpack.packb({"version": VERSION, "windows": table, "sample": sample})
+    parts = {"version": VERSION, "windows": table, "sample": sample}
+    document: bytes = msgpack.packb(parts if audits is None else parts | {"audits": pack_news(audits)})
     return document
 
 
@@ -148,9 +157,16 @@ def unpack_traffic(document: bytes) -> TrafficDocument | None:
         record: Any = msgpack.unpackb(document, max_map_len=16, max_array_len=16, max_ext_len=0)
         if record["version"] != VERSION:
             return None
-        return TrafficDocument({name: _seen(*record["windows"][name]) for name in WINDOWS}, record["sample"])
+        windows = {name: _seen(*record["windows"][name]) for name in WINDOWS}
+        return TrafficDocument(windows, record["sample"], unpack_news(record.get("audits")))
     except (ValueError, TypeError, KeyError, msgpack.UnpackException):
         return None
+
+
+def audits_of(documents: Mapping[str, bytes]) -> list[AuditNews]:
+    """Of engines' documents, those with news."""
+    found = map(unpack_traffic, islice(documents.values(), MAX_ENGINES))
+    return [one.audits for one in found if one is not None and one.audits is not None]
 
 
 def _seen(*counts: Any) -> Seen:

@@ -202,8 +202,16 @@ def writer_name(start: str) -> bytes:
 
     It proves nothing: whoever may write may name any writer.
     """
-    host, started = (hashlib.sha256(text.encode()).digest()[:8] for text in (socket.gethostname(), start))
-    return host + started
+    return _short_digest(socket.gethostname()) + _short_digest(start)
+
+
+def is_writer_of(host: str, writer: bytes) -> bool:
+    """Whether ``writer`` is a name of some start of an engine of this host, or pretends to be."""
+    return writer.startswith(_short_digest(host))
+
+
+def _short_digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()[:8]
 
 
 def is_engine_key(key: str) -> bool:

@@ -55,16 +55,25 @@ class BlockCopier:
 
     Layers may have any strides, shapes and types, and may share storage with another group's. Equidistant
     neighbours in one storage, as in vLLM 0.32, are copied as one. A slot takes a record:
-    ``blocks_per_record`` blocks, ``payload_nbytes`` in all. ``scratch_nbytes``: needed by a batch.
+    ``blocks_per_record`` blocks, ``payload_nbytes`` in all. ``scratch_nbytes``: needed by a batch. ``elements``: what
+    the layers' numbers are, as torch calls them, where a tensor is of plain bytes.
     """
 
-    def __init__(self, layers: Sequence[torch.Tensor], blocks_per_record: int = 1) -> None:
+    def __init__(
+        self,
+        layers: Sequence[torch.Tensor],
+        blocks_per_record: int = 1,
+        elements: Sequence[str] | None = None,
+    ) -> None:
         assert layers, "a group has at least one layer"
         assert blocks_per_record > 0
         self._blocks_per_record = blocks_per_record
         self.device = layers[0].device
         self.num_blocks = int(layers[0].shape[0])
         placed = [_placed(layer) for layer in layers]
+        elements = elements or [str(layer.dtype).removeprefix("torch.") for layer in layers]
+        # Of a block's payload: the layers' elements, and their bytes.
+        self.pieces = [(element, one.nbytes) for element, one in zip(elements, placed, strict=True)]
         self._block_nbytes = sum(one.nbytes for one in placed)
         self.payload_nbytes = blocks_per_record * self._block_nbytes
         self.scratch_nbytes = _aligned(self.payload_nbytes) + blocks_per_record * _ID_NBYTES

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 from kvpool.clock import Clock
 from kvpool.store import Batch
@@ -44,10 +44,41 @@ class Moved(NamedTuple):
     error: Exception | None  # the exception behind ``cause``
     near: float = 0.0  # share of a load's items that came from the nearer of two pools
     refused: Sequence[bool] = ()  # by block of a store: refused for itself, however often it is sent
+    writers: frozenset[bytes] = frozenset()  # of what a load found, those that it did not take included
 
     @property
     def ok(self) -> bool:
         return not self.cause
+
+
+class Finished(NamedTuple):
+    """Ended work since the last poll; each job once.
+
+    ``staged``: tags of ``KVCacheMover.stage`` whose blocks are no longer read; they precede ``stores``.
+    """
+
+    loads: list[Moved]
+    staged: list[int]
+    stores: list[Moved]
+
+    @property
+    def stored(self) -> list[tuple[int, bool]]:
+        """(tag, present in the pool) of staged records."""
+        return [
+            (tag, ok)
+            for store in self.stores
+            for tag, ok in zip(cast("tuple[int, ...]", store.job), store.moved, strict=True)
+        ]
+
+    @property
+    def refused(self) -> list[int]:
+        """Tags of staged records that the store refused for themselves."""
+        return [
+            tag
+            for store in self.stores
+            for tag, no in zip(cast("tuple[int, ...]", store.job), store.refused, strict=False)
+            if no
+        ]
 
 
 @dataclass(eq=False)
@@ -71,6 +102,7 @@ class Job(Generic[Item]):
     error: Exception | None = None
     missing: list[int] = field(default_factory=list)
     near: int = 0  # items of a load that the nearer of two pools had
+    writers: set[bytes] = field(default_factory=set)  # of a load's items
 
     def __post_init__(self) -> None:
         self.moved = bytearray(len(self.items))

@@ -6,7 +6,7 @@ even a cancelled one, is reported once nothing touches its memory, with a verdic
 exception fails only its own job; a value that the store refuses for itself costs only its block.
 
 ``Memory`` holds the bytes: the caller's host memory (``HostMemory``), or an engine's KV cache behind staging
-slots and streams (``kvpool.transfer.kv_cache``).
+slots and streams (``kvpool.transfer.kv_memory``).
 
 Threads: the calling thread only. Bytes move in the store's own threads.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Hashable, Sequence
-from typing import Generic, NamedTuple, cast
+from typing import Generic, cast
 
 from kvpool import _native, metrics
 from kvpool.clock import REAL, Clock
@@ -25,7 +25,7 @@ from kvpool.metrics import Counters
 from kvpool.store import Batch, Store
 from kvpool.store.batch import BROKEN, FOUND, MAX_TIMEOUT_S
 from kvpool.transfer.device import DONE
-from kvpool.transfer.job import Item, Job, Moved, Need, Part, Stage
+from kvpool.transfer.job import Finished, Item, Job, Moved, Need, Part, Stage
 from kvpool.transfer.memory import Memory
 
 logger = logging.getLogger(__name__)
@@ -34,36 +34,6 @@ PART_NBYTES = 4 << 20  # per part, at least one block; more would delay its scat
 STORE_TIMEOUT_S = 5.0  # nothing waits for a store; this bounds how long its memory is held
 STUCK_S = 1.0  # grace of a batch after its deadline, before its job fails
 SETTLE_STEP_S = 1.0
-
-
-class Finished(NamedTuple):
-    """Ended work since the last poll; each job once.
-
-    ``staged``: tags of ``KVCacheMover.stage`` whose blocks are no longer read; they precede ``stores``.
-    """
-
-    loads: list[Moved]
-    staged: list[int]
-    stores: list[Moved]
-
-    @property
-    def stored(self) -> list[tuple[int, bool]]:
-        """(tag, present in the pool) of staged records."""
-        return [
-            (tag, ok)
-            for store in self.stores
-            for tag, ok in zip(cast("tuple[int, ...]", store.job), store.moved, strict=True)
-        ]
-
-    @property
-    def refused(self) -> list[int]:
-        """Tags of staged records that the store refused for themselves."""
-        return [
-            tag
-            for store in self.stores
-            for tag, no in zip(cast("tuple[int, ...]", store.job), store.refused, strict=False)
-            if no
-        ]
 
 
 class BlockMover(Generic[Item]):
@@ -78,6 +48,8 @@ class BlockMover(Generic[Item]):
         self._counters = counters
         self._clock = clock
         self._jobs: dict[Hashable, Job[Item]] = {}
+        self.put_away: frozenset[bytes] = frozenset()  # writers whose records count as missing
+        self._not_taken: list[str] = []  # keys of such records
         self._parts: dict[Part[Item], None] = {}  # in starting order
         self._stopping: list[Part[Item]] = []  # cancelled; they only still own their slots
         self._finished = Finished([], [], [])
@@ -242,7 +214,16 @@ class BlockMover(Generic[Item]):
         near = job.near / max(1, len(job.items))
         seconds = now - job.started
         return Moved(
-            job.name, job.cause, moved, sorted(job.missing), sum(moved), nbytes, seconds, job.error, near
+            job.name,
+            job.cause,
+            moved,
+            sorted(job.missing),
+            sum(moved),
+            nbytes,
+            seconds,
+            job.error,
+            near,
+            writers=frozenset(job.writers),
         )
 
     def _stored(self, job: Job[Item], now: float) -> Moved:
@@ -325,7 +306,7 @@ class BlockMover(Generic[Item]):
         job = part.job
         try:
             results = part.transfer.results()
-            found = [result in FOUND for result in results]
+            found = self._taken(part, [result in FOUND for result in results])
             for place, ok in zip(part.places, found, strict=True):
                 job.moved[place] = ok
         except Exception as error:
@@ -337,6 +318,19 @@ class BlockMover(Generic[Item]):
         if lost and job.need is not Need.EACH:
             self._fail(job, "missing", behind=lost[0] if job.need is Need.LEADING else -1)
         return any(found)
+
+    def _taken(self, part: Part[Item], found: list[bool]) -> list[bool]:
+        """Those found but of writers who are put away."""
+        assert part.transfer is not None
+        writers = part.transfer.writers()
+        part.job.writers.update(writer for writer, ok in zip(writers, found, strict=True) if ok)
+        if self.put_away.isdisjoint(writers):
+            return found
+        taken = [ok and writer not in self.put_away for writer, ok in zip(writers, found, strict=True)]
+        self._not_taken += [
+            key for key, ok, was in zip(part.keys, taken, found, strict=True) if was and not ok
+        ]
+        return taken
 
     def _scatter(self, arrived: list[Part[Item]]) -> None:
         """Scatter the arrived parts together, with as few launches as possible."""

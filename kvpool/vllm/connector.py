@@ -30,7 +30,7 @@ from kvpool.store import StoreURL, open_store
 from kvpool.vllm.engine import internals, support
 from kvpool.vllm.engine.adapter_loads import AdapterLoads, digest_adapter
 from kvpool.vllm.engine.guard import refuse
-from kvpool.vllm.engine.identity import adapter_settings, engine_facts
+from kvpool.vllm.engine.identity import adapter_settings, elements_of, engine_facts
 from kvpool.vllm.engine.measure import WeightsMeasure
 from kvpool.vllm.engine.parts import shared_groups
 from kvpool.vllm.engine.weights import model_name, weights_of
@@ -75,6 +75,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         self._config: PoolConfig | None = None
         self._adapters: AdapterLoads | None = None
         stage_ranks = vllm_config.parallel_config.tensor_parallel_size
+        writer = writer_name(f"{self._kv_transfer_config.engine_id} {vllm_config.instance_id}")
         try:
             config = PoolConfig.load(self._kv_transfer_config.kv_connector_extra_config)
             support.refuse_unsupported(vllm_config)
@@ -96,6 +97,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                         events=bool(events and events.enable_kv_cache_events),
                     ),
                     adapter_settings=adapter_settings(vllm_config),
+                    writer=writer,
                     is_asleep=internals.watch_engine_calls(self._called, self._named),
                     encoded=internals.encoder_outputs(),
                     clock=self.clock,
@@ -110,7 +112,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                     self._geometry,
                     rank=rank,
                     model=model_name(vllm_config.model_config, config.model_id),
-                    writer=writer_name(f"{self._kv_transfer_config.engine_id} {vllm_config.instance_id}"),
+                    writer=writer,
                     adapters=self._adapters,
                     clock=self.clock,
                 )
@@ -151,6 +153,8 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             functools.partial(describe, self._vllm_config, cache, self._config),
             self._measure(),
             shared,
+            internals.layer_names(cache, kv_caches),
+            elements_of(self._vllm_config, cache, layers),
         )
 
     def _measure(self) -> WeightsMeasure | str:
@@ -207,6 +211,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         if self._worker is not None:
+            self._worker.start_audits(self._step())
             self._worker.start_stores(self._step())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -214,6 +219,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
             return KVConnectorTransferResults()
         idle = self.has_connector_metadata() and self._step().idle
         if idle:  # some versions of vLLM save nothing in idle steps
+            self._worker.start_audits(self._step())
             self._worker.start_stores(self._step())
         ended, failed = self._worker.poll(idle)
         return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -41,6 +41,24 @@ class LoadPlan(NamedTuple):
     blocks: Sequence[BlockRef]
     stall_timeout_s: float
     priority: int = 0
+    audited: bool = False  # what it loads is: who wrote it is reported
+
+
+class LayerDistance(NamedTuple):
+    """Of a layer that torch keeps as ``element``. ``difference``, ``norm``: the sums of ``_native.distances``."""
+
+    name: str
+    element: str
+    difference: float
+    norm: float
+
+
+class AuditedPart(NamedTuple):
+    """What a rank found of a part of an audited record. ``why``: it says nothing: of ``metrics.AUDITS``."""
+
+    why: str
+    writer: bytes = b""
+    layers: Sequence[LayerDistance] = ()
 
 
 class Measured(NamedTuple):
@@ -58,6 +76,11 @@ class PoolMetadata(KVConnectorMetadata):
     loads: list[LoadPlan] = field(default_factory=list)
     stores: list[BlockRef] = field(default_factory=list)
     tags: list[int] = field(default_factory=list)
+    # By number: records that this step computes, to be compared with the pool's.
+    audits: dict[int, list[BlockRef]] = field(default_factory=dict)
+    put_away: frozenset[bytes] | None = None  # writers whose records count as missing; None: as before
+    wrong: list[BlockRef] = field(default_factory=list)  # records to be deleted
+    found: dict[int, str] = field(default_factory=dict)  # by number of an audit that found something: what
     cancelled: list[str] = field(default_factory=list)  # requests that no longer want their load
     adapters: list[Any] = field(default_factory=list)  # requests for adapters that a worker is to read
     tell_adapters: bool = False  # the workers tell of all that they hold, also what they have told
@@ -89,6 +112,10 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
     stored: dict[int, int] = field(default_factory=dict)  # tag: ranks that stored their parts
     dropped: dict[int, int] = field(default_factory=dict)  # tag: ranks that gave it up
     refused: set[int] = field(default_factory=set)  # tags of which a store refused a part for itself
+    audit_staged: dict[int, int] = field(default_factory=dict)  # number: ranks that no longer read its blocks
+    audited: dict[int, list[AuditedPart]] = field(default_factory=dict)  # number: what ranks found
+    audit_ended: dict[int, int] = field(default_factory=dict)  # number: ranks that have ended it
+    load_writers: dict[str, set[bytes]] = field(default_factory=dict)  # by request with an audited load
     missing: set[tuple[bytes, int]] = field(default_factory=set)  # (hash, group) that a load did not find
     # By rank and number of the question; 0: of the start, once.
     measured: dict[tuple[int, int], Measured] = field(default_factory=dict)
@@ -112,6 +139,16 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
             _summed(self.stored, other.stored),
             _summed(self.dropped, other.dropped),
             self.refused | other.refused,
+            _summed(self.audit_staged, other.audit_staged),
+            {
+                number: [*self.audited.get(number, ()), *other.audited.get(number, ())]
+                for number in self.audited.keys() | other.audited.keys()
+            },
+            _summed(self.audit_ended, other.audit_ended),
+            {
+                name: self.load_writers.get(name, set()) | other.load_writers.get(name, set())
+                for name in self.load_writers.keys() | other.load_writers.keys()
+            },
             self.missing | other.missing,
             self.measured | other.measured,
             self.differs or other.differs,
@@ -131,6 +168,12 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
 
     def is_empty(self) -> bool:
         return self == PoolWorkerMetadata()
+
+
+def count(into: dict[int, int], tags: Iterable[int]) -> None:
+    """One rank more for each tag."""
+    for tag in tags:
+        into[tag] = into.get(tag, 0) + 1
 
 
 def _summed(ours: Mapping[int, int], theirs: Mapping[int, int]) -> dict[int, int]:

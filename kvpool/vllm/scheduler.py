@@ -16,6 +16,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import random
+import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -30,18 +33,21 @@ from kvpool import metrics
 from kvpool.clock import REAL, Clock
 from kvpool.config import PoolConfig
 from kvpool.discovery.announcer import TrafficAnnouncer
+from kvpool.discovery.audit_news import MAX_FINDINGS, AuditFinding, AuditNews
 from kvpool.discovery.quota_watch import QuotaWatch
 from kvpool.errors import StoreClosed
 from kvpool.metrics import Counters, Samples
 from kvpool.store import Store, StoreURL
 from kvpool.store.near_far import NearFarStore
 from kvpool.tracing import Tracing
+from kvpool.vllm.audit.audits import Audited, Audits
+from kvpool.vllm.audit.findings import Findings, describe
 from kvpool.vllm.engine import internals
 from kvpool.vllm.engine.adapters import Adapters
 from kvpool.vllm.engine.guard import RequestFaults, guarded
 from kvpool.vllm.engine.hints import read_hints
 from kvpool.vllm.engine.namespace import EngineNamespace
-from kvpool.vllm.engine.proofs import BESIDE_ADAPTERS, OF_EARLIER_WEIGHTS, HashProofs
+from kvpool.vllm.engine.proofs import BESIDE_ADAPTERS, OF_EARLIER_WEIGHTS, ON_A_WRONG_HIT, HashProofs
 from kvpool.vllm.geometry import Geometry
 from kvpool.vllm.load.gate import MIN_STEP_TOKENS, CostGate
 from kvpool.vllm.load.loads import Loads
@@ -90,6 +96,7 @@ class SchedulerHalf:
         *,
         roles: Roles,
         adapter_settings: str = "",
+        writer: bytes = b"",
         is_asleep: Callable[[], bool] = lambda: False,
         encoded: Callable[[], Collection[str]] = tuple,
         clock: Clock = REAL,
@@ -155,6 +162,23 @@ class SchedulerHalf:
             counters=self.counters,
         )
         self._gate = CostGate(self.counters, clock.monotonic) if config.cost_gate and roles.loads else None
+        self._audits = Audits(
+            geometry,
+            share=config.audit_share if roles.loads else 0.0,
+            writer=writer,
+            stores=roles.stores,
+            counters=self.counters,
+            clock=clock.monotonic,
+            random=random.Random().random,
+        )
+        self._writer = writer
+        self._recent: deque[AuditFinding] = deque(maxlen=MAX_FINDINGS)
+        self._findings = Findings(writer, clock.monotonic)
+        self._put_away: frozenset[bytes] = frozenset()  # by the workers
+        # For the workers, with the next step: records to be deleted, and what audits found, by number.
+        self._wrong: list[BlockRef] = []
+        self._found: dict[int, str] = {}
+        self._on_wrong_hits: set[str] = set()  # requests
         self._offers = Offers(
             geometry,
             namespace=self._namespace,
@@ -162,6 +186,7 @@ class SchedulerHalf:
             loads=self._loads_under_way,
             prefetches=self._prefetches if self._has_near else None,
             gate=self._gate,
+            audits=self._audits,
             stores=roles.stores,
         )
         self._block_pool: BlockPool | None = None
@@ -201,6 +226,7 @@ class SchedulerHalf:
             self._adapters.want(state.asked.adapter)
         self._outcomes.begins(state, local_tokens)
         self._offers.begin(state)
+        self._audits.end(request.request_id)
         max_tokens = self._max_tokens(request)
         if local_tokens and self._only_stores(state) and state.found.lookup is None:
             self._offers.look_up(state, self._clock.monotonic())  # the pool may lack the engine's blocks
@@ -237,7 +263,13 @@ class SchedulerHalf:
             state = self._state(request)
             stall_timeout_s = max(MIN_LOAD_S, self._config.lookup_timeout_s - state.found.waited_s)
             self._new_loads.append(
-                LoadPlan(request.request_id, blocks, stall_timeout_s, state.asked.params.priority)
+                LoadPlan(
+                    request.request_id,
+                    blocks,
+                    stall_timeout_s,
+                    state.asked.params.priority,
+                    self._audits.waits_for(request.request_id),
+                )
             )
             self._loads_under_way.promised(
                 state, external_tokens, near=float(self._has_near), near_only=near_only
@@ -255,7 +287,8 @@ class SchedulerHalf:
         if lookup is not None and not state.outcome.counted:
             lacking = lookup.lacking(state.outcome.local_tokens + external_tokens)
             reason = self._seen.why_missed(lacking, lookup.answers(), self._clock.monotonic())
-            self._offers.missed(state, reason)
+            is_whole = span is not None and 0 < self._max_tokens(request) <= span.found_tokens
+            self._offers.missed(state, "audited" if is_whole else reason)
         self._outcomes.admitted(
             state,
             hashes,
@@ -283,6 +316,8 @@ class SchedulerHalf:
         blocks = self._loads_under_way.begin(
             request, tables, span.local_tokens, span.hit_tokens, in_pool, state.asked.adapter_weights
         )
+        if span.found_tokens:
+            self._audits.begin(state.asked, span.found_tokens)
         return blocks, near_only
 
     def _answer_for_stores(
@@ -302,6 +337,13 @@ class SchedulerHalf:
             step.timed = self._time_step(self._gate, output)
         if self._stores and not (self._is_off or self._namespace.asks):
             self._plan_stores(output, step)
+        if not (self._broken or self._namespace.current is None):
+            self._plan_audits(output, step)
+        step.wrong, self._wrong = self._wrong, []
+        step.found, self._found = self._found, {}
+        if (put_away := self._findings.put_away()) != self._put_away:
+            step.put_away = self._put_away = put_away
+            self._tell_audits()
         return step
 
     @guarded(None)
@@ -323,14 +365,29 @@ class SchedulerHalf:
                 self._spoil(asked.request, before, BESIDE_ADAPTERS)
             if self._outdated and (item := internals.first_item(asked.request, self._outdated)) is not None:
                 self._spoil(asked.request, item, OF_EARLIER_WEIGHTS)
-        scheduled = [(asked, computed_tokens) for asked, computed_tokens in states if asked.params.store]
+        # What follows an audited hit waits for the verdict.
+        scheduled = [
+            (asked, computed_tokens)
+            for asked, computed_tokens in states
+            if asked.params.store and not self._audits.is_open(asked.request.request_id)
+        ]
         self._store_planner.begin(step)
         for asked, computed_tokens in sorted(scheduled, key=lambda each: each[0].params.priority):
             self._plan_request(asked.request, asked, computed_tokens, output, step)
         for request_id, offered in internals.offered_states(output).items():
-            if (owner := self._requests.get(request_id)) is not None and owner.asked.params.store:
+            if (owner := self._requests.get(request_id)) is None or self._audits.is_open(request_id):
+                continue
+            if owner.asked.params.store:
                 self._plan_states(owner.asked.request, owner.asked, offered, output, step)
         self._store_planner.end(step, output)
+
+    @guarded(None)
+    def _plan_audits(self, output: SchedulerOutput, step: PoolMetadata) -> None:
+        for request_id, computed_tokens in internals.scheduled_tokens(output):
+            if (state := self._requests.get(request_id)) is not None and self._audits.waits_for(request_id):
+                self._prove(state.asked.request, computed_tokens)
+                proven_tokens = self._proofs.proven_tokens(state.asked.request)
+                self._audits.plan(step, output, state.asked, computed_tokens, proven_tokens)
 
     @guarded(None, request="store")
     def _prove(self, request: Request, computed_tokens: int) -> None:
@@ -412,6 +469,9 @@ class SchedulerHalf:
                         self._gate.loaded(load.tokens if ok else 0, load.seconds, near)
         if report is None:
             return
+        for audited in self._audits.update(report):
+            self._note_audit(audited)
+            self._tell_audits()
         self._adapters.learn(report.adapters)
         if report.part_nbytes:
             self._sized(report.part_nbytes)
@@ -428,6 +488,65 @@ class SchedulerHalf:
         if self._events_wanted:
             self._events += [removed_event(*block) for block in sorted(report.missing)]
 
+    @guarded(None)
+    def _note_audit(self, audited: Audited) -> None:
+        asked, judged = audited.asked, audited.judged
+        first = judged.far[0] if judged.far else ""
+        self._outcomes.audited(asked.request, judged.verdict, judged.distance, first, audited.seconds)
+        if judged.verdict != "differs":
+            return
+        namespace = self._namespace.current
+        what = describe(judged, audited.writers, namespace)
+        logger.error("kvpool: %s", what)
+        self._found[audited.number] = what
+        self._take_back(asked)
+        writers = tuple(sorted(writer.hex() for writer in audited.writers if any(writer)))
+        of = namespace.hex if namespace is not None else ""
+        self._recent.append(AuditFinding(writers, judged.what, first, judged.distance, time.time(), of))
+        if why := self._findings.add(audited.writers):
+            self._forget_offers()
+            self._namespace.doubt(why)
+
+    def _tell_audits(self) -> None:
+        if self._writer:
+            put_away = tuple(sorted(writer.hex() for writer in self._put_away))
+            counts, recent = dict(self._audits.counts), tuple(self._recent)
+            self._traffic.tell_audits(
+                AuditNews(self._writer.hex(), counts, recent, put_away, self._findings.doubts)
+            )
+
+    def _take_back(self, asked: Asked) -> None:
+        """What a request used and computed is wrong: nobody else is to use it."""
+        hashes = asked.request.block_hashes
+        self._store_planner.forget()  # what waits may be computed on it
+        for state in self._requests.values():
+            if state.asked.request.block_hashes[:1] == hashes[:1]:
+                self._proofs.spoil(state.asked.request, 0, ON_A_WRONG_HIT)
+                self._evict(state.asked.request)
+                self._on_wrong_hits.add(state.asked.request.request_id)
+        self._evict(asked.request)
+        if asked.pool_hash is None:
+            return
+        groups = self._geometry.groups
+        wrong = [
+            BlockRef(asked.pool_hash(one), index, ())
+            for index, group in enumerate(groups)
+            if not group.scratch
+            for one in (hashes if self._geometry.has_tails else self._geometry.record_hashes(hashes, group))
+        ]
+        self._wrong += wrong
+        if self._events_wanted:
+            self._events += [removed_event(ref.block_hash, ref.group) for ref in wrong]
+
+    @guarded(None)
+    def _evict(self, request: Request) -> None:
+        """Take a request's blocks out of the engine's own cache."""
+        if self._block_pool is not None:
+            groups = range(len(self._geometry.groups))
+            keys = (internals.cache_key(one, group) for group in groups for one in request.block_hashes)
+            internals.evict(self._block_pool, keys)
+            self._proofs.evicted(request.block_hashes)
+
     def _sized(self, part_nbytes: Mapping[tuple[int, int], int]) -> None:
         self._part_nbytes |= part_nbytes
         sizes: dict[int, list[int]] = {}
@@ -440,6 +559,10 @@ class SchedulerHalf:
         self._prefetches.leave(request.request_id, used=False)
         state = self._requests.pop(request.request_id, None)
         self._store_planner.finished(request.request_id)
+        self._audits.end(request.request_id)
+        if request.request_id in self._on_wrong_hits:
+            self._on_wrong_hits.discard(request.request_id)
+            self._evict(request)  # what it computed since
         if state is not None:
             self._loads_under_way.end(request.request_id)
             self._offers.forget(state)
@@ -540,6 +663,7 @@ class SchedulerHalf:
         self._loads_under_way.bind(block_pool)
         self._cache_resync.bind(block_pool)
         self._store_planner.bind(block_pool)
+        self._audits.bind(block_pool)
 
     def take_events(self) -> list[KVCacheEvent]:
         """New events of the pools since the last call; on an index's request, also the whole cache."""
@@ -559,7 +683,12 @@ class SchedulerHalf:
 
     def wants_steps(self) -> bool:
         """Whether an idle engine should keep stepping, so that its stores end, or its workers say what they hold."""
-        return self._store_planner.wants_steps() or (self._namespace.wants_step and not self._broken)
+        return (
+            self._store_planner.wants_steps()
+            or self._audits.wants_steps()
+            or (bool(self._wrong) and not self._broken)
+            or (self._namespace.wants_step and not self._broken)
+        )
 
     @guarded(False)
     def frees_blocks(self) -> bool:
@@ -575,6 +704,9 @@ class SchedulerHalf:
         if not in_use:
             self._adapters.reset()
         self._namespace.reset(in_use=in_use)
+        if self._findings.doubts:
+            self._findings.forget()
+            self._tell_audits()
 
     @guarded(None)
     def called(self, method: str) -> None:
@@ -590,6 +722,7 @@ class SchedulerHalf:
     def _leave(self) -> None:
         """What is under way is of other weights than what comes next."""
         self._store_planner.leave()
+        self._audits.leave()
         self._seen.leave(self._clock.monotonic())
         self._outdated = set(self._encoded())
 

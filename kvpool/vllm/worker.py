@@ -36,6 +36,7 @@ from kvpool.text import counted
 from kvpool.threads import start_thread
 from kvpool.transfer import Block, BlockCopier, Finished, KVCacheMover, Moved
 from kvpool.transfer.memory import default_nbytes, slot_size
+from kvpool.vllm.audit.rank import RankAudits
 from kvpool.vllm.engine.adapter_loads import AdapterLoads
 from kvpool.vllm.engine.adapters import UNREADABLE
 from kvpool.vllm.engine.guard import RequestFaults, guarded
@@ -44,7 +45,15 @@ from kvpool.vllm.engine.namespace import facts_of_weights
 from kvpool.vllm.engine.part_tags import PartTags
 from kvpool.vllm.engine.parts import cut
 from kvpool.vllm.geometry import Geometry, Group
-from kvpool.vllm.plan import AdapterWeights, BlockRef, LoadPlan, Measured, PoolMetadata, PoolWorkerMetadata
+from kvpool.vllm.plan import (
+    AdapterWeights,
+    BlockRef,
+    LoadPlan,
+    Measured,
+    PoolMetadata,
+    PoolWorkerMetadata,
+    count,
+)
 from kvpool.vllm.tell.announcement import Announcement, EngineAnnouncer
 
 logger = init_logger("vllm.kvpool")
@@ -52,6 +61,7 @@ logger = init_logger("vllm.kvpool")
 IDLE_WAIT_S = 0.002  # wait of an empty step for a load in flight, instead of spinning
 DRAIN_S = 5.0  # wait of a shutdown for stores in flight
 LET_GO_S = 5.0  # wait of a sleep for copies in flight, which take milliseconds
+MAX_NAMED = 16  # writers of a load
 LOOK_EVERY_S = 0.1  # of the watch, at ``measure.LOOKED_AT`` tensors
 
 
@@ -62,6 +72,7 @@ class _Load:
     records: list[tuple[bytes, int]]  # (hash, group) of each part
     blocks: Sequence[BlockRef]
     started: float
+    audited: bool
     outdated: bool = False  # of other weights
 
 
@@ -107,6 +118,7 @@ class WorkerHalf:
         self._loads: dict[str, _Load] = {}  # in flight, by request
         self._failed: set[str] = set()  # loads that ended without a transfer
         self._storing = PartTags(1)
+        self._audits: RankAudits | None = None
         self._polled_at = 0.0
         self._faulty = False  # an exception of a transfer was logged
         self._adapters, self._clock = adapters, clock
@@ -124,14 +136,20 @@ class WorkerHalf:
         describe: Callable[[str], Announcement] | None = None,
         measure: WeightsMeasure | str = "no model is shown",
         shared: Sequence[Group] | None = None,
+        names: Sequence[Sequence[str]] | None = None,
+        elements: Sequence[Sequence[str]] | None = None,
     ) -> None:
         """Take the KV cache of this rank, by group and layer, and open the pool.
 
         ``describe``: the engine's announcement, given its namespace; None: none. ``measure``: of its weights, or
-        why there is none. ``shared``: the groups with their parts (``parts``). Blocks for at most the
-        store's own deadline. The scheduler learns of a pool that cannot be opened.
+        why there is none. ``shared``: the groups with their parts (``parts``). ``names``: of the layers,
+        ``elements``: of their numbers (``elements_of``). Blocks for at most the store's own deadline. The scheduler
+        learns of a pool that cannot be opened.
         """
         self._groups = list(shared or self._groups)
+        names = names or [
+            [f"{index}.{place}" for place in range(len(one))] for index, one in enumerate(layers)
+        ]
         most_parts = max(group.parts for group in self._groups)
         self._storing = PartTags(most_parts)
         try:
@@ -144,11 +162,14 @@ class WorkerHalf:
             )
             self._store.writer = self._writer
             copiers: list[BlockCopier] = []
+            layer_names: list[Sequence[str]] = []  # by copier
             for index, group in enumerate(self._groups):
                 if not group.scratch:
                     self._places[index] = len(copiers)
                     parts = cut(layers[index], group.parts)
-                    copiers += [BlockCopier(part, group.blocks_per_record) for part in parts]
+                    of_group = elements[index] if elements else None
+                    copiers += [BlockCopier(part, group.blocks_per_record, of_group) for part in parts]
+                    layer_names += [names[index]] * len(parts)
             self._mover = KVCacheMover(
                 self._store,
                 copiers,
@@ -157,6 +178,7 @@ class WorkerHalf:
                 counters=self.counters,
                 clock=self._clock,
             )
+            self._audits = RankAudits(self._mover, layer_names, self._config.audit_keep)
         except KVPoolError as error:
             self.switch_off(str(error))
             return
@@ -305,6 +327,7 @@ class WorkerHalf:
             self._answer()
         elif step.watch and not self._is_away:
             self._watch()
+        self._put_away(step)
         for plan in step.loads:
             self._failed.add(plan.request_id)
             if self._mover is None or self._namespace is None or self._is_away or not plan.blocks:
@@ -319,12 +342,26 @@ class WorkerHalf:
                 for ref in plan.blocks
                 for _ in range(self._groups[ref.group].parts)
             ]
-            self._loads[plan.request_id] = _Load(records, plan.blocks, self._clock.monotonic())
+            now = self._clock.monotonic()
+            self._loads[plan.request_id] = _Load(records, plan.blocks, now, plan.audited)
             self._failed.discard(plan.request_id)
             self._load(plan, blocks)
         for request_id in step.cancelled:
             if self._mover is not None:
                 self._mover.cancel(request_id)
+
+    @guarded(None)
+    def _put_away(self, step: PoolMetadata) -> None:
+        if self._mover is None:
+            return
+        if step.put_away is not None:
+            self._mover.put_away = step.put_away
+        own = [ref for ref in step.wrong if self._groups[ref.group].stored_by(self._rank)]
+        if own and self._namespace is not None:
+            self._mover.auditor.delete([block.key for block in self._blocks(own)])
+        if self._audits is not None:
+            for number, what in step.found.items():
+                self._audits.keep(number, what, self._rank)
 
     @guarded(None)
     def _look_at_adapters(self, step: PoolMetadata) -> None:
@@ -355,31 +392,49 @@ class WorkerHalf:
             priority=plan.priority,
         )
 
+    def start_audits(self, step: PoolMetadata) -> None:
+        """Copy and compare what the step has computed; each number is reported once as staged and as ended."""
+        audits, step.audits = step.audits, {}
+        for number, refs in audits.items():
+            if not self._begin_audit(number, refs):
+                count(self._report.audit_staged, [number])
+                count(self._report.audit_ended, [number])
+
+    @guarded(True)
+    def _begin_audit(self, number: int, refs: Sequence[BlockRef]) -> bool:
+        own = [ref for ref in refs if self._groups[ref.group].stored_by(self._rank)]
+        usable = own and self._namespace is not None and not self._is_away
+        blocks = self._blocks_to_audit(own) if usable and not self._foreign(own, computed=True) else ()
+        if blocks and self._audits is not None:
+            self._audits.begin(number, blocks)
+            return True
+        return False
+
     def start_stores(self, step: PoolMetadata) -> None:
         stores, tags, step.stores, step.tags = step.stores, step.tags, [], []
         if not stores:
             return
         if self._mover is None or self._namespace is None or self._is_away:
-            self._count(self._report.staged, tags)
-            self._count(self._report.dropped, tags)
+            count(self._report.staged, tags)
+            count(self._report.dropped, tags)
             return
         foreign = self._foreign(stores, computed=True)
         own: dict[int, BlockRef] = {}
         for block, tag in zip(stores, tags, strict=True):
             if block.adapter in foreign:
-                self._count(self._report.staged, [tag])
-                self._count(self._report.dropped, [tag])
+                count(self._report.staged, [tag])
+                count(self._report.dropped, [tag])
             elif self._groups[block.group].stored_by(self._rank):
                 own[tag] = block
             else:
-                self._count(self._report.staged, [tag])
-                self._count(self._report.stored, [tag])
+                count(self._report.staged, [tag])
+                count(self._report.stored, [tag])
         if blocks := self._blocks_to_store(list(own.values())):
             parts = {tag: self._groups[block.group].parts for tag, block in own.items()}
             self._stage(blocks, self._storing.begin(parts))
         else:
-            self._count(self._report.staged, list(own))
-            self._count(self._report.dropped, list(own))
+            count(self._report.staged, list(own))
+            count(self._report.dropped, list(own))
 
     @guarded(None)
     def _stage(self, blocks: Sequence[Block], tags: list[int]) -> None:
@@ -400,6 +455,7 @@ class WorkerHalf:
             if finished is not None:
                 self._note_loads(finished, seen_at, ended, failed)
                 self._note_stores(finished)
+            self._note_audits()
             if self._unsure.condemned and self._unsure_tags.isdisjoint(self._storing.tags):
                 self._delete_unsure()
         return ended, failed
@@ -418,6 +474,11 @@ class WorkerHalf:
         )
 
     @guarded(None)
+    def _note_audits(self) -> None:
+        if self._audits is not None:
+            self._audits.report(self._report)
+
+    @guarded(None)
     def _moved(self, mover: KVCacheMover, wait_s: float) -> Finished | None:
         return mover.poll(wait_s)
 
@@ -430,6 +491,8 @@ class WorkerHalf:
                 # A lower bound: it may have ended early in a long step.
                 self._report.load_s[job] = max(0.0, seen_at - load.started)
                 self._report.load_near[job] = moved.near
+                if load.audited:
+                    self._report.load_writers[job] = set(sorted(moved.writers)[:MAX_NAMED])
             if not moved.ok or (load is not None and load.outdated):
                 failed.add(job)
                 self._report.load_causes[job] = moved.cause
@@ -441,9 +504,9 @@ class WorkerHalf:
                 self._report.missing.update(load.records[place] for place in moved.missing)
 
     def _note_stores(self, finished: Finished) -> None:
-        self._count(self._report.staged, self._storing.staged(finished.staged))
+        count(self._report.staged, self._storing.staged(finished.staged))
         for tag, ok in self._storing.ended(finished.stored):
-            self._count(self._report.stored if ok else self._report.dropped, [tag])
+            count(self._report.stored if ok else self._report.dropped, [tag])
         self._report.refused |= self._storing.of(finished.refused)
         for store in finished.stores:
             self._log_fault(store)
@@ -493,6 +556,10 @@ class WorkerHalf:
     def _blocks_to_load(self, refs: Sequence[BlockRef]) -> Sequence[Block]:
         return self._blocks(refs)
 
+    @guarded((), request="audit")
+    def _blocks_to_audit(self, refs: Sequence[BlockRef]) -> Sequence[Block]:
+        return self._blocks(refs)
+
     @guarded((), request="store")
     def _blocks_to_store(self, refs: Sequence[BlockRef]) -> Sequence[Block]:
         return self._blocks(refs)
@@ -513,11 +580,6 @@ class WorkerHalf:
             for part, of_part in enumerate(keys[ref.group])
         ]
 
-    @staticmethod
-    def _count(into: dict[int, int], tags: Iterable[int]) -> None:
-        for tag in tags:
-            into[tag] = into.get(tag, 0) + 1
-
     def switch_off(self, reason: str) -> None:
         """Disable the pool, and report ``reason`` to the scheduler."""
         self._report.broken[self._rank] = reason
@@ -529,9 +591,12 @@ class WorkerHalf:
                 mover.close()  # the engine's further work waits for copies in flight
             except Exception:
                 logger.exception("kvpool could not end its copies")
+        audits, self._audits = self._audits, None
+        if audits is not None:
+            audits.give_up(self._report)
         unstaged, given_up = self._storing.give_up()
-        self._count(self._report.staged, unstaged)
-        self._count(self._report.dropped, given_up)
+        count(self._report.staged, unstaged)
+        count(self._report.dropped, given_up)
 
 
 def _delete(store: Store, keys: Sequence[str]) -> None:

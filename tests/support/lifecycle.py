@@ -62,6 +62,7 @@ from kvpool import _native
 from kvpool.errors import StoreUnavailable
 from kvpool.key.key import parse_key
 from kvpool.metrics import Samples, add_samples
+from kvpool.store.batch import WRITER_NBYTES
 from kvpool.transfer import BlockCopier
 from kvpool.vllm import KVPoolConnector, KVPoolTier
 from kvpool.vllm.engine import internals
@@ -265,7 +266,7 @@ class _Batch:
         return self.cancelled or self.client.world.clock.now_s >= self.deadline_s
 
     def writers(self) -> bytes:
-        return b""
+        return bytes(WRITER_NBYTES * len(self.keys))
 
     def results(self) -> bytes:
         assert self.answer is not None

@@ -1,4 +1,4 @@
-"""A mover on a device and a store that a test drives, and a driver of random steps.
+"""A mover on a device and a store that a test drives, and a driver of random steps: loads, stores, audits.
 
 An engine computes one number a block. The driver's scheduler gives blocks away as early as it may.
 """
@@ -12,8 +12,8 @@ import torch
 
 from kvpool.metrics import Counters
 from kvpool.transfer import BlockCopier, KVCacheMover
-from kvpool.transfer.kv_cache import Block
-from kvpool.transfer.mover import Finished
+from kvpool.transfer.job import Finished
+from kvpool.transfer.kv_memory import Block
 from tests.support.deadlines import eventually
 from tests.support.devices import DEVICE, RunningDevice, SlowDevice
 from tests.support.scripted_store import ScriptedStore, key
@@ -35,6 +35,7 @@ def run(engine: KVCacheMover, *, within_s: float = 60.0) -> Finished:
 
 BLOCKS = 24
 NUMBERS = 64  # elements of a block in each of two layers
+MOST = 1 << 24  # that a float holds
 PAYLOAD_NBYTES = 2 * NUMBERS * 4
 
 
@@ -50,7 +51,7 @@ class Bench:
     ) -> None:
         where = torch.device("cpu") if device is SlowDevice else DEVICE
         self.caches = [
-            [torch.zeros((BLOCKS, NUMBERS), dtype=torch.int32, device=where) for _ in "ab"]
+            [torch.zeros((BLOCKS, NUMBERS), dtype=torch.float32, device=where) for _ in "ab"]
             for _ in range(groups)
         ]
         copiers = [BlockCopier(layers) for layers in self.caches]
@@ -88,7 +89,7 @@ class Bench:
 
 
 def payload(content: int) -> bytes:
-    return torch.full((2 * NUMBERS,), content, dtype=torch.int32).numpy().tobytes()
+    return torch.full((2 * NUMBERS,), content, dtype=torch.float32).numpy().tobytes()
 
 
 def block(content: int, block_id: int, group: int = 0) -> Block:
@@ -108,6 +109,9 @@ class _Model:
     storing: dict[int, tuple[int, int]] = field(default_factory=dict)  # tag: (block, content), not landed
     sending: dict[int, int] = field(default_factory=dict)  # tag: content, landed
     loading: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # job: (block, content)
+    auditing: dict[int, int] = field(default_factory=dict)  # tag: block, not landed
+    # tag: content of the record and of the block, and whether it was there
+    audited: dict[int, tuple[int, int, bool]] = field(default_factory=dict)
     stored: set[int] = field(default_factory=set)
     owned: dict[int, int] = field(default_factory=dict)  # block: what its new owner has computed in it
     contents: int = 0
@@ -148,7 +152,35 @@ class _Model:
             self.loading[job] = pairs
             self.at.engine.load(job, [block(n, block_id) for block_id, n in pairs], timeout_s=60, max_s=60)
 
+    def audit(self) -> None:
+        """A step that computes what the pool has, or something else."""
+        blocks, tags = [], []
+        for block_id in self.take(self.random.randint(1, 2)):
+            known = sorted(self.stored) if self.random.random() < 0.9 else []
+            wanted = self.random.choice(known or range(1, self.contents + 2))
+            content = wanted if self.random.random() < 0.7 else self.random.randint(1, MOST)
+            self.at.compute(block_id, content)
+            self.tags += 1
+            self.auditing[self.tags] = block_id
+            self.audited[self.tags] = (wanted, content, wanted in self.stored)
+            blocks.append(block(wanted, block_id))
+            tags.append(self.tags)
+        self.at.engine.audit(blocks, tags)
+
+    def poll_audits(self) -> None:
+        ended = self.at.engine.poll_audits()
+        for tag in ended.staged:
+            self.reuse(self.auditing.pop(tag))
+        for one in ended.compared:
+            wanted, content, was_there = self.audited.pop(one.tag)  # landed before, and neither twice
+            assert one.tag not in self.auditing
+            assert one.why in ("", "no_room", "store_unavailable") or not was_there
+            if not one.why:
+                is_same = not any(layer[-2] for layer in one.distances)
+                assert is_same == (wanted == content), f"{one} of {content} beside {wanted}"
+
     def poll(self) -> None:
+        self.poll_audits()
         finished = self.at.engine.poll()
         for tag in finished.staged:
             block_id, self.sending[tag] = self.storing.pop(tag)
@@ -164,7 +196,7 @@ class _Model:
 
     def reuse(self, block_id: int) -> None:
         """A block is free: whoever is next writes it at once. Nothing of ours may read or write it any more."""
-        self.owned[block_id] = -self.random.randint(1, 1 << 30)
+        self.owned[block_id] = -self.random.randint(1, MOST)
         self.at.compute(block_id, self.owned[block_id])
         self.free.append(block_id)
 
@@ -177,6 +209,7 @@ class _Model:
         actions = [
             (1, self.store),
             (2, self.load),
+            (1, self.audit),
             (8, self.poll),
             (8, self.end_batch),
             (6, lambda: engine.go_on(self.random.randint(1, 8))),
@@ -193,27 +226,31 @@ class _Model:
             self.reuse(block_id)
         for block_id in [block_id for pairs in self.loading.values() for block_id, _ in pairs]:
             self.reuse(block_id)
+        for block_id in self.auditing.values():
+            self.reuse(block_id)
         self.at.device.go_on()
         self.at.store.end_all()
         self.at.engine._reap()
-        self.check()
+        self.check(kept=2 * len(self.audited))
 
     def end(self) -> None:
         def over() -> bool:
             self.at.device.go_on()
             self.at.store.end_all()
             self.poll()
-            return not self.at.engine.busy
+            return not (self.at.engine.busy or self.audited)
 
         assert eventually(over)
         self.at.device.go_on()
         assert not self.storing
         assert not self.sending
         assert not self.loading
+        assert not self.auditing
         self.check()
 
-    def check(self) -> None:
-        assert self.at.engine.slots_in_use == 0
+    def check(self, kept: int = 0) -> None:
+        """``kept``: most slots that audits keep which were given up."""
+        assert self.at.engine.slots_in_use <= kept
         assert sorted(self.free) == list(range(1, BLOCKS))
         for block_id, content in self.owned.items():
             assert self.at.holds(block_id, content), f"block {block_id} was written after it was given away"
@@ -224,7 +261,9 @@ class _Model:
 
 def drive(seed: int, steps: int = 400, device: type[SlowDevice] | type[RunningDevice] = SlowDevice) -> None:
     chance = random.Random(seed)
-    at = Bench(slots=chance.randint(2, 16), scratch_blocks=chance.randint(1, 4), device=device)
+    at = Bench(
+        slots=chance.choice([chance.randint(2, 16), 32]), scratch_blocks=chance.randint(1, 4), device=device
+    )
     model = _Model(at, chance)
     try:
         for _ in range(steps):

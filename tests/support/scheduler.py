@@ -69,6 +69,7 @@ def half(
     hash_block_tokens: int = BLOCK_TOKENS,
     match_tokens: int = 0,
     clock: Clock = REAL,
+    writer: bytes = b"",
     **settings: Any,
 ) -> SchedulerHalf:
     scheduler = SchedulerHalf(
@@ -90,6 +91,7 @@ def half(
             step_tokens=STEP_TOKENS,
         ),
         roles=Roles(loads, stores, events),
+        writer=writer,
         clock=clock,
     )
     scheduler.bind_block_pool(BlockPool(32, True, BLOCK_TOKENS))

@@ -9,7 +9,7 @@ from typing import Any
 from kvpool import _native
 from kvpool.key.key import Namespace
 from kvpool.store import LookupGroup, Store
-from kvpool.store.batch import Running
+from kvpool.store.batch import WRITER_NBYTES, Running
 from kvpool.store.clients.lookup_keys import LookupKeys
 from kvpool.store.store import Documents, StoredBlock, Usage, WrittenBlock
 
@@ -159,7 +159,10 @@ class ScriptedBatch:
         return self.cancelled or time.monotonic() >= self._deadline_s
 
     def writers(self) -> bytes:
-        return b""
+        assert self._results is not None
+        if self.operation != _native.GET:
+            return b""
+        return b"".join(self._store.written_by.get(key, bytes(WRITER_NBYTES)) for key in self.keys)
 
     def results(self) -> bytes:
         assert self._results is not None
@@ -176,6 +179,7 @@ class ScriptedStore(SelfMoving):
         super().__init__("scripted", NoDocuments())
         self.records: dict[str, bytes] = {}
         self.ends: dict[str, int] = {}  # how puts of these keys end
+        self.written_by: dict[str, bytes] = {}  # as records name them
         self.under_way: list[ScriptedBatch] = []
 
     def begin(self, op: int, keys: Sequence[str], views: Sequence[Any] | None, timeout_s: float) -> Running:

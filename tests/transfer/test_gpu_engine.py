@@ -8,7 +8,7 @@ import torch
 from kvpool.metrics import Counters
 from kvpool.store import Store
 from kvpool.transfer import BlockCopier, KVCacheMover
-from kvpool.transfer.kv_cache import Block
+from kvpool.transfer.kv_memory import Block
 from tests.support.devices import NUMBERS, Engine, keep_busy, needs_cuda, wait_for_all
 from tests.support.mover import run
 from tests.support.scripted_store import key

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvpool.transfer import BlockCopier
-from kvpool.transfer.kv_cache import ABANDON_AFTER_S
+from kvpool.transfer.kv_memory import ABANDON_AFTER_S
 from tests.support.deadlines import ends_within
 from tests.support.devices import ACCELERATED, ON_CUDA, RunningDevice, keep_busy, wait_for_all
 from tests.support.mover import BLOCKS, Bench, block

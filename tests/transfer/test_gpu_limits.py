@@ -13,7 +13,7 @@ from kvpool.metrics import Counters
 from kvpool.store import Store
 from kvpool.transfer import BlockCopier, KVCacheMover
 from kvpool.transfer.device import device_of
-from kvpool.transfer.kv_cache import Block
+from kvpool.transfer.kv_memory import Block
 from kvpool.transfer.memory import Staging, slot_size
 from tests.support.block_copies import Copies, content
 from tests.support.devices import ACCELERATED, DEVICE, RunningDevice, keep_busy, needs_cuda

@@ -14,7 +14,7 @@ import torch
 
 from kvpool.transfer import BlockCopier
 from kvpool.transfer.device import DONE, Event, device_of
-from kvpool.transfer.kv_cache import Block
+from kvpool.transfer.kv_memory import Block
 from kvpool.transfer.memory import Staging
 from tests.support.devices import (
     LAYERS,

@@ -16,7 +16,7 @@ from kvpool.errors import ConfigError
 from kvpool.metrics import Counters
 from kvpool.store import Batch, Store, open_store
 from kvpool.transfer import BlockCopier, KVCacheMover
-from kvpool.transfer.kv_cache import ABANDON_AFTER_S, Block
+from kvpool.transfer.kv_memory import ABANDON_AFTER_S, Block
 from tests.support.deadlines import ends_within, eventually
 from tests.support.mover import run
 from tests.support.scripted_store import ScriptedStore, key

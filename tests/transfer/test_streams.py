@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kvpool.transfer.device import Device, device_of
-from kvpool.transfer.kv_cache import ABANDON_AFTER_S
+from kvpool.transfer.job import Finished
+from kvpool.transfer.kv_memory import ABANDON_AFTER_S
 from kvpool.transfer.memory import Staging
-from kvpool.transfer.mover import Finished
 from tests.support.deadlines import ends_within
 from tests.support.mover import NOTHING, Bench, block, drive, run
 from tests.support.soak import SEARCH_S

@@ -49,6 +49,10 @@ _RULES: dict[str, Rules[Misses]] = {
              "changed", "after an update nothing is to be done: workers that hold the same new weights share. Start a "
              "worker anew whose log says that it goes on in a namespace of its own"),
     ),
+    "audited": (
+        Rule("ok", always, "{of.figures}. Most are of blocks that were computed to audit hits", "audit_share says of "
+             "how many"),
+    ),
     "opted_out": (
         Rule("warn", always, "{of.figures}. Most are of requests that opted out of the pool", "see who sends "
              "kv_transfer_params (the workers' log names a misspelt one), prompt_logprobs, or skips caches"),

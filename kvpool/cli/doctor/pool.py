@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from kvpool.cli.doctor import rules
+from kvpool.cli.doctor.audits import audit_findings
 from kvpool.cli.doctor.disk import look_at_disk
 from kvpool.cli.doctor.rules import Finding, judge
 from kvpool.cli.doctor.server import host_findings, server_findings
@@ -67,6 +68,7 @@ def _findings(url: StoreURL, name: str, tenant: str) -> tuple[list[Finding], lis
             workers = list(by_id.values())
             found += _sharing(store, tenant, workers)
             found += _quota(store, tenant)
+            found += audit_findings(store, name, tenant)
         except StoreUnavailable as error:
             return [*found, *judge("pool", rules.POOL, Pool(tenant, unreadable=str(error)))], None
     if unreadable := records.count(None):

@@ -137,6 +137,42 @@ class Served(NamedTuple):
     faults: str = ""
 
 
+class Audits(NamedTuple):
+    """Of all engines that audit hits, since their starts. ``differing``: of ``judged``."""
+
+    engines: str
+    judged: int
+    differing: int
+
+
+class Auditor(NamedTuple):
+    """One engine. ``purge``: a command. ``unjudged``: blocks that it compared and cannot judge, as it knows no floor.
+
+    ``learns``: it has judged some.
+    """
+
+    name: str
+    purge: str
+    doubts: str
+    unjudged: int
+    learns: bool
+
+
+class Suspect(NamedTuple):
+    """Findings that have a writer in common. ``whose``: their blocks. ``findings``: how many, and of which engines.
+
+    ``last``: where and how far, of the last one. ``what``: is wrong, and who puts it away. ``is_recent``: it was today.
+    """
+
+    whose: str
+    findings: str
+    ago: str
+    last: str
+    what: str
+    remedy: str
+    is_recent: bool
+
+
 class Misses(NamedTuple):
     """Prompts that were computed. ``share``: of their tokens. ``skipped``: blocks that were not stored, by cause.
 

@@ -26,13 +26,12 @@ import numpy as np
 
 from kvpool.discovery.reuse import HASHES, ReuseCurve
 from kvpool.discovery.sample import KEEP_S, MAX_SHIFT, Sample, largest, unpack_sample
-from kvpool.discovery.traffic import WINDOWS, Seen, unpack_traffic
+from kvpool.discovery.traffic import MAX_ENGINES, WINDOWS, Seen, unpack_traffic
 from kvpool.index.answer import HitCurve
 
 ALL = ""  # the name of the curve of all tenants
 LIFE_S = 86_400.0
 MAX_TENANTS = 16
-MAX_ENGINES = 1024
 BLOCKS_PER_S = 2048.0
 MAX_BLOCKS = 1 << 15  # at once
 REQUEST_COST = 16  # in blocks: 80 us

@@ -213,6 +213,25 @@ def scale_facts(config: VllmConfig) -> dict[str, Fact]:
     return facts
 
 
+def elements_of(
+    config: VllmConfig, cache: KVCacheConfig, layers: Sequence[Sequence[torch.Tensor]]
+) -> list[list[str]]:
+    """By group and layer, what the numbers of a KV cache are, as torch calls them: of FP8 the tensors are bytes."""
+    kinds = {
+        name: str(layer.kv_cache_dtype)
+        for name, layer in internals.attention_layers(config).items()
+        if hasattr(layer, "kv_cache_dtype")
+    }
+    found: list[list[str]] = []
+    for group, views in zip(cache.kv_cache_groups, layers, strict=True):
+        of_group = [str(view.dtype).removeprefix("torch.") for view in views]
+        for place, name in enumerate(group.layer_names if len(group.layer_names) == len(views) else ()):
+            if of_group[place] == "uint8" and kinds.get(name) in support.FP8_KV_DTYPES:
+                of_group[place] = "float8_e5m2" if kinds[name] == "fp8_e5m2" else _fp8_format()
+        found.append(of_group)
+    return found
+
+
 def _fp8_format() -> str:
     """This processor's ``fp8``: ``float8_e4m3fn`` or ``float8_e4m3fnuz``."""
     return str(current_platform.fp8_dtype()).removeprefix("torch.")

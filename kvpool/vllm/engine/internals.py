@@ -347,6 +347,22 @@ def layers_of(cache: KVCacheConfig, kv_caches: dict[str, torch.Tensor]) -> list[
     ]
 
 
+def layer_names(cache: KVCacheConfig, kv_caches: dict[str, torch.Tensor]) -> list[list[str]]:
+    """Of ``layers_of``, the layers' names in the model."""
+    return [
+        [] if is_scratch(group) else [name for name in group.layer_names for _ in _tensors(kv_caches[name])]
+        for group in cache.kv_cache_groups
+    ]
+
+
+def evict(block_pool: BlockPool, keys: Iterable[bytes]) -> None:
+    """Take blocks out of the engine's prefix cache. Requests that hold them keep them."""
+    cached = cached_blocks(block_pool) or {}
+    found = [cached[key] for key in keys if key in cached]
+    blocks = [block for one in found for block in (one.values() if isinstance(one, dict) else (one,))]
+    block_pool.evict_blocks({block.block_id for block in blocks})
+
+
 def _tensors(layer: Any) -> Sequence[torch.Tensor]:
     """Of a layer: K and V are one; states may be several."""
     return [layer] if isinstance(layer, torch.Tensor) else list(layer)

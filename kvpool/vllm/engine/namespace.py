@@ -1,6 +1,7 @@
 """``EngineNamespace``: in which namespace an engine is, by the weights that its workers hold.
 
     start ── facts and measures of all ranks ──► shares: the namespace is named by files
+    shares ── its audits find many others wrong ──► off
     shares ── a reset, a call that may write, the watch ──► asks: nothing is looked up, loaded or stored
     asks ── the measures of all ranks ──► shares: as before if they are as before, else the namespace is named by them
                                       ──► off: the engine's cache has blocks of other weights, or the weights are NaN
@@ -196,6 +197,17 @@ class EngineNamespace:
         self._cached = _SEVERAL
         if not self.asks:
             self._ask(_SILENT)
+
+    def doubt(self, why: str) -> None:
+        """This engine may compute wrong blocks: it goes without the pool until its caches are reset."""
+        logger.error(
+            "kvpool: this engine doubts itself: %s. It goes without the pool until its caches are reset "
+            "(reset_prefix_cache with reset_connector=True, over HTTP with reset_external=true)",
+            why,
+        )
+        if not self.asks:
+            self.current, self.is_off, self._off_to_send = None, True, True
+            self._leave()
 
     def _ask(self, cause: str) -> None:
         if self._computed:  # between two questions, of weights that nobody has measured

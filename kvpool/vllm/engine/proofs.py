@@ -14,7 +14,7 @@ Threads: the engine's scheduler thread only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from vllm.logger import init_logger
@@ -37,6 +37,7 @@ OF_EARLIER_WEIGHTS = (
     "is of an item that the encoder's earlier weights have encoded, which the engine keeps until its cache of encoders "
     "is reset (reset_encoder_cache)"
 )
+ON_A_WRONG_HIT = "is computed on blocks of the pool that an audit found wrong"
 MIN_PRUNED = 1 << 16  # false hashes; beyond it those are forgotten that the engine's cache no longer has
 
 
@@ -104,12 +105,20 @@ class HashProofs:
             self._tell(proof, request)
 
     def spoil(self, request: Request, before: int, why: str) -> None:
-        """What a proven request computes behind ``before`` tokens is not what its hashes say, though they are true."""
-        proof = self._proofs[request.request_id]
+        """What a request computes behind ``before`` tokens is not what its hashes say, though they are true.
+
+        One that was never scheduled may begin with what others computed, which is known then.
+        """
+        if (proof := self._proofs.get(request.request_id)) is None:
+            return
         first = before // self._block_tokens
         proof.spoilt, proof.told = min(first, proof.spoilt if proof.spoilt is not None else first), 0
         self._tell(proof, request)
         self._say(request, first, why)
+
+    def evicted(self, hashes: Iterable[bytes]) -> None:
+        """The engine's own cache has nothing under these any more."""
+        self._false.difference_update(hashes)
 
     def proven_tokens(self, request: Request) -> int:
         """Up to where the request's blocks hold the KV of the tokens in their hashes."""

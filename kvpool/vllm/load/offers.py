@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from vllm.v1.request import Request
 
+from kvpool.vllm.audit.audits import Audits
 from kvpool.vllm.engine import internals
 from kvpool.vllm.engine.namespace import EngineNamespace
 from kvpool.vllm.geometry import Geometry
@@ -43,10 +44,12 @@ class Offers:
         loads: Loads,
         prefetches: Prefetches | None,
         gate: CostGate | None,
+        audits: Audits,
         stores: bool,
     ) -> None:
         self._geometry, self._namespace, self._lookups, self._loads = geometry, namespace, lookups, loads
         self._prefetches, self._gate, self._stores = prefetches, gate, stores
+        self._audits = audits
 
     def look_up(self, state: RequestState, now_s: float) -> RequestLookup | None:
         """Start the lookup of a request; None without a pool."""
@@ -142,8 +145,9 @@ class Offers:
         if paid == local_tokens:
             found.refused = True
             return NO_OFFER
-        found.span = Span(local_tokens, paid, near=paid == near)
-        return paid - local_tokens, True
+        end = self._audits.shortened(present, local_tokens, paid)
+        found.span = Span(local_tokens, end, near=paid == near, found_tokens=paid if end < paid else 0)
+        return end - local_tokens, end > local_tokens
 
     def present(self, state: RequestState, lookup: RequestLookup, now_s: float) -> Sequence[bytes] | None:
         """The answer of an ended lookup; None: it failed, and the request is offered nothing again."""

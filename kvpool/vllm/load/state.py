@@ -18,6 +18,7 @@ class Span(NamedTuple):
     local_tokens: int
     hit_tokens: int
     near: bool
+    found_tokens: int = 0  # the end of what was found, if its last block is withheld for an audit
 
 
 class Wait(NamedTuple):

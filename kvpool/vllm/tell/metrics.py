@@ -22,6 +22,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingHistogramMetadata,
     OffloadingMetricMetadata,
 )
+from vllm.v1.request import Request
 
 from kvpool import _native, metrics
 from kvpool.discovery.sample import SampledRequest
@@ -194,6 +195,17 @@ class Outcomes:
         if state.outcome.loads_first:
             state.outcome.loads_first = False
             self._count(state, "hit" if ok else "load_failed", tokens if ok else 0)
+
+    def audited(self, request: Request, verdict: str, distance: float, layer: str, seconds: float) -> None:
+        """A hit was audited; ``layer``: the first one that is too far."""
+        self._tracing.record(
+            "kvpool.audit",
+            getattr(request, "trace_headers", None),
+            seconds,
+            verdict=verdict,
+            distance=distance,
+            layer=layer,
+        )
 
     def tell_ratios(self) -> None:
         """Update the gauges of the hit ratio.

@@ -11,8 +11,8 @@ import torch
 from kvpool import open_store
 from kvpool.errors import StoreUnavailable
 from kvpool.metrics import Counters
+from kvpool.transfer import Block, KVCacheMover
 from kvpool.transfer.copier import BlockCopier
-from kvpool.transfer.kv_cache import Block, KVCacheMover
 from tests.support.conformance import keys, opened
 from tests.support.deadlines import ends_within
 from tests.support.mover import run

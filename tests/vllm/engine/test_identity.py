@@ -1,4 +1,7 @@
-"""The facts of an engine: of what was built, and of every setting that changes K or V."""
+"""The facts of an engine: of what was built, and of every setting that changes K or V.
+
+Over 400 lines because all facts of an engine are of one function.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +37,7 @@ from kvpool.vllm.engine.identity import (
     _model_config,
     _processor,
     digest_of,
+    elements_of,
     engine_facts,
     layout_of,
     rope_fact,
@@ -317,6 +321,19 @@ def test_an_fp8_cache_is_known_by_its_format_its_layers_and_its_scales(
 
     monkeypatch.setattr(type(current_platform), "fp8_dtype", lambda *_: torch.float8_e4m3fnuz)
     assert differing(facts_of(config), facts) == {"fp8_format"}
+
+
+@needs_fp8
+def test_the_bytes_of_an_fp8_cache_are_read_as_numbers(engine_config: Any) -> None:
+    names, views = ["layers.0.attn", "layers.1.attn"], [torch.zeros((8, 2), dtype=torch.uint8)] * 2
+    cache = KVCacheConfig(8, [], [KVCacheGroupSpec(names, FULL)])
+    config, layers = _fp8(engine_config)
+    layers[1].kv_cache_dtype = "fp8_e5m2"
+    assert elements_of(config, cache, [views]) == [["float8_e4m3fn", "float8_e5m2"]]
+    layers[1].kv_cache_dtype = "fp8_ds_mla"
+    assert elements_of(config, cache, [views]) == [["float8_e4m3fn", "uint8"]], "rows with scales among them"
+    skipped = [views[0], torch.zeros((8, 2), dtype=torch.bfloat16)]
+    assert elements_of(config, cache, [skipped]) == [["float8_e4m3fn", "bfloat16"]]
 
 
 @needs_fp8

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.engine.core import EngineCore
 
@@ -21,7 +22,7 @@ from kvpool.store import StoreURL
 from kvpool.store.file_system import FileSystem
 from kvpool.vllm.engine import internals
 from kvpool.vllm.engine.support import groups_of
-from tests.support.scheduler import request_with
+from tests.support.scheduler import BLOCK_TOKENS, request_with
 from tests.support.specs import FULL, REFILLED, RING, WINDOW, cache_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.allow_leaks("vLLM keeps helpers of its own for a process")]
@@ -273,3 +274,16 @@ def test_of_weights_that_a_kernel_has_packed_columns_are_measured(size: str) -> 
     ((name, columns),) = internals._tensors_of(lambda: runner)  # type: ignore[arg-type]
     assert name == ".weight"
     assert columns.T.tolist() == packed[:, [0, 2, 4, 7]].tolist()
+
+
+def test_evicted_blocks_are_found_no_more_and_stay_with_those_who_hold_them() -> None:
+    asked, pool = request_with("a"), BlockPool(32, True, BLOCK_TOKENS)
+    for _ in range(2):  # vLLM keeps equal blocks side by side
+        held = pool.get_new_blocks(4)
+        pool.cache_full_blocks(asked, held, 0, 4, BLOCK_TOKENS, 0)
+    keys = [internals.cache_key(one, 0) for one in asked.block_hashes]
+    internals.evict(pool, keys[1:3])
+    cached = internals.cached_blocks(pool)
+    assert cached is not None
+    assert [key in cached for key in keys[:4]] == [True, False, False, True]
+    assert {internals.references(pool, block.block_id) for block in held} == {1}

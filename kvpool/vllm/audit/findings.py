@@ -1,0 +1,90 @@
+"""``Findings``: what follows from findings of audits: who is put away, and whether this engine doubts itself.
+
+Two findings that name a writer put it away for a while: what it wrote counts as missing, and is deleted. Three findings
+of which no two name the same writer, or two of this engine's own records, are rather of this engine.
+
+A client that may write to the pool may give any writer's name, and so put others away. It may write wrong records and
+delete right ones anyway.
+
+Threads: the engine's scheduler thread only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection
+from itertools import combinations
+
+from kvpool.key.key import Namespace
+from kvpool.store.batch import WRITER_NBYTES
+from kvpool.text import listed
+from kvpool.vllm.audit.floor import Judged
+
+PUT_AWAY_S = 600.0
+REMEMBERED_S = 24 * 3600.0
+MAX_REMEMBERED = 32
+TO_PUT_AWAY = 2  # findings
+TO_DOUBT = 3  # findings of others, without a common writer
+MAX_SHOWN = 4
+NOBODY = bytes(WRITER_NBYTES)
+
+
+def describe(judged: Judged, writers: Collection[bytes], namespace: Namespace | None) -> str:
+    """A finding, for the log."""
+    first = judged.far[0]
+    where = f" in namespace {namespace.hex[:8]}" if namespace is not None else ""
+    names = listed((writer.hex() for writer in writers if writer != NOBODY), MAX_SHOWN)
+    what = {
+        "record": "the record itself is wrong, for its first layer depends on the tokens alone",
+        "prefix": "its first layer is right, so the prefix differs, or the weights",
+    }.get(judged.what, "the record or its prefix is wrong")
+    return (
+        f"a hit{where} is not what this engine computes: {first} is {judged.layers[first]:.2g} away, where honest "
+        f"blocks are within {judged.limit:.2g}; with it {len(judged.far)} of {len(judged.layers)} layers, "
+        f"{judged.distance:.2g} all together: {what}. The record and its prefix were written by "
+        f"{names or 'nobody with a name'}; they are deleted, and nothing of this request is stored. Look for what that "
+        "engine has other than this one: version, settings, weights, hardware"
+    )
+
+
+class Findings:
+    """``own``: this engine's name in records. ``clock``: in seconds."""
+
+    def __init__(self, own: bytes, clock: Callable[[], float]) -> None:
+        self._own, self._clock = own, clock
+        self._found: deque[tuple[float, frozenset[bytes]]] = deque(maxlen=MAX_REMEMBERED)
+        self._put_away: dict[bytes, float] = {}  # until when
+        self.doubts = ""  # why this engine should go without the pool; empty: it should not
+
+    def put_away(self) -> frozenset[bytes]:
+        """Writers whose records count as missing now."""
+        now_s = self._clock()
+        self._put_away = {writer: until_s for writer, until_s in self._put_away.items() if until_s > now_s}
+        return frozenset(self._put_away)
+
+    def add(self, writers: frozenset[bytes]) -> str:
+        """A finding of records of these. Returns ``doubts``."""
+        self.doubts = self._doubts_after(writers)
+        return self.doubts
+
+    def _doubts_after(self, writers: frozenset[bytes]) -> str:
+        now_s = self._clock()
+        self._found.append((now_s, writers - {NOBODY}))
+        found = [named for at_s, named in self._found if named and now_s - at_s < REMEMBERED_S]
+        if [named for named in found if named == {self._own}][1:]:
+            return "it computes other than what it stored itself"
+        for writer in writers - {NOBODY, self._own}:
+            if sum(writer in named for named in found) >= TO_PUT_AWAY:
+                self._put_away[writer] = now_s + PUT_AWAY_S
+        if any(
+            all(one.isdisjoint(other) for one, other in combinations(some, 2))
+            for some in combinations(found, TO_DOUBT)
+        ):
+            return f"it computes other than {TO_DOUBT} writers that have nothing to do with each other"
+        return ""
+
+    def forget(self) -> None:
+        """This engine is not what it was."""
+        self.doubts = ""
+        self._found.clear()
+        self._put_away.clear()

@@ -1,0 +1,119 @@
+"""``Floor``: how far honest blocks are from each other, learnt of pairs of this engine's own; and the judgement by it.
+
+An engine that computes a block again adds in another order: other chunks, another batch, other threads. What that makes
+of a layer, relative to its norm, is the floor of the layer. A distance beyond twice the floor is a finding.
+
+The first layer's keys and values depend on the tokens alone. If it differs, the record is wrong. If only later ones do,
+so is something in front: the prefix, or the weights.
+
+Threads: the caller's.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from kvpool.discovery.audit_news import Kind
+from kvpool.vllm.plan import AuditedPart
+
+LEAST_PAIRS = 8  # before it judges others
+FACTOR = 2.0
+# By element: the least floor of a layer, whatever is learnt: engines whose own pairs are equal to the bit meet others.
+# And the most, in case that a pair is wrong itself.
+LEAST = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2, "float8_e4m3fn": 4e-2, "float8_e5m2": 8e-2}
+MOST_OF_LEAST = 4.0
+_NUMBER = re.compile(r"\.(\d+)\.")
+
+
+@dataclass
+class Judged:
+    """``verdict``: of ``metrics.AUDITS``. ``distance``: over all layers; ``layers``: of each, from the first on.
+
+    ``far``: those beyond the floor. ``what``: what is wrong, if anything: ``record`` or ``prefix``; empty: either.
+    """
+
+    verdict: str
+    distance: float = 0.0
+    layers: Mapping[str, float] = field(default_factory=dict)
+    far: Sequence[str] = ()
+    what: Kind = ""
+    writers: frozenset[bytes] = frozenset()  # of the record
+    limit: float = 0.0  # of the first one that is too far
+
+
+class Floor:
+    """``learns_from``: this engine's name in records; None: it stores nothing, and learns of what others stored."""
+
+    def __init__(self, learns_from: bytes | None) -> None:
+        self._learns_from = learns_from
+        self._pairs: list[Mapping[str, float]] = []  # the first ones
+        self._largest: dict[str, float] = {}  # by layer; infinite: it is as far as others' blocks would be
+
+    @property
+    def is_known(self) -> bool:
+        return len(self._pairs) >= LEAST_PAIRS
+
+    def forget(self) -> None:
+        self._pairs.clear()
+        self._largest.clear()
+
+    def judge(self, parts: Sequence[AuditedPart]) -> Judged:
+        """What an audit found, of all its ranks together. Of one of this engine's own blocks it learns."""
+        parts = [part for part in parts if part.why != "no_numbers"] or parts
+        if why := next((part.why for part in parts if part.why), "" if parts else "gone"):
+            return Judged(why)
+        sums: dict[str, tuple[float, float]] = {}
+        least: dict[str, float] = {}
+        for layer in (layer for part in parts for layer in part.layers):
+            difference, norm = sums.get(layer.name, (0.0, 0.0))
+            sums[layer.name] = difference + layer.difference, norm + layer.norm
+            least[layer.name] = LEAST[layer.element]
+        layers = {name: _relative(*sums[name]) for name in sorted(sums, key=_place)}
+        whole = _relative(sum(one[0] for one in sums.values()), sum(one[1] for one in sums.values()))
+        writers = frozenset(part.writer for part in parts)
+        may_learn = self._learns_from is None or writers == {self._learns_from}
+        if not self.is_known:
+            if may_learn:
+                self._learn(layers, least)
+            return Judged("no_floor", whole, layers, writers=writers)
+        limits = {name: FACTOR * max(least[name], self._largest.get(name, 0.0)) for name in layers}
+        far = [name for name, distance in layers.items() if not distance <= limits[name]]
+        if far:
+            what = _what(next(iter(layers)), far[0])
+            return Judged("differs", whole, layers, far, what, writers, limits[far[0]])
+        if may_learn:
+            for name, distance in layers.items():
+                most = MOST_OF_LEAST * least[name]
+                self._largest[name] = max(self._largest.get(name, 0.0), min(most, distance))
+        return Judged("same", whole, layers, writers=writers)
+
+    def _learn(self, layers: Mapping[str, float], least: Mapping[str, float]) -> None:
+        self._pairs.append(layers)
+        if len(self._pairs) < LEAST_PAIRS:
+            return
+        for name in layers:
+            pairs = sorted(pair.get(name, 0.0) for pair in self._pairs)
+            most = MOST_OF_LEAST * least[name]
+            self._largest[name] = min(most, pairs[-1]) if pairs[len(pairs) // 2] <= most else math.inf
+
+
+def _what(first: str, far: str) -> Kind:
+    """What is wrong if the first layer that is too far is ``far``."""
+    if _place(first)[0]:
+        return ""  # the model's first layer is none that is compared
+    return "record" if far == first else "prefix"
+
+
+def _place(layer: str) -> tuple[int, str]:
+    """A layer's number in the model, and its name."""
+    number = _NUMBER.search(f"{layer}.")
+    return int(number[1]) if number else -1, layer
+
+
+def _relative(difference: float, norm: float) -> float:
+    if not difference:
+        return 0.0
+    return math.sqrt(difference / norm) if norm and math.isfinite(difference) else math.inf
