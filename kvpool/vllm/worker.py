@@ -47,6 +47,7 @@ from kvpool.vllm.engine.parts import cut
 from kvpool.vllm.geometry import Geometry, Group
 from kvpool.vllm.plan import (
     AdapterWeights,
+    AuditedPart,
     BlockRef,
     LoadPlan,
     Measured,
@@ -408,6 +409,8 @@ class WorkerHalf:
         if blocks and self._audits is not None:
             self._audits.begin(number, blocks)
             return True
+        if own:  # what the other ranks find is not the whole record
+            self._report.audited.setdefault(number, []).append(AuditedPart("gone"))
         return False
 
     def start_stores(self, step: PoolMetadata) -> None:

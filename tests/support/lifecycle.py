@@ -16,8 +16,9 @@ import itertools
 import math
 import pickle
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -65,6 +66,7 @@ from kvpool.metrics import Samples, add_samples
 from kvpool.store.batch import WRITER_NBYTES
 from kvpool.transfer import BlockCopier
 from kvpool.vllm import KVPoolConnector, KVPoolTier
+from kvpool.vllm.audit.audits import Audited
 from kvpool.vllm.engine import internals
 from kvpool.vllm.plan import PoolMetadata
 from tests.support.clock import Clock
@@ -79,6 +81,7 @@ SMALL_BLOCK_TOKENS, SMALL_WINDOW = 2, 3  # of which hits need the last in front 
 POOLED_TOKENS = 2  # that a layer compresses to one; a ring keeps those that are not yet so many
 REFILLED_WINDOW = 8  # whole blocks
 LAYERS = 2
+ELEMENT = "float32"  # two of a token's number, to audits
 DEVICE_BLOCKS = 26  # of two groups
 # Two steps under way are 24 small blocks, or 12 of a window that is filled again.
 MORE_BLOCKS = {"states": 12, "small": 24, "ring": 6, "refilled": 16}
@@ -148,6 +151,8 @@ class World:
             tuple[int, ...], int
         ] = {}  # numbers of weights of which not all ranks have the same
         self.doubtful: set[str] | None = None  # what may be wrong of what is stored; None: nothing may
+        self.is_honest = True  # nothing wrong was ever in the pool
+        self.engines = 0  # that were started
         self.batches: list[_Batch] = []
         self.put: set[str] = set()
         self.reachable = True
@@ -163,6 +168,8 @@ class World:
             self._patch.setattr(f"{module}.open_store", self._open_store)
         self._patch.setattr("kvpool.vllm.engine.parts.MIN_PART_NBYTES", 1)
         # Nothing runs beside the caller.
+        self._patch.setattr("kvpool.transfer.audit.ThreadPoolExecutor", AtOnce)
+        self._patch.setattr("kvpool.vllm.audit.floor.LEAST_PAIRS", 0)  # equal bytes are at no distance
         self._patch.setattr("kvpool.vllm.worker.start_thread", lambda thread: thread.run())
         self._patch.setattr("kvpool.vllm.worker.WorkerHalf._begin_announcing", lambda worker, namespace: None)
 
@@ -223,6 +230,19 @@ class World:
         self.records.close()
 
 
+class AtOnce:
+    """Threads that are done when they are asked."""
+
+    def __init__(self, *arguments: object, **named: object) -> None: ...
+
+    def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(call(*arguments))
+        return done
+
+    def shutdown(self, *, wait: bool, cancel_futures: bool) -> None: ...
+
+
 STATES = 2  # the group of states
 
 
@@ -246,6 +266,7 @@ class _Batch:
     deadline_s: float
     answer: bytes | None = None
     cancelled: bool = False
+    written_by: bytes = b""  # what a read found
 
     def done(self) -> bool:
         return self.answer is not None
@@ -266,7 +287,7 @@ class _Batch:
         return self.cancelled or self.client.world.clock.now_s >= self.deadline_s
 
     def writers(self) -> bytes:
-        return bytes(WRITER_NBYTES * len(self.keys))
+        return self.written_by or bytes(WRITER_NBYTES * len(self.keys))
 
     def results(self) -> bytes:
         assert self.answer is not None
@@ -290,6 +311,7 @@ class _Batch:
             if self.mood == "full":
                 kept |= dict.fromkeys(new, _native.NO_ROOM)
             else:
+                world.records.writer = self.client.writer
                 ended = world.records.put_many([self.keys[at] for at in new], [self.views[at] for at in new])
                 kept |= {at: _native.OK if ok else _native.NO_ROOM for at, ok in zip(new, ended, strict=True)}
                 world.put.update(self.keys[at] for at in new if kept[at] == _native.OK)
@@ -301,7 +323,8 @@ class _Batch:
             if self.mood == "losing" and self.operation == _native.GET:
                 world.records.delete_many([key for key in self.keys if world.random.random() < 0.5])
             if self.operation == _native.GET:
-                found = world.records.get_many_into(self.keys, self.views)
+                got = world.records.submit_get(self.keys, self.views, timeout_s=1)
+                found, self.written_by = got.wait(), b"".join(got.writers())
             else:
                 found = world.records.touch_many(self.keys)
             self.answer = bytes(_native.OK if ok else _native.MISS for ok in found)
@@ -435,6 +458,7 @@ class Shape:
     ring: bool = False  # a second group, of a ring; behind it one of states, or of full attention
     refilled: bool = False  # before them all a window of latent vectors that is filled again behind a hit
     cut: bool = False  # by heads, so that engines of other numbers of ranks share; of these it has HEADS
+    audited: bool = False  # each hit whose last block is one to compare
 
     @property
     def heads(self) -> int:
@@ -521,6 +545,8 @@ class ScriptedEngine:
     ) -> None:
         self.world, self.shape, self.config = world, shape, config
         world.shape = shape
+        world.engines += 1
+        config.kv_transfer_config.engine_id = f"engine {world.engines}"
         self.held = [0] * shape.ranks  # weights, by rank
         self.memory = 0  # of its weights, what blocks do not depend on
         self.mixed: int | None = None  # weights of which it has blocks beside its own; None: it has none
@@ -574,6 +600,7 @@ class ScriptedEngine:
         self.planner.stats = dict  # type: ignore[method-assign]  # what is counted is for ``counters``
         self.stores = self.planner._store_planner
         self._watch_offers()
+        self._watch_audits()
         self.ranks = [self._rank(index, index == without_pool) for index in range(self.shape.ranks)]
         self.aggregator = KVOutputAggregator(self.shape.ranks)
         self.queue: deque[list[Any]] = deque()  # [what was planned, what came out of it or None], oldest last
@@ -586,6 +613,7 @@ class ScriptedEngine:
         self.tags: dict[int, tuple[bytes, int]] = {}  # hash and group of what was to be stored
         self.dropped: set[tuple[bytes, int]] = set()  # of it, what a rank has dropped
         self.stored_again = 0
+        self.verdicts: Counter[str] = Counter()
         self._hashed: dict[str, int] = {}
 
     def _rank(self, index: int, without_pool: bool) -> Rank:
@@ -612,7 +640,11 @@ class ScriptedEngine:
         engine = self
 
         class Watched(BlockCopier):
-            """Moves bytes as ever, after a look at whose blocks they are."""
+            """Moves bytes as ever, after a look at whose blocks they are. To audits these are numbers."""
+
+            def __init__(self, *arguments: Any) -> None:
+                super().__init__(*arguments)
+                self.pieces = [(ELEMENT, nbytes) for _, nbytes in self.pieces]
 
             def gather(self, block_ids: Sequence[int], *rest: Any) -> None:
                 engine._touch(rank, "gather")
@@ -753,6 +785,7 @@ class ScriptedEngine:
             for name, one in scheduler.requests.items()
         )
         held = any(pending.unstaged for pending in self.stores._queue._pending.values())
+        held |= any(audit.blocks for audit in self.planner._audits._audits.values())
         assert self.queue or not held or self.shape.late, "a block is held"
         self._reset(running and not busy and not held, connector)
         if connector:
@@ -786,6 +819,7 @@ class ScriptedEngine:
             else:
                 self._begin_anew()
             self.silent = None if told else before
+            self.world.is_honest &= bool(told)
             if not told and (namespace := self.planner._namespace.current) is not None:
                 self.world.weights.setdefault(namespace.fingerprint, before)
         if told:
@@ -1156,6 +1190,15 @@ class ScriptedEngine:
         self.connector.get_num_new_matched_tokens = asked  # type: ignore[method-assign]
         self.connector.take_events = told  # type: ignore[method-assign]
 
+    def _watch_audits(self) -> None:
+        note = self.planner._note_audit
+
+        def noted(audited: Audited) -> None:
+            self.verdicts[audited.judged.verdict] += 1
+            note(audited)
+
+        self.planner._note_audit = noted  # type: ignore[method-assign]
+
     def _check_event(self, event: BlockStored) -> None:
         (told,) = event.block_hashes
         assert isinstance(told, int)
@@ -1223,6 +1266,9 @@ class ScriptedEngine:
     def check(self) -> None:
         """What holds at any time."""
         assert not self.touched, "memory was read or written that a sleep had taken away"
+        assert not (self.world.is_honest and self.verdicts["differs"]), (
+            "an honest block is taken for a wrong one"
+        )
         for rank in self.ranks:
             for name, blocks in rank.loading.items():
                 for _, block in blocks:
@@ -1231,6 +1277,7 @@ class ScriptedEngine:
             assert worker is not None
             if (mover := worker._mover) is not None:
                 held = [slot for part in [*mover._parts, *mover._stopping] for slot in part.slots]
+                held += [slot for audit in mover.auditor._audits for slot in (audit.ours, audit.theirs)]
                 assert len(set(held)) == len(held), "two transfers share a slot"
                 assert not set(held) & set(mover.staging._free), "a slot in use is free"
                 assert len(held) + mover.staging.free == mover.staging.slots, "a slot is lost"
@@ -1258,6 +1305,8 @@ class ScriptedEngine:
         assert not self.planner._requests
         assert not self.stores._queue._pending
         assert not self.stores._held._references
+        assert not self.planner._audits._audits, "an audit has not ended"
+        assert not self.planner._audits._of_request
         assert not self.stores._late_answers
         assert not self.planner._new_loads
         assert not self.aggregator._recv_remaining_count
@@ -1272,6 +1321,7 @@ class ScriptedEngine:
             assert worker is not None
             assert not worker._loads
             assert not worker._failed
+            assert worker._audits is None or not (worker._audits._audits or worker._audits._blocks)
             assert worker._mover is None or not worker._mover.busy
             assert not worker.slots_in_use
 
@@ -1334,6 +1384,7 @@ def prepare(config: VllmConfig, shape: Shape) -> VllmConfig:
     settings = config.kv_transfer_config.kv_connector_extra_config
     settings["blocks_per_record"] = shape.blocks_per_record
     settings["share_across_tp"] = HEADS if shape.cut else None
+    settings["audit_share"] = float(shape.audited)
     return config
 
 

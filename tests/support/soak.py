@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, run_state_mach
 
 # Seconds that all searches together go on; each has its share.
 SOAK_S = float(os.environ.get("SOAK_S", "60"))
-SEARCHES = 7  # oracle, reconciler, file store, near and far, devices, lifecycles of connector and tier
+SEARCHES = 8  # oracle, reconciler, file store, near and far, devices, lifecycles: connector, its audits, tier
 SEARCH_S = SOAK_S / SEARCHES
 LONG_SOAK = pytest.mark.skipif(SOAK_S < 300, reason="too long for a short soak: SOAK_S=300 runs it")
 ENGINES = st.integers(0, 1)

@@ -142,6 +142,7 @@ SHAPES += [
     for blocks_per_record in (1, 2)
     for late in (False, True)
 ]  # fmt: skip
+AUDITED = [dataclasses.replace(shape, audited=True) for shape in SHAPES if shape.slots == 24]
 CAPACITIES = (3_000, 1 << 20)  # bytes of the pool: a dozen blocks, and all there are
 
 WAYS_TO_LOAD_WEIGHTS = (
@@ -422,8 +423,20 @@ def finds_silent_change(engine: ScriptedEngine, weights: int, rank: int | None, 
     return not engine.planner._broken
 
 
-def of(configured: Configured) -> type[Life]:
-    return type("ConfiguredLife", (EngineLife,), {"configured": staticmethod(configured)})
+class AuditedLife(EngineLife):
+    """Each hit is audited whose last block can be: no honest one is found wrong, and every audit ends."""
+
+    @initialize(
+        shape=st.sampled_from(AUDITED),
+        seed=st.integers(0, 1 << 16),
+        capacity=st.sampled_from(CAPACITIES),
+    )
+    def start(self, shape: Shape, seed: int, capacity: int) -> None:
+        super().start(shape, seed, capacity)
+
+
+def of(configured: Configured, kind: type[EngineLife] = EngineLife) -> type[Life]:
+    return type("ConfiguredLife", (kind,), {"configured": staticmethod(configured)})
 
 
 PROMPT = list(range(30))
@@ -1038,10 +1051,26 @@ def check_counts(counts: dict[str, float]) -> None:
     assert counts["found"] > 0, counts
 
 
+def test_a_short_life_with_audits(configured: Configured) -> None:
+    live(of(configured, AuditedLife), check_audits, examples=25, steps=40)
+
+
+def check_audits(counts: dict[str, float]) -> None:
+    print(counts)
+    assert counts[f"{metrics.AUDITS.name}/same"] > 0, counts
+    assert counts[f"{metrics.AUDITS.name}/gone"] > 0, counts
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(SEARCH_S + 300)
 def test_a_long_life(configured: Configured) -> None:
     live_long(of(configured), check_counts)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(SEARCH_S + 300)
+def test_a_long_life_with_audits(configured: Configured) -> None:
+    live_long(of(configured, AuditedLife), check_audits)
 
 
 @pytest.mark.parametrize("overlapping", [False, True])

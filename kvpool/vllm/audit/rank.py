@@ -98,6 +98,7 @@ class RankAudits:
         """Report all as ended: nothing reads their blocks any more."""
         for number, audit in self._audits.items():
             count(report.audit_staged, [number] if audit.unstaged else [])
+            report.audited.setdefault(number, []).append(AuditedPart("gone"))
             count(report.audit_ended, [number])
         self._audits.clear()
         self._blocks.clear()

@@ -10,7 +10,8 @@ from vllm.v1.core.block_pool import BlockPool
 from kvpool import metrics
 from kvpool.key.key import writer_name
 from kvpool.metrics import Counters
-from kvpool.vllm.audit.audits import LEAST_PAUSE_S, MAX_OPEN, Audits
+from kvpool.vllm.audit.audits import LEAST_PAUSE_S, MAX_OPEN, WHILE_LEARNING, Audits
+from kvpool.vllm.audit.floor import Floor
 from kvpool.vllm.geometry import Geometry, Group
 from kvpool.vllm.plan import AuditedPart, LayerDistance, PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.requests import Asked, RequestParams
@@ -93,9 +94,21 @@ def test_what_has_no_block_to_compare_is_not_audited(groups: tuple[Group, ...]) 
     assert audits(*groups).shortened([ALL] * len(groups), 0, HIT) == HIT
 
 
-@pytest.mark.parametrize(("drawn", "end"), [(0.0, HIT - 16), (0.24, HIT - 16), (0.25, HIT), (0.9, HIT)])
-def test_a_share_of_hits_is_audited(drawn: float, end: int) -> None:
-    assert audits(share=0.25, random=lambda: drawn).shortened([ALL], 0, HIT) == end
+@pytest.mark.parametrize(
+    ("drawn", "is_known", "end"),
+    [
+        (0.0, True, HIT - 16),
+        (0.0099, True, HIT - 16),
+        (0.01, True, HIT),
+        (0.01 * WHILE_LEARNING - 0.001, False, HIT - 16),
+        (0.01 * WHILE_LEARNING, False, HIT),
+    ],
+)
+def test_a_share_of_hits_is_audited_and_more_until_the_floor_is_known(
+    monkeypatch: pytest.MonkeyPatch, drawn: float, is_known: bool, end: int
+) -> None:
+    monkeypatch.setattr(Floor, "is_known", is_known)
+    assert audits(share=0.01, random=lambda: drawn).shortened([ALL], 0, HIT) == end
 
 
 def test_without_a_share_no_hit_is_audited() -> None:
