@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from vllm.logger import init_logger
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
 
@@ -22,6 +23,8 @@ from kvpool.vllm.engine import internals
 from kvpool.vllm.geometry import Geometry
 from kvpool.vllm.plan import AuditedPart, BlockRef, PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.requests import Asked
+
+logger = init_logger("vllm.kvpool")
 
 LEAST_PAUSE_S = 1.0  # between two audits, unless every hit is to be audited
 WHILE_LEARNING = 16  # times as many audits, until the floor is known
@@ -180,7 +183,14 @@ class Audits:
                 audit.open -= ranks
                 if audit.open == 0:
                     del self._audits[number]
+                    was_known = self._floor.is_known
                     judged = Judged("gone") if audit.is_outdated else self._floor.judge(audit.parts)
+                    if self._floor.is_known and not was_known:
+                        logger.info(
+                            "kvpool: audits are judged from now on: the same block, computed twice, differs by up to "
+                            "%.2g of its norm here (%s)",
+                            *self._floor.largest[::-1],
+                        )
                     self._count(judged.verdict)
                     if judged.layers:
                         ended.append(self._said(number, audit, judged))

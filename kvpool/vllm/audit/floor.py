@@ -56,6 +56,11 @@ class Floor:
     def is_known(self) -> bool:
         return len(self._pairs) >= LEAST_PAIRS
 
+    @property
+    def largest(self) -> tuple[str, float]:
+        """The layer that is farthest from itself in honest pairs, and how far."""
+        return max(self._largest.items(), key=lambda one: one[1], default=("", 0.0))
+
     def forget(self) -> None:
         self._pairs.clear()
         self._largest.clear()
