@@ -9,6 +9,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import NamedTuple
 
 from rich.console import Console, Group, RenderableType
@@ -22,13 +23,14 @@ from kvpool.cli.settings import TopOptions
 from kvpool.cli.tables import Column, add_row, console, fitted, kept, show, termination_interrupts
 from kvpool.discovery.quota import Standing, fullest_first
 from kvpool.errors import ConfigError, IndexUnavailable
-from kvpool.index.answer import FleetStatus, IndexStatus, PublisherStatus, WorkerStatus
+from kvpool.index.answer import EngineAudits, FleetStatus, IndexStatus, PublisherStatus, WorkerStatus
 from kvpool.index.client.client import IndexClient
 from kvpool.index.fleet.rank import ASLEEP
 from kvpool.text import counted, format_duration, format_size, unknown
 
 TIMEOUT_S = 5.0
 MAX_QUOTAS = 5  # lines
+MAX_AUDITS = 5  # lines
 
 
 class RankRow(NamedTuple):
@@ -158,6 +160,7 @@ class _Watch:
             | rates_of(self._now, self._before)._asdict(),
             "ranks": [row._asdict() for row in rows_of(self._now, self._before, self.options.sort)],
             "quotas": [one.as_json(tenant) for tenant, one in self._now.status.quotas.items()],
+            "audits": [asdict(one) for one in self._now.status.audits],
         }
 
     def parts(self, width: int, most: int) -> list[RenderableType]:
@@ -275,6 +278,7 @@ def _head(now: Look, before: Look | None, rows: Sequence[RankRow]) -> list[str]:
             else ""
         ),
         *_quotas(status.quotas),
+        *_audits(status.audits, time.time()),
     ]
 
 
@@ -284,6 +288,29 @@ def _quotas(quotas: Mapping[str, Standing]) -> list[str]:
     lines = [f"tenant {tenant} {said(standing)}" for tenant, standing in fullest[:MAX_QUOTAS]]
     more = len(fullest) - len(lines)
     return [*lines, f"and {counted(more, 'more tenant')} with a quota"] if more else lines
+
+
+def _audits(audits: Sequence[EngineAudits], now_s: float) -> list[str]:
+    """A line for all engines that audit hits, and one for each of the worst."""
+    if not audits:
+        return []
+    differing = sum(one.differing for one in audits)
+    judged = sum(one.same for one in audits) + differing
+    lines = [
+        f"{counted(judged, 'audited hit')} of {counted(len(audits), 'engine')}, of which {differing:,} differ"
+    ]
+    wrong = [one for one in audits if one.doubts or one.differing]
+    for one in wrong[:MAX_AUDITS]:
+        name = f"engine {one.writer[16:24]} on {one.host}"
+        if one.doubts:
+            lines.append(f"{name} doubts itself, and goes without the pool: {one.doubts}")
+        else:
+            when = f", the last {format_duration(max(0.0, now_s - one.found_s))} ago" if one.found_s else ""
+            whose = f", written by {' or '.join(one.found_writers)}" if one.found_writers else ""
+            lines.append(f"{name} computes other than {counted(one.differing, 'block')}{when}{whose}")
+    if len(wrong) > MAX_AUDITS:
+        lines.append(f"and {counted(len(wrong) - MAX_AUDITS, 'more engine')} with findings")
+    return [*lines, "kvpool doctor --pool says what to do about them"] if wrong else lines
 
 
 def _pool_away(index: IndexStatus) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from kvpool.discovery.worker import Publisher, Worker
 from kvpool.index.answer import (
+    EngineAudits,
     FleetStatus,
     HitCurve,
     IndexStatus,
@@ -23,6 +24,7 @@ from kvpool.index.prompt import Chat, Load, Prompt
 __all__ = [
     "Applied",
     "Chat",
+    "EngineAudits",
     "FleetStatus",
     "HitCurve",
     "IndexStatus",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple
 
+from kvpool.discovery.audit_news import SAME, AuditNews
 from kvpool.discovery.quota import Standing
 from kvpool.discovery.worker import Worker
 
@@ -204,12 +205,51 @@ class IndexStatus:
 
 
 @dataclass(frozen=True)
+class EngineAudits:
+    """Blocks of the pool that an engine computed again to compare them, since its start, as it says itself.
+
+    ``writer``: its name in the records that it stores, 32 hex digits, as all writers here. ``same``, ``differing``:
+    what it computes, or not. ``unjudged``: compared before it knew how far honest blocks are from each other.
+    ``doubts``: why it doubts itself and goes on without the pool; empty: it does not. ``put_away_writers``: whose
+    records it takes for missing now. ``found_writers``: of the block that differed last, and its prefix. ``found_s``:
+    when that was, in seconds since the epoch; 0: none did.
+    """
+
+    tenant: str
+    host: str
+    writer: str
+    same: int = 0
+    differing: int = 0
+    unjudged: int = 0
+    doubts: str = ""
+    put_away_writers: tuple[str, ...] = ()
+    found_writers: tuple[str, ...] = ()
+    found_s: float = 0.0
+
+    @classmethod
+    def of(cls, tenant: str, news: AuditNews) -> EngineAudits:
+        last = max(news.findings, key=lambda one: one.at_s, default=None)
+        return cls(
+            tenant, news.host, news.writer, news.counts.get(SAME, 0), news.differing, news.unjudged, news.doubts,
+            news.put_away, *((last.writers, last.at_s) if last is not None else ()),
+        )  # fmt: skip
+
+
+def worst_first(audits: Iterable[EngineAudits]) -> list[EngineAudits]:
+    """Those that doubt themselves, then those with the last findings."""
+    return sorted(
+        audits, key=lambda one: (not one.doubts, -one.found_s, -one.differing, one.tenant, one.host)
+    )
+
+
+@dataclass(frozen=True)
 class FleetStatus:
-    """``quotas``: what tenants with a quota hold of it in the pool, by tenant."""
+    """``quotas``: what tenants with a quota hold of it in the pool, by tenant. ``audits``: the worst first."""
 
     index: IndexStatus
     workers: tuple[WorkerStatus, ...]
     quotas: Mapping[str, Standing] = field(default_factory=dict)
+    audits: tuple[EngineAudits, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -320,16 +320,42 @@ class ListWorkersRequest(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., model: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
 
 class ListWorkersResponse(_message.Message):
-    __slots__ = ("workers", "next_page_token", "index", "quotas")
+    __slots__ = ("workers", "next_page_token", "index", "quotas", "audits")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     QUOTAS_FIELD_NUMBER: _ClassVar[int]
+    AUDITS_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     next_page_token: str
     index: IndexStatus
     quotas: _containers.RepeatedCompositeFieldContainer[TenantQuota]
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., index: _Optional[_Union[IndexStatus, _Mapping]] = ..., quotas: _Optional[_Iterable[_Union[TenantQuota, _Mapping]]] = ...) -> None: ...
+    audits: _containers.RepeatedCompositeFieldContainer[EngineAudits]
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., next_page_token: _Optional[str] = ..., index: _Optional[_Union[IndexStatus, _Mapping]] = ..., quotas: _Optional[_Iterable[_Union[TenantQuota, _Mapping]]] = ..., audits: _Optional[_Iterable[_Union[EngineAudits, _Mapping]]] = ...) -> None: ...
+
+class EngineAudits(_message.Message):
+    __slots__ = ("tenant", "host", "writer", "same", "differing", "unjudged", "doubts", "put_away_writers", "found_writers", "found_s")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    WRITER_FIELD_NUMBER: _ClassVar[int]
+    SAME_FIELD_NUMBER: _ClassVar[int]
+    DIFFERING_FIELD_NUMBER: _ClassVar[int]
+    UNJUDGED_FIELD_NUMBER: _ClassVar[int]
+    DOUBTS_FIELD_NUMBER: _ClassVar[int]
+    PUT_AWAY_WRITERS_FIELD_NUMBER: _ClassVar[int]
+    FOUND_WRITERS_FIELD_NUMBER: _ClassVar[int]
+    FOUND_S_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    host: str
+    writer: str
+    same: int
+    differing: int
+    unjudged: int
+    doubts: str
+    put_away_writers: _containers.RepeatedScalarFieldContainer[str]
+    found_writers: _containers.RepeatedScalarFieldContainer[str]
+    found_s: float
+    def __init__(self, tenant: _Optional[str] = ..., host: _Optional[str] = ..., writer: _Optional[str] = ..., same: _Optional[int] = ..., differing: _Optional[int] = ..., unjudged: _Optional[int] = ..., doubts: _Optional[str] = ..., put_away_writers: _Optional[_Iterable[str]] = ..., found_writers: _Optional[_Iterable[str]] = ..., found_s: _Optional[float] = ...) -> None: ...
 
 class TenantQuota(_message.Message):
     __slots__ = ("tenant", "quota_nbytes", "held_nbytes")

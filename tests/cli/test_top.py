@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,7 +30,16 @@ from kvpool.cli.settings import TopOptions
 from kvpool.cli.tables import show
 from kvpool.cli.top import Look, rates_of, rows_of
 from kvpool.discovery.quota import Standing
-from kvpool.index import FleetStatus, IndexStatus, Publisher, PublisherStatus, Worker, WorkerStatus
+from kvpool.index import (
+    EngineAudits,
+    FleetStatus,
+    IndexStatus,
+    Publisher,
+    PublisherStatus,
+    Worker,
+    WorkerStatus,
+)
+from kvpool.index.answer import worst_first
 from kvpool.index.client.client import IndexClient
 from kvpool.index.fleet.fleet import Fleet
 from kvpool.key.hashing import seed_id
@@ -152,7 +162,7 @@ def test_no_worker() -> None:
 @pytest.mark.usefixtures("grpc_started")
 def test_json_is_stable(served: Served) -> None:
     shown = json.loads(kvpool("top", "--index", served.target, "--once", "--json", "--sort", "host").stdout)
-    assert list(shown) == ["index", "ranks", "quotas"]
+    assert list(shown) == ["index", "ranks", "quotas", "audits"]
     assert shown["index"].pop("uptime_ms") >= 0
     assert shown["index"].pop("instance_id")
     assert shown["index"].pop("memory_nbytes") > 0
@@ -181,7 +191,7 @@ def test_quotas_are_shown_the_fullest_first() -> None:
     gib = 1 << 30
     standings = {f"t{number}": Standing(10 * gib, number * gib, is_said=True) for number in range(6)}
     standings |= {"over": Standing(gib, 2 * gib, is_said=True), "new": Standing(gib, is_said=True)}
-    with serving(Fleet(), pool=SimpleNamespace(standings=standings, servers=[])) as running:
+    with serving(Fleet(), pool=SimpleNamespace(standings=standings, servers=[], audits=())) as running:
         asked = ("top", "--index", running.target, "--once")
         wide = {**os.environ, "COLUMNS": "120"}
         lines = [line for line in kvpool(*asked, env=wide).stdout.splitlines() if "quota" in line]
@@ -195,6 +205,57 @@ def test_quotas_are_shown_the_fullest_first() -> None:
     assert len(told) == 8
     assert {"tenant": "new", "quota_nbytes": gib, "held_nbytes": None} in told
     assert "tenant new has a quota of 1.0 GiB; what it holds is not counted yet" in alone
+
+
+@pytest.mark.usefixtures("grpc_started")
+def test_what_audits_found_is_shown_the_worst_first() -> None:
+    bad = "cd" * 16
+    now_s = time.time()
+    audits = worst_first(
+        [
+            *(
+                EngineAudits(
+                    "default", f"gpu-{n}", f"{n:032x}", 100, n, found_writers=(bad,), found_s=now_s - 60 * n
+                )
+                for n in range(1, 8)
+            ),
+            EngineAudits("other", "gpu-9", "ab" * 16, 5, 3, 8, "it computes other than 3 writers", (bad,)),
+            EngineAudits("other", "gpu-8", "ef" * 16, 1000),
+        ]
+    )
+    with serving(Fleet(), pool=SimpleNamespace(standings={}, servers=[], audits=audits)) as running:
+        asked = ("top", "--index", running.target, "--once")
+        wide = {**os.environ, "COLUMNS": "160"}
+        lines = [
+            line for line in kvpool(*asked, env=wide).stdout.splitlines() if re.search("engine|doctor", line)
+        ]
+        told = json.loads(kvpool(*asked, "--json").stdout)["audits"]
+        alone = kvpool(*asked, "--tenant", "other", env=wide).stdout
+    assert lines == [
+        "1,736 audited hits of 9 engines, of which 31 differ",
+        "engine abababab on gpu-9 doubts itself, and goes without the pool: it computes other than 3 writers",
+        f"engine 00000000 on gpu-1 computes other than 1 block, the last 1 min ago, written by {bad}",
+        *(
+            f"engine 00000000 on gpu-{n} computes other than {n} blocks, the last {n} min ago, written "
+            f"by {bad}"
+            for n in (2, 3, 4)
+        ),
+        "and 3 more engines with findings",
+        "kvpool doctor --pool says what to do about them",
+    ]
+    assert len(told) == 9
+    assert told[0]["put_away_writers"] == [bad]
+    assert "1,008 audited hits of 2 engines, of which 3 differ" in alone
+    assert "gpu-1" not in alone
+
+
+@pytest.mark.usefixtures("grpc_started")
+def test_audits_without_a_finding_are_one_line() -> None:
+    audits = (EngineAudits("default", "gpu-8", "ef" * 16, 1000),)
+    with serving(Fleet(), pool=SimpleNamespace(standings={}, servers=[], audits=audits)) as running:
+        shown = kvpool("top", "--index", running.target, "--once").stdout
+    assert "1,000 audited hits of 1 engine, of which 0 differ\n" in shown
+    assert "kvpool doctor" not in shown
 
 
 @contextmanager

@@ -426,6 +426,10 @@ def make_protocol() -> list[dict[str, Any]]:
         "pool_servers": 3, "pool_servers_away": 1,
     }, "quotas": [
         {"tenant": "t", "quota_nbytes": 50 << 30, "held_nbytes": 0}, {"tenant": "u", "quota_nbytes": 1},
+    ], "audits": [
+        {"tenant": "t", "host": "h", "writer": "ab" * 16, "same": 500, "differing": 2, "unjudged": 8,
+         "doubts": "why", "put_away_writers": ["cd" * 16], "found_writers": ["cd" * 16, "ef" * 16], "found_s": 1.5e9},
+        {"tenant": "u", "host": "i", "writer": "12" * 16, "same": 1},
     ]})  # fmt: skip
     message("HitCurveRequest", {"tenant": "t"})
     message("HitCurveResponse", {

@@ -23,6 +23,7 @@ import grpc
 
 from kvpool import BlockHasher, Namespace, open_store
 from kvpool.discovery.announcer import Announcer, TrafficAnnouncer
+from kvpool.discovery.audit_news import AuditNews
 from kvpool.discovery.quota import write_quota
 from kvpool.discovery.traffic import Traffic
 from kvpool.discovery.worker import Publisher, Worker
@@ -103,6 +104,9 @@ class LiveWorker:
             ),
         )
         self._traffic, self._traffic_announcer = Traffic(), TrafficAnnouncer(store, "default", every_s=1.0)
+
+    def tell_audits(self, news: AuditNews) -> None:
+        self._traffic_announcer.tell_audits(news)
 
     def show(self) -> None:
         """Its metrics as they are now."""

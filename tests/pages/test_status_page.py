@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 
 from kvpool import IndexClient
+from kvpool.discovery.audit_news import AuditFinding, AuditNews
 from kvpool.discovery.worker import Publisher
 from tests.pages.browser import NARROW, WIDE, expect, opened, page_of, violations
 from tests.pages.live_fleet import MODEL, LiveFleet, live_fleet, seen
@@ -22,6 +24,7 @@ from tests.support.credentials import write_tokens
 from tests.support.deadlines import eventually
 from tests.support.fleets import a_worker, serving
 
+BAD = "cd" * 16
 HOSTILE = '<img src=x onerror="alert(1)">'
 
 pytestmark = [
@@ -44,6 +47,14 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveFleet]:
         assert seen(one, len(NAMES))
         one.workers["worker-c"].is_asleep = True
         one.workers["worker-c"].show()
+        wrong = AuditFinding((BAD,), "record", HOSTILE, 0.9, time.time() - 240)
+        one.workers["worker-a"].tell_audits(
+            AuditNews("12" * 16, {"same": 499, "differs": 1}, (wrong,), host="gpu-1")
+        )
+        one.workers["worker-b"].tell_audits(
+            AuditNews("34" * 16, {"differs": 3}, doubts=HOSTILE, host=HOSTILE)
+        )
+        one.workers["worker-c"].tell_audits(AuditNews("56" * 16, {"same": 500}, host="gpu-3"))
         with IndexClient(one.target, 60) as client:  # a tenant of bad intent
             events = one.workers["worker-a"].events
             publisher = Publisher(0, events.replace("127.0.0.1", "localhost"), "")
@@ -56,6 +67,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveFleet]:
             assert eventually(lambda: data(one)["fleet"]["health"].get("asleep") == 1)
             # A request waits for those of its time that other engines have not written yet.
             assert eventually(lambda: data(one)["curve"] is not None)
+            assert eventually(lambda: data(one)["audits"]["engines"] == 3)
             yield one
 
 
@@ -115,6 +127,24 @@ def test_it_shows_the_fleet_as_the_index_knows_it(browser: Any, fleet: LiveFleet
         quotas = page.get_by_role("region", name="Quotas of tenants")
         expect(quotas.get_by_role("row", name=re.compile("default"))).to_have_text(
             re.compile(r"^default[0-9.]+ .?i?B of 64.0 MiB[0-9.]+ %$")
+        )
+        assert is_quiet(page), page.said
+
+
+def test_it_shows_what_audits_found(browser: Any, fleet: LiveFleet) -> None:
+    with page_of(browser) as page:
+        show(page, fleet)
+        card = page.get_by_role("region", name="Audited hits")
+        expect(card.locator("p")).to_have_text(
+            "3 engines computed 1,003 blocks of hits again, and 4 are not what they compute."
+        )
+        rows = card.locator("tbody tr")
+        expect(rows).to_have_count(2)
+        expect(rows.nth(0)).to_have_text(
+            f"34343434 on {HOSTILE}doubts itself, and goes without the pool: {HOSTILE}3"
+        )
+        expect(rows.nth(1)).to_have_text(
+            re.compile(f"^12121212 on gpu-1the last [45] min ago, written by {BAD}1$")
         )
         assert is_quiet(page), page.said
 

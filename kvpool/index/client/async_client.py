@@ -146,7 +146,7 @@ class AsyncIndexClient:
     async def status(
         self, *, tenant: str | None = None, model: str | None = None, timeout_s: float | None = None
     ) -> FleetStatus:
-        """``workers``, the index's own hit ratios, blocks and memory, and tenants' quotas.
+        """``workers``, the index's own hit ratios, blocks and memory, tenants' quotas, and what engines' audits found.
 
         Workers come in pages, all within the deadline.
         """
@@ -159,7 +159,7 @@ class AsyncIndexClient:
                 raise channel.late(self._target, limit_s)
             page, page_token = await self._answer(calls.status_call(tenant, model, page_token), left_s)
             workers += page.workers
-        return FleetStatus(status.index, tuple(workers), status.quotas)
+        return FleetStatus(status.index, tuple(workers), status.quotas, status.audits)
 
     async def hit_curve(self, tenant: str | None = None, *, timeout_s: float | None = None) -> HitCurve:
         """What a pool of any size would have had of the engines' requests. ``tenant``: of its alone; None: of all.

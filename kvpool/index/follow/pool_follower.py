@@ -2,8 +2,8 @@
 
 An index may start before its pool and outlives it; until then workers' events alone answer lookups.
 
-Threads: ``kvpool-pool`` reaches the pool, and then reads usage and requests; any may read ``servers``, ``traffic``
-and ``curves``, which are replaced whole. ``kvpool-quotas`` counts what tenants hold.
+Threads: ``kvpool-pool`` reaches the pool, and then reads usage and requests; any may read ``servers``, ``traffic``,
+``curves`` and ``audits``, which are replaced whole. ``kvpool-quotas`` counts what tenants hold.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from kvpool.discovery.quota import Standing, tenants_with_quotas
-from kvpool.discovery.traffic import Seen
+from kvpool.discovery.traffic import Seen, audits_of
 from kvpool.discovery.worker_watch import WorkerWatch
 from kvpool.errors import AnnouncementsRefused, KVPoolError, StoreUnavailable
-from kvpool.index.answer import HitCurve
+from kvpool.index.answer import EngineAudits, HitCurve, worst_first
 from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.follow.hit_curves import ALL, HitCurves
 from kvpool.index.follow.pool_reconciler import DEFAULT_KEYS_PER_S, PoolReconciler, ReconcilerTotals
@@ -44,7 +44,7 @@ class PoolFollower:
     ``tenants``: as in ``WorkerWatch``. Call ``start`` once. Blocking: the first attempt, a few seconds.
     ``servers``: usage of the pool's servers, as last read; empty: unknown; a pool never reached: the servers of
     its URL, not up. ``traffic``: requested blocks by window, as engines of this pool last reported. ``curves``: by
-    tenant, and of ``ALL``. Errors: ``ConfigError`` for an unfit URL.
+    tenant, and of ``ALL``. ``audits``: of engines, the worst first. Errors: ``ConfigError`` for an unfit URL.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class PoolFollower:
         self.servers: list[Usage] = []
         self.traffic: Mapping[str, Seen] = {}
         self.curves: Mapping[str, HitCurve] = {}
+        self.audits: Sequence[EngineAudits] = ()
         self._hit_curves = HitCurves()  # its thread only
         try:
             self._store = open_store(self._url, threads=1)
@@ -163,6 +164,9 @@ class PoolFollower:
         except KVPoolError:  # the pool is away: the last values stay
             return
         self._refused &= documents.keys()
+        self.audits = worst_first(
+            EngineAudits.of(tenant, news) for tenant, found in documents.items() for news in audits_of(found)
+        )
         self.traffic = self._hit_curves.read(documents)
         blocks, block_nbytes = self._sizes()
         self.curves = self._hit_curves.shown(blocks, block_nbytes)

@@ -17,6 +17,7 @@ from kvpool.discovery.quota import Standing
 from kvpool.discovery.worker import DEFAULT_ALGORITHM, DEFAULT_TENANT, Publisher, Worker
 from kvpool.errors import ConfigError
 from kvpool.index.answer import (
+    EngineAudits,
     FleetStatus,
     HitCurve,
     IndexStatus,
@@ -348,6 +349,10 @@ def encode_quota(tenant: str, standing: Standing) -> Any:
     return pb.TenantQuota(tenant=tenant, quota_nbytes=standing.quota_nbytes, held_nbytes=standing.held_nbytes)
 
 
+def encode_audits(audits: EngineAudits) -> Any:
+    return _copied(pb.EngineAudits, EngineAudits, audits)
+
+
 def decode_status(reply: Any) -> FleetStatus:
     """Of ``ListWorkersResponse``. An index of an earlier version has no status of its own: zeros."""
     workers = (
@@ -365,7 +370,17 @@ def decode_status(reply: Any) -> FleetStatus:
         )
         for one in reply.quotas
     }
-    return FleetStatus(_copied(IndexStatus, IndexStatus, reply.index), tuple(workers), quotas)
+    audits = (
+        _copied(
+            EngineAudits,
+            EngineAudits,
+            one,
+            put_away_writers=tuple(one.put_away_writers),
+            found_writers=tuple(one.found_writers),
+        )
+        for one in reply.audits
+    )
+    return FleetStatus(_copied(IndexStatus, IndexStatus, reply.index), tuple(workers), quotas, tuple(audits))
 
 
 def encode_curve(curve: HitCurve) -> Any:

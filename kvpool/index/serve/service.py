@@ -236,8 +236,11 @@ class IndexServer:
 
     async def _list(self, request: Any, caller: Permissions) -> Any:
         quotas = {} if self._pool is None else self._pool.standings
+        audits = () if self._pool is None else self._pool.audits
         return await self._in_thread(
-            lambda: worker_pages.list_workers(self._fleet, request, caller, self._status(caller), quotas)
+            lambda: worker_pages.list_workers(
+                self._fleet, request, caller, self._status(caller), quotas, audits
+            )
         )
 
     async def _hit_curve(self, request: Any, _: Permissions) -> Any:

@@ -14,6 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from functools import partial
 from importlib.resources import files
 from typing import Annotated, Any, NamedTuple, TypeVar
@@ -50,6 +51,7 @@ MAX_ROWS = 200  # of workers in one answer
 ROWS = 50
 MAX_MODELS = 200  # named in an answer
 MAX_QUOTAS = 50  # tenants in an answer
+MAX_AUDITS = 50  # engines in an answer
 MAX_HOLDERS = 50  # ranks in an answer about a prompt
 MAX_PROMPT_NBYTES = 1 << 20  # of JSON: 200,000 tokens; decoded with the interpreter's lock held, 10 ms
 MAX_FIND_CHARS = 128
@@ -154,6 +156,7 @@ class Status:
                     "history": None,
                     "curve": self._curve(caller, curve),
                     "quotas": self._quotas(caller),
+                    "audits": self._audits(caller),
                 }
                 if caller.sees(ALL_TENANTS):
                     shown |= self._of_all()
@@ -256,6 +259,15 @@ class Status:
         standings = {} if self._pool is None else self._pool.standings
         seen = fullest_first((tenant, one) for tenant, one in standings.items() if caller.sees(tenant))
         return [one.as_json(tenant) for tenant, one in seen[:MAX_QUOTAS]]
+
+    def _audits(self, caller: Permissions) -> dict[str, Any] | None:
+        """Of engines of the tenants that the caller may see: sums, and the worst first. None: nobody audits hits."""
+        audits = () if self._pool is None else self._pool.audits
+        seen = [one for one in audits if caller.sees(one.tenant)]
+        if not seen:
+            return None
+        sums = {name: sum(getattr(one, name) for one in seen) for name in ("same", "differing", "unjudged")}
+        return {"engines": len(seen), **sums, "rows": [asdict(one) for one in seen[:MAX_AUDITS]]}
 
     def _holders(self, prompt: Prompt) -> dict[str, Any]:
         picks = self._router.rank(prompt, takes_turn=False).unpack().picks

@@ -5,25 +5,35 @@ A page's token is the id of its last worker. Any replica answers the next page; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from kvpool.discovery.quota import Standing
 from kvpool.errors import ConfigError
-from kvpool.index.answer import IndexStatus
+from kvpool.index.answer import EngineAudits, IndexStatus
 from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.protocol import messages
 from kvpool.index.serve.auth import Permissions
 from kvpool.v1 import index_pb2 as pb
 
 MAX_PAGE_SIZE = 1024  # workers
+MAX_AUDITS = 256  # engines
 MAX_PAGE_NBYTES = 4 << 20  # but one worker at least, which has 1,024 ranks
 
 
 def list_workers(
-    fleet: Fleet, request: Any, caller: Permissions, index: IndexStatus, quotas: Mapping[str, Standing]
+    fleet: Fleet,
+    request: Any,
+    caller: Permissions,
+    index: IndexStatus,
+    quotas: Mapping[str, Standing],
+    audits: Sequence[EngineAudits] = (),
 ) -> Any:
-    """``ListWorkersResponse``, with the workers and quotas that ``caller`` may see. Errors: ``ConfigError``."""
+    """``ListWorkersResponse``, with the workers, quotas and audits that ``caller`` may see. Errors: ``ConfigError``.
+
+    ``audits``: the worst first.
+    """
     last = _position(request.page_token)
     positions = sorted(
         position
@@ -41,6 +51,8 @@ def list_workers(
             for tenant, standing in sorted(quotas.items())
             if request.tenant in ("", tenant) and caller.sees(tenant)
         )
+        seen = (one for one in audits if request.tenant in ("", one.tenant) and caller.sees(one.tenant))
+        reply.audits.extend(map(messages.encode_audits, islice(seen, MAX_AUDITS)))
     nbytes = 0
     for status in fleet.workers({_id(*position) for position in page}):
         one = messages.encode_worker_status(status)

@@ -29,6 +29,7 @@ import kvpool
 from kvpool import AsyncIndexClient, BlockHasher, ConfigError, IndexClient, IndexUnavailable, UnknownModel
 from kvpool.discovery.quota import Standing
 from kvpool.index import (
+    EngineAudits,
     FleetStatus,
     HitCurve,
     IndexStatus,
@@ -50,6 +51,7 @@ from kvpool.index.protocol.messages import (
     decode_prompt,
     decode_status,
     decode_worker,
+    encode_audits,
     encode_curve,
     encode_index_status,
     encode_lookup,
@@ -497,15 +499,27 @@ QUOTAS = st.dictionaries(
 )
 
 
-@given(INDEX, st.lists(STATUSES, max_size=3), QUOTAS)
+NAMES = st.lists(TEXT, max_size=3).map(tuple)
+AUDITS = st.builds(EngineAudits, TEXT, TEXT, TEXT, U64, U64, U64, TEXT, NAMES, NAMES, st.floats(0, 1e12))
+
+
+@given(INDEX, st.lists(STATUSES, max_size=3), QUOTAS, st.lists(AUDITS, max_size=3))
 def test_statuses_travel(
-    index: IndexStatus, statuses: list[WorkerStatus], standings: dict[str, Standing]
+    index: IndexStatus,
+    statuses: list[WorkerStatus],
+    standings: dict[str, Standing],
+    audits: list[EngineAudits],
 ) -> None:
-    status = FleetStatus(index, tuple(statuses), standings)
+    status = FleetStatus(index, tuple(statuses), standings, tuple(audits))
     workers = [encode_worker_status(one) for one in statuses]
     quotas = [encode_quota(*one) for one in standings.items()]
-    reply = sent(pb.ListWorkersResponse(index=encode_index_status(index), workers=workers, quotas=quotas))
-    assert decode_status(reply) == status
+    told = pb.ListWorkersResponse(
+        index=encode_index_status(index),
+        workers=workers,
+        quotas=quotas,
+        audits=[encode_audits(one) for one in audits],
+    )
+    assert decode_status(sent(told)) == status
 
 
 @given(st.lists(st.tuples(U64, st.floats(0, 1)), max_size=5), U64, st.floats(0, 1))

@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from kvpool.discovery.audit_news import AuditNews
 from kvpool.discovery.sample import SampleWindow
 from kvpool.discovery.traffic import Traffic, pack_traffic
-from kvpool.index.answer import HitCurve
+from kvpool.index.answer import EngineAudits, HitCurve
 from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.follow import hit_curves, pool_follower
 from kvpool.index.follow.hit_curves import ALL
@@ -91,11 +92,16 @@ def test_engines_are_put_together(tmp_path: Path) -> None:
             traffic.add(prompt, 32, salt=0, block_tokens=16, prompt_tokens=1600)
             traffic.spare(400)
             sample = SampleWindow().pack(traffic.sampled(), time.monotonic(), time.time())
-            store.announce(traffic_key("t", engine), pack_traffic(traffic.windows(), sample), lease_s=60)
+            news = AuditNews(engine * 2, {"same": 9, "differs": int(engine[0] == "b")}, host="h")
+            document = pack_traffic(traffic.windows(), sample, news)
+            store.announce(traffic_key("t", engine), document, lease_s=60)
         store.announce("kvpool:t:traffic:nonsense", b"nonsense", lease_s=60)
         with following(url, tenants=("t",)) as status:
             assert eventually(lambda: bool(status.curves))
             page = shown(status)
+            assert status.audits == [
+                EngineAudits("t", "h", "b" * 32, 9, 1), EngineAudits("t", "h", "a" * 32, 9, 0)
+            ]  # fmt: skip
     assert page["kvpool_index_hit_ratio"] == {"15m": 0.25, "1h": 0.25, "24h": 0.25}
     assert page["kvpool_index_hit_ratio_at_size"] == {"all": 0.5}, (
         "the pool has no block yet: no size is known"

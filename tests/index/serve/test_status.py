@@ -23,7 +23,7 @@ from kvpool.discovery.quota import Standing
 from kvpool.discovery.traffic import Seen
 from kvpool.discovery.worker import Publisher
 from kvpool.index import limits
-from kvpool.index.answer import HitCurve
+from kvpool.index.answer import EngineAudits, HitCurve
 from kvpool.index.cost.router import Router
 from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.follow.hit_curves import ALL
@@ -31,6 +31,7 @@ from kvpool.index.prompt import Load
 from kvpool.index.request_stats import Matched, RequestStats
 from kvpool.index.serve import status
 from kvpool.index.serve.auth import TokenAuth
+from kvpool.index.serve.worker_pages import MAX_AUDITS
 from kvpool.index.tokens.tokenizer import Tokenizer
 from kvpool.index.tokens.tokenizers import Tokenizers
 from tests.support.credentials import write_tokens
@@ -139,7 +140,9 @@ def test_the_page_needs_no_token_and_forbids_what_is_foreign(guarded: tuple[Serv
 def test_the_hit_ratio_of_the_engines(fleet: Fleet, tmp_path: Path) -> None:
     """The index read them from the pool, and only its metrics showed them."""
     half = Seen(blocks=1, block_tokens=80, prompt_tokens=100, spared_tokens=50)
-    pool = SimpleNamespace(servers=(), traffic={"15m": half, "1h": Seen()}, curves={}, standings={})
+    pool = SimpleNamespace(
+        servers=(), traffic={"15m": half, "1h": Seen()}, curves={}, standings={}, audits=()
+    )
     tokens = write_tokens(tmp_path / "t.toml", a=(["read"], ["a"]), everyone=(["read"], ["*"]))
     with serving(fleet, auth=TokenAuth(str(tmp_path / "t.toml")), http=True, pool=pool) as served:
         shown = data(served, tokens["everyone"])
@@ -151,7 +154,7 @@ def test_the_hit_ratio_of_the_engines(fleet: Fleet, tmp_path: Path) -> None:
 def test_the_curve_of_all_and_of_each_tenant(fleet: Fleet, tmp_path: Path) -> None:
     of_all = HitCurve((1, 2, 40), (0.0, 1 / 3, 0.5), 7, 90, 0.25, 1e9, 16.0, 20, 4096.0)
     curves = {ALL: of_all, "a": replace(of_all, requests=3), "b": replace(of_all, requests=4)}
-    pool = SimpleNamespace(servers=(), traffic={}, curves=curves, standings={})
+    pool = SimpleNamespace(servers=(), traffic={}, curves=curves, standings={}, audits=())
     tokens = write_tokens(
         tmp_path / "t.toml", a=(["read"], ["a"]), c=(["read"], ["c"]), every=(["read"], ["*"])
     )
@@ -174,7 +177,7 @@ def test_quotas_and_what_tenants_hold_of_them(fleet: Fleet, tmp_path: Path) -> N
         "b": Standing(1000, 990, is_said=True),
         "c": Standing(5),
     }
-    pool = SimpleNamespace(servers=(), traffic={}, curves={}, standings=standings)
+    pool = SimpleNamespace(servers=(), traffic={}, curves={}, standings=standings, audits=())
     tokens = write_tokens(tmp_path / "t.toml", a=(["read"], ["a"]), every=(["read"], ["*"]))
     with serving(fleet, auth=TokenAuth(str(tmp_path / "t.toml")), http=True, pool=pool) as served:
         shown = data(served, tokens["every"])["quotas"]
@@ -192,6 +195,30 @@ def test_quotas_and_what_tenants_hold_of_them(fleet: Fleet, tmp_path: Path) -> N
             assert list(client.status(tenant="b").quotas) == ["b"]
         with IndexClient(served.target, WAIT_S, token=tokens["a"]) as client:
             assert list(client.status().quotas) == ["a"]
+
+
+def test_what_the_audits_of_engines_found(fleet: Fleet, tmp_path: Path) -> None:
+    """On the page, and in the status that kvpool top reads: of a caller's own tenants."""
+    many = [EngineAudits("a", f"h{n}", f"{n:032x}", 10, 1, found_s=float(n)) for n in range(300, 0, -1)]
+    audits = [*many, EngineAudits("b", "x", "ab" * 16, 5, 0, 8)]
+    pool = SimpleNamespace(servers=(), traffic={}, curves={}, standings={}, audits=audits)
+    tokens = write_tokens(
+        tmp_path / "t.toml", b=(["read"], ["b"]), c=(["read"], ["c"]), every=(["read"], ["*"])
+    )
+    with serving(fleet, auth=TokenAuth(str(tmp_path / "t.toml")), http=True, pool=pool) as served:
+        shown = data(served, tokens["every"])["audits"]
+        assert {name: shown[name] for name in ("engines", "same", "differing", "unjudged")} == {
+            "engines": 301, "same": 3005, "differing": 300, "unjudged": 8,
+        }  # fmt: skip
+        assert [row["host"] for row in shown["rows"]] == [f"h{n}" for n in range(300, 250, -1)]
+        own = data(served, tokens["b"])["audits"]
+        assert (own["engines"], own["differing"], [row["host"] for row in own["rows"]]) == (1, 0, ["x"])
+        assert data(served, tokens["c"])["audits"] is None
+        with IndexClient(served.target, WAIT_S, token=tokens["every"]) as client:
+            assert list(client.status().audits) == many[:MAX_AUDITS]
+            assert list(client.status(tenant="b").audits) == audits[-1:]
+        with IndexClient(served.target, WAIT_S, token=tokens["b"]) as client:
+            assert [one.tenant for one in client.status().audits] == ["b"]
 
 
 def test_every_file_of_the_page_is_served() -> None:

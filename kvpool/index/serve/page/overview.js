@@ -37,6 +37,7 @@ export function showOverview(data) {
   showTraffic(data);
   showTiers(data);
   showQuotas(data);
+  showAudits(data);
 }
 
 function keepSamples(data) {
@@ -175,4 +176,27 @@ function showQuotas({ quotas }) {
       element("td", { className: "number" }, percent(used)),
     );
   }));
+}
+
+// One line for the fleet, and a row for each engine with something to say.
+function showAudits({ audits }) {
+  byId("audits-card").hidden = !audits;
+  if (!audits) return;
+  const judged = audits.same + audits.differing;
+  const differ = audits.differing ? `${whole(audits.differing)} are not what they compute` : "all are what they compute";
+  write(byId("audits-text"), judged
+    ? `${count(audits.engines, "engine", "engines")} computed ${count(judged, "block", "blocks")} of hits again, and ${differ}.`
+    : `${count(audits.engines, "engine audits", "engines audit")} hits, and could judge none yet.`);
+  const wrong = audits.rows.filter((row) => row.doubts || row.differing);
+  byId("audits").tBodies[0].replaceChildren(...wrong.map((row) => element(
+    "tr", {},
+    element("th", { scope: "row" }, `${row.writer.slice(16, 24)} on ${row.host}`, element("span", { className: "quiet" }, finding(row))),
+    element("td", { className: "number" }, whole(row.differing)),
+  )));
+}
+
+function finding({ doubts, found_s: foundAt, found_writers: writers }) {
+  if (doubts) return `doubts itself, and goes without the pool: ${doubts}`;
+  const when = foundAt ? `the last ${duration(Math.max(0, Date.now() / 1000 - foundAt))} ago` : "";
+  return [when, writers.length ? `written by ${writers.join(" or ")}` : ""].filter(Boolean).join(", ");
 }
