@@ -81,6 +81,46 @@ def test_the_panels_of_a_near_pool_show_each_series_of_its_metrics(tmp_path: Pat
     assert tested.returncode == 0, tested.stdout + tested.stderr
 
 
+def test_the_panels_of_audits_show_verdicts_and_distances(tmp_path: Path) -> None:
+    """Of 240 audits in an hour, 238 within 0.01, of which the half within 0.003, and two between 0.3 and 1."""
+    series = [
+        {"series": f'kvpool_audits_total{{instance="w", verdict="{verdict}"}}', "values": f"0+{step}x300"}
+        for verdict, step in (("same", 2), ("differs", 1))
+    ]
+    buckets = {"0.003": 119, "0.01": 238, "0.3": 238, "1.0": 240, "+Inf": 240}
+    series += [
+        {
+            "series": f'kvpool_audit_distance_bucket{{instance="w", le="{le}"}}',
+            "values": f"0+{count / 240}x300",
+        }
+        for le, count in buckets.items()
+    ]
+    by_legend = {
+        target["legendFormat"]: target["expr"]
+        for target in _targets("Is it broken?")
+        if "kvpool_audit" in target["expr"]
+    }
+    expected = {
+        "{{verdict}}": [('{verdict="same"}', 480), ('{verdict="differs"}', 240)],
+        "p99 {{instance}}": [('{instance="w"}', 0.009976)],
+        "p50 {{instance}}": [('{instance="w"}', 0.003059)],
+    }
+    assert by_legend.keys() == expected.keys()
+    tests = [
+        {
+            "expr": f"round({by_legend[legend]}, 0.000001)",
+            "eval_time": "70m",
+            "exp_samples": [{"labels": labels, "value": value} for labels, value in samples],
+        }
+        for legend, samples in expected.items()
+    ]
+    file = tmp_path / "audits.yml"
+    cases = {"tests": [{"interval": "15s", "input_series": series, "promql_expr_test": tests}]}
+    file.write_text(json.dumps(cases))
+    tested = promtool("test", "rules", file)
+    assert tested.returncode == 0, tested.stdout + tested.stderr
+
+
 def _targets(row: str = "") -> list[dict[str, Any]]:
     """Of all rows, or of one."""
     title, found = "", []
