@@ -119,7 +119,7 @@ def test_records_without_a_name_are_never_this_engines_own() -> None:
 def test_it_remembers_a_bounded_number(findings: Findings, clock: Clock) -> None:
     for _ in range(2):
         add(findings, A)
-    for number in range(100 * MAX_REMEMBERED):
+    for number in range(3 * MAX_REMEMBERED):
         add(findings, A, writer_name(str(number)))
         findings.put_away()
         clock.now_s += 1
