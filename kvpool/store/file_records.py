@@ -9,7 +9,9 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 
 from kvpool._native import RECORD_HEADER_NBYTES
@@ -18,6 +20,8 @@ from kvpool.store.header import writer_in
 from kvpool.store.store import StoredBlock, WrittenBlock
 
 FILE_BLOCK = 4096
+READERS = 16
+RECORDS_AT_ONCE = 64  # of a reader
 _NO_FILES = (errno.ENOENT, errno.ELOOP, errno.ENXIO)  # gone; a link; a socket
 
 
@@ -29,11 +33,22 @@ def stored_blocks(root: Path, prefix: str) -> Iterator[StoredBlock]:
 
 
 def written_blocks(root: Path, prefix: str) -> Iterator[WrittenBlock]:
-    """As ``stored_blocks``; of each record it reads the header."""
-    for key, path in _records(root, prefix):
+    """As ``stored_blocks``; of each record it reads the header, in threads: a disk finds many as soon as one."""
+    records = _records(root, prefix)
+    with ThreadPoolExecutor(READERS, "kvpool-headers") as readers:
+        while step := list(islice(records, READERS * RECORDS_AT_ONCE)):
+            parts = [step[at : at + RECORDS_AT_ONCE] for at in range(0, len(step), RECORDS_AT_ONCE)]
+            for found in readers.map(_written, parts):
+                yield from found
+
+
+def _written(records: Sequence[tuple[str, Path]]) -> list[WrittenBlock]:
+    found = []
+    for key, path in records:
         if (status := _status(path)) is not None:
             nbytes = _record_nbytes(status)
-            yield WrittenBlock(key, nbytes, writer_in(_header(path), key, nbytes))
+            found.append(WrittenBlock(key, nbytes, writer_in(_header(path), key, nbytes)))
+    return found
 
 
 def _records(root: Path, prefix: str) -> Iterator[tuple[str, Path]]:

@@ -1,4 +1,7 @@
-"""``kvpool top`` beside a real index, on a pipe and on a terminal; and the arithmetic of two looks."""
+"""``kvpool top`` beside a real index, on a pipe and on a terminal; and the arithmetic of two looks.
+
+Over 400 lines because each part of the screen is looked at as a user sees it.
+"""
 
 from __future__ import annotations
 

@@ -95,6 +95,7 @@ def test_one_node_in_the_url_is_enough(cluster: Cluster) -> None:
 def test_scan_life_and_announcements_are_of_all_nodes(cluster: Cluster, store: Store) -> None:
     puts_and_gets(store, 100)
     assert sorted(block.key for blocks in store.scan() for block in blocks) == sorted(keys(100))
+    assert sorted(block.key for blocks in store.scan_writers() for block in blocks) == sorted(keys(100))
     store.announce("kvpool:t:one", b"1", lease_s=60)
     store.announce("kvpool:u:two", b"2", lease_s=60)
     assert store.announcements("") == {"kvpool:t:one": b"1", "kvpool:u:two": b"2"}
