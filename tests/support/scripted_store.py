@@ -144,6 +144,8 @@ class ScriptedBatch:
             return _native.MISS
         elif self.operation == _native.GET:
             self.views[i][:] = records[key]
+        elif self.operation == _native.DELETE:
+            del records[key]
         return _native.OK
 
     def done(self) -> bool:
