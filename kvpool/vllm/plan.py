@@ -44,6 +44,9 @@ class LoadPlan(NamedTuple):
     audited: bool = False  # what it loads is: who wrote it is reported
 
 
+DRAFT = "draft."  # begins the names of drafts' layers
+
+
 class LayerDistance(NamedTuple):
     """Of a layer that torch keeps as ``element``. ``difference``, ``norm``: the sums of ``_native.distances``."""
 

@@ -77,11 +77,8 @@ class Audits:
         self._number = 0
         self._last_at = -LEAST_PAUSE_S
         self._block_pool: BlockPool | None = None
-        # Of drafts' layers the last token's values depend on the token behind it, which no hash covers.
         self._groups = [
-            index
-            for index, group in enumerate(geometry.groups)
-            if not (group.scratch or group.state or group.reads_ahead)
+            index for index, group in enumerate(geometry.groups) if not (group.scratch or group.state)
         ]
 
     def bind(self, block_pool: BlockPool) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvpool.discovery.audit_news import Kind
-from kvpool.vllm.plan import AuditedPart
+from kvpool.vllm.plan import DRAFT, AuditedPart, LayerDistance
 
 LEAST_PAIRS = 8  # before it judges others
 FACTOR = 2.0
@@ -25,12 +25,15 @@ FACTOR = 2.0
 # And the most, in case that a pair is wrong itself.
 LEAST = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2, "float8_e4m3fn": 4e-2, "float8_e5m2": 8e-2}
 MOST_OF_LEAST = 4.0
+# Of a layer that drafts the values of a block's last token depend on the token behind the block, which no hash covers.
+LEAST_OF_DRAFTS = 0.4
 _NUMBER = re.compile(r"\.(\d+)\.")
 
 
 @dataclass
 class Judged:
-    """``verdict``: of ``metrics.AUDITS``. ``distance``: over all layers; ``layers``: of each, from the first on.
+    """``verdict``: of ``metrics.AUDITS``. ``distance``: over all layers of the model; ``layers``: of each, and of those
+    that draft, from the first on.
 
     ``far``: those beyond the floor. ``what``: what is wrong, if anything: ``record`` or ``prefix``; empty: either.
     """
@@ -75,9 +78,10 @@ class Floor:
         for layer in (layer for part in parts for layer in part.layers):
             difference, norm = sums.get(layer.name, (0.0, 0.0))
             sums[layer.name] = difference + layer.difference, norm + layer.norm
-            least[layer.name] = LEAST[layer.element]
+            least[layer.name] = least_of(layer)
         layers = {name: _relative(*sums[name]) for name in sorted(sums, key=_place)}
-        whole = _relative(sum(one[0] for one in sums.values()), sum(one[1] for one in sums.values()))
+        of_model = [one for name, one in sums.items() if not name.startswith(DRAFT)]
+        whole = _relative(sum(one[0] for one in of_model), sum(one[1] for one in of_model))
         writers = frozenset(part.writer for part in parts)
         may_learn = self._learns_from is None or writers == {self._learns_from}
         if not self.is_known:
@@ -105,10 +109,15 @@ class Floor:
             self._largest[name] = min(most, pairs[-1]) if pairs[len(pairs) // 2] <= most else math.inf
 
 
+def least_of(layer: LayerDistance) -> float:
+    """The least floor of a layer, whatever is learnt."""
+    return LEAST_OF_DRAFTS if layer.name.startswith(DRAFT) else LEAST[layer.element]
+
+
 def _what(first: str, far: str) -> Kind:
     """What is wrong if the first layer that is too far is ``far``."""
-    if _place(first)[0]:
-        return ""  # the model's first layer is none that is compared
+    if _place(first)[0] or far.startswith(DRAFT):
+        return ""  # the model's first layer is none that is compared, or the model's layers are right
     return "record" if far == first else "prefix"
 
 

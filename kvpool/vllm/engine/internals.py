@@ -50,6 +50,7 @@ from kvpool.errors import EngineRefused
 from kvpool.store import StoreURL
 from kvpool.store.file_system import FileSystem
 from kvpool.vllm.geometry import Geometry
+from kvpool.vllm.plan import DRAFT
 
 # The engine, its model and its layers.
 
@@ -177,7 +178,7 @@ def _tensors_of(reference: weakref.ref[Any]) -> Iterator[tuple[str, torch.Tensor
         raise EngineRefused("the worker is gone")
     drafts: Callable[[], nn.Module | None] = getattr(runner, "get_draft_model", lambda: None)
     seen: set[int] = set()
-    for prefix, model in (("", runner.get_model()), ("draft.", drafts())):
+    for prefix, model in (("", runner.get_model()), (DRAFT, drafts())):
         for name, module in () if model is None else model.named_modules():
             for own, tensor in _loaded_of(module):
                 if id(tensor) not in seen and not tensor.is_meta:
@@ -348,9 +349,21 @@ def layers_of(cache: KVCacheConfig, kv_caches: dict[str, torch.Tensor]) -> list[
 
 
 def layer_names(cache: KVCacheConfig, kv_caches: dict[str, torch.Tensor]) -> list[list[str]]:
-    """Of ``layers_of``, the layers' names in the model."""
+    """Of ``layers_of``, the layers' names in the model, ``draft.`` before those of drafts.
+
+    Call it while the worker's KV cache is registered.
+    """
+    drafts: Callable[[], nn.Module | None] = getattr(
+        _runner_under_construction(), "get_draft_model", lambda: None
+    )
+    modules = () if (draft := drafts()) is None else draft.modules()
+    of_drafts = {getattr(module, "layer_name", "") for module in modules}
     return [
-        [] if is_scratch(group) else [name for name in group.layer_names for _ in _tensors(kv_caches[name])]
+        [
+            f"{DRAFT}{name}" if name in of_drafts else name
+            for name in (() if is_scratch(group) else group.layer_names)
+            for _ in _tensors(kv_caches[name])
+        ]
         for group in cache.kv_cache_groups
     ]
 

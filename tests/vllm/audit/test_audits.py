@@ -88,10 +88,15 @@ def test_hits_of_windows_end_a_block_earlier_if_the_window_in_front_of_it_is_the
 
 @pytest.mark.parametrize(
     "groups",
-    [(STATE,), (Group(16, reads_ahead=True),), (STATE, Group(16, scratch=True, window=16))],
+    [(STATE,), (STATE, Group(16, scratch=True, window=16))],
 )
 def test_what_has_no_block_to_compare_is_not_audited(groups: tuple[Group, ...]) -> None:
     assert audits(*groups).shortened([ALL] * len(groups), 0, HIT) == HIT
+
+
+def test_beside_drafts_a_hit_ends_where_the_block_behind_is_known() -> None:
+    ahead = audits(Group(16, reads_ahead=True))
+    assert ahead.shortened([ALL], 0, HIT) == HIT - 16
 
 
 @pytest.mark.parametrize(
@@ -211,7 +216,7 @@ def test_the_whole_record_is_sent_and_of_groups_those_that_keep_it() -> None:
     other = [0] * 6
     tables = (TABLE[0], [*other[:5], 20], [*other[:5], 21], [*other[:5], 22])
     (refs,) = life.plan(one, tables=tables).audits.values()
-    assert [(ref.group, ref.block_ids) for ref in refs] == [(0, (BLOCK,)), (1, (20,))]
+    assert [(ref.group, ref.block_ids) for ref in refs] == [(0, (BLOCK,)), (1, (20,)), (3, (22,))]
     three = Life(Group(16, blocks_per_record=3))
     three.audits.begin(one, END)
     ((ref,),) = three.plan(one).audits.values()

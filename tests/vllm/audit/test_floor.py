@@ -10,7 +10,7 @@ import pytest
 from kvpool.key.key import writer_name
 from kvpool.metrics import AUDITS
 from kvpool.vllm.audit.floor import FACTOR, LEAST, LEAST_PAIRS, MOST_OF_LEAST, Floor, Judged
-from kvpool.vllm.plan import AuditedPart, LayerDistance
+from kvpool.vllm.plan import DRAFT, AuditedPart, LayerDistance
 
 pytestmark = [pytest.mark.vllm]
 
@@ -225,3 +225,19 @@ def test_honest_blocks_are_never_a_finding() -> None:
         ]
         assert set(verdicts) == {"no_floor", "same"}
         assert verdicts.count("no_floor") < 100
+
+
+def test_layers_that_draft_may_differ_in_a_token_and_are_found_where_they_are_missing() -> None:
+    """Of a block's last token they hold what depends on the token behind it."""
+    floor = learnt(HONEST)
+    drafts = f"{DRAFT}model.layers.11.self_attn.attn"
+
+    def judged(distance: float) -> Judged:
+        whole = AuditedPart("", OTHER, [layer(NAMES[0], HONEST), layer(drafts, distance)])
+        return floor.judge([whole])
+
+    honest = judged(math.sqrt(2 / 16))  # of 16 tokens, one is another
+    assert honest.verdict == "same"
+    assert honest.distance == pytest.approx(HONEST), "of the model alone"
+    missing = judged(1.0)
+    assert (missing.verdict, missing.far, missing.what) == ("differs", [drafts], "")
