@@ -339,6 +339,8 @@ class SchedulerHalf:
             self._plan_stores(output, step)
         if not (self._broken or self._namespace.current is None):
             self._plan_audits(output, step)
+        if self._on_wrong_hits:
+            self._evict_computed(output)
         step.wrong, self._wrong = self._wrong, []
         step.found, self._found = self._found, {}
         if (put_away := self._findings.put_away()) != self._put_away:
@@ -361,6 +363,10 @@ class SchedulerHalf:
         for asked, computed_tokens in states:
             before = computed_tokens - output.num_scheduled_tokens[asked.request.request_id]
             self._look_behind(asked.request, before)
+            if asked.request.request_id in self._on_wrong_hits and self._proofs.proven_tokens(asked.request):
+                self._spoil(
+                    asked.request, 0, ON_A_WRONG_HIT
+                )  # it had blocks at the finding, or loaded them again
             if beside_adapters and asked.request.lora_request is None:
                 self._spoil(asked.request, before, BESIDE_ADAPTERS)
             if self._outdated and (item := internals.first_item(asked.request, self._outdated)) is not None:
@@ -546,6 +552,22 @@ class SchedulerHalf:
             keys = (internals.cache_key(one, group) for group in groups for one in request.block_hashes)
             internals.evict(self._block_pool, keys)
             self._proofs.evicted(request.block_hashes)
+
+    @guarded(None)
+    def _evict_computed(self, output: SchedulerOutput) -> None:
+        """Take out of the engine's own cache what came there with this step of requests on wrong hits."""
+        if self._block_pool is None:
+            return
+        begun = {
+            new.req_id for new in output.scheduled_new_reqs
+        } | output.scheduled_cached_reqs.resumed_req_ids
+        for name, computed_tokens in internals.scheduled_tokens(output):
+            if name in self._on_wrong_hits and (tables := internals.block_tables(output, name)) is not None:
+                before = 0 if name in begun else computed_tokens - output.num_scheduled_tokens[name]
+                for group, table in zip(self._geometry.groups, tables, strict=True):
+                    # Drafts' tokens are cached once accepted, in a later step.
+                    first = max(0, before // group.block_tokens - 1)
+                    self._block_pool.evict_blocks(set(table[first:]))
 
     def _sized(self, part_nbytes: Mapping[tuple[int, int], int]) -> None:
         self._part_nbytes |= part_nbytes

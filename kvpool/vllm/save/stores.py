@@ -133,16 +133,16 @@ class StorePlanner:
         return self._held.frees_soon()
 
     def forget(self) -> None:
-        """Drop every answer about the pool, and waiting records; in-flight ones continue."""
+        """Drop every answer about the pool, and records that wait or are kept; in-flight ones continue."""
         for progress in self._progress.values():
             progress.answer = None
         self._late_answers.clear()
+        self._write_back.clear()
         self._queue.forget()
 
     def leave(self) -> None:
         """The namespace changed: in-flight records go to the old one, without events or retry."""
         self.forget()
-        self._write_back.clear()
         self._queue.leave()
 
     def held_tokens(self, request: Request, before: int) -> int:

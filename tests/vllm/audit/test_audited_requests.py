@@ -14,10 +14,11 @@ from kvpool.store import Store
 from kvpool.vllm.audit.findings import PUT_AWAY_S
 from kvpool.vllm.audit.floor import LEAST_PAIRS
 from kvpool.vllm.engine import internals
-from kvpool.vllm.plan import AuditedPart, LayerDistance, PoolMetadata, PoolWorkerMetadata
+from kvpool.vllm.plan import AuditedPart, BlockRef, LayerDistance, PoolMetadata, PoolWorkerMetadata
+from kvpool.vllm.save.store_queue import Wanted
 from kvpool.vllm.scheduler import SchedulerHalf
 from tests.support.clock import Clock
-from tests.support.scheduler import TABLE, answer, half, output, put, request
+from tests.support.scheduler import BLOCK_TOKENS, TABLE, answer, half, output, put, request
 
 pytestmark = [pytest.mark.vllm]
 
@@ -135,6 +136,48 @@ def test_nothing_of_a_request_on_a_wrong_hit_is_stored(
     audited.end(asked, OTHER, difference)
     asked.num_computed_tokens = 112
     assert len(audited.scheduler.plan(output(asked, 32, LONG)).stores) == stored
+
+
+def test_nothing_is_stored_of_a_request_that_has_its_blocks_and_was_not_scheduled_before_a_finding(
+    audited: Audited,
+) -> None:
+    asked = audited.begin()
+    behind = request("behind", tokens=160, first=1000 * audited.number)
+    audited.scheduler.seen(behind)
+    assert answer(audited.scheduler, behind, local_tokens=80) == 16
+    audited.scheduler.allocated(behind, LONG, 16)
+    audited.end(asked, OTHER, 1.0)
+    audited.scheduler.update(None, finished_loads=["behind"], failed_loads=[])
+    behind.num_computed_tokens = 96
+    assert audited.scheduler.plan(output(behind, 32, LONG)).stores == []
+
+
+def test_blocks_that_a_request_on_a_wrong_hit_computes_after_the_finding_are_nobody_elses(
+    audited: Audited,
+) -> None:
+    asked = audited.begin()
+    audited.end(asked, OTHER, 1.0)
+    pool = audited.scheduler._block_pool
+    assert pool is not None
+    cached = internals.cached_blocks(pool)
+    pool.cache_full_blocks(asked, [pool.blocks[one] for one in LONG[0]], 0, 8, BLOCK_TOKENS, 0)
+    assert cached
+    asked.num_computed_tokens = 112
+    audited.scheduler.plan(output(asked, 16, LONG))
+    assert cached.keys().isdisjoint({internals.cache_key(one, 0) for one in asked.block_hashes[6:8]})
+    step = output(asked, 16, LONG)
+    step.scheduled_cached_reqs.resumed_req_ids.add(asked.request_id)
+    audited.scheduler.plan(step)
+    assert not cached
+
+
+def test_what_write_back_keeps_at_a_finding_is_not_stored(audited: Audited) -> None:
+    asked = audited.begin()
+    kept = audited.scheduler._store_planner._write_back
+    block = BlockRef(b"computed by a request that has ended", 0, (20,))
+    kept.keep(Wanted(block, None, (None,), 0, None))
+    audited.end(asked, OTHER, 1.0)
+    assert not kept._kept
 
 
 def test_two_findings_put_a_writer_away_until_its_time_is_over(audited: Audited) -> None:
