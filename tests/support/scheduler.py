@@ -73,7 +73,9 @@ def half(
     **settings: Any,
 ) -> SchedulerHalf:
     scheduler = SchedulerHalf(
-        PoolConfig(**{"pool": "file:///unused", "lookup_timeout_s": BUDGET_S, **settings}),
+        PoolConfig(
+            **{"pool": "file:///unused", "lookup_timeout_s": BUDGET_S, "audit_share": 0.0, **settings}
+        ),
         store,
         Geometry(
             tuple(
