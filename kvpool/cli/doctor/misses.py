@@ -50,8 +50,8 @@ _RULES: dict[str, Rules[Misses]] = {
              "worker anew whose log says that it goes on in a namespace of its own"),
     ),
     "audited": (
-        Rule("ok", always, "{of.figures}. Most are of blocks that were computed to audit hits", "audit_share says of "
-             "how many"),
+        Rule("ok", always, "{of.figures}. Most are of blocks that were computed to audit hits", "a smaller "
+             "audit_share in the workers' settings, where one was set; without it, one hit in 256 is"),
     ),
     "opted_out": (
         Rule("warn", always, "{of.figures}. Most are of requests that opted out of the pool", "see who sends "

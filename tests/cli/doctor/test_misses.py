@@ -55,7 +55,7 @@ def test_each_reason_has_what_to_do_next() -> None:
     for reason in metrics.MISS_REASONS:
         finding = found(**{reason: 400.0})
         assert finding.change, reason
-        assert (finding.level == "ok") is (reason in ("new", "role")), reason
+        assert (finding.level == "ok") is (reason in ("new", "role", "audited")), reason
         assert (
             f"40% of 1,000 prompt tokens were computed, where a pool might have had them: {reason} 100%."
             in finding.says
