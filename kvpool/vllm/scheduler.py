@@ -341,7 +341,8 @@ class SchedulerHalf:
             self._plan_audits(output, step)
         if self._on_wrong_hits:
             self._evict_computed(output)
-        step.wrong, self._wrong = self._wrong, []
+        if self._namespace.current is not None:
+            step.wrong, self._wrong = self._wrong, []
         step.found, self._found = self._found, {}
         if (put_away := self._findings.put_away()) != self._put_away:
             step.put_away = self._put_away = put_away
@@ -499,17 +500,20 @@ class SchedulerHalf:
         asked, judged = audited.asked, audited.judged
         first = judged.far[0] if judged.far else ""
         self._outcomes.audited(asked.request, judged.verdict, judged.distance, first, audited.seconds)
+        if judged.verdict == "same":
+            self._findings.agree(judged.writers)
         if judged.verdict != "differs":
             return
         namespace = self._namespace.current
         what = describe(judged, audited.writers, namespace)
         logger.error("kvpool: %s", what)
         self._found[audited.number] = what
-        self._take_back(asked)
+        why = self._findings.add(audited.writers)
+        self._take_back(asked, delete=not why)
         writers = tuple(sorted(writer.hex() for writer in audited.writers if any(writer)))
         of = namespace.hex if namespace is not None else ""
         self._recent.append(AuditFinding(writers, judged.what, first, judged.distance, time.time(), of))
-        if why := self._findings.add(audited.writers):
+        if why:
             self._forget_offers()
             self._namespace.doubt(why)
 
@@ -521,8 +525,8 @@ class SchedulerHalf:
                 AuditNews(self._writer.hex(), counts, recent, put_away, self._findings.doubts)
             )
 
-    def _take_back(self, asked: Asked) -> None:
-        """What a request used and computed is wrong: nobody else is to use it."""
+    def _take_back(self, asked: Asked, *, delete: bool) -> None:
+        """What a request used and computed is wrong: nobody else is to use it. ``delete``: from the pool, too."""
         hashes = asked.request.block_hashes
         self._store_planner.forget()  # what waits may be computed on it
         for state in self._requests.values():
@@ -531,7 +535,7 @@ class SchedulerHalf:
                 self._evict(state.asked.request)
                 self._on_wrong_hits.add(state.asked.request.request_id)
         self._evict(asked.request)
-        if asked.pool_hash is None:
+        if asked.pool_hash is None or not delete:
             return
         groups = self._geometry.groups
         wrong = [
@@ -708,7 +712,7 @@ class SchedulerHalf:
         return (
             self._store_planner.wants_steps()
             or self._audits.wants_steps()
-            or (bool(self._wrong) and not self._broken)
+            or (bool(self._wrong) and self._namespace.current is not None and not self._broken)
             or (self._namespace.wants_step and not self._broken)
         )
 
@@ -726,9 +730,8 @@ class SchedulerHalf:
         if not in_use:
             self._adapters.reset()
         self._namespace.reset(in_use=in_use)
-        if self._findings.doubts:
-            self._findings.forget()
-            self._tell_audits()
+        if self._findings.doubts and not in_use:
+            self._forget_findings()
 
     @guarded(None)
     def called(self, method: str) -> None:
@@ -745,8 +748,17 @@ class SchedulerHalf:
         """What is under way is of other weights than what comes next."""
         self._store_planner.leave()
         self._audits.leave()
+        self._wrong.clear()  # in what comes next these hashes are other records
+        if not self._namespace.is_doubted:
+            self._forget_findings()
         self._seen.leave(self._clock.monotonic())
         self._outdated = set(self._encoded())
+
+    def _forget_findings(self) -> None:
+        doubted = bool(self._findings.doubts)
+        self._findings.forget()
+        if doubted:
+            self._tell_audits()
 
     def forget(self) -> None:
         self._store_planner.forget()

@@ -1,7 +1,9 @@
 """``Findings``: what follows from findings of audits: who is put away, and whether this engine doubts itself.
 
 Two findings that name a writer put it away for a while: what it wrote counts as missing, and is deleted. Three findings
-of which no two name the same writer, or two of this engine's own records, are rather of this engine.
+of which no two name the same writer, or two of this engine's own records, are rather of this engine, unless most of
+what it compared lately was as it computes: one engine that is wrong has another name after each restart, and of many
+blocks one is far by chance.
 
 A client that may write to the pool may give any writer's name, and so put others away. It may write wrong records and
 delete right ones anyway.
@@ -25,6 +27,8 @@ REMEMBERED_S = 24 * 3600.0
 MAX_REMEMBERED = 32
 TO_PUT_AWAY = 2  # findings
 TO_DOUBT = 3  # findings of others, without a common writer
+TO_DOUBT_OWN = 2  # findings of its own records
+LATELY, LATELY_OWN = 8, 16  # audits of others' and of its own records, of which these may be
 MAX_SHOWN = 4
 NOBODY = bytes(WRITER_NBYTES)
 
@@ -53,6 +57,10 @@ class Findings:
     def __init__(self, own: bytes, clock: Callable[[], float]) -> None:
         self._own, self._clock = own, clock
         self._found: deque[tuple[float, frozenset[bytes]]] = deque(maxlen=MAX_REMEMBERED)
+        self._lately: deque[tuple[float, frozenset[bytes]]] = deque(
+            maxlen=LATELY
+        )  # nobody: they were the same
+        self._lately_own: deque[tuple[float, frozenset[bytes]]] = deque(maxlen=LATELY_OWN)
         self._put_away: dict[bytes, float] = {}  # until when
         self.doubts = ""  # why this engine should go without the pool; empty: it should not
 
@@ -62,29 +70,44 @@ class Findings:
         self._put_away = {writer: until_s for writer, until_s in self._put_away.items() if until_s > now_s}
         return frozenset(self._put_away)
 
+    def agree(self, writers: frozenset[bytes]) -> None:
+        """A record of these was what this engine computes."""
+        if named := writers - {NOBODY}:
+            self._of(named).append((self._clock(), frozenset()))
+
     def add(self, writers: frozenset[bytes]) -> str:
         """A finding of records of these. Returns ``doubts``."""
-        self.doubts = self._doubts_after(writers)
+        now_s = self._clock()
+        if named := writers - {NOBODY}:
+            self._found.append((now_s, named))
+            self._of(named).append((now_s, named))
+        found = self._since(now_s, self._found)
+        for writer in named - {self._own}:
+            if sum(writer in each for each in found) >= TO_PUT_AWAY:
+                self._put_away[writer] = now_s + PUT_AWAY_S
+        self.doubts = self.doubts or self._why_doubt(now_s)
         return self.doubts
 
-    def _doubts_after(self, writers: frozenset[bytes]) -> str:
-        now_s = self._clock()
-        self._found.append((now_s, writers - {NOBODY}))
-        found = [named for at_s, named in self._found if named and now_s - at_s < REMEMBERED_S]
-        if [named for named in found if named == {self._own}][1:]:
+    def _of(self, named: frozenset[bytes]) -> deque[tuple[float, frozenset[bytes]]]:
+        return self._lately_own if named == {self._own} else self._lately
+
+    def _why_doubt(self, now_s: float) -> str:
+        if len(self._since(now_s, self._lately_own)) >= TO_DOUBT_OWN:
             return "it computes other than what it stored itself"
-        for writer in writers - {NOBODY, self._own}:
-            if sum(writer in named for named in found) >= TO_PUT_AWAY:
-                self._put_away[writer] = now_s + PUT_AWAY_S
         if any(
             all(one.isdisjoint(other) for one, other in combinations(some, 2))
-            for some in combinations(found, TO_DOUBT)
+            for some in combinations(self._since(now_s, self._lately), TO_DOUBT)
         ):
             return f"it computes other than {TO_DOUBT} writers that have nothing to do with each other"
         return ""
 
+    @staticmethod
+    def _since(now_s: float, found: Collection[tuple[float, frozenset[bytes]]]) -> list[frozenset[bytes]]:
+        return [named for at_s, named in found if named and now_s - at_s < REMEMBERED_S]
+
     def forget(self) -> None:
         """This engine is not what it was."""
         self.doubts = ""
-        self._found.clear()
+        for found in (self._found, self._lately, self._lately_own):
+            found.clear()
         self._put_away.clear()

@@ -1,7 +1,7 @@
 """``EngineNamespace``: in which namespace an engine is, by the weights that its workers hold.
 
     start ── facts and measures of all ranks ──► shares: the namespace is named by files
-    shares ── its audits find many others wrong ──► off
+    shares ── its audits find many others wrong ──► off, until a reset or other weights
     shares ── a reset, a call that may write, the watch ──► asks: nothing is looked up, loaded or stored
     asks ── the measures of all ranks ──► shares: as before if they are as before, else the namespace is named by them
                                       ──► off: the engine's cache has blocks of other weights, or the weights are NaN
@@ -68,6 +68,7 @@ class EngineNamespace:
         self._ranks, self._pipeline_parallel = geometry.ranks, geometry.pipeline_parallel
         self.current: Namespace | None = None
         self.is_off = False  # until the next measure
+        self.is_doubted = False  # by its audits, until a reset or other weights
         self._rank_facts: dict[int, dict[str, Fact]] = {}
         self._facts: dict[str, Fact] = {}  # of all ranks together, at the start
         self._facts_to_send: dict[str, Fact] = {}  # to the workers, with the next step
@@ -164,7 +165,7 @@ class EngineNamespace:
     def reset(self, *, in_use: bool) -> None:
         """The caches were reset. ``in_use``: the engine still holds blocks, so vLLM kept its cache."""
         if not in_use:
-            self._cached, self._computed = None, False
+            self._cached, self._computed, self.is_doubted = None, False, False
         self._ask("reset")
 
     def called(self, method: str) -> bool:
@@ -205,6 +206,7 @@ class EngineNamespace:
             "(reset_prefix_cache with reset_connector=True, over HTTP with reset_external=true)",
             why,
         )
+        self.is_doubted = True
         if not self.asks:
             self.current, self.is_off, self._off_to_send = None, True, True
             self._leave()
@@ -237,6 +239,7 @@ class EngineNamespace:
             self._has_blocks_of(weights)
         same, self._now = weights == self._now, weights
         if not same:
+            self.is_doubted = False
             self._leave()
             if self._start and cause == "reset" and not is_told:
                 logger.warning(
@@ -245,7 +248,7 @@ class EngineNamespace:
                 )
                 self._silent_to_send = True
         nan = any(one.nan and not self._at_start[rank].nan for rank, one in self._answers.items())
-        self.is_off = nan or self._cached not in (None, weights)
+        self.is_off = nan or self.is_doubted or self._cached not in (None, weights)
         stays, self._shared = weights == self._shared, self._shared if self.is_off else weights
         self._counters.add(metrics.WEIGHTS, 1, "off" if self.is_off else "same" if stays else "other")
         self._off_to_send = self.is_off
@@ -256,6 +259,8 @@ class EngineNamespace:
                 self._last,
                 "weights of this engine are NaN: load others"
                 if nan
+                else "this engine still doubts itself, for its weights are as before"
+                if self.is_doubted
                 else "this engine's cache has blocks that its weights have not computed",
             )
         else:

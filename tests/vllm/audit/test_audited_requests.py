@@ -14,11 +14,11 @@ from kvpool.store import Store
 from kvpool.vllm.audit.findings import PUT_AWAY_S
 from kvpool.vllm.audit.floor import LEAST_PAIRS
 from kvpool.vllm.engine import internals
-from kvpool.vllm.plan import AuditedPart, BlockRef, LayerDistance, PoolMetadata, PoolWorkerMetadata
+from kvpool.vllm.plan import AuditedPart, BlockRef, LayerDistance, Measured, PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.save.store_queue import Wanted
 from kvpool.vllm.scheduler import SchedulerHalf
 from tests.support.clock import Clock
-from tests.support.scheduler import BLOCK_TOKENS, TABLE, answer, half, output, put, request
+from tests.support.scheduler import BLOCK_TOKENS, FACTS, TABLE, answer, half, output, put, request
 
 pytestmark = [pytest.mark.vllm]
 
@@ -64,8 +64,11 @@ class Audited:
 
     def __init__(self, store: Store) -> None:
         self.clock = Clock()
-        self.scheduler = half(store, audit_share=1.0, clock=self.clock, writer=OWN)
+        self.scheduler = half(store, audit_share=1.0, clock=self.clock, writer=OWN, heard=False)
         self.store, self.number = store, 0
+        self.scheduler.update(
+            PoolWorkerMetadata(measured={(0, 0): Measured("at the start")}, facts={0: FACTS}), (), ()
+        )
         for _ in range(LEAST_PAIRS):
             self.end(self.begin(), OWN, 0.0)
 
@@ -91,7 +94,7 @@ class Audited:
         layers = [LayerDistance(f"layers.{place}", "float32", difference * place, 1.0) for place in range(2)]
         self.scheduler.update(
             PoolWorkerMetadata(
-                audit_staged={self.audit: 1},
+                audit_staged={self.audit: 1} if self.scheduler._audits._audits[self.audit].unstaged else {},
                 audited={self.audit: [AuditedPart("", writer, layers)]},
                 audit_ended={self.audit: 1},
                 load_writers={asked.request_id: loads or set()},
@@ -198,3 +201,91 @@ def test_an_engine_that_finds_three_writers_wrong_leaves_the_pool_until_a_reset(
     assert audited.scheduler.matched_tokens(asked, 0) == (0, False)
     audited.scheduler.reset()
     assert not audited.scheduler.plan(SchedulerOutput.make_empty()).off
+
+
+def doubting(audited: Audited) -> SchedulerHalf:
+    for writer in (OTHER, THIRD, FOURTH):
+        step = audited.end(audited.begin(), writer, 1.0)
+    assert step.off
+    assert step.wrong == [], "one that doubts itself deletes nothing of others"
+    return audited.scheduler
+
+
+def told(scheduler: SchedulerHalf) -> str:
+    news = scheduler._traffic._audits
+    assert news is not None
+    return news.doubts
+
+
+def answers(scheduler: SchedulerHalf, digest: str) -> PoolMetadata:
+    """The workers say what weights they hold."""
+    number = scheduler.plan(SchedulerOutput.make_empty()).measure
+    scheduler.update(PoolWorkerMetadata(measured={(0, number): Measured(digest)}), (), ())
+    return scheduler.plan(SchedulerOutput.make_empty())
+
+
+def test_a_call_that_changes_no_weights_ends_no_doubt(audited: Audited) -> None:
+    scheduler = doubting(audited)
+    start = scheduler._namespace._now
+    scheduler.called("some_call")
+    step = answers(scheduler, "at the start")
+    assert scheduler._namespace._now == start
+    assert (scheduler._is_off, step.off) == (True, True)
+    assert told(scheduler)
+
+
+def test_other_weights_end_doubt_and_what_was_found_before(audited: Audited) -> None:
+    scheduler = doubting(audited)
+    scheduler.called("update_weights")
+    answers(scheduler, "others")
+    assert not scheduler._namespace.is_doubted
+    assert (told(scheduler), scheduler._findings.put_away(), scheduler._findings.doubts) == (
+        "",
+        frozenset(),
+        "",
+    )
+
+
+def test_a_reset_while_the_engine_has_requests_ends_no_doubt(audited: Audited) -> None:
+    scheduler = doubting(audited)
+    pool = scheduler._block_pool
+    assert pool is not None
+    held = pool.get_new_blocks(1)
+    scheduler.reset()
+    assert told(scheduler)
+    answers(scheduler, "at the start")
+    assert scheduler._is_off
+    pool.free_blocks(held)
+    scheduler.reset()
+    assert not told(scheduler)
+
+
+def test_a_doubt_while_the_workers_are_asked_counts_when_they_have_answered(audited: Audited) -> None:
+    audited.begin()
+    audited.scheduler.called("some_call")
+    audited.scheduler._namespace.doubt("planted")
+    answers(audited.scheduler, "at the start")
+    assert audited.scheduler._is_off
+
+
+def test_records_are_deleted_in_the_namespace_where_they_were_found_wrong(audited: Audited) -> None:
+    asked = audited.begin()
+    audited.scheduler.called("some_call")
+    number = audited.scheduler.plan(SchedulerOutput.make_empty()).measure
+    assert audited.end(asked, OTHER, 1.0).wrong == [], "the workers have no namespace"
+    audited.scheduler.update(PoolWorkerMetadata(measured={(0, number): Measured("at the start")}), (), ())
+    assert audited.scheduler.wants_steps()
+    step = audited.scheduler.plan(SchedulerOutput.make_empty())
+    assert [ref.block_hash for ref in step.wrong] == asked.block_hashes
+
+
+def test_records_are_not_deleted_in_the_namespace_of_other_weights(audited: Audited) -> None:
+    asked = audited.begin()
+    audited.scheduler.update(PoolWorkerMetadata(audit_staged={audited.audit: 1}), (), ())
+    audited.scheduler.reset()
+    number = audited.scheduler.plan(SchedulerOutput.make_empty()).measure
+    audited.end(asked, OTHER, 1.0)
+    audited.scheduler.update(PoolWorkerMetadata(measured={(0, number): Measured("others")}), (), ())
+    step = audited.scheduler.plan(SchedulerOutput.make_empty())
+    assert step.weights
+    assert step.wrong == []

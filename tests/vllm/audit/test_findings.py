@@ -6,6 +6,8 @@ import pytest
 
 from kvpool.key.key import Namespace, writer_name
 from kvpool.vllm.audit.findings import (
+    LATELY,
+    LATELY_OWN,
     MAX_REMEMBERED,
     NOBODY,
     PUT_AWAY_S,
@@ -82,6 +84,38 @@ def test_three_findings_without_a_common_writer_are_rather_of_this_engine(findin
     assert add(findings, A) == ""
     assert add(findings, B) == ""
     assert "3 writers" in add(findings, C)
+
+
+def test_one_wrong_engine_that_restarts_is_no_reason_for_doubt(findings: Findings) -> None:
+    for incarnation in (A, B, C):
+        for _ in range(LATELY - 1):
+            findings.agree(frozenset({D}))
+        assert [add(findings, incarnation), add(findings, incarnation)] == ["", ""]
+        assert incarnation in findings.put_away()
+
+
+def test_of_many_own_records_two_may_be_far_by_chance(findings: Findings) -> None:
+    for _ in range(5):
+        assert add(findings, OWN) == ""
+        for _ in range(LATELY_OWN - 1):
+            findings.agree(frozenset({OWN}))
+
+
+def test_that_own_records_are_the_same_says_nothing_of_others(findings: Findings) -> None:
+    for writer, why in ((A, ""), (B, ""), (C, "3 writers")):
+        for _ in range(LATELY_OWN):
+            findings.agree(frozenset({OWN}))
+            findings.agree(frozenset({NOBODY}))
+        assert why in add(findings, writer)
+    assert findings.doubts
+    add(findings, A)
+    assert findings.doubts, "until it is forgotten"
+
+
+def test_an_engine_that_was_right_for_long_doubts_itself_as_soon(findings: Findings) -> None:
+    for _ in range(100):
+        findings.agree(frozenset({D}))
+    assert [bool(add(findings, writer)) for writer in (A, B, C)] == [False, False, True]
 
 
 def test_findings_among_any_three_of_which_a_writer_is_named_twice_are_not(findings: Findings) -> None:
