@@ -71,7 +71,8 @@ class Audits:
         self._geometry, self._share, self._counters = geometry, share, counters
         self._clock, self._random = clock, random
         self.counts: Counter[str] = Counter()  # by verdict
-        self._floor = Floor(writer if stores else None)
+        has_states = any(group.state for group in geometry.groups)
+        self._floor = Floor(writer if stores else None, has_states=has_states)
         self._audits: dict[int, _Audit] = {}
         self._of_request: dict[str, int] = {}
         self._number = 0

@@ -23,8 +23,11 @@ LEAST_PAIRS = 8  # before it judges others
 FACTOR = 2.0
 # By element: the least floor of a layer, whatever is learnt: engines whose own pairs are equal to the bit meet others.
 # And the most, in case that a pair is wrong itself.
-LEAST = {"float32": 1e-4, "float16": 2e-3, "bfloat16": 1e-2, "float8_e4m3fn": 4e-2, "float8_e5m2": 8e-2}
+LEAST = {"float32": 1e-4, "float16": 3e-3, "bfloat16": 2e-2, "float8_e4m3fn": 4e-2, "float8_e5m2": 8e-2}
 MOST_OF_LEAST = 4.0
+# Behind recurrent states all floors are so many times as wide: a state that is computed in one long step is another
+# one, in the last digits, than in many short ones.
+BEHIND_STATES = 2.0
 # Of a layer that drafts the values of a block's last token depend on the token behind the block, which no hash covers.
 LEAST_OF_DRAFTS = 0.4
 _NUMBER = re.compile(r"\.(\d+)\.")
@@ -48,10 +51,14 @@ class Judged:
 
 
 class Floor:
-    """``learns_from``: this engine's name in records; None: it stores nothing, and learns of what others stored."""
+    """``learns_from``: this engine's name in records; None: it stores nothing, and learns of what others stored.
 
-    def __init__(self, learns_from: bytes | None) -> None:
+    ``has_states``: the model has recurrent layers.
+    """
+
+    def __init__(self, learns_from: bytes | None, *, has_states: bool = False) -> None:
         self._learns_from = learns_from
+        self._width = BEHIND_STATES if has_states else 1.0
         self._pairs: list[Mapping[str, float]] = []  # the first ones
         self._largest: dict[str, float] = {}  # by layer; infinite: it is as far as others' blocks would be
 
@@ -78,7 +85,7 @@ class Floor:
         for layer in (layer for part in parts for layer in part.layers):
             difference, norm = sums.get(layer.name, (0.0, 0.0))
             sums[layer.name] = difference + layer.difference, norm + layer.norm
-            least[layer.name] = least_of(layer)
+            least[layer.name] = self._least(layer)
         layers = {name: _relative(*sums[name]) for name in sorted(sums, key=_place)}
         of_model = [one for name, one in sums.items() if not name.startswith(DRAFT)]
         whole = _relative(sum(one[0] for one in of_model), sum(one[1] for one in of_model))
@@ -99,6 +106,10 @@ class Floor:
                 self._largest[name] = max(self._largest.get(name, 0.0), min(most, distance))
         return Judged("same", whole, layers, writers=writers)
 
+    def _least(self, layer: LayerDistance) -> float:
+        """The least floor of a layer, whatever is learnt."""
+        return LEAST_OF_DRAFTS if layer.name.startswith(DRAFT) else self._width * LEAST[layer.element]
+
     def _learn(self, layers: Mapping[str, float], least: Mapping[str, float]) -> None:
         self._pairs.append(layers)
         if len(self._pairs) < LEAST_PAIRS:
@@ -107,11 +118,6 @@ class Floor:
             pairs = sorted(pair.get(name, 0.0) for pair in self._pairs)
             most = MOST_OF_LEAST * least[name]
             self._largest[name] = min(most, pairs[-1]) if pairs[len(pairs) // 2] <= most else math.inf
-
-
-def least_of(layer: LayerDistance) -> float:
-    """The least floor of a layer, whatever is learnt."""
-    return LEAST_OF_DRAFTS if layer.name.startswith(DRAFT) else LEAST[layer.element]
 
 
 def _what(first: str, far: str) -> Kind:
