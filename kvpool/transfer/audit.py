@@ -1,13 +1,15 @@
 """``Auditor``: compares records of the pool with the same blocks as this engine has computed them.
 
 An audit takes two staging slots: one for the blocks of the KV cache, one for the record. What they differ by, a thread
-of its own computes, off the engine's steps. Nothing reaches the KV cache. The same thread deletes what is found wrong.
+of its own computes, off the engine's steps. Nothing reaches the KV cache. Another thread deletes what is found wrong:
+nothing waits for it, for a store may hang. A fault of an audit ends it, and no more.
 
 Threads: the worker's model thread; ``kvpool-audit`` reads slots in use.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -63,6 +65,7 @@ class _Audit:
     get: Batch | None = None
     result: Future[_Found] | None = None
     writer: bytes = b""
+    gives_up_s: float = 0.0  # on a read that does not end at its deadline
 
 
 @dataclass
@@ -82,9 +85,11 @@ class Auditor:
         self._store, self._memory, self._pieces, self._clock = store, memory, pieces, clock
         self.wants_payloads = False  # in what ``poll`` returns
         self._audits: list[_Audit] = []
+        self._stuck: list[_Audit] = []  # ended, but that their reads may still write to their slots
         self._ended = Ended()
         self._deletes: dict[Future[None], int] = {}  # records
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="kvpool-audit")
+        self._behind = ThreadPoolExecutor(1, thread_name_prefix="kvpool-audit-delete")
 
     @property
     def copies(self) -> list[Event]:
@@ -109,11 +114,12 @@ class Auditor:
         self._deletes = {delete: count for delete, count in self._deletes.items() if not delete.done()}
         keys = keys[: MAX_DELETED - sum(self._deletes.values())]
         if keys:
-            self._deletes[self.later(self._delete, list(keys))] = len(keys)
+            with contextlib.suppress(RuntimeError):  # no thread can be started: the next one takes them
+                self._deletes[self.later(self._delete, list(keys))] = len(keys)
 
     def later(self, call: Callable[..., None], *arguments: Any) -> Future[None]:
-        """Call it in the thread of audits; it raises nothing."""
-        return self._threads.submit(call, *arguments)
+        """Call it behind all deletes so far; it raises nothing. Errors: ``RuntimeError``: no thread starts."""
+        return self._behind.submit(call, *arguments)
 
     def _delete(self, keys: Sequence[str]) -> None:
         try:
@@ -126,6 +132,9 @@ class Auditor:
     def advance(self) -> None:
         for audit in list(self._audits):
             self._advance(audit)
+        for audit in [one for one in self._stuck if one.get is None or one.get.done()]:
+            self._stuck.remove(audit)
+            self._memory.release([audit.ours, audit.theirs])
 
     def poll(self) -> Ended:
         self.advance()
@@ -136,6 +145,7 @@ class Auditor:
         if audit.copy is not None and audit.copy.query():
             audit.copy = None
             self._ended.staged.append(audit.tag)
+            audit.gives_up_s = self._clock.monotonic() + GET_TIMEOUT_S + GRACE_S
             try:
                 audit.get = self._store.submit_get(
                     [audit.block.key], [self._view(audit, audit.theirs)], timeout_s=GET_TIMEOUT_S
@@ -154,9 +164,20 @@ class Auditor:
                 return
             (audit.writer,) = get.writers()
             ours, theirs = (self._view(audit, slot) for slot in (audit.ours, audit.theirs))
-            audit.result = self._threads.submit(self._compare, ours, theirs, self._pieces[audit.block.group])
+            pieces = self._pieces[audit.block.group]
+            try:
+                audit.result = self._threads.submit(self._compare, ours, theirs, pieces)
+            except RuntimeError:  # no thread can be started
+                self._end(audit, "no_room")
+        elif audit.get is not None and self._clock.monotonic() > audit.gives_up_s:
+            audit.get.cancel()
+            self._end(audit, "store_unavailable")
         if audit.result is not None and audit.result.done():
-            self._end(audit, "", audit.result.result())
+            if (error := audit.result.exception()) is not None:
+                logger.warning("kvpool could not compare an audited block", exc_info=error)
+                self._end(audit, "no_room")
+            else:
+                self._end(audit, "", audit.result.result())
 
     def _compare(self, ours: memoryview, theirs: memoryview, pieces: Pieces) -> _Found:
         distances = _native.distances(ours, theirs, pieces)
@@ -167,7 +188,10 @@ class Auditor:
 
     def _end(self, audit: _Audit, why: str, found: _Found = NOTHING) -> None:
         self._audits.remove(audit)
-        self._memory.release([audit.ours, audit.theirs])
+        if audit.get is None:
+            self._memory.release([audit.ours, audit.theirs])
+        else:
+            self._stuck.append(audit)
         elements = [element for element, _ in self._pieces[audit.block.group]]
         by_layer = [(element, *sums) for element, sums in zip(elements, found.distances, strict=False)]
         self._ended.compared.append(Compared(audit.tag, why, audit.writer, by_layer, found.payloads))
@@ -182,7 +206,9 @@ class Auditor:
             if not read.done():
                 read.settle(max(MIN_WAIT_S, until - self._clock.monotonic()))
         self._threads.shutdown(wait=True, cancel_futures=True)
-        for audit in self._audits:
+        self._behind.shutdown(wait=False, cancel_futures=True)
+        for audit in [*self._audits, *self._stuck]:
             if audit.copy is None and (audit.get is None or audit.get.done()):
                 self._memory.release([audit.ours, audit.theirs])
         self._audits.clear()
+        self._stuck.clear()

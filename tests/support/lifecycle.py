@@ -1277,7 +1277,11 @@ class ScriptedEngine:
             assert worker is not None
             if (mover := worker._mover) is not None:
                 held = [slot for part in [*mover._parts, *mover._stopping] for slot in part.slots]
-                held += [slot for audit in mover.auditor._audits for slot in (audit.ours, audit.theirs)]
+                held += [
+                    slot
+                    for audit in [*mover.auditor._audits, *mover.auditor._stuck]
+                    for slot in (audit.ours, audit.theirs)
+                ]
                 assert len(set(held)) == len(held), "two transfers share a slot"
                 assert not set(held) & set(mover.staging._free), "a slot in use is free"
                 assert len(held) + mover.staging.free == mover.staging.slots, "a slot is lost"

@@ -7,10 +7,12 @@ Threads: the worker's model thread only.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +28,7 @@ logger = init_logger("vllm.kvpool")
 
 MAX_KEPT = 16  # files in a directory
 MAX_WAITING = 16  # audits whose blocks wait for the verdict
+MAX_WRITES = 4  # findings whose blocks wait for the disk
 
 
 @dataclass
@@ -53,6 +56,9 @@ class RankAudits:
         self._audits: dict[int, _Audit] = {}  # by number
         self._blocks: dict[int, tuple[int, int]] = {}  # by tag: number, and group of the block
         self._tag = 0
+        # Nothing waits for a disk: it may be slow, or hang.
+        self._keeper = ThreadPoolExecutor(1, thread_name_prefix="kvpool-audit-keep")
+        self._writes: list[Future[None]] = []  # that have not ended
 
     def begin(self, number: int, blocks: Sequence[Block]) -> None:
         """Copy and compare what the step has computed. It is reported once as staged, and once as ended."""
@@ -91,8 +97,11 @@ class RankAudits:
     def keep(self, number: int, what: str, rank: int) -> None:
         """Write both blocks of a finding into the folder, unless it has enough. Does not wait."""
         found = self._payloads.pop(number, [])
-        if found and self._folder is not None:
-            self._mover.auditor.later(_write, self._folder, found, self._layer_names, what, rank)
+        self._writes = [write for write in self._writes if not write.done()]
+        if found and self._folder is not None and len(self._writes) < MAX_WRITES:
+            with contextlib.suppress(RuntimeError):  # no thread can be started
+                write = self._keeper.submit(_write, self._folder, found, self._layer_names, what, rank)
+                self._writes.append(write)
 
     def give_up(self, report: PoolWorkerMetadata) -> None:
         """Report all as ended: nothing reads their blocks any more."""
@@ -121,7 +130,12 @@ def _write(
             header[f"writer.{part}"] = one.writer
         path = folder / f"finding-{time.time_ns()}-rank{rank}.safetensors"
         with open(path, "xb", opener=functools.partial(os.open, mode=0o600)) as file:
-            file.write(save(tensors, header))
+            try:
+                file.write(save(tensors, header))
+                file.flush()
+            except OSError:  # half a file is of no use, and would stand for one of those it takes
+                path.unlink()
+                raise
         logger.info("kvpool: both blocks are in %s", path)
     except OSError as error:
         logger.warning("kvpool could not keep a finding in %s: %s", folder, error)

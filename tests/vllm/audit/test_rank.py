@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +11,8 @@ from pathlib import Path
 import pytest
 from safetensors.numpy import load_file
 
-from kvpool.vllm.audit.rank import MAX_KEPT, MAX_WAITING, RankAudits
+from kvpool.vllm.audit import rank as rank_module
+from kvpool.vllm.audit.rank import MAX_KEPT, MAX_WAITING, MAX_WRITES, RankAudits
 from kvpool.vllm.plan import PoolWorkerMetadata
 from tests.support.audits import ELSEWHERE, Bench, block
 from tests.support.deadlines import eventually
@@ -149,8 +152,9 @@ def test_a_folder_and_the_memory_before_it_take_so_many(bench: Bench, tmp_path: 
         rank.begin(number, [block(1, 4)])
         over(bench, rank)
         rank.keep(number, "", 0)
+        assert eventually(lambda: all(write.done() for write in rank._writes))
     done = threading.Event()
-    bench.mover.auditor.later(done.set)
+    rank._keeper.submit(done.set)
     assert done.wait(60)
     assert len(kept(tmp_path)) == MAX_KEPT
     for number in range(MAX_WAITING + 3):
@@ -166,3 +170,36 @@ def test_a_folder_that_cannot_be_written_costs_the_file_alone(bench: Bench, tmp_
         rank.begin(number, [block(1, 4)])
         assert over(bench, rank).audit_ended == {number: 1}
         rank.keep(number, "", 0)
+
+
+def test_a_disk_that_is_full_leaves_no_half_a_file(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(io.FileIO):
+        def write(self, data: object) -> int:
+            super().write(b"half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    rank = RankAudits(bench.mover, NAMES, str(tmp_path))
+    monkeypatch.setattr(rank_module, "open", lambda path, mode, opener: Full(path, "xb"), raising=False)
+    rank.begin(1, [block(1, 4)])
+    over(bench, rank)
+    rank.keep(1, "", 0)
+    assert eventually(lambda: all(write.done() for write in rank._writes))
+    assert [write.exception() for write in rank._writes] == [None]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_hangs_holds_neither_audits_nor_the_end_and_little_memory(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(rank_module, "_write", lambda *arguments: go_on.wait(60))
+    rank = RankAudits(bench.mover, NAMES, str(tmp_path))
+    for number in range(3 * MAX_WRITES):
+        rank.begin(number, [block(1, 4)])
+        assert over(bench, rank).audit_ended == {number: 1}
+        rank.keep(number, "", 0)
+    assert len(rank._writes) == MAX_WRITES
+    bench.mover.close()
+    go_on.set()
