@@ -198,7 +198,7 @@ def quota_keys(tenant: str) -> tuple[str, str]:
 
 
 def writer_name(start: str) -> bytes:
-    """16 bytes that name who computes: 8 of a digest of this host's name, 8 of ``start``, one text for all its ranks.
+    """16 bytes that name who computes: 8 of a digest of this host's name, 8 of ``start``, a text of this start.
 
     It proves nothing: whoever may write may name any writer.
     """

@@ -75,7 +75,6 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
         self._config: PoolConfig | None = None
         self._adapters: AdapterLoads | None = None
         stage_ranks = vllm_config.parallel_config.tensor_parallel_size
-        writer = writer_name(f"{self._kv_transfer_config.engine_id} {vllm_config.instance_id}")
         try:
             config = PoolConfig.load(self._kv_transfer_config.kv_connector_extra_config)
             support.refuse_unsupported(vllm_config)
@@ -97,7 +96,7 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                         events=bool(events and events.enable_kv_cache_events),
                     ),
                     adapter_settings=adapter_settings(vllm_config),
-                    writer=writer,
+                    writer=writer_name(f"{self._kv_transfer_config.engine_id} {vllm_config.instance_id}"),
                     is_asleep=internals.watch_engine_calls(self._called, self._named),
                     encoded=internals.encoder_outputs(),
                     clock=self.clock,
@@ -112,7 +111,6 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                     self._geometry,
                     rank=rank,
                     model=model_name(vllm_config.model_config, config.model_id),
-                    writer=writer,
                     adapters=self._adapters,
                     clock=self.clock,
                 )

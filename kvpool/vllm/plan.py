@@ -91,6 +91,7 @@ class PoolMetadata(KVConnectorMetadata):
     timed: int = 0  # number of a timed step; 0: untimed
     facts: dict[str, Fact] = field(default_factory=dict)  # of several pipeline stages together, once
     number: int = 0  # of the step, from 1
+    writer: bytes = b""  # this engine's name in what it stores, with its first step
     measure: int = (
         0  # number of a question: what weights the worker holds, before anything of this step; 0: none
     )

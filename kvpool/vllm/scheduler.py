@@ -331,6 +331,8 @@ class SchedulerHalf:
         self._new_loads, self._cancelled = [], []
         self._loads_under_way.scheduled(output.num_scheduled_tokens)
         self._namespace.add_to(step)
+        if step.number == 1:
+            step.writer = self._writer  # a host makes a name of its own for its ranks
         self._adapters.add_to(step)
         self._prefetch()
         if self._gate is not None:

@@ -81,7 +81,7 @@ class WorkerHalf:
     """One rank's side of the pool. ``facts`` and ``layers`` come with ``register``.
 
     With several pipeline stages, ``facts`` are of its own stage; those of all come with a step.
-    ``adapters``: None: blocks of adapters are not moved. ``writer``: the engine's, in what it stores.
+    ``adapters``: None: blocks of adapters are not moved.
     """
 
     def __init__(
@@ -91,7 +91,6 @@ class WorkerHalf:
         *,
         rank: int,
         model: str = "",
-        writer: bytes = b"",
         adapters: AdapterLoads | None = None,
         clock: Clock = REAL,
     ) -> None:
@@ -99,7 +98,6 @@ class WorkerHalf:
         # Of the groups in the pool, the places of their first parts among the mover's copiers.
         self._places: dict[int, int] = {}
         self._rank, self._model = rank, model  # its display name
-        self._writer = writer
         self._store: Store | None = None
         self._mover: KVCacheMover | None = None
         self._namespace: Namespace | None = None  # None: nothing is stored or loaded
@@ -161,7 +159,6 @@ class WorkerHalf:
                 opened_by=self._config.worker or self._config.tenant,
                 must_answer=not self._config.start_without_pool,
             )
-            self._store.writer = self._writer
             copiers: list[BlockCopier] = []
             layer_names: list[Sequence[str]] = []  # by copier
             for index, group in enumerate(self._groups):
@@ -314,6 +311,8 @@ class WorkerHalf:
             return
         self._submitted = step
         self._report.timed = step.timed
+        if step.writer and self._store is not None:
+            self._store.writer = step.writer
         self._look_at_adapters(step)
         if step.silent:
             self._unsure.condemn()

@@ -174,8 +174,10 @@ def stored(worker: WorkerHalf, *tags: int) -> None:
 
 def test_what_is_stored_names_the_engine(tmp_path: Path, cache: torch.Tensor) -> None:
     url = f"file://{tmp_path}/pool"
-    worker = started(url, cache, writer=b"this engine's id")
-    worker.start_stores(PoolMetadata(stores=refs((1, 3)), tags=[10]))
+    worker = started(url, cache)
+    for step in (PoolMetadata(writer=b"this engine's id"), PoolMetadata(stores=refs((1, 3)), tags=[10])):
+        worker.start_loads(step)
+        worker.start_stores(step)
     stored(worker, 10)
     with open_store(url) as store:
         got = store.submit_get(

@@ -55,6 +55,11 @@ def test_a_request_that_begins_anew_is_not_audited_for_what_it_was_offered_befor
     assert scheduler.counters.take()[f"{metrics.AUDITS.name}/gone"] == 1
 
 
+def test_all_ranks_are_told_the_engines_name_whatever_host_they_are_on(store: Store) -> None:
+    scheduler = half(store, ranks=2, writer=OWN)
+    assert [scheduler.plan(SchedulerOutput.make_empty()).writer for _ in range(2)] == [OWN, b""]
+
+
 LONG = (list(range(7, 17)),)
 OWN, OTHER, THIRD, FOURTH = (writer_name(name) for name in ("own", "other", "third", "fourth"))
 
