@@ -11,7 +11,7 @@ from kvpool import metrics
 from kvpool.key.key import writer_name
 from kvpool.metrics import Counters
 from kvpool.vllm.audit.audits import LEAST_PAUSE_S, MAX_OPEN, WHILE_LEARNING, Audits
-from kvpool.vllm.audit.floor import Floor
+from kvpool.vllm.audit.floor import LEAST_PAIRS, Floor
 from kvpool.vllm.geometry import Geometry, Group
 from kvpool.vllm.plan import AuditedPart, LayerDistance, PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.requests import Asked, RequestParams
@@ -324,6 +324,24 @@ def test_of_weights_before_a_change_nothing_is_judged_and_blocks_stay_held_until
         == []
     ), "it was offered of what was before, too"
     assert life.counted() == {"gone": 1}
+
+
+def test_after_a_change_of_weights_nothing_is_judged_by_what_was_learnt_before() -> None:
+    life = Life()
+
+    def judged(writer: str, difference: float) -> dict[str, float]:
+        number = life.begun(asked())
+        part = AuditedPart("", writer_name(writer), [LayerDistance("layers.0", "float32", difference, 1.0)])
+        life.audits.update(
+            PoolWorkerMetadata(audit_staged={number: 1}, audited={number: [part]}, audit_ended={number: 1})
+        )
+        return life.counted()
+
+    for _ in range(LEAST_PAIRS):
+        assert judged("this", 0.0) == {"no_floor": 1}
+    assert judged("other", 1.0) == {"differs": 1}
+    life.audits.leave()
+    assert judged("other", 1.0) == {"no_floor": 1}
 
 
 @pytest.mark.parametrize("name", ["audit_staged", "audit_ended"])
