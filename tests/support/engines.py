@@ -158,7 +158,7 @@ def corrupt(record: Path, *, keep_checksum: bool, first_share: float = 0.0) -> N
         content[at] ^= 0x11
     if not keep_checksum:
         content[payload_nbytes:] = pack_header(_key(record), content[:payload_nbytes])
-    write_record(record, content)
+    write_record(record, bytes(content))
 
 
 def _key(record: Path) -> str:
@@ -294,8 +294,13 @@ class Index:
             on_gone=self.fleet.remove,
             on_pool_lost=self.fleet.forget_pool,
             incomplete=self.fleet.incomplete,
-            on_requested=lambda worker_id, dp_rank: self.fleet.rank(worker_id, dp_rank).ask(),
+            on_requested=self._ask,
         )
+
+    def _ask(self, worker_id: str, dp_rank: int) -> None:
+        rank = self.fleet.rank(worker_id, dp_rank)
+        assert rank is not None
+        rank.ask()
 
     def close(self) -> None:
         self.watch.close()
