@@ -378,6 +378,30 @@ def outage(
         raise typer.Exit(EXIT_FAILED)
 
 
+@app.command("audits")
+def audits(
+    honest: Annotated[
+        int, typer.Option(min=0, max=1 << 20, metavar="N", help="Honest hits, in place of wrong ones.")
+    ] = 0,
+    cost: Annotated[
+        int, typer.Option(min=0, max=1000, metavar="ROUNDS", help="What audits cost, in place of that.")
+    ] = 0,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="Engines with this in family or dtype; give it again for more."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """What audits of hits find: wrong hits of many kinds, right by name and checksum, on small real engines.
+
+    Starts vLLM CPU engines with small random models. Exits with 1 when a fault is not found, or an honest hit is.
+    """
+    from benchmarks.audits import run_audits
+
+    if not run_audits(honest=honest, cost=cost, only=only or [], as_json=as_json):
+        raise typer.Exit(EXIT_FAILED)
+
+
 @app.command("agents")
 def agents(
     trace: Annotated[

@@ -31,7 +31,7 @@ def test_wrong_use_is_one_clear_line(arguments: list[str], says: str, tmp_path: 
 
 def test_help_names_every_benchmark() -> None:
     text = benchmark("--help").stdout
-    assert all(name in text for name in ("hash", "device", "store", "index", "fleet", "e2e"))
+    assert all(name in text for name in ("hash", "device", "store", "index", "fleet", "e2e", "audits"))
 
 
 def test_hashes_are_vllms() -> None:
