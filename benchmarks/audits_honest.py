@@ -78,7 +78,7 @@ def pairs() -> list[Pair]:
             Pair("llama, with drafts", "llama", dtype, reader=chunks, drafts=True),
             Pair("llama, 2 blocks a record", "llama", dtype, {"blocks_per_record": 2}, reader=chunks, block_tokens=64),
         ]  # fmt: skip
-        for family in ("llama", "gemma3"):
+        for family in ("llama", "gemma3") if dtype == "float32" else ("llama",):  # else parts would be small
             of_blocks = {"block_size": 128}
             two = {"tensor_parallel_size": 2, "max_num_batched_tokens": 384, **of_blocks}
             cut = {"share_across_tp": 2}
@@ -138,6 +138,8 @@ def soak(pair: Pair, hits: int, folder: Path, seed: int, most_s: float = 1e9) ->
     for name in ("writer", "reader"):
         if (log := folder / f"{name}.log").exists():
             _count(row, audits(log))
+    if not (row.of_others or row.failed):
+        row.failed = "the engines share nothing"
     row.seconds = time.monotonic() - began_s
     return row
 

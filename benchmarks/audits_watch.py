@@ -22,7 +22,7 @@ def watch() -> None:
 
 def _judged(self: floor.Floor, parts: Sequence[AuditedPart]) -> floor.Judged:
     floors = {
-        layer.name: max(floor.least_of(layer), self._largest.get(layer.name, 0.0))
+        layer.name: max(self._least(layer), self._largest.get(layer.name, 0.0))
         for part in parts
         for layer in part.layers
     }
