@@ -25,9 +25,9 @@ FACTOR = 2.0
 # And the most, in case that a pair is wrong itself.
 LEAST = {"float32": 1e-4, "float16": 3e-3, "bfloat16": 2e-2, "float8_e4m3fn": 4e-2, "float8_e5m2": 8e-2}
 MOST_OF_LEAST = 4.0
-# Behind recurrent states all floors are so many times as wide: a state that is computed in one long step is another
-# one, in the last digits, than in many short ones.
-BEHIND_STATES = 2.0
+# Of models in which last digits become more, all floors are so many times as wide: a state that is computed in one long
+# step is another one than in many short ones, and a token may go to another expert.
+ROUGH = 2.0
 # Of a layer that drafts the values of a block's last token depend on the token behind the block, which no hash covers.
 LEAST_OF_DRAFTS = 0.4
 _NUMBER = re.compile(r"\.(\d+)\.")
@@ -53,12 +53,12 @@ class Judged:
 class Floor:
     """``learns_from``: this engine's name in records; None: it stores nothing, and learns of what others stored.
 
-    ``has_states``: the model has recurrent layers.
+    ``is_rough``: the model has recurrent layers or experts.
     """
 
-    def __init__(self, learns_from: bytes | None, *, has_states: bool = False) -> None:
+    def __init__(self, learns_from: bytes | None, *, is_rough: bool = False) -> None:
         self._learns_from = learns_from
-        self._width = BEHIND_STATES if has_states else 1.0
+        self._width = ROUGH if is_rough else 1.0
         self._pairs: list[Mapping[str, float]] = []  # the first ones
         self._largest: dict[str, float] = {}  # by layer; infinite: it is as far as others' blocks would be
 

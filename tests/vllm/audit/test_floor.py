@@ -243,10 +243,10 @@ def test_layers_that_draft_may_differ_in_a_token_and_are_found_where_they_are_mi
     assert (missing.verdict, missing.far, missing.what) == ("differs", [drafts], "")
 
 
-def test_behind_recurrent_states_floors_are_wider() -> None:
+def test_where_last_digits_become_more_floors_are_wider() -> None:
     near = 3 * LEAST[ELEMENT]
-    for has_states, verdict in ((False, "differs"), (True, "same")):
-        floor = Floor(OWN, has_states=has_states)
+    for is_rough, verdict in ((False, "differs"), (True, "same")):
+        floor = Floor(OWN, is_rough=is_rough)
         for _ in range(LEAST_PAIRS):
             floor.judge([part(0.0, writer=OWN)])
         assert floor.judge([part(near, writer=OTHER)]).verdict == verdict
