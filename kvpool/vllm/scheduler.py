@@ -394,6 +394,8 @@ class SchedulerHalf:
 
     @guarded(None)
     def _plan_audits(self, output: SchedulerOutput, step: PoolMetadata) -> None:
+        if not self._audits.waiting:
+            return
         for request_id, computed_tokens in internals.scheduled_tokens(output):
             if (state := self._requests.get(request_id)) is not None and self._audits.waits_for(request_id):
                 self._prove(state.asked.request, computed_tokens)
@@ -505,7 +507,7 @@ class SchedulerHalf:
         first = judged.far[0] if judged.far else ""
         self._outcomes.audited(asked.request, judged.verdict, judged.distance, first, audited.seconds)
         if judged.verdict == "same":
-            self._findings.agree(judged.writers)
+            self._findings.agree(audited.writers)
         if judged.verdict != "differs":
             return
         namespace = self._namespace.current

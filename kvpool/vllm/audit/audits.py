@@ -32,7 +32,7 @@ MAX_OPEN = 8
 
 
 class Audited(NamedTuple):
-    """An ended audit. ``writers``: of what the request loaded, and of the compared record."""
+    """An ended audit. ``writers``: of the compared record, and of what the request loaded if that may be wrong, too."""
 
     number: int
     asked: Asked
@@ -114,6 +114,11 @@ class Audits:
         if (number := self._of_request.pop(request_id, None)) is not None and not self._audits[number].open:
             del self._audits[number]
             self._count("gone")
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have not computed their blocks."""
+        return len(self._of_request)
 
     def waits_for(self, request_id: str) -> bool:
         return request_id in self._of_request
@@ -198,7 +203,8 @@ class Audits:
     def _said(self, number: int, audit: _Audit, judged: Judged) -> Audited:
         self._counters.observe(metrics.AUDIT_DISTANCE, judged.distance)
         seconds = self._clock() - audit.began_s
-        return Audited(number, audit.asked, judged, judged.writers | audit.writers, seconds)
+        prefix = set() if judged.what == "record" else audit.writers  # then nothing is known of it
+        return Audited(number, audit.asked, judged, judged.writers | prefix, seconds)
 
     def leave(self) -> None:
         """What is under way is of other weights than what comes next, and so is the floor."""

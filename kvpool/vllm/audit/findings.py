@@ -1,9 +1,9 @@
 """``Findings``: what follows from findings of audits: who is put away, and whether this engine doubts itself.
 
 Two findings that name a writer put it away for a while: what it wrote counts as missing, and is deleted. Three findings
-of which no two name the same writer, or two of this engine's own records, are rather of this engine, unless most of
-what it compared lately was as it computes: one engine that is wrong has another name after each restart, and of many
-blocks one is far by chance.
+of which no two name the same writer, or two of this engine's own records, are rather of this engine. All of this holds
+unless most of what was compared since was right: of many blocks one is far by chance, whoever wrote a common prefix is
+named with all who wrote behind it, and one engine that is wrong has another name after each restart.
 
 A client that may write to the pool may give any writer's name, and so put others away. It may write wrong records and
 delete right ones anyway.
@@ -13,7 +13,7 @@ Threads: the engine's scheduler thread only.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection
 from itertools import combinations
 
@@ -24,11 +24,11 @@ from kvpool.vllm.audit.floor import Judged
 
 PUT_AWAY_S = 600.0
 REMEMBERED_S = 24 * 3600.0
-MAX_REMEMBERED = 32
+MAX_REMEMBERED = 32  # writers with findings
 TO_PUT_AWAY = 2  # findings
 TO_DOUBT = 3  # findings of others, without a common writer
 TO_DOUBT_OWN = 2  # findings of its own records
-LATELY, LATELY_OWN = 8, 16  # audits of others' and of its own records, of which these may be
+LATELY, LATELY_OWN = 8, 16  # audits, of a writer or of all others and of itself, among which these are
 MAX_SHOWN = 4
 NOBODY = bytes(WRITER_NBYTES)
 
@@ -56,7 +56,8 @@ class Findings:
 
     def __init__(self, own: bytes, clock: Callable[[], float]) -> None:
         self._own, self._clock = own, clock
-        self._found: deque[tuple[float, frozenset[bytes]]] = deque(maxlen=MAX_REMEMBERED)
+        # By a writer with a finding, from that on: whether each audit was one.
+        self._by_writer: OrderedDict[bytes, deque[tuple[float, bool]]] = OrderedDict()
         self._lately: deque[tuple[float, frozenset[bytes]]] = deque(
             maxlen=LATELY
         )  # nobody: they were the same
@@ -71,20 +72,26 @@ class Findings:
         return frozenset(self._put_away)
 
     def agree(self, writers: frozenset[bytes]) -> None:
-        """A record of these was what this engine computes."""
+        """Records of these were what this engine computes."""
+        now_s = self._clock()
         if named := writers - {NOBODY}:
-            self._of(named).append((self._clock(), frozenset()))
+            self._of(named).append((now_s, frozenset()))
+        for writer in named & self._by_writer.keys():
+            self._by_writer[writer].append((now_s, False))
 
     def add(self, writers: frozenset[bytes]) -> str:
         """A finding of records of these. Returns ``doubts``."""
         now_s = self._clock()
         if named := writers - {NOBODY}:
-            self._found.append((now_s, named))
             self._of(named).append((now_s, named))
-        found = self._since(now_s, self._found)
         for writer in named - {self._own}:
-            if sum(writer in each for each in found) >= TO_PUT_AWAY:
+            audits = self._by_writer.pop(writer, None) or deque(maxlen=LATELY)
+            self._by_writer[writer] = audits
+            audits.append((now_s, True))
+            if sum(found and now_s - at_s < REMEMBERED_S for at_s, found in audits) >= TO_PUT_AWAY:
                 self._put_away[writer] = now_s + PUT_AWAY_S
+        while len(self._by_writer) > MAX_REMEMBERED:
+            self._by_writer.popitem(last=False)
         self.doubts = self.doubts or self._why_doubt(now_s)
         return self.doubts
 
@@ -108,6 +115,7 @@ class Findings:
     def forget(self) -> None:
         """This engine is not what it was."""
         self.doubts = ""
-        for found in (self._found, self._lately, self._lately_own):
-            found.clear()
+        self._by_writer.clear()
+        self._lately.clear()
+        self._lately_own.clear()
         self._put_away.clear()

@@ -379,3 +379,19 @@ def test_of_models_with_states_or_experts_floors_are_wider(
         layers = [LayerDistance("layers.0.attn", "bfloat16", difference**2, 1.0)]
         judged = one._floor.judge([AuditedPart("", own, layers)])
     assert judged.verdict == verdict
+
+
+@pytest.mark.parametrize(("far", "named"), [(0, {"of the record"}), (1, {"of the record", "of the prefix"})])
+def test_of_a_record_that_is_wrong_itself_the_prefix_is_not_blamed(
+    monkeypatch: pytest.MonkeyPatch, far: int, named: set[str]
+) -> None:
+    monkeypatch.setattr(Floor, "is_known", True)
+    life, one = Life(), asked()
+    life.audits.begin(one, END)
+    life.audits.update(PoolWorkerMetadata(load_writers={"a": {writer_name("of the prefix")}}))
+    (number,) = life.plan(one).audits
+    layers = [LayerDistance(f"layers.{place}", "float32", float(place >= far), 1.0) for place in range(2)]
+    part = AuditedPart("", writer_name("of the record"), layers)
+    report = PoolWorkerMetadata(audit_staged={number: 1}, audited={number: [part]}, audit_ended={number: 1})
+    (audited,) = life.audits.update(report)
+    assert audited.writers == set(map(writer_name, named))

@@ -94,6 +94,15 @@ def test_one_wrong_engine_that_restarts_is_no_reason_for_doubt(findings: Finding
         assert incarnation in findings.put_away()
 
 
+def test_whoever_wrote_a_common_prefix_is_not_put_away_with_those_behind_it(findings: Findings) -> None:
+    for wrong in (B, C):
+        for _ in range(LATELY):
+            findings.agree(frozenset({A, D}))
+        add(findings, A, wrong)
+        add(findings, wrong)
+    assert findings.put_away() == {B, C}
+
+
 def test_of_many_own_records_two_may_be_far_by_chance(findings: Findings) -> None:
     for _ in range(5):
         assert add(findings, OWN) == ""
@@ -157,7 +166,7 @@ def test_it_remembers_a_bounded_number(findings: Findings, clock: Clock) -> None
         add(findings, A, writer_name(str(number)))
         findings.put_away()
         clock.now_s += 1
-    assert len(findings._found) == MAX_REMEMBERED
+    assert len(findings._by_writer) == MAX_REMEMBERED
     assert len(findings._put_away) <= PUT_AWAY_S
     assert findings.put_away() == {A}
 
