@@ -400,7 +400,7 @@ class WorkerHalf:
                 count(self._report.audit_staged, [number])
                 count(self._report.audit_ended, [number])
 
-    @guarded(True)
+    @guarded(False)
     def _begin_audit(self, number: int, refs: Sequence[BlockRef]) -> bool:
         own = [ref for ref in refs if self._groups[ref.group].stored_by(self._rank)]
         usable = own and self._namespace is not None and not self._is_away

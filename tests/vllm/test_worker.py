@@ -188,6 +188,20 @@ def test_what_is_stored_names_the_engine(tmp_path: Path, cache: torch.Tensor) ->
     worker.close()
 
 
+@pytest.mark.parametrize("where", ["before it begins", "while it begins"])
+def test_a_fault_of_an_audit_is_reported_once_as_its_end(
+    worker: WorkerHalf, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    if where == "before it begins":
+        monkeypatch.setattr(worker, "_foreign", planted)
+    else:
+        monkeypatch.setattr(worker._mover, "audit", planted)
+    worker.start_audits(PoolMetadata(audits={1: refs((1, 3)), 2: refs((2, 4))}))
+    report = worker.take_report()
+    assert report is not None
+    assert (report.audit_staged, report.audit_ended) == ({1: 1, 2: 1}, {1: 1, 2: 1})
+
+
 def test_keys_that_are_refused_while_the_pool_is_away_are_counted(cache: torch.Tensor) -> None:
     with misbehaving() as server:
         worker = started(server.url, cache, rank=RANK)

@@ -61,12 +61,19 @@ class RankAudits:
         self._writes: list[Future[None]] = []  # that have not ended
 
     def begin(self, number: int, blocks: Sequence[Block]) -> None:
-        """Copy and compare what the step has computed. It is reported once as staged, and once as ended."""
+        """Copy and compare what the step has computed. It is reported once as staged, and once as ended.
+
+        If it raises, the caller reports it.
+        """
         tags = range(self._tag, self._tag + len(blocks))
         self._tag = tags.stop
         self._blocks |= {tag: (number, block.group) for tag, block in zip(tags, blocks, strict=True)}
         self._audits[number] = _Audit(set(tags), set(tags))
-        self._mover.audit(blocks, tags)
+        try:
+            self._mover.audit(blocks, tags)
+        except Exception:
+            del self._audits[number]
+            raise
 
     def report(self, report: PoolWorkerMetadata) -> None:
         """Add what is known since the last call."""
