@@ -514,7 +514,7 @@ class SchedulerHalf:
         what = describe(judged, audited.writers, namespace)
         logger.error("kvpool: %s", what)
         self._found[audited.number] = what
-        why = self._findings.add(audited.writers)
+        why = self._findings.add(audited.writers, asked.request.block_hashes[0])
         self._take_back(asked, delete=not why)
         writers = tuple(sorted(writer.hex() for writer in audited.writers if any(writer)))
         of = namespace.hex if namespace is not None else ""

@@ -1,7 +1,8 @@
 """``Findings``: what follows from findings of audits: who is put away, and whether this engine doubts itself.
 
 Two findings that name a writer put it away for a while: what it wrote counts as missing, and is deleted. Three findings
-of which no two name the same writer, or two of this engine's own records, are rather of this engine. All of this holds
+of which no two name the same writer, or two of this engine's own records of prompts that begin differently, are rather
+of this engine: what it computed on one wrong prefix of another, before that was found, is wrong, too. All of this holds
 unless most of what was compared since was right: of many blocks one is far by chance, whoever wrote a common prefix is
 named with all who wrote behind it, and one engine that is wrong has another name after each restart.
 
@@ -27,7 +28,7 @@ REMEMBERED_S = 24 * 3600.0
 MAX_REMEMBERED = 32  # writers with findings
 TO_PUT_AWAY = 2  # findings
 TO_DOUBT = 3  # findings of others, without a common writer
-TO_DOUBT_OWN = 2  # findings of its own records
+TO_DOUBT_OWN = 2  # findings of its own records, of prompts that begin differently
 LATELY, LATELY_OWN = 8, 16  # audits, of a writer or of all others and of itself, among which these are
 MAX_SHOWN = 4
 NOBODY = bytes(WRITER_NBYTES)
@@ -61,7 +62,9 @@ class Findings:
         self._lately: deque[tuple[float, frozenset[bytes]]] = deque(
             maxlen=LATELY
         )  # nobody: they were the same
-        self._lately_own: deque[tuple[float, frozenset[bytes]]] = deque(maxlen=LATELY_OWN)
+        self._lately_own: deque[tuple[float, frozenset[bytes]]] = deque(
+            maxlen=LATELY_OWN
+        )  # how prompts begin
         self._put_away: dict[bytes, float] = {}  # until when
         self.doubts = ""  # why this engine should go without the pool; empty: it should not
 
@@ -79,11 +82,11 @@ class Findings:
         for writer in named & self._by_writer.keys():
             self._by_writer[writer].append((now_s, False))
 
-    def add(self, writers: frozenset[bytes]) -> str:
-        """A finding of records of these. Returns ``doubts``."""
+    def add(self, writers: frozenset[bytes], begin: bytes) -> str:
+        """A finding of records of these, of a prompt whose first block has the hash ``begin``. Returns ``doubts``."""
         now_s = self._clock()
         if named := writers - {NOBODY}:
-            self._of(named).append((now_s, named))
+            self._of(named).append((now_s, frozenset({begin}) if named == {self._own} else named))
         for writer in named - {self._own}:
             audits = self._by_writer.pop(writer, None) or deque(maxlen=LATELY)
             self._by_writer[writer] = audits
@@ -99,7 +102,7 @@ class Findings:
         return self._lately_own if named == {self._own} else self._lately
 
     def _why_doubt(self, now_s: float) -> str:
-        if len(self._since(now_s, self._lately_own)) >= TO_DOUBT_OWN:
+        if len(set(self._since(now_s, self._lately_own))) >= TO_DOUBT_OWN:
             return "it computes other than what it stored itself"
         if any(
             all(one.isdisjoint(other) for one, other in combinations(some, 2))

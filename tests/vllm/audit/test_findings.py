@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from kvpool.key.key import Namespace, writer_name
@@ -20,6 +22,7 @@ from tests.support.clock import Clock
 
 pytestmark = [pytest.mark.vllm]
 
+BEGINS = (b"%d" % number for number in itertools.count())
 OWN, A, B, C, D = (writer_name(name) for name in ("own", "a", "b", "c", "d"))
 
 
@@ -33,8 +36,8 @@ def findings(clock: Clock) -> Findings:
     return Findings(OWN, clock.monotonic)
 
 
-def add(findings: Findings, *writers: bytes) -> str:
-    return findings.add(frozenset(writers))
+def add(findings: Findings, *writers: bytes, begin: bytes | None = None) -> str:
+    return findings.add(frozenset(writers), next(BEGINS) if begin is None else begin)
 
 
 def test_two_findings_put_a_writer_away_for_a_while(findings: Findings, clock: Clock) -> None:
@@ -108,6 +111,11 @@ def test_of_many_own_records_two_may_be_far_by_chance(findings: Findings) -> Non
         assert add(findings, OWN) == ""
         for _ in range(LATELY_OWN - 1):
             findings.agree(frozenset({OWN}))
+
+
+def test_own_records_behind_one_prefix_of_another_are_no_reason_for_doubt(findings: Findings) -> None:
+    assert [add(findings, OWN, begin=b"system prompt") for _ in range(5)] == [""] * 5
+    assert "itself" in add(findings, OWN, begin=b"another")
 
 
 def test_that_own_records_are_the_same_says_nothing_of_others(findings: Findings) -> None:
