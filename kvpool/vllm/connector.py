@@ -97,7 +97,6 @@ class KVPoolConnector(KVConnectorBase_V1, SupportsHMA):
                     ),
                     adapter_settings=adapter_settings(vllm_config),
                     writer=writer_name(f"{self._kv_transfer_config.engine_id} {vllm_config.instance_id}"),
-                    has_experts=vllm_config.model_config.get_num_experts() > 0,
                     is_asleep=internals.watch_engine_calls(self._called, self._named),
                     encoded=internals.encoder_outputs(),
                     clock=self.clock,

@@ -152,7 +152,8 @@ class Geometry:
 
     ``align_tokens``: hits end at multiples of it; given the engine's own, it becomes a multiple of every group's
     records, too. ``hash_block_tokens``: tokens of a block hash, which ``hash_algorithm`` makes. ``match_tokens``: of
-    hits that end inside of a block; 0: none does. ``step_tokens``: most tokens of a step.
+    hits that end inside of a block; 0: none does. ``step_tokens``: most tokens of a step. ``has_experts``: the model
+    chooses them for each token.
     """
 
     groups: tuple[Group, ...]
@@ -163,6 +164,7 @@ class Geometry:
     hash_block_tokens: int = 1
     match_tokens: int = 0
     step_tokens: int = 0
+    has_experts: bool = False
 
     def __post_init__(self) -> None:
         align_tokens = math.lcm(self.align_tokens, *(group.record_tokens for group in self.groups))

@@ -64,7 +64,6 @@ class Audits:
         share: float,
         writer: bytes,
         stores: bool,
-        has_experts: bool = False,
         counters: Counters,
         clock: Callable[[], float],
         random: Callable[[], float],
@@ -72,7 +71,7 @@ class Audits:
         self._geometry, self._share, self._counters = geometry, share, counters
         self._clock, self._random = clock, random
         self.counts: Counter[str] = Counter()  # by verdict
-        is_rough = has_experts or any(group.state for group in geometry.groups)
+        is_rough = geometry.has_experts or any(group.state for group in geometry.groups)
         self._floor = Floor(writer if stores else None, is_rough=is_rough)
         self._audits: dict[int, _Audit] = {}
         self._of_request: dict[str, int] = {}

@@ -25,8 +25,8 @@ FACTOR = 2.0
 # And the most, in case that a pair is wrong itself.
 LEAST = {"float32": 1e-4, "float16": 3e-3, "bfloat16": 2e-2, "float8_e4m3fn": 4e-2, "float8_e5m2": 8e-2}
 MOST_OF_LEAST = 4.0
-# Of models in which last digits become more, all floors are so many times as wide: a state that is computed in one long
-# step is another one than in many short ones, and a token may go to another expert.
+# Behind recurrent states and experts all floors are so many times as wide: a state that is computed in one long step is
+# another one, in the last digits, than in many short ones; and where two experts are about as good, rounding chooses.
 ROUGH = 2.0
 # Of a layer that drafts the values of a block's last token depend on the token behind the block, which no hash covers.
 LEAST_OF_DRAFTS = 0.4

@@ -302,6 +302,11 @@ def _telling_rpc(call: Callable[..., Any], told: Callable[[str], None], away: se
 # The KV cache.
 
 
+def has_experts(config: VllmConfig) -> bool:
+    experts: int = config.model_config.get_num_experts()
+    return experts > 0
+
+
 def block_sizes(config: VllmConfig, cache: KVCacheConfig) -> tuple[int, int]:
     """(tokens to which hits are aligned, tokens of one block hash)."""
     return kv_cache_utils.resolve_kv_cache_block_sizes(cache, config)

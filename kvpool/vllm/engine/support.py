@@ -260,6 +260,7 @@ def geometry_of(config: VllmConfig, cache: KVCacheConfig, blocks_per_record: int
         hash_block_tokens=hash_block_tokens,
         match_tokens=internals.match_tokens(cache),
         step_tokens=config.scheduler_config.max_num_batched_tokens,
+        has_experts=internals.has_experts(config),
     )
 
 

@@ -11,7 +11,7 @@ from kvpool import metrics
 from kvpool.key.key import writer_name
 from kvpool.metrics import Counters
 from kvpool.vllm.audit.audits import LEAST_PAUSE_S, MAX_OPEN, WHILE_LEARNING, Audits
-from kvpool.vllm.audit.floor import LEAST, LEAST_PAIRS, Floor
+from kvpool.vllm.audit.floor import LEAST, LEAST_PAIRS, ROUGH, Floor
 from kvpool.vllm.geometry import Geometry, Group
 from kvpool.vllm.plan import AuditedPart, LayerDistance, PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.requests import Asked, RequestParams
@@ -41,6 +41,23 @@ def audits(
         clock=(clock or Clock()).monotonic,
         random=random,
     )
+
+
+@pytest.mark.parametrize(
+    ("geometry", "width"),
+    [
+        (Geometry((FULL,)), 1.0),
+        (Geometry((FULL, STATE)), ROUGH),
+        (Geometry((FULL,), has_experts=True), ROUGH),
+    ],
+)
+def test_floors_are_wider_in_models_with_states_or_experts(geometry: Geometry, width: float) -> None:
+    found = Audits(
+        geometry, share=1.0, writer=writer_name("this"), stores=True, counters=Counters(), clock=Clock().monotonic,
+        random=lambda: 0.0,
+    )  # fmt: skip
+    least = LayerDistance("model.layers.0.attn", "bfloat16", 0.0, 1.0)
+    assert found._floor._least(least) == width * LEAST["bfloat16"]
 
 
 def test_the_last_block_of_a_hit_is_withheld() -> None:
@@ -359,26 +376,6 @@ def test_what_ranks_found_is_put_together_and_so_are_the_writers_of_a_load() -> 
     assert both.audited == {1: [one], 2: [one, other]}
     assert both.load_writers == {"a": {b"1", b"2"}, "b": {b"1"}, "c": {b"3"}}
     assert not PoolWorkerMetadata(audited={1: [one]}).is_empty()
-
-
-@pytest.mark.parametrize(
-    ("group", "has_experts", "verdict"),
-    [(FULL, False, "differs"), (FULL, True, "same"), (Group(16, state=True, window=2), False, "same")],
-)
-def test_of_models_with_states_or_experts_floors_are_wider(
-    group: Group, has_experts: bool, verdict: str
-) -> None:
-    geometry = Geometry((FULL, group), align_tokens=16, hash_block_tokens=16)
-    counters, clock = Counters(), Clock()
-    own = writer_name("this")
-    one = Audits(
-        geometry, share=1.0, writer=own, stores=True, has_experts=has_experts, counters=counters,
-        clock=clock.monotonic, random=lambda: 0.0,
-    )  # fmt: skip
-    for difference in (*[0.0] * LEAST_PAIRS, 3 * LEAST["bfloat16"]):
-        layers = [LayerDistance("layers.0.attn", "bfloat16", difference**2, 1.0)]
-        judged = one._floor.judge([AuditedPart("", own, layers)])
-    assert judged.verdict == verdict
 
 
 @pytest.mark.parametrize(("far", "named"), [(0, {"of the record"}), (1, {"of the record", "of the prefix"})])

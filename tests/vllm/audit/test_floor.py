@@ -243,7 +243,7 @@ def test_layers_that_draft_may_differ_in_a_token_and_are_found_where_they_are_mi
     assert (missing.verdict, missing.far, missing.what) == ("differs", [drafts], "")
 
 
-def test_where_last_digits_become_more_floors_are_wider() -> None:
+def test_behind_recurrent_states_and_experts_floors_are_wider() -> None:
     near = 3 * LEAST[ELEMENT]
     for is_rough, verdict in ((False, "differs"), (True, "same")):
         floor = Floor(OWN, is_rough=is_rough)

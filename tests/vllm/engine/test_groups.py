@@ -21,7 +21,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvpool.errors import EngineRefused
 from kvpool.vllm.engine import internals
-from kvpool.vllm.engine.support import groups_of
+from kvpool.vllm.engine.support import geometry_of, groups_of
 from kvpool.vllm.geometry import Group
 from tests.support.specs import (
     CHUNKED,
@@ -210,3 +210,10 @@ def test_states_elsewhere_are_refused_by_name(mode: str) -> None:
         EngineRefused, match=f"group 1 keeps states in mode '{mode}'.*--mamba-cache-mode align"
     ):
         groups_of(cache_of(FULL, replace(STATE, mamba_cache_mode=mode)))
+
+
+def test_a_model_with_experts_is_known(engine_config: Any) -> None:
+    config = engine_config()
+    assert not geometry_of(config, cache_of(FULL), 1).has_experts
+    config.model_config.model_arch_config.num_experts = 4
+    assert geometry_of(config, cache_of(FULL), 1).has_experts
