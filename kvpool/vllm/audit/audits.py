@@ -18,7 +18,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from kvpool import metrics
 from kvpool.metrics import Counters
-from kvpool.vllm.audit.floor import Floor, Judged
+from kvpool.vllm.audit.floor import EXPERTS, STATES, Floor, Judged
 from kvpool.vllm.engine import internals
 from kvpool.vllm.geometry import Geometry
 from kvpool.vllm.plan import AuditedPart, BlockRef, PoolMetadata, PoolWorkerMetadata
@@ -71,8 +71,9 @@ class Audits:
         self._geometry, self._share, self._counters = geometry, share, counters
         self._clock, self._random = clock, random
         self.counts: Counter[str] = Counter()  # by verdict
-        is_rough = geometry.has_experts or any(group.state for group in geometry.groups)
-        self._floor = Floor(writer if stores else None, is_rough=is_rough)
+        width = STATES if any(group.state for group in geometry.groups) else 1.0
+        width = EXPERTS if geometry.has_experts else width
+        self._floor = Floor(writer if stores else None, width=width)
         self._audits: dict[int, _Audit] = {}
         self._of_request: dict[str, int] = {}
         self._number = 0

@@ -25,9 +25,10 @@ FACTOR = 2.0
 # And the most, in case that a pair is wrong itself.
 LEAST = {"float32": 1e-4, "float16": 3e-3, "bfloat16": 2e-2, "float8_e4m3fn": 4e-2, "float8_e5m2": 8e-2}
 MOST_OF_LEAST = 4.0
-# Behind recurrent states and experts all floors are so many times as wide: a state that is computed in one long step is
-# another one, in the last digits, than in many short ones; and where two experts are about as good, rounding chooses.
-ROUGH = 2.0
+# All floors are so many times as wide in models with recurrent layers, where a state that is computed in one long step is
+# another one, in the last digits, than in many short ones; and with experts, where rounding chooses between two that are
+# about as good.
+STATES, EXPERTS = 2.0, 4.0
 # Of a layer that drafts the values of a block's last token depend on the token behind the block, which no hash covers.
 LEAST_OF_DRAFTS = 0.4
 _NUMBER = re.compile(r"\.(\d+)\.")
@@ -53,12 +54,12 @@ class Judged:
 class Floor:
     """``learns_from``: this engine's name in records; None: it stores nothing, and learns of what others stored.
 
-    ``is_rough``: the model has recurrent layers or experts.
+    ``width``: of the model (``STATES``, ``EXPERTS``).
     """
 
-    def __init__(self, learns_from: bytes | None, *, is_rough: bool = False) -> None:
+    def __init__(self, learns_from: bytes | None, *, width: float = 1.0) -> None:
         self._learns_from = learns_from
-        self._width = ROUGH if is_rough else 1.0
+        self._width = width
         self._pairs: list[Mapping[str, float]] = []  # the first ones
         self._largest: dict[str, float] = {}  # by layer; infinite: it is as far as others' blocks would be
 

@@ -11,7 +11,7 @@ from kvpool import metrics
 from kvpool.key.key import writer_name
 from kvpool.metrics import Counters
 from kvpool.vllm.audit.audits import LEAST_PAUSE_S, MAX_OPEN, WHILE_LEARNING, Audits
-from kvpool.vllm.audit.floor import LEAST, LEAST_PAIRS, ROUGH, Floor
+from kvpool.vllm.audit.floor import EXPERTS, LEAST, LEAST_PAIRS, STATES, Floor
 from kvpool.vllm.geometry import Geometry, Group
 from kvpool.vllm.plan import AuditedPart, LayerDistance, PoolMetadata, PoolWorkerMetadata
 from kvpool.vllm.requests import Asked, RequestParams
@@ -47,8 +47,8 @@ def audits(
     ("geometry", "width"),
     [
         (Geometry((FULL,)), 1.0),
-        (Geometry((FULL, STATE)), ROUGH),
-        (Geometry((FULL,), has_experts=True), ROUGH),
+        (Geometry((FULL, STATE)), STATES),
+        (Geometry((FULL,), has_experts=True), EXPERTS),
     ],
 )
 def test_floors_are_wider_in_models_with_states_or_experts(geometry: Geometry, width: float) -> None:

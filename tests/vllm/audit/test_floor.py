@@ -245,8 +245,8 @@ def test_layers_that_draft_may_differ_in_a_token_and_are_found_where_they_are_mi
 
 def test_behind_recurrent_states_and_experts_floors_are_wider() -> None:
     near = 3 * LEAST[ELEMENT]
-    for is_rough, verdict in ((False, "differs"), (True, "same")):
-        floor = Floor(OWN, is_rough=is_rough)
+    for width, verdict in ((1.0, "differs"), (2.0, "same")):
+        floor = Floor(OWN, width=width)
         for _ in range(LEAST_PAIRS):
             floor.judge([part(0.0, writer=OWN)])
         assert floor.judge([part(near, writer=OTHER)]).verdict == verdict
