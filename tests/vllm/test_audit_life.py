@@ -9,6 +9,7 @@ import pytest
 
 from kvpool import BlockHasher, metrics
 from kvpool.key.key import parse_key
+from kvpool.vllm.engine import internals
 from tests.support.lifecycle import ScriptedEngine, Shape, World
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("quiet")]
@@ -84,6 +85,13 @@ def _is_of(world: World, block_hash: bytes) -> bool:
     return block_hash in BlockHasher(world.shape.hash_tokens).hashes(PROMPT)
 
 
+def cached(engine: ScriptedEngine) -> int:
+    """How many blocks of the prompt are in the engine's own cache."""
+    blocks = internals.cached_blocks(engine.scheduler.kv_cache_manager.block_pool) or {}
+    hashes = BlockHasher(engine.shape.hash_tokens).hashes(PROMPT)
+    return sum(internals.cache_key(one, group) in blocks for one in hashes for group in range(4))
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_an_engine_of_the_same_kind_stored_is_the_same(engine: Start, shape: Shape) -> None:
     first, second = engine(shape), engine(shape)
@@ -94,10 +102,13 @@ def test_what_an_engine_of_the_same_kind_stored_is_the_same(engine: Start, shape
     loaded = counters[metrics.LOADED_TOKENS.name]
     assert loaded == hit_of(shape) - withheld(shape), "the last record is computed, and no more"
     assert second.verdicts == {"same": 1}
+    assert cached(second)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_wrong_record_is_found_and_taken_out_of_the_pool(world: World, engine: Start, shape: Shape) -> None:
+def test_a_wrong_record_is_found_and_taken_out_of_the_pool_and_of_the_engine(
+    world: World, engine: Start, shape: Shape
+) -> None:
     """All that a request computes is what the model says, as ever."""
     first, second = engine(shape), engine(shape)
     stored(first)
@@ -106,6 +117,7 @@ def test_a_wrong_record_is_found_and_taken_out_of_the_pool(world: World, engine:
     second.rest()
     assert second.verdicts == {"differs": 1}
     assert not any(world.records.contains_many(keys))
+    assert not cached(second)
     loads = second.loads
     generated(second, "again")
     assert second.loads == loads, "the prefix is gone with it"
@@ -182,6 +194,19 @@ def test_an_audit_under_way_when_weights_change_says_nothing(engine: Start, shap
     set_halted(second, False)
     second.drain()
     assert second.scheduler.reset_prefix_cache(False, True)
+    second.rest()
+    assert not second.verdicts
+    assert second.counters()[f"{metrics.AUDITS.name}/gone"] == 1
+
+
+def test_a_request_that_is_aborted_before_it_computes_the_block_leaves_no_audit(engine: Start) -> None:
+    shape = Shape(slots=24, audited=True)
+    first, second = engine(shape), engine(shape)
+    stored(first)
+    second.add("audited", PROMPT, 2)
+    while not second.planner._audits._of_request:
+        second.step()
+    second.abort("audited")
     second.rest()
     assert not second.verdicts
     assert second.counters()[f"{metrics.AUDITS.name}/gone"] == 1

@@ -466,6 +466,29 @@ def test_while_the_engines_memory_is_away_nothing_is_copied_or_measured(
     worker.close()
 
 
+def test_a_rank_that_cannot_look_at_an_audited_block_says_so_and_holds_nothing(worker: WorkerHalf) -> None:
+    """Else the other ranks' parts would be taken for the whole record."""
+    report_of(worker)
+    worker.let_go()
+    worker.start_audits(PoolMetadata(audits={5: refs((1, 3))}))
+    report = report_of(worker)
+    assert (report.audit_staged, report.audit_ended) == ({5: 1}, {5: 1})
+    assert [part.why for part in report.audited[5]] == ["gone"]
+    worker.take_back()
+    worker.start_audits(PoolMetadata(audits={6: refs((1, 3))}))
+    found = PoolWorkerMetadata()
+
+    def ended() -> bool:
+        nonlocal found
+        worker.poll(idle=True)
+        found = found.aggregate(worker.take_report() or PoolWorkerMetadata())
+        return bool(found.audit_ended)
+
+    assert eventually(ended)
+    assert (found.audit_staged, found.audit_ended) == ({6: 1}, {6: 1})
+    assert [part.why for part in found.audited[6]] == ["missing"]
+
+
 def test_a_copy_that_does_not_end_before_a_sleep_costs_the_pool(
     worker: WorkerHalf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
