@@ -193,8 +193,13 @@ def test_a_disk_that_is_full_leaves_no_half_a_file(
 def test_a_disk_that_hangs_holds_neither_audits_nor_the_end_and_little_memory(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go_on = threading.Event()
-    monkeypatch.setattr(rank_module, "_write", lambda *arguments: go_on.wait(60))
+    go_on, ended = threading.Event(), threading.Event()
+
+    def write(*arguments: object) -> None:
+        go_on.wait(60)
+        ended.set()
+
+    monkeypatch.setattr(rank_module, "_write", write)
     rank = RankAudits(bench.mover, NAMES, str(tmp_path))
     for number in range(3 * MAX_WRITES):
         rank.begin(number, [block(1, 4)])
@@ -202,4 +207,5 @@ def test_a_disk_that_hangs_holds_neither_audits_nor_the_end_and_little_memory(
         rank.keep(number, "", 0)
     assert len(rank._writes) == MAX_WRITES
     bench.mover.close()
+    assert not ended.is_set()
     go_on.set()
