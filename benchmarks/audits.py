@@ -90,7 +90,7 @@ def _show(report: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
         console.print(f"{hits:,} honest hits, {alarms} alarms{bound}", highlight=False)
     if rows := report.get("cost"):
         table = _table(
-            "Cost of audits, medians in ms.",
+            "Cost of audits: ms, of the fastest tenth of hits.",
             "share", "hits", "audits", "computed", "first token of a hit", "next token", "MB read for a hit",
         )  # fmt: skip
         for row in rows:
