@@ -25,7 +25,7 @@ FACTOR = 2.0
 # And the most, in case that a pair is wrong itself.
 LEAST = {"float32": 1e-4, "float16": 3e-3, "bfloat16": 2e-2, "float8_e4m3fn": 4e-2, "float8_e5m2": 8e-2}
 MOST_OF_LEAST = 4.0
-# All floors are so many times as wide in models with recurrent layers, where a state of one long step is another one, in
+# All floors are so many times as wide in models with recurrent layers, where a state of one long step is another, in
 # the last digits, than of many short ones; and with experts, where rounding chooses between two that are about as good.
 STATES, EXPERTS = 2.0, 4.0
 # Of a layer that drafts the values of a block's last token depend on the token behind the block, which no hash covers.
