@@ -96,7 +96,12 @@ class Floor:
                 self._learn(layers, least)
             return Judged("no_floor", whole, layers, writers=writers)
         limits = {name: FACTOR * max(least[name], self._largest.get(name, 0.0)) for name in layers}
-        far = [name for name, distance in layers.items() if not distance <= limits[name]]
+        far = [
+            name
+            for name, distance in layers.items()
+            if not distance <= limits[name]
+            or math.isinf(distance)  # no number, also where no distance is too far
+        ]
         if far:
             what = _what(next(iter(layers)), far[0])
             return Judged("differs", whole, layers, far, what, writers, limits[far[0]])

@@ -250,3 +250,10 @@ def test_behind_recurrent_states_and_experts_floors_are_wider() -> None:
         for _ in range(LEAST_PAIRS):
             floor.judge([part(0.0, writer=OWN)])
         assert floor.judge([part(near, writer=OTHER)]).verdict == verdict
+
+
+def test_what_is_no_number_is_a_finding_also_in_a_layer_that_is_not_judged() -> None:
+    floor = learnt(1.0)
+    assert floor.judge([part(1.0, writer=OTHER)]).verdict == "same"
+    nan = AuditedPart("", OTHER, [LayerDistance(NAMES[0], ELEMENT, math.inf, 1.0)])
+    assert floor.judge([nan]).verdict == "differs"
