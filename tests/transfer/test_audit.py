@@ -1,7 +1,4 @@
-"""Audits of the mover: what they find, what they touch, and that their slots come back however they end.
-
-Over 400 lines because one bench has every ending of an audit.
-"""
+"""Audits of the mover: what they find, what they touch, and that their slots come back however they end."""
 
 from __future__ import annotations
 
@@ -293,76 +290,6 @@ def test_close_waits_for_reads_that_never_end_together(bench: Bench, monkeypatch
     bench.mover.close()
     assert time.monotonic() - began < 2 * GRACE_S
     assert bench.mover.slots_in_use == 8, "late bytes go nowhere else"
-
-
-def test_a_read_that_never_ends_holds_its_slots_and_no_audit(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(audit_module, "GET_TIMEOUT_S", 0.01)
-    monkeypatch.setattr(audit_module, "GRACE_S", 0.01)
-    bench.fill(3, seed=1)
-    bench.put(1, 3)
-    bench.mover.audit([block(1, 3)], [7])
-    bench.device.go_on()
-    found = Ended()
-
-    def over() -> bool:
-        found.compared.extend(bench.mover.poll_audits().compared)
-        return bool(found.compared)
-
-    assert eventually(over)
-    assert reasons(found) == [(7, "store_unavailable")]
-    (read,) = bench.store.under_way
-    assert read.cancelled
-    assert bench.mover.slots_in_use == 2, "late bytes go nowhere else"
-    bench.store.end_all()
-    assert bench.mover.poll_audits() == Ended()
-    assert bench.mover.slots_in_use == 0
-
-
-def test_a_fault_of_a_comparison_ends_that_audit_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    compare, faults = _native.distances, [MemoryError("planted")]
-
-    def distances(*arguments: object) -> object:
-        if faults:
-            raise faults.pop()
-        return compare(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(audit_module, "_native", SimpleNamespace(distances=distances))
-    bench.fill(3, seed=1)
-    for number in (1, 2):
-        bench.put(number, 3)
-    bench.mover.audit([block(1, 3), block(2, 3)], [7, 8])
-    assert sorted(reasons(bench.ended())) == [(7, "no_room"), (8, "")]
-    assert bench.mover.slots_in_use == 0
-
-
-def test_without_a_thread_nothing_is_compared_or_deleted_and_nothing_fails(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def start(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", start)
-    bench.put(1, 3)
-    bench.mover.audit([block(1, 3)], [7])
-    assert reasons(bench.ended()) == [(7, "no_room")]
-    bench.mover.auditor.delete([key(1, 0)])
-    assert bench.mover.slots_in_use == 0
-
-
-def test_a_store_that_hangs_at_a_delete_holds_neither_audits_nor_the_end(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go_on = threading.Event()
-    monkeypatch.setattr(bench.store, "delete_many", lambda keys: go_on.wait(60), raising=False)
-    bench.fill(3, seed=1)
-    bench.put(1, 3)
-    bench.mover.auditor.delete([key(9, 0)])
-    bench.mover.audit([block(1, 3)], [7])
-    assert reasons(bench.ended()) == [(7, "")]
-    bench.mover.close()
-    go_on.set()
 
 
 @pytest.mark.parametrize("far_too", [False, True])
