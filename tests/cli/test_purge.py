@@ -180,7 +180,7 @@ def test_what_one_writer_wrote_goes_and_no_more(pool: Pool) -> None:
     announced = pool.store.announcements().keys()
     write(pool.store, ONE, (ALPHA_1, slice(0, 1100)), (BETA_1, slice(5)))
     write(pool.store, OTHER, (ALPHA_1, slice(1100, 1150)))
-    shown = kvpool("purge", "--pool", pool.url, "--writer", ONE.hex(), "--dry-run").stdout
+    shown = " ".join(kvpool("purge", "--pool", pool.url, "--writer", ONE.hex(), "--dry-run").stdout.split())
     assert f"In all: 1,105 blocks (224.5 KiB) in 2 namespaces, written by {ONE.hex()}." in shown
     report = purged("--pool", pool.url, "--writer", ONE.hex()[:30] + "01", "--tenant", "beta")
     assert (report["deleted_blocks"], report["deleted_announcements"]) == (5, 0)

@@ -12,7 +12,8 @@ from kvpool.discovery import audit_news, traffic
 from kvpool.discovery.announcer import TrafficAnnouncer
 from kvpool.discovery.audit_news import AuditFinding, AuditNews, pack_news, unpack_news
 from kvpool.discovery.sample import MAX_BLOCKS, MAX_REQUESTS
-from kvpool.discovery.traffic import Seen, Traffic, audits_of, pack_traffic, unpack_traffic
+from kvpool.discovery.traffic import Seen, audits_of, pack_traffic, unpack_traffic
+from kvpool.discovery.traffic_slots import Traffic
 from kvpool.key.key import traffic_prefix
 from tests.support.deadlines import eventually
 from tests.support.memory_store import MemoryStore

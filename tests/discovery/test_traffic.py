@@ -11,7 +11,8 @@ import pytest
 from kvpool.discovery import traffic
 from kvpool.discovery.announcer import TrafficAnnouncer
 from kvpool.discovery.sample import unpack_sample
-from kvpool.discovery.traffic import Seen, Traffic, TrafficDocument, unpack_traffic
+from kvpool.discovery.traffic import Seen, TrafficDocument, unpack_traffic
+from kvpool.discovery.traffic_slots import LONG_SLOTS, SLOTS, Traffic
 from kvpool.errors import StoreUnavailable
 from kvpool.key.key import is_engine_key, traffic_prefix
 from tests.support.deadlines import eventually
@@ -57,8 +58,8 @@ def test_memory_is_bounded_over_a_week() -> None:
     for _ in range(7 * 24 * 12):
         clock.now_s += 300
         ask(seen_by, int(clock.now_s), 3)
-    assert len(seen_by._short) <= traffic.SLOTS + 1
-    assert len(seen_by._long) <= traffic.LONG_SLOTS + 1
+    assert len(seen_by._short) <= SLOTS + 1
+    assert len(seen_by._long) <= LONG_SLOTS + 1
     assert seen_by.windows()["24h"].blocks == pytest.approx(24 * 12 * 3, rel=0.05)
 
 

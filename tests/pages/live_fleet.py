@@ -25,7 +25,7 @@ from kvpool import BlockHasher, Namespace, open_store
 from kvpool.discovery.announcer import Announcer, TrafficAnnouncer
 from kvpool.discovery.audit_news import AuditNews
 from kvpool.discovery.quota import write_quota
-from kvpool.discovery.traffic import Traffic
+from kvpool.discovery.traffic_slots import Traffic
 from kvpool.discovery.worker import Publisher, Worker
 from kvpool.index.follow.metrics_page import EngineLoad
 from kvpool.key.hashing import seed_id

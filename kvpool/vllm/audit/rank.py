@@ -136,13 +136,15 @@ def _write(
             header[f"layers.{part}"] = " ".join(layer_names[one.group])
             header[f"writer.{part}"] = one.writer
         path = folder / f"finding-{time.time_ns()}-rank{rank}.safetensors"
-        with open(path, "xb", opener=functools.partial(os.open, mode=0o600)) as file:
-            try:
+        part_path = path.with_suffix(
+            ".part"
+        )  # half a file is of no use, and would stand for one of those it takes
+        try:
+            with open(part_path, "xb", opener=functools.partial(os.open, mode=0o600)) as file:
                 file.write(save(tensors, header))
-                file.flush()
-            except OSError:  # half a file is of no use, and would stand for one of those it takes
-                path.unlink()
-                raise
+            part_path.rename(path)
+        finally:
+            part_path.unlink(missing_ok=True)
         logger.info("kvpool: both blocks are in %s", path)
     except OSError as error:
         logger.warning("kvpool could not keep a finding in %s: %s", folder, error)

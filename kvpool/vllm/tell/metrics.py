@@ -26,7 +26,8 @@ from vllm.v1.request import Request
 
 from kvpool import _native, metrics
 from kvpool.discovery.sample import SampledRequest
-from kvpool.discovery.traffic import Seen, Traffic
+from kvpool.discovery.traffic import Seen
+from kvpool.discovery.traffic_slots import Traffic
 from kvpool.key.key import Namespace
 from kvpool.metrics import Counters, Metric, Samples
 from kvpool.tracing import Tracing

@@ -12,7 +12,8 @@ import pytest
 from kvpool.discovery import sample
 from kvpool.discovery.reuse import ReuseCurve
 from kvpool.discovery.sample import Sample, SampleWindow
-from kvpool.discovery.traffic import WINDOWS, Seen, Traffic, pack_traffic
+from kvpool.discovery.traffic import WINDOWS, Seen, pack_traffic
+from kvpool.discovery.traffic_slots import Traffic
 from kvpool.index.answer import HitCurve
 from kvpool.index.follow import hit_curves
 from kvpool.index.follow.hit_curves import ALL, HitCurves

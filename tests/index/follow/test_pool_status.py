@@ -14,7 +14,8 @@ import pytest
 
 from kvpool.discovery.audit_news import AuditNews
 from kvpool.discovery.sample import SampleWindow
-from kvpool.discovery.traffic import Traffic, pack_traffic
+from kvpool.discovery.traffic import pack_traffic
+from kvpool.discovery.traffic_slots import Traffic
 from kvpool.index.answer import EngineAudits, HitCurve
 from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.follow import hit_curves, pool_follower
