@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,6 +76,20 @@ def audited(engine: EngineProcess, tokens: list[int], block: int = BLOCK, withhe
     return verdict
 
 
+def settle(engine: EngineProcess, blocks: int) -> None:
+    """Wait until so many blocks are stored, and no more come."""
+    last = 0.0
+
+    def is_still() -> bool:
+        nonlocal last
+        engine.generate(prompt(99, 20), 2)
+        time.sleep(0.5)
+        before, last = last, engine.ask({"do": "metrics"})["kvpool_stored_blocks_total"]
+        return last >= blocks and last == before
+
+    assert eventually(is_still)
+
+
 def learn(
     engine: EngineProcess,
     blocks: int = BLOCKS,
@@ -88,6 +103,7 @@ def learn(
     for tokens in own:
         for end in range(1, blocks + 1) if states else [blocks]:
             ask(engine, tokens[: end * block + 1])
+    settle(engine, len(own) * blocks)
     for number in range(LEAST_PAIRS):
         assert audited(engine, own[number % 2], block, withheld) == "no_floor"
 
