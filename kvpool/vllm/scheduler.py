@@ -535,6 +535,7 @@ class SchedulerHalf:
         self._store_planner.forget()  # what waits may be computed on it
         for state in self._requests.values():
             if state.asked.request.block_hashes[:1] == hashes[:1]:
+                # Before it leaves the cache: what comes there under the same hashes later is right.
                 self._proofs.spoil(state.asked.request, 0, ON_A_WRONG_HIT)
                 self._evict(state.asked.request)
                 self._on_wrong_hits.add(state.asked.request.request_id)

@@ -74,3 +74,8 @@ class Bench:
 
 def block(number: int, *block_ids: int, group: int = 0) -> Block:
     return Block(key(number, group), group, block_ids)
+
+
+def reasons(ended: Ended) -> list[tuple[int, str]]:
+    """By tag; empty: it was compared."""
+    return [(one.tag, one.why) for one in ended.compared]

@@ -20,7 +20,7 @@ from kvpool.transfer import BlockCopier, KVCacheMover
 from kvpool.transfer import audit as audit_module
 from kvpool.transfer.audit import GET_TIMEOUT_S, Compared, Ended
 from kvpool.transfer.memory import LOAD_RESERVE
-from tests.support.audits import BLOCKS, ELSEWHERE, NUMBERS, Bench, block
+from tests.support.audits import BLOCKS, ELSEWHERE, NUMBERS, Bench, block, reasons
 from tests.support.deadlines import eventually
 from tests.support.file_record import read_record, write_record
 from tests.support.scripted_store import ScriptedBatch, key
@@ -31,11 +31,6 @@ def bench() -> Iterator[Bench]:
     at = Bench()
     yield at
     at.mover.close()
-
-
-def reasons(ended: Ended) -> list[tuple[int, str]]:
-    """By tag; empty: it was compared."""
-    return [(one.tag, one.why) for one in ended.compared]
 
 
 def far(one: Compared) -> list[float]:

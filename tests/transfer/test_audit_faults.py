@@ -11,7 +11,7 @@ import pytest
 from kvpool import _native
 from kvpool.transfer import audit as audit_module
 from kvpool.transfer.audit import Ended
-from tests.support.audits import Bench, block
+from tests.support.audits import Bench, block, reasons
 from tests.support.deadlines import eventually
 from tests.support.scripted_store import key
 
@@ -21,11 +21,6 @@ def bench() -> Iterator[Bench]:
     at = Bench()
     yield at
     at.mover.close()
-
-
-def reasons(ended: Ended) -> list[tuple[int, str]]:
-    """By tag; empty: it was compared."""
-    return [(one.tag, one.why) for one in ended.compared]
 
 
 def test_a_read_that_never_ends_holds_its_slots_and_no_audit(

@@ -77,9 +77,7 @@ def _judged(engines: Sequence[AuditNews], pool: str, tenant: str, now_s: float) 
     told = [_Told(finding, news) for news in engines for finding in news.findings]
     groups = list(_by_suspect(told))
     for writers, of_writers in groups[:MAX_SHOWN]:
-        suspect = _suspect(
-            writers, of_writers, engines, f"kvpool purge --pool {pool} --tenant {tenant}", now_s
-        )
+        suspect = _suspect(writers, of_writers, engines, purge, now_s)
         yield from judge("audits", SUSPECT, suspect, first=True)
     if (more := len(groups) - MAX_SHOWN) > 0:
         yield Finding(

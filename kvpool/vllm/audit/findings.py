@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection
 from itertools import combinations
 
 from kvpool.key.key import Namespace
-from kvpool.store.batch import WRITER_NBYTES
+from kvpool.store.header import NOBODY
 from kvpool.text import listed
 from kvpool.vllm.audit.floor import Judged
 
@@ -31,7 +31,6 @@ TO_DOUBT = 3  # findings of others, without a common writer
 TO_DOUBT_OWN = 2  # findings of its own records, of prompts that begin differently
 LATELY, LATELY_OWN = 8, 16  # audits, of a writer or of all others and of itself, among which these are
 MAX_SHOWN = 4
-NOBODY = bytes(WRITER_NBYTES)
 
 
 def describe(judged: Judged, writers: Collection[bytes], namespace: Namespace | None) -> str:

@@ -173,12 +173,16 @@ def _runner_under_construction() -> Any:
     return None
 
 
+def _draft_model(runner: Any) -> nn.Module | None:
+    drafts: Callable[[], nn.Module | None] = getattr(runner, "get_draft_model", lambda: None)
+    return drafts()
+
+
 def _tensors_of(reference: weakref.ref[Any]) -> Iterator[tuple[str, torch.Tensor]]:
     if (runner := reference()) is None:
         raise EngineRefused("the worker is gone")
-    drafts: Callable[[], nn.Module | None] = getattr(runner, "get_draft_model", lambda: None)
     seen: set[int] = set()
-    for prefix, model in (("", runner.get_model()), (DRAFT, drafts())):
+    for prefix, model in (("", runner.get_model()), (DRAFT, _draft_model(runner))):
         for name, module in () if model is None else model.named_modules():
             for own, tensor in _loaded_of(module):
                 if id(tensor) not in seen and not tensor.is_meta:
@@ -358,10 +362,8 @@ def layer_names(cache: KVCacheConfig, kv_caches: dict[str, torch.Tensor]) -> lis
 
     Call it while the worker's KV cache is registered.
     """
-    drafts: Callable[[], nn.Module | None] = getattr(
-        _runner_under_construction(), "get_draft_model", lambda: None
-    )
-    modules = () if (draft := drafts()) is None else draft.modules()
+    draft = _draft_model(_runner_under_construction())
+    modules = () if draft is None else draft.modules()
     of_drafts = {getattr(module, "layer_name", "") for module in modules}
     return [
         [
