@@ -133,7 +133,7 @@ test-sglang: $(VENV)/.stamp-core $(VENV)/.stamp-vllm .cache/servers/.stamp .cach
 	$(RUN_PYTEST) -m sglang --durations=5 $(or $(PYTEST),tests/sglang) || [[ $$? == 5 ]]
 
 test-smoke: ENGINES := smoke
-test-engines: .cache/envoy/.stamp .cache/clients/.stamp
+test-engines: .cache/envoy/.stamp .cache/clients/.stamp .cache/vision/.stamp
 test-smoke test-engines: $(VENV)/.stamp-core $(VENV)/.stamp-vllm .cache/servers/.stamp
 	$(RUN_PYTEST) $(BY_FILE) 2 --no-loadscope-reorder -m "e2e and not soak and $(ENGINES)" --durations=15 \
 	  $(or $(PYTEST),tests/e2e) || [[ $$? == 5 ]]

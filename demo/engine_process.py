@@ -63,6 +63,16 @@ def connector_config(pool: str, settings: Mapping[str, Any] | None = None) -> di
     }
 
 
+def encoder_config(pool: str, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """vLLM's ``ec_transfer_config`` for a pool, with further settings of ``EncoderConfig``. No output is audited."""
+    return {
+        "ec_connector": "KVPoolECConnector",
+        "ec_connector_module_path": "kvpool.vllm",
+        "ec_role": "ec_both",
+        "ec_connector_extra_config": {"pool": pool, "audit_share": 0, **(settings or {})},
+    }
+
+
 def free_ports(count: int) -> list[int]:
     """Distinct free TCP ports below the ephemeral ones; others may take them first. Errors: ``OSError``."""
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])

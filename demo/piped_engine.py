@@ -5,10 +5,11 @@ options, so that nothing the engine prints can be mistaken for an answer. Comman
 
 - ``{"do": "generate", "tokens": [...], "max_tokens": 16}``: ``{"tokens", "cached_tokens", "pool_tokens",
   "first_token_s", "finished_s"}``, both since the request was added; with ``"transfer_params"``, the request's
-  ``kv_transfer_params``, with ``"cache_salt"`` its salt, and with ``"adapter": [name, number, path]`` a LoRA adapter;
+  ``kv_transfer_params``, with ``"cache_salt"`` its salt, with ``"adapter": [name, number, path]`` a LoRA adapter, and
+  with ``"images": [[number, side], ...]`` pictures, of that many pixels a side, which follow from their numbers;
 - ``{"do": "burst", "prompts": [[...]], "max_tokens": 16, "n": 1}``: all at once, ``n`` answers to each; ``{"steps",
   "answers"}``: steps of the engine that gave tokens, and the tokens of each prompt's first answer;
-  ``"transfer_params"`` as above;
+  ``"transfer_params"`` as above, ``"images"`` a list for each prompt;
 - ``{"do": "embed", "tokens": [...]}``: ``{"embedding", "cached_tokens", "pool_tokens"}`` of a model that embeds;
 - ``{"do": "abort", "tokens": [...], "once": PATH}``: the request is aborted as soon as there is that file;
 - ``{"do": "call", "method": "sleep", "arguments": [1], "more": {}}``: calls a method of ``vllm.LLM``; ``{"answer"}``,
@@ -30,6 +31,7 @@ from typing import Any
 
 POOL_HITS = "vllm:external_prefix_cache_hits_total"
 ABORT_WAIT_S = 60.0
+LABELS = ("result", "cause", "pool", "verdict", "source", "reason")
 
 
 def main() -> None:
@@ -87,8 +89,14 @@ def _generate(engine: Any, command: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _burst(engine: Any, prompts: Sequence[list[int]], max_tokens: int, **more: Any) -> dict[str, Any]:
-    names = [_add(engine, tokens, max_tokens, **more) for tokens in prompts]
+def _burst(
+    engine: Any, prompts: Sequence[list[int]], max_tokens: int, images: Sequence[Any] = (), **more: Any
+) -> dict[str, Any]:
+    pictures = images or [()] * len(prompts)
+    names = [
+        _add(engine, tokens, max_tokens, images=of_prompt, **more)
+        for tokens, of_prompt in zip(prompts, pictures, strict=True)
+    ]
     core, steps = engine.llm_engine, 0
     said: dict[str, list[int]] = {}
     while core.has_unfinished_requests():
@@ -128,6 +136,7 @@ def _add(
     cache_salt: str | None = None,
     adapter: Sequence[Any] | None = None,
     n: int = 1,
+    images: Sequence[Any] = (),
 ) -> str:
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
@@ -142,10 +151,23 @@ def _add(
         detokenize=False,
         extra_args=extra,
     )
-    salted = {} if cache_salt is None else {"cache_salt": cache_salt}
+    prompt: dict[str, Any] = {"prompt_token_ids": tokens}
+    if cache_salt is not None:
+        prompt["cache_salt"] = cache_salt
+    if images:
+        prompt["multi_modal_data"] = {"image": [picture(*image) for image in images]}
     lora = LoRARequest(*adapter) if adapter else None
-    engine.llm_engine.add_request(name, {"prompt_token_ids": tokens, **salted}, sampling, lora_request=lora)
+    engine.llm_engine.add_request(name, prompt, sampling, lora_request=lora)
     return name
+
+
+def picture(number: int, side: int) -> Any:
+    """A picture of noise, the same for the same number."""
+    import numpy as np
+    from PIL import Image
+
+    pixels = np.random.default_rng(number).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
 
 
 def _metrics() -> dict[str, float]:
@@ -156,9 +178,7 @@ def _metrics() -> dict[str, float]:
     for metric in REGISTRY.collect():
         for sample in metric.samples:
             if sample.name.endswith("_total") and sample.name.startswith(("kvpool_", "vllm:")):
-                label = next(
-                    filter(None, map(sample.labels.get, ("result", "cause", "pool", "verdict"))), None
-                )
+                label = next(filter(None, map(sample.labels.get, LABELS)), None)
                 name = (
                     f"{sample.name}/{label}" if label and sample.name.startswith("kvpool_") else sample.name
                 )

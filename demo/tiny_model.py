@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 Kind = Literal[
     "llama", "qwen3", "gemma3", "gemma3n", "gemma4", "deepseek", "gpt_oss", "lfm2", "granite4", "qwen3_next", "llama4",
-    "eagle", "eagle3",
+    "eagle", "eagle3", "llava",
 ]  # fmt: skip
 DRAFTS = ("eagle", "eagle3")
 HYBRIDS = ("lfm2", "granite4", "qwen3_next", "llama4")
@@ -44,13 +44,16 @@ def write_tiny_model(
     other layer, attention sinks, four experts, two per token. ``lfm2``: short convolutions but for every
     fourth layer, with full attention. ``granite4``: Mamba-2 likewise. ``qwen3_next``: gated delta nets likewise, four
     experts, and a layer that drafts (MTP). ``llama4``: attention in chunks of ``window`` tokens likewise, two
-    experts. ``eagle``, ``eagle3``: layers that draft for a ``llama`` of this ``width``. ``width`` is a multiple of
-    256. Of the vocabulary only the last ``said_words`` are ever said. About 64 MB at the defaults.
+    experts. ``eagle``, ``eagle3``: layers that draft for a ``llama`` of this ``width``. ``llava``: a ``llama`` that
+    sees images of ``SIDE`` by ``SIDE`` pixels, 64 tokens each. ``width`` is a multiple of 256. Of the vocabulary only the last ``said_words`` are ever said. About 64 MB at the defaults.
     """
     import torch
     import transformers
 
     torch.manual_seed(seed)
+    if kind == "llava":
+        _write_llava(folder, width, layers, said_words)
+        return
     common: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": width,
@@ -197,6 +200,65 @@ def _gemma_of_shared_caches(kind: Kind, common: dict[str, Any], layers: int, win
     }
     gemma3n = transformers.Gemma3nTextConfig(**own, activation_sparsity_pattern=[0.0] * layers)
     return transformers.Gemma3nForCausalLM(gemma3n)
+
+
+SIDE, PATCH = 112, 14  # pixels
+IMAGE = "<image>"  # stands for an image in a prompt
+
+
+def _write_llava(folder: Path, width: int, layers: int, said_words: int) -> None:
+    """CLIP and Llama, with a processor that needs no torchvision."""
+    import torch
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_tokenizer(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE]})
+    image = tokenizer.convert_tokens_to_ids(IMAGE)
+    sees = transformers.CLIPVisionConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4, image_size=SIDE,
+        patch_size=PATCH, projection_dim=128,
+    )  # fmt: skip
+    says = transformers.LlamaConfig(
+        vocab_size=VOCABULARY + 64, hidden_size=width, intermediate_size=width * 11 // 4, num_hidden_layers=layers,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=width // 8, max_position_embeddings=MAX_TOKENS,
+        bos_token_id=0, eos_token_id=1, tie_word_embeddings=False,
+    )  # fmt: skip
+    config = transformers.LlavaConfig(
+        vision_config=sees, text_config=says, image_token_index=image, vision_feature_select_strategy="default",
+        vision_feature_layer=-2, image_seq_length=(SIDE // PATCH) ** 2,
+    )  # fmt: skip
+    model: Any = transformers.LlavaForConditionalGeneration(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            _draw(name, parameter)
+            if name.endswith("lm_head.weight"):
+                parameter[: VOCABULARY - said_words] = 0.0
+                parameter[VOCABULARY:] = 0.0
+            elif "multi_modal_projector.linear_2" in name:
+                parameter *= 4.0  # an image weighs as much as words
+    model.to(torch.bfloat16).save_pretrained(folder)
+    weights = {
+        name.replace("vision_tower.", "vision_tower.vision_model.", 1)
+        if name.startswith("vision_tower.") and not name.startswith("vision_tower.vision_model.")
+        else name: tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    template = (
+        "{% for m in messages %}{{ m['role'] }} {% if m['content'] is string %}{{ m['content'] }} {% else %}"
+        "{% for c in m['content'] %}{% if c['type'] == 'image' %}<image> {% else %}{{ c['text'] }} {% endif %}"
+        "{% endfor %}{% endif %}{% endfor %}assistant "
+    )
+    transformers.LlavaProcessor(
+        image_processor=transformers.CLIPImageProcessorPil(
+            size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE}
+        ),
+        tokenizer=tokenizer, patch_size=PATCH, vision_feature_select_strategy="default", image_token=IMAGE,
+        num_additional_image_tokens=1, chat_template=template,
+    ).save_pretrained(folder)  # fmt: skip
 
 
 def _hybrid(kind: Kind, common: dict[str, Any], layers: int, window: int) -> Any:

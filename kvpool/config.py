@@ -34,7 +34,7 @@ from kvpool.errors import ConfigError
 from kvpool.key.key import check_tenant, check_worker_name
 from kvpool.text import joined_urls, nearest, parse_nbytes, printable, redact, unknown
 
-__all__ = ["HiCacheConfig", "PoolConfig", "TierConfig", "hash_seed", "redact"]
+__all__ = ["EncoderConfig", "HiCacheConfig", "PoolConfig", "TierConfig", "hash_seed", "redact"]
 
 _TYPO_LIKENESS = 0.8  # Kubernetes' KVPOOL_PORT of a service named kvpool is 0.5 like KVPOOL_POOL
 _HOST_NAME = re.compile(r"[A-Za-z0-9._-]{1,253}")
@@ -269,6 +269,30 @@ class PoolConfig(_Settings):
     @classmethod
     def _worker_fits_a_key(cls, worker: str | None) -> str | None:
         return worker if worker is None else check_worker_name(worker)
+
+
+class EncoderConfig(_Settings):
+    """Settings of the encoders' connector: ``ec_connector_extra_config``."""
+
+    PLACE: ClassVar[str] = "ec_connector_extra_config"
+
+    model_id: str | None = Field(
+        None,
+        min_length=1,
+        max_length=1024,
+        description="stands for the weights in place of the digest of their files: engines of one name share",
+    )
+    staging_nbytes: Nbytes = Field(
+        1 << 30, ge=1 << 20, le=1 << 40,
+        description="host memory for outputs on their way from the pool, and as much for those on their way to it",
+    )  # fmt: skip
+    audit_share: float = Field(
+        1 / 256,
+        ge=0,
+        le=1,
+        description="share of the outputs in the pool that are computed all the same and compared, at most one a "
+        "second; 0: none, 1: all, without that limit",
+    )
 
 
 class TierConfig(_Settings):

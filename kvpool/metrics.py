@@ -1,8 +1,9 @@
 """Every metric of kvpool with its help text; no other module spells a metric's name.
 
-``ALL`` are the connector's. Processes exchange their samples as ``{key: sample}``; the key is the metric's
-name, or ``name/value`` with a label (named by ``Metric.label``). A counter's sample is a number, summed over
-ranks and time; a gauge's a number, of which the lowest counts; a histogram's a list of observations.
+``ALL`` are the connector's, ``ENCODER`` those of the one for encoders' outputs. Processes exchange their samples as
+``{key: sample}``; the key is the metric's name, or ``name/value`` with a label (named by ``Metric.label``). A
+counter's sample is a number, summed over ranks and time; a gauge's a number, of which the lowest counts; a
+histogram's a list of observations.
 ``INDEX`` and the following belong to the index service, which reads them per scrape.
 
 Over 400 lines because every metric stands here.
@@ -278,8 +279,61 @@ BEHIND_WAITING = Metric(
     "kvpool_behind_waiting", "Records of the near pool that are on their way to the far one."
 )
 
-# Every metric above.
-ALL: tuple[Metric, ...] = tuple(one for one in tuple(globals().values()) if isinstance(one, Metric))
+# Of images, clips and other items that an encoder turns into embeddings.
+ENCODER_MISS_REASONS = (
+    "absent", "too_slow", "unavailable", "no_room", "audited", "opted_out", "role", "adapter", "put_away",
+    "switched_off", "fault",
+)  # fmt: skip
+ENCODER_OUTPUTS = Metric(
+    "kvpool_encoder_outputs_total",
+    "Images, clips and other items that the engine had to have encoded, by where their outputs came from.",
+    "source",
+    values=("pool", "computed"),
+)
+ENCODER_MISSES = Metric(
+    "kvpool_encoder_misses_total",
+    "Items that the encoder ran for, by why their outputs did not come from the pool.",
+    "reason",
+    values=ENCODER_MISS_REASONS,
+)
+ENCODER_LOADED_BYTES = Metric(
+    "kvpool_encoder_loaded_bytes_total", "Bytes of encoders' outputs that came from the pool."
+)
+ENCODER_STORED = Metric(
+    "kvpool_encoder_stored_outputs_total", "Outputs of encoders that were written to the pool."
+)
+ENCODER_STORED_BYTES = Metric(
+    "kvpool_encoder_stored_bytes_total", "Bytes of encoders' outputs that were written to the pool."
+)
+ENCODER_STORE_SKIPPED = Metric(
+    "kvpool_encoder_store_skipped_outputs_total",
+    "Outputs of encoders that were not written to the pool, by cause; unusable: of another shape than the item's.",
+    "cause",
+    values=("already_there", "staging_full", "pool_full", "store_unavailable", "quota", "unusable"),
+)
+ENCODER_WAIT_SECONDS = Metric(
+    "kvpool_encoder_wait_seconds",
+    "Seconds that a request was held back for outputs of encoders from the pool.",
+    buckets=(0.0, *WAIT_SECONDS),
+)
+ENCODER_AUDITS = Metric(
+    "kvpool_encoder_audits_total",
+    "Outputs of encoders that were computed although the pool had them, by what the comparison found.",
+    "verdict",
+    values=("same", "differs", "no_floor", "gone"),
+)
+ENCODER_ENABLED = Metric(
+    "kvpool_encoder_enabled",
+    "0: outputs of encoders go without the pool; the engine's log says why.",
+)
+ENCODER: tuple[Metric, ...] = tuple(
+    one for name, one in tuple(globals().items()) if isinstance(one, Metric) and name.startswith("ENCODER_")
+)
+
+# Every metric above of the other connectors.
+ALL: tuple[Metric, ...] = tuple(
+    one for one in tuple(globals().values()) if isinstance(one, Metric) and one not in ENCODER
+)
 
 # By the field of ``kvpool.index.answer.Totals`` shown.
 INDEX: Mapping[str, Metric] = {
@@ -433,7 +487,7 @@ ROUTER_FIRST_BYTE_SECONDS = Metric(
     "kvpool_router_first_byte_seconds", "Time until the first byte of an answer."
 )
 
-BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in ALL}
+BY_NAME: Mapping[str, Metric] = {metric.name: metric for metric in (*ALL, *ENCODER)}
 
 
 class Counters:

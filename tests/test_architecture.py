@@ -44,6 +44,7 @@ FLOORS = (
     {"vllm.audit"},
     {"vllm.load"},
     {"vllm.tell"},
+    {"vllm.encoder"},
     {"vllm.scheduler", "vllm.worker", "vllm.tier"},
     {"vllm.connector"},
     {"vllm.__init__"},

@@ -28,7 +28,13 @@ from demo.engine_process import EngineProcess, child_environment
 FORK_TIMEOUT_S = 600.0  # the import of vLLM is a part of it, once, and a busy machine takes minutes
 MESSAGE_NBYTES = 1 << 16
 # What engines may have of their own; vLLM looks at these when it starts an engine.
-READ_LATE = {"VLLM_CPU_OMP_THREADS_BIND", "VLLM_PP_LAYER_PARTITION", "TMPDIR", "PYTEST_CURRENT_TEST"}
+READ_LATE = {
+    "VLLM_CPU_OMP_THREADS_BIND",
+    "VLLM_PP_LAYER_PARTITION",
+    "TMPDIR",
+    "PYTEST_CURRENT_TEST",
+    "TESTS_MODULES",
+}
 # Several threads of an engine spin at each barrier while another engine has their core.
 ONE_THREAD = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 ROOT = Path(__file__).parents[2]
@@ -206,6 +212,7 @@ def _drive(
     # The rest stays where it is: it is there that what gives processes their names looks for room.
     os.environ.update({name: environment[name] for name in READ_LATE & environment.keys()})
     tempfile.tempdir = None  # of another environment
+    sys.path += filter(None, os.environ.get("TESTS_MODULES", "").split(os.pathsep))  # of this engine alone
     sys.argv = ["piped_engine.py", options]
     from demo import piped_engine
 

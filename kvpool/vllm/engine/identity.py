@@ -85,7 +85,7 @@ def engine_facts(
         kv_dtype = str(model.dtype)
     facts: dict[str, Fact] = {
         "engine": "vllm",
-        **_model_facts(model),
+        **model_facts(model),
         "rope": rope_fact(internals.rotary_embeddings(), model.dtype),
         "hash_algorithm": str(caching.prefix_caching_hash_algo),
         "hash_seed": seed_id(hash_seed()),
@@ -100,7 +100,7 @@ def engine_facts(
         **weights,
     }
     if (drafts := support.drafts_with_layers(config)) is not None:
-        of_model = _model_facts(drafts.draft_model_config)
+        of_model = model_facts(drafts.draft_model_config)
         settings = [str(getattr(drafts, name, None)) for name in _DRAFT_SETTINGS]
         facts["drafts"] = digest_of([str(drafts.method), of_model, settings])
     facts |= scale_facts(config) | settings_facts(config)
@@ -125,7 +125,7 @@ def engine_facts(
     return facts | layout_of(shared, first, kv_dtype, strides_alone).facts()
 
 
-def _model_facts(model: ModelConfig) -> dict[str, Fact]:
+def model_facts(model: ModelConfig) -> dict[str, Fact]:
     """What the configuration says of the model, after all overrides."""
     model_class = internals.model_class(model)
     facts: dict[str, Fact] = {
@@ -356,7 +356,7 @@ def tier_facts(
     skipped = getattr(engine.cache_config, "kv_cache_dtype_skip_layers", None) or ()
     facts["skipped_layers"] = digest_of(sorted(skipped))
     if (model := engine.model_config) is not None:
-        facts |= _model_facts(model)
+        facts |= model_facts(model)
         if support.ropes_of_length(model):
             facts["max_model_len"] = model.max_model_len
     if config.model.dtype in support.FP8_KV_DTYPES:

@@ -7,6 +7,7 @@ Over 400 lines because it is the only one.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import multiprocessing
@@ -17,7 +18,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import cbor2
 import numpy
@@ -35,6 +36,7 @@ from vllm.model_executor.model_loader.utils import get_model_architecture
 from vllm.platforms import current_platform
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
@@ -259,6 +261,109 @@ def encoder_outputs() -> Callable[[], Collection[str]]:
         return listed
 
     return outputs
+
+
+class Item(NamedTuple):
+    """An image, a clip or another item of a request. ``end``: the tokens up to its own end; ``rows``: of its output.
+
+    ``by_name``: its output depends on an adapter of which only the name is known.
+    """
+
+    identifier: str
+    modality: str
+    end: int
+    rows: int
+    by_name: bool
+
+
+def items_of(request: Request) -> list[Item]:
+    """Those that an encoder makes embeddings of."""
+    return [
+        Item(
+            one.identifier,
+            one.modality,
+            one.mm_position.offset + one.mm_position.length,
+            one.mm_position.get_num_embeds(),
+            one.mm_hash not in (None, one.identifier),
+        )
+        for one in request.mm_features
+        if one.modality != "prompt_embeds"  # no encoder runs
+    ]
+
+
+def item_at(request: Request, index: int) -> str:
+    """The identifier of an item."""
+    return str(request.mm_features[index].identifier)
+
+
+def output_widths(config: VllmConfig) -> dict[str, int]:
+    """Numbers in a row of an encoder's output, by modality, as vLLM has measured them; empty: it has not."""
+    return dict(getattr(config.ec_transfer_config, "mm_encoder_output_widths", None) or {})
+
+
+def watch_arrivals(arrived: Callable[[Request], None], reset: Callable[[], None]) -> None:
+    """Tell ``arrived`` of each request that comes to the scheduler under construction, which is among the callers.
+
+    ``reset``: is called when the engine forgets all outputs of encoders. On the scheduler's own thread. A version that
+    does not show its scheduler tells nothing.
+    """
+    owners: Iterator[Any] = (names.get("self") for names in _callers())
+    scheduler: Any = next((one for one in owners if isinstance(one, SchedulerInterface)), None)
+    if scheduler is None:
+        return
+    add_request, forget = scheduler.add_request, scheduler.reset_encoder_cache
+
+    def add(request: Request) -> None:
+        add_request(request)
+        arrived(request)
+
+    def reset_encoder_cache() -> None:
+        forget()
+        reset()
+
+    scheduler.add_request = add
+    scheduler.reset_encoder_cache = reset_encoder_cache
+
+
+def on_workers() -> Callable[[Callable[[Any], Any]], list[Any]]:
+    """A function that runs another one on each worker of the engine under construction, and waits for the answers.
+
+    It comes behind all steps that the workers were sent. Errors: ``EngineRefused``: this version does not show them.
+    """
+    executor: Any = getattr(_core_under_construction(), "model_executor", None)
+    if executor is None:
+        raise EngineRefused(
+            "this version of vLLM does not show its workers to a connector; use a version from 0.30 to 0.33, or remove "
+            "--ec-transfer-config"
+        )
+
+    def run(call: Callable[[Any], Any]) -> list[Any]:
+        answers: list[Any] = executor.collective_rpc(call)
+        return answers
+
+    return run
+
+
+def encoder_tensors(worker: Any) -> Callable[[], Iterator[tuple[str, torch.Tensor]]]:
+    """As ``model_tensors``, of a worker's model without its language model: what makes the outputs of encoders."""
+    return functools.partial(_tensors_of_encoder, weakref.ref(worker.model_runner))
+
+
+def _tensors_of_encoder(reference: weakref.ref[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    if (runner := reference()) is None:
+        raise EngineRefused("the worker is gone")
+    model = runner.get_model()
+    language: set[int] = set()
+    with contextlib.suppress(NotImplementedError, AttributeError):  # then all of it is measured
+        inner = model.get_language_model()
+        if inner is not model:
+            language = {id(tensor) for module in inner.modules() for _, tensor in _loaded_of(module)}
+    for name, module in model.named_modules():
+        for own, tensor in _loaded_of(module):
+            if id(tensor) not in language and not tensor.is_meta:
+                language.add(id(tensor))
+                full = f"{name}.{own}"
+                yield full, tensor if tensor.numel() else _columns(module, full)
 
 
 def says_when_memory_goes() -> bool:

@@ -34,12 +34,12 @@ logger = init_logger("vllm.kvpool")
 # Of a stage's facts: what files say of the weights, which those in memory replace.
 _OF_FILES = frozenset(("weights", "revision", "drafts_weights", "drafts_revision", "fp8_scales"))
 # After these an engine that is not measured is taken to have other weights.
-_WRITES = frozenset((
+WRITES = frozenset((
     "reset", "reload_weights", "load_weights", "update_weights", "start_weight_update", "finish_weight_update",
     "reset_weights",
 ))  # fmt: skip
 # Of vLLM's own calls, those that read alone.
-_READS = frozenset((
+READS = frozenset((
     "compute_weight_checksums", "get_model_inspection", "update_max_model_len", "init_weight_transfer_engine",
     "shutdown_weight_transfer_engine",
 ))  # fmt: skip
@@ -173,7 +173,7 @@ class EngineNamespace:
         emptied = method in _EMPTIES and (self._computed or self._cached is not None)
         if emptied:
             self._cached, self._computed = _SEVERAL, False
-        may_write = method not in _READS and (self._start or not self._facts or emptied or method in _WRITES)
+        may_write = method not in READS and (self._start or not self._facts or emptied or method in WRITES)
         if may_write:
             self._is_told = True
             self._ask(method)
@@ -216,7 +216,7 @@ class EngineNamespace:
             self._cached, self._computed = _SEVERAL, False
         self._question += 1
         self._last = cause
-        if self._cause not in _WRITES:  # of what nobody measured in between
+        if self._cause not in WRITES:  # of what nobody measured in between
             self._cause = cause
         self._is_sent, self._answers = False, {}
         self.current, self.is_off = None, False
@@ -230,7 +230,7 @@ class EngineNamespace:
         """The workers hold these; empty: nobody knows which, and it is taken for others."""
         cause, self._cause = self._cause, ""
         is_told, self._is_told = self._is_told, False
-        if not weights and not self._start and cause not in _WRITES:
+        if not weights and not self._start and cause not in WRITES:
             weights = self._now  # it was never measured, and nothing says that it has changed
         elif not weights:
             weights, self._start = f"alone {secrets.token_hex(8)}", ""

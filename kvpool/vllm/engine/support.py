@@ -202,6 +202,29 @@ def _refusals_of_all(config: VllmConfig) -> Iterator[str]:
             )
 
 
+def refuse_unsupported_encoder(config: VllmConfig) -> None:
+    """Check the configuration for outputs of encoders. Errors: ``EngineRefused``, one sentence."""
+    for sentence in _refusals_of_encoder(config):
+        raise EngineRefused(sentence)
+
+
+def _refusals_of_encoder(config: VllmConfig) -> Iterator[str]:
+    model, caching = config.model_config, config.cache_config
+    if model.is_encoder_decoder:
+        yield (
+            "the outputs of encoder-decoder models stay inside of a request, so there are none to share; remove "
+            "--ec-transfer-config"
+        )
+    items = getattr(model, "multimodal_config", None)
+    if items is None:
+        yield "the model has no encoder; remove --ec-transfer-config"
+    elif not (items.mm_processor_cache_gb or caching.enable_prefix_caching):
+        yield (
+            "without prefix caching and a processor's cache vLLM counts images and does not hash them, so other images "
+            "have the same hash; remove --mm-processor-cache-gb 0, or --no-enable-prefix-caching"
+        )
+
+
 def why_not_measured(config: VllmConfig) -> str:
     """Why the weights in memory say nothing of what is computed; empty: they do."""
     offload = getattr(config, "offload_config", None)

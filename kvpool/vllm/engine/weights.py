@@ -19,7 +19,7 @@ from vllm import envs
 from vllm.config import LoadConfig, ModelConfig, VllmConfig
 from vllm.logger import init_logger
 
-from kvpool.config import PoolConfig
+from kvpool.config import EncoderConfig, PoolConfig
 from kvpool.errors import ConfigError, EngineRefused
 from kvpool.key.checkpoint import (
     AUTO_PATTERNS_OF_VLLM,
@@ -58,7 +58,9 @@ class Weights(NamedTuple):
     source: str
 
 
-def weights_of(config: VllmConfig, settings: PoolConfig, loads_since_ns: int = NEVER) -> Weights:
+def weights_of(
+    config: VllmConfig, settings: PoolConfig | EncoderConfig, loads_since_ns: int = NEVER
+) -> Weights:
     """The facts of the weights that an engine of this configuration has loaded, none of it before ``loads_since_ns``.
 
     Reads files, for at most ``checkpoint.TIMEOUT_S``. Errors: ``ConfigError``, ``NoThread``, a sentence that

@@ -12,7 +12,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -34,14 +34,15 @@ from kvpool.tracing import Tracing
 from kvpool.vllm.load.state import RequestState, Wait
 
 
-@dataclass
-class PoolStats(KVConnectorStats):
-    """One interval's samples of ``kvpool.metrics``, of all ranks."""
+class SampleStats:
+    """One interval's samples of ``kvpool.metrics``, of all ranks, as vLLM's connectors hand them on."""
+
+    data: dict[str, Any]
 
     def reset(self) -> None:
         self.data = {}
 
-    def aggregate(self, other: KVConnectorStats) -> PoolStats:
+    def aggregate(self, other: Any) -> Self:
         metrics.add_samples(self.data, other.data)
         return self
 
@@ -60,11 +61,25 @@ class PoolStats(KVConnectorStats):
         return not self.data
 
 
-class PoolPromMetrics(KVConnectorPromMetrics):
+@dataclass
+class PoolStats(SampleStats, KVConnectorStats):
+    """Of ``KVPoolConnector``."""
+
+
+class ShownMetrics:
+    """``METRICS`` on vLLM's page, beside vLLM's own base of a connector's metrics."""
+
+    METRICS: ClassVar[Sequence[Metric]]
+    per_engine_labelvalues: dict[int, list[object]]
+    _labelnames: list[str]
+    _counter_cls: Any
+    _gauge_cls: Any
+    _histogram_cls: Any
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._shown = {metric.name: self._registered(metric) for metric in metrics.ALL}
-        for metric in metrics.ALL:
+        self._shown = {metric.name: self._registered(metric) for metric in self.METRICS}
+        for metric in self.METRICS:
             first = metric.values or (("",) if metric.is_counter and not metric.label else ())
             for engine in self.per_engine_labelvalues:
                 for value in first:
@@ -87,6 +102,10 @@ class PoolPromMetrics(KVConnectorPromMetrics):
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one interval's samples of one engine."""
         metrics.export(transfer_stats_data, functools.partial(self._of_engine, engine_idx))
+
+
+class PoolPromMetrics(ShownMetrics, KVConnectorPromMetrics):
+    METRICS = metrics.ALL
 
 
 def tier_definitions() -> dict[str, OffloadingMetricMetadata]:

@@ -1,0 +1,125 @@
+"""In which namespace an engine's outputs of encoders are: by all that changes what an encoder makes of an item.
+
+    start ── weights named by files ──► shares
+    shares ── a call that may write ──► as before if the encoder's weights are, else named by those in memory
+
+A language model may be trained beside a frozen encoder: what is measured is the encoder alone.
+
+Threads: the engine's scheduler thread only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+from kvpool.key.key import EPOCH_FACT, MEMORY_FACT, Fact, Namespace
+from kvpool.vllm.engine.identity import model_facts
+from kvpool.vllm.engine.namespace import READS, WRITES, facts_of_weights
+from kvpool.vllm.plan import Measured
+
+logger = init_logger("vllm.kvpool")
+
+IDENTIFIER_NBYTES = 32
+
+
+def encoder_facts(config: VllmConfig, weights: Mapping[str, Fact]) -> dict[str, Fact]:
+    """Every fact that changes an output, but its shape. ``weights``: from ``weights_of``. Errors: ``ConfigError``."""
+    multimodal = config.model_config.multimodal_config
+    return {
+        "engine": "vllm",
+        "kind": "encoder",
+        **model_facts(config.model_config),
+        "media_hash": str(getattr(multimodal, "mm_hasher_algorithm", "")),
+        "encoder_attention": str(getattr(multimodal, "mm_encoder_attn_backend", None)),
+        "device": current_platform.device_type,
+        **weights,
+    }
+
+
+def media_hash(identifier: str) -> bytes:
+    """The hash in an item's key. ``identifier``: vLLM's: a hash of its content, or a caller's own text."""
+    return hashlib.sha256(identifier.encode("utf-8", "surrogatepass")).digest()
+
+
+class EncoderNamespaces:
+    """``measure``: of the encoder's weights, by worker; waits for them. ``leave``: is called when they may change."""
+
+    def __init__(
+        self,
+        tenant: str,
+        facts: Mapping[str, Fact],
+        measure: Callable[[], Sequence[Measured]],
+        *,
+        is_asleep: Callable[[], bool],
+        leave: Callable[[], None],
+    ) -> None:
+        self._tenant, self._facts = tenant, dict(facts)
+        self._measure, self._is_asleep, self._leave = measure, is_asleep, leave
+        self._start = self._now = self._joined()
+        self._named: dict[str, Fact] = {}
+        self._asks = ""  # what was called since the last measure; empty: nothing
+        self._spaces: dict[str, Namespace] = {}  # by form
+
+    @property
+    def asks(self) -> bool:
+        """Whether nobody has looked yet what a call has made of the weights."""
+        return bool(self._asks)
+
+    def of(self, form: str) -> Namespace | None:
+        """Of outputs whose rows are of this ``form``: their width and type. None: the weights are away."""
+        if self._asks and not self._settle():
+            return None
+        if form not in self._spaces:
+            facts = facts_of_weights(self._facts, self._named)
+            self._spaces[form] = Namespace(self._tenant, {**facts, "output_row": form})
+        return self._spaces[form]
+
+    def called(self, method: str) -> None:
+        """Somebody called a method of the workers, which may have changed their weights."""
+        if method not in READS:
+            self._asks = method
+            self._leave()
+
+    def _settle(self) -> bool:
+        if self._is_asleep():
+            return False
+        cause, self._asks = self._asks, ""
+        weights = self._joined()
+        if not weights and not self._start and cause not in WRITES:
+            return True  # it was never measured, and nothing says that it has changed
+        if not weights:
+            weights = f"alone {secrets.token_hex(8)}"
+        if weights == self._now:
+            return True
+        self._now = weights
+        self._spaces.clear()
+        if weights.startswith("alone "):
+            self._named = {EPOCH_FACT: weights.removeprefix("alone ")}
+        else:
+            self._named = {} if weights == self._start else {MEMORY_FACT: weights}
+        logger.info(
+            "kvpool: after %s the encoder's weights are %s",
+            cause,
+            "those of its start again"
+            if not self._named
+            else "unknown: its outputs are shared with no other engine"
+            if EPOCH_FACT in self._named
+            else "others than before: its outputs are shared with engines that hold the same",
+        )
+        return True
+
+    def _joined(self) -> str:
+        """One name of what all workers hold; empty: one of them cannot say."""
+        answers = self._measure()
+        for rank, one in enumerate(answers):
+            if one.why:
+                logger.warning("kvpool: rank %d cannot measure its encoder's weights: %s", rank, one.why)
+                return ""
+        # All ranks encode the same, but each may hold a part of the weights.
+        return hashlib.sha256(" ".join(one.digest for one in answers).encode()).hexdigest()[:32]

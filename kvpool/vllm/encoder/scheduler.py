@@ -1,0 +1,406 @@
+"""The scheduler's half of the encoders' connector: which items come from the pool, and which go there.
+
+A request's items are looked up on arrival (``seen``). Before the engine schedules it, the outputs that it needs are
+fetched and verified (``is_ready``), for at most ``lookup_timeout_s`` without progress. Then the engine asks item by
+item (``has``), and those that it was promised go to the workers with the step (``plan``). What it computes is stored.
+
+Threads: the engine's scheduler thread only. It waits for nothing but a measure of weights that a call may have changed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from vllm.logger import init_logger
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from kvpool import metrics
+from kvpool.clock import REAL, Clock
+from kvpool.config import EncoderConfig
+from kvpool.discovery.quota_watch import QuotaWatch
+from kvpool.key.key import Fact
+from kvpool.metrics import Counters, Samples
+from kvpool.store import Store
+from kvpool.vllm.audit.findings import Findings, describe
+from kvpool.vllm.audit.floor import Floor
+from kvpool.vllm.encoder.identity import EncoderNamespaces, media_hash
+from kvpool.vllm.encoder.outputs import ABSENT, HELD, Output, Outputs
+from kvpool.vllm.encoder.plan import (
+    ComparedOutput,
+    EncoderMetadata,
+    EncoderWorkerMetadata,
+    Loaded,
+    Shape,
+    Stored,
+)
+from kvpool.vllm.engine import internals
+from kvpool.vllm.engine.guard import RequestFaults, guarded
+from kvpool.vllm.engine.internals import Item
+from kvpool.vllm.plan import AuditedPart, LayerDistance, Measured
+from kvpool.vllm.requests import WITHOUT_POOL, ParamsReader, RequestParams
+
+logger = init_logger("vllm.kvpool")
+
+LEAST_PAUSE_S = 1.0  # between two audits, unless every output is to be audited
+WHILE_LEARNING = 16  # times as many audits, until the floor is known
+MAX_REPORTS = 4096  # that are awaited
+ENCODER = "encoder"  # the layer of its audits
+
+
+@dataclass
+class _Asked:
+    """What a request wants. ``reach``: the tokens up to the end of its last item."""
+
+    items: Sequence[Item]
+    params: RequestParams
+    reach: int
+    waits_since_s: float | None = None  # for its outputs
+
+
+class EncoderScheduler:
+    """``measure``: the weights of all workers. ``widths``: of outputs, by modality, and of others ``width``.
+
+    ``cached``: lists the items whose outputs the engine has. ``needs_bytes``: the engine computes with outputs itself.
+    """
+
+    def __init__(
+        self,
+        config: EncoderConfig,
+        store: Store,
+        facts: Mapping[str, Fact],
+        measure: Callable[[], Sequence[Measured]],
+        *,
+        loads: bool,
+        stores: bool,
+        needs_bytes: bool,
+        widths: Mapping[str, int],
+        width: int,
+        dtype: str,
+        writer: bytes,
+        is_asleep: Callable[[], bool],
+        cached: Callable[[], Collection[str]],
+        clock: Clock = REAL,
+        random_number: Callable[[], float] | None = None,
+    ) -> None:
+        self._config, self._store, self._clock = config, store, clock
+        self._loads, self._stores, self._needs_bytes = loads, stores, needs_bytes
+        self._forms = {modality: (known, dtype) for modality, known in widths.items()}
+        self._any_form = width, dtype  # of modalities that are not known
+        self._writer, self._cached, self._is_asleep = writer, cached, is_asleep
+        self._random = random_number or random.Random().random
+        self.counters = Counters()
+        self._samples: Samples = {}  # of the workers
+        self._request_faults = RequestFaults(self.counters)
+        self._params = ParamsReader()
+        self._requests: dict[str, _Asked] = {}
+        self._broken = False
+        self._floor = Floor(writer if stores else None)
+        self._findings = Findings(writer, clock.monotonic)
+        self.counts: Counter[str] = Counter()  # of audits, by verdict
+        self._audited_s = -LEAST_PAUSE_S
+        self._keys: dict[str, str] = {}  # of audits under way, by identifier
+        self._outputs = Outputs(
+            store,
+            room_nbytes=config.staging_nbytes,
+            lookup_timeout_s=config.lookup_timeout_s,
+            max_load_s=config.max_load_s,
+            is_audited=self._is_audited,
+            put_away=self._findings.put_away,
+            clock=clock.monotonic,
+        )
+        self._namespaces = EncoderNamespaces(
+            config.tenant, facts, measure, is_asleep=is_asleep, leave=self._leave
+        )
+        self._quota = QuotaWatch(store, config.tenant, self.counters, logger)
+        self._promised: dict[str, Loaded] = {}  # since the last step
+        self._step = EncoderMetadata()
+        self._is_known = True  # the watch has found nothing
+        self._silent = False
+        self._modalities: dict[str, str] = {}  # of what the workers encode, by identifier
+
+    def start(self) -> None:
+        """Begin to follow the tenant's quota. Does not block."""
+        if self._stores:
+            self._quota.start()
+
+    @property
+    def _is_off(self) -> bool:
+        return self._broken or bool(self._findings.doubts)
+
+    # A request, from its arrival to its end.
+
+    @guarded(None, request="lookup")
+    def seen(self, request: Request) -> None:
+        """A request arrived."""
+        if request.mm_features and not self._is_off:
+            self._look_up(request, self._state(request))
+
+    def _state(self, request: Request) -> _Asked:
+        state = self._requests.get(request.request_id)
+        if state is None:
+            params = self._params.read(getattr(request, "kv_transfer_params", None))
+            items = internals.items_of(request)
+            state = _Asked(items, params, max((item.end for item in items), default=0))
+            self._requests[request.request_id] = state
+        return state
+
+    def _look_up(self, request: Request, state: _Asked) -> None:
+        if not self._loads or not state.params.load:
+            return
+        cached, wanted = self._cached(), []
+        for item in state.items:
+            known = self._outputs.of(item.identifier)
+            if (
+                item.by_name
+                or item.rows < 1
+                or item.identifier in cached
+                or (known is not None and request.request_id in known.wanted)
+            ):
+                continue
+            shape = self._shape(item)
+            if (space := self._namespaces.of(shape.form)) is None:
+                return
+            wanted.append(
+                (item.identifier, space.key(media_hash(item.identifier), 0, 0), shape, _nbytes(shape))
+            )
+        self._outputs.want(request.request_id, wanted)
+
+    def _shape(self, item: Item) -> Shape:
+        return Shape(item.rows, *self._forms.get(item.modality, self._any_form))
+
+    @guarded(True, request="offer")
+    def is_ready(self, request: Request, computed_tokens: int) -> bool:
+        """Whether a request may be scheduled; no: what it needs of the pool is still on its way."""
+        state = self._requests.get(request.request_id)
+        if state is None or len(request.mm_features) != len(
+            state.items
+        ):  # a session whose turn brought others
+            self._requests.pop(request.request_id, None)
+            state = self._state(request)
+        if computed_tokens >= state.reach or self._is_off:
+            return self._go_on(state)
+        self._look_up(request, state)
+        cached, is_ready = self._cached(), True
+        for item in state.items:
+            output = self._outputs.of(item.identifier)
+            if item.end <= computed_tokens or output is None or item.identifier in cached:
+                continue
+            self._outputs.advance(output, needed=self._needs_bytes)
+            is_ready = is_ready and (output.is_settled or (output.in_pool and not self._needs_bytes))
+        if is_ready:
+            return self._go_on(state)
+        if state.waits_since_s is None:
+            state.waits_since_s = self._clock.monotonic()
+        return False
+
+    def _go_on(self, state: _Asked) -> bool:
+        if state.waits_since_s is not None:
+            self.counters.observe(metrics.ENCODER_WAIT_SECONDS, self._clock.monotonic() - state.waits_since_s)
+            state.waits_since_s = None
+        return True
+
+    @guarded(False)
+    def has(self, identifier: str) -> bool:
+        """Whether an output comes from the pool. A yes is kept, whatever happens: its bytes are here, and verified."""
+        output = self._outputs.of(identifier)
+        if self._is_off or output is None:
+            return False
+        if not self._needs_bytes:
+            return output.in_pool
+        if output.state != HELD or output.audited or output.payload is None:
+            return False
+        self._promised[identifier] = Loaded(output.payload, output.shape)
+        return True
+
+    def allocated(self, request: Request, index: int) -> None:
+        """The engine goes on with an item: with the output that it was promised, or by its encoder."""
+        identifier = internals.item_at(request, index)
+        promised = self._promised.pop(identifier, None)
+        if promised is not None:
+            self._step.loads[identifier] = promised
+        self._note(request, identifier, promised)
+
+    @guarded(None, request="store")
+    def _note(self, request: Request, identifier: str, promised: Loaded | None) -> None:
+        output = self._outputs.take(identifier)
+        if promised is not None:
+            self.counters.add(metrics.ENCODER_OUTPUTS, 1, "pool")
+            self.counters.add(metrics.ENCODER_LOADED_BYTES, promised.payload.nbytes)
+            return
+        if not self._needs_bytes and output is not None and output.in_pool:
+            self.counters.add(metrics.ENCODER_OUTPUTS, 1, "pool")
+            return
+        self.counters.add(metrics.ENCODER_OUTPUTS, 1, "computed")
+        state = self._state(request)
+        item = next((one for one in state.items if one.identifier == identifier), None)
+        self.counters.add(metrics.ENCODER_MISSES, 1, self._why(state, item, output))
+        if item is not None and not self._is_off:
+            self._store_it(state, item, output)
+
+    def _why(self, state: _Asked, item: Item | None, output: Output | None) -> str:
+        """Of ``metrics.ENCODER_MISS_REASONS``."""
+        if self._is_off:
+            return "switched_off"
+        if not self._loads:
+            return "role"
+        if not state.params.load:
+            return "opted_out"
+        if item is not None and item.by_name:
+            return "adapter"
+        if output is not None and output.audited:
+            return "audited"
+        return output.why if output is not None and output.state == ABSENT else "fault"
+
+    def _store_it(self, state: _Asked, item: Item, output: Output | None) -> None:
+        if item.by_name or item.rows < 1:
+            return
+        if output is not None and output.audited and output.payload is not None:
+            _keep(self._keys, item.identifier, output.key)
+            self._step.stores[item.identifier] = Stored("", output.shape, output.payload, output.writer)
+            return
+        if not self._stores or not state.params.store or (output is not None and output.in_pool):
+            return
+        if self._quota.is_over():
+            self.counters.add(metrics.ENCODER_STORE_SKIPPED, 1, "quota")
+            return
+        shape = self._shape(item)
+        if (space := self._namespaces.of(shape.form)) is not None:
+            _keep(self._modalities, item.identifier, item.modality)
+            key = space.key(media_hash(item.identifier), 0, 0)
+            self._step.stores[item.identifier] = Stored(key, shape)
+
+    def finished(self, request: Request) -> None:
+        state = self._requests.pop(request.request_id, None)
+        if state is not None:
+            self._forget_request(request, state)
+
+    @guarded(None)
+    def _forget_request(self, request: Request, state: _Asked) -> None:
+        self._outputs.leave(request.request_id, {item.identifier for item in state.items})
+
+    def plan(self, output: SchedulerOutput) -> EncoderMetadata:
+        """What goes to the workers with this step."""
+        step, self._step = self._step, EncoderMetadata()
+        self._promised.clear()
+        cached = self._cached()
+        # An engine that computes nothing shows its workers no step; and what it has evicted again has no place.
+        step.loads = {name: loaded for name, loaded in step.loads.items() if name in cached or not cached}
+        if not output.total_num_scheduled_tokens and self._needs_bytes:
+            self._step.loads = step.loads
+        step.writer = self._writer
+        step.wrong, self._outputs.wrong = self._outputs.wrong, []
+        step.watch = self._is_known and not self._namespaces.asks and not self._is_asleep()
+        step.silent, self._silent = self._silent, False
+        return step
+
+    # What the workers report.
+
+    @guarded(None)
+    def update(self, report: EncoderWorkerMetadata) -> None:
+        if report.broken:
+            self.switch_off(report.broken)
+        metrics.add_samples(self._samples, report.samples)
+        for identifier, form in report.forms.items():
+            if (modality := self._modalities.pop(identifier, None)) is not None:
+                self._forms[modality] = form
+        for compared in report.compared:
+            self._judge(compared)
+        if report.differs and self._is_known:
+            logger.error(
+                "kvpool: the weights of this engine's encoder changed without a call of vLLM's. What it stored in the "
+                "last seconds is deleted. Change weights by collective_rpc, of which kvpool hears"
+            )
+            self._is_known, self._silent = False, True
+            self._namespaces.called("a silent change")
+
+    def _is_audited(self) -> bool:
+        share, now_s = self._config.audit_share, self._clock.monotonic()
+        if (
+            not share
+            or not self._needs_bytes
+            or (share < 1 and now_s < self._audited_s + LEAST_PAUSE_S)
+            or self._random() >= share * (1 if self._floor.is_known else WHILE_LEARNING)
+        ):
+            return False
+        self._audited_s = now_s
+        return True
+
+    def _judge(self, compared: ComparedOutput) -> None:
+        key = self._keys.pop(compared.identifier, "")
+        layers = [LayerDistance(ENCODER, compared.element, compared.difference, compared.norm)]
+        judged = self._floor.judge([AuditedPart(compared.why, compared.writer, layers)])
+        self.counts[judged.verdict] += 1
+        self.counters.add(metrics.ENCODER_AUDITS, 1, judged.verdict)
+        if judged.verdict == "same":
+            self._findings.agree(judged.writers)
+        if judged.verdict != "differs":
+            return
+        logger.error("kvpool: %s", describe(judged, judged.writers, None))
+        if key and not self._findings.add(judged.writers, media_hash(compared.identifier)):
+            self._outputs.wrong.append(key)
+        if self._findings.doubts:
+            logger.error(
+                "kvpool: this engine's encoder doubts itself: %s. It goes without the pool until its cache of encoders "
+                "is reset (reset_encoder_cache)",
+                self._findings.doubts,
+            )
+            self._leave()
+
+    # The engine.
+
+    @guarded(None)
+    def called(self, method: str) -> None:
+        """Somebody called a method of the workers, which may have changed their weights."""
+        self._is_known = True
+        self._namespaces.called(method)
+
+    @guarded(None)
+    def reset(self) -> None:
+        """The engine's cache of encoders was reset."""
+        self._findings.forget()
+
+    def _leave(self) -> None:
+        """What was fetched is of other weights than what comes next."""
+        self._outputs.forget()
+        self._floor.forget()
+
+    def _without_pool(self, request: Request) -> None:
+        state = self._requests.get(request.request_id)
+        if state is None:
+            self._requests[request.request_id] = _Asked((), WITHOUT_POOL, 0)
+        else:
+            state.params, state.reach = WITHOUT_POOL, 0
+            self._forget_request(request, state)
+
+    def switch_off(self, reason: str) -> None:
+        if not self._broken:
+            self._broken = True
+            logger.error("kvpool is off for this engine's encoder, which goes on without it: %s", reason)
+
+    def stats(self) -> Samples:
+        self.counters.set(metrics.ENCODER_ENABLED, float(not self._is_off))
+        samples, self._samples = self._samples, {}
+        metrics.add_samples(samples, self.counters.take())
+        return samples
+
+    def close(self) -> None:
+        self._outputs.forget()
+        self._requests.clear()
+        self._quota.close()
+
+
+def _keep(into: dict[str, str], name: str, value: str) -> None:
+    """What no worker reports is forgotten when there is too much of it."""
+    into[name] = value
+    if len(into) > MAX_REPORTS:
+        del into[next(iter(into))]
+
+
+def _nbytes(shape: Shape) -> int:
+    dtype: torch.dtype = getattr(torch, shape.dtype)
+    return shape.rows * shape.width * dtype.itemsize
