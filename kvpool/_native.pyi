@@ -317,6 +317,9 @@ class Table:
     # prompt goes in circles. TooMuchWork: others would wait for too long.
     def match(self, hashes64: Buffer, workers: Sequence[str] | None) -> Matches: ...
 
+    # Whether the worker holds each hash in the pool. at_once: 4,096 at most, and it waits for no batch, or NotAtOnce.
+    def pooled(self, worker: str, hashes64: Buffer, at_once: bool) -> list[bool]: ...
+
     # False: not known.
     def remove_worker(self, worker: str) -> bool: ...
 
@@ -427,13 +430,21 @@ class RankLoad:
 class Ranking:
     """The rows of some answers, the cheapest for the prompt first (kvpool/_native/index/ranking.h)."""
 
-    # parts: an answer, and what is known of each of its rows. costs: local, pool, waiting, running, usage, speed, move;
-    # whether what is known of a rank takes the place of local, pool, waiting, and speed. session: a number that orders
-    # equal rows, whether its requests follow each other, whether that number chooses its home, and its home: part, row,
-    # tokens of the prompt that it holds; the same if its events are not to be trusted.
+    # parts: an answer, what is known of each of its rows, and of the prompt's items, by kind of encoder: how many the
+    # pool has, and (end, tokens) of each that it lacks; and the kind of each row; None: the prompt has no items. costs:
+    # local, pool, waiting, running, usage, speed, move, encode; whether what is known of a rank takes the place of
+    # local, pool, waiting, and speed. session: a number that orders equal rows, whether its requests follow each other,
+    # whether that number chooses its home, and its home: part, row, tokens of the prompt that it holds; the same if its
+    # events are not to be trusted.
     def __init__(
         self,
-        parts: list[tuple[Answer, list[RankLoad | None]]],
+        parts: list[
+            tuple[
+                Answer,
+                list[RankLoad | None],
+                tuple[Sequence[tuple[int, Sequence[tuple[int, int]]]], Sequence[int]] | None,
+            ]
+        ],
         costs: tuple[float, ...],
         prompt_tokens: int | None,
         now_s: float,
@@ -443,7 +454,8 @@ class Ranking:
         session: tuple[int, bool, bool, tuple[int, int, int, int, int] | None] | None = None,
     ) -> None: ...
     def __len__(self) -> int: ...
-    # Part and row of the first, what it costs to compute and to fetch there, and tokens that its device memory lacks.
+    # Part and row of the first, what it costs to compute, to fetch and to encode there, and tokens that its device
+    # memory lacks.
     def best(self) -> tuple[int, int, int, int]: ...
     # A packed RouteResponse, byte for byte as protobuf makes it.
     def pack(self, reservation: str) -> bytes: ...

@@ -346,6 +346,9 @@ INDEX: Mapping[str, Metric] = {
         "kvpool_index_incomplete_ranks", "Ranks that hold more than the index knows, for batches were lost."
     ),
     "blocks": Metric("kvpool_index_blocks", "Distinct blocks with a holder, summed over partitions."),
+    "pool_media": Metric(
+        "kvpool_index_pool_media", "Outputs of encoders that the pool has, summed over partitions."
+    ),
     "memory_nbytes": Metric("kvpool_index_memory_bytes", "Memory of the prefix tables."),
     "batches": Metric("kvpool_index_batches_total", "Batches of events that were applied."),
     "gaps": Metric("kvpool_index_gaps_total", "Times that batches of a rank were missing."),

@@ -107,6 +107,17 @@ class PyTable {
     return without_gil([&] { return table_->match(bytes.get(), workers.is_none() ? nullptr : &names); });
   }
 
+  nb::list pooled(nb::handle worker, nb::handle hashes64, bool at_once) const {
+    const std::string_view name = utf8_view(worker, "worker must be a str");
+    const Bytes bytes(hashes64);
+    const std::vector<bool> found = without_gil([&] {
+      return table_->pooled(name, bytes.get(), at_once ? Patience::kAtOnce : Patience::kFull);
+    });
+    nb::list answers;
+    for (const bool one : found) answers.append(one);
+    return answers;
+  }
+
   nb::dict stats() const {
     const TableStats stats = without_gil([this] { return table_->stats(); });
     nb::dict result;
@@ -203,9 +214,10 @@ nb::object py_known(const RankLoad& load, double now_s, double keep_s) {
 // Under the GIL, as all that changes a RankLoad.
 class PyRanking {
  public:
-  using Numbers = std::tuple<double, double, double, double, double, double, double, bool, bool, bool, bool>;
+  using Numbers = std::tuple<double, double, double, double, double, double, double, double, bool, bool, bool, bool>;
   using Home = std::tuple<std::uint32_t, std::uint32_t, std::uint64_t, std::uint64_t, std::uint64_t>;
   using Session = std::tuple<std::uint64_t, bool, bool, std::optional<Home>>;
+  using Kind = std::tuple<std::uint32_t, std::vector<std::tuple<std::uint64_t, std::uint64_t>>>;
 
   PyRanking(const nb::list& parts, const Numbers& costs, std::optional<std::uint64_t> prompt_tokens,
             double now_s, double keep_s, double keep_failed_s, std::optional<std::size_t> limit,
@@ -214,12 +226,13 @@ class PyRanking {
     std::vector<Ranking::Part> native;
     for (const nb::handle part : parts) {
       const auto& answer = nb::cast<const PyAnswer&>(part[0]);
-      Ranking::Part made{answer.rows.get(), &answer.native, {}};
+      Ranking::Part made{answer.rows.get(), &answer.native, {}, {}, {}};
       made.loads.reserve(answer.rows->size());
       for (const nb::handle load : nb::cast<nb::list>(part[1])) {
         made.loads.push_back(load.is_none() ? nullptr : nb::cast<const RankLoad*>(load));
       }
       if (made.loads.size() != answer.rows->size()) throw std::invalid_argument("one load a row");
+      if (const nb::handle media = part[2]; !media.is_none()) add_media(media, made);
       native.push_back(std::move(made));
     }
     Ranking::Options options{std::make_from_tuple<Costs>(costs), prompt_tokens, now_s, keep_s, keep_failed_s,
@@ -255,15 +268,29 @@ class PyRanking {
           nb::make_tuple(to_str(row.worker), row.dp_rank, to_str(row.address), row.block_tokens,
                          answer.prompt_blocks, answer.device[i], answer.local[i], answer.pool[i],
                          answer.sequences[i], answer.staleness_ms[i], answer.stale[i] != 0,
-                         answer.loadable[i]),
+                         answer.loadable[i], ranking_->held_media(pick)),
           static_cast<int>(pick.trust), pick.cost(), pick.prefill, pick.fetch, pick.queue, load.running,
           load.waiting, load.queued_tokens.value_or(0), permille(load), pick.reserved,
-          static_cast<int>(pick.source), pick.load_age_ms, pick.asleep, pick.unreachable, pick.move));
+          static_cast<int>(pick.source), pick.load_age_ms, pick.asleep, pick.unreachable, pick.move,
+          pick.encode));
     }
     return picks;
   }
 
  private:
+  static void add_media(nb::handle media, Ranking::Part& part) {
+    for (const auto& [held, missing] : nb::cast<std::vector<Kind>>(media[0])) {
+      part.media.push_back({held, {}});
+      Ranking::Media& made = part.media.back();
+      for (const auto& [end, tokens] : missing) made.missing.push_back({end, tokens});
+    }
+    part.kinds = nb::cast<std::vector<std::uint32_t>>(media[1]);
+    const auto is_known = [&](std::uint32_t kind) { return kind < part.media.size(); };
+    if (part.kinds.size() != part.rows->size() || !std::ranges::all_of(part.kinds, is_known)) {
+      throw std::invalid_argument("one kind a row");
+    }
+  }
+
   nb::list kept_;
   std::unique_ptr<Ranking> ranking_;
 };
@@ -335,6 +362,7 @@ void bind_index(nb::module_& m) {
       .def("apply", &PyTable::apply, "worker"_a.none(), "payload"_a.none(), "dp_rank"_a, "pool"_a.none(),
            "near"_a.none())
       .def("match", &PyTable::match, "hashes64"_a.none(), "workers"_a.none())
+      .def("pooled", &PyTable::pooled, "worker"_a.none(), "hashes64"_a.none(), "at_once"_a)
       .def("remove_worker", of_worker<>(&Table::remove_worker), "worker"_a.none())
       .def("clear", of_worker<std::optional<std::uint32_t>, Tiers>(&Table::clear), "worker"_a.none(),
            "dp_rank"_a.none(), "tiers"_a)

@@ -17,6 +17,7 @@ from kvpool.errors import ConfigError
 from kvpool.files import read_file
 from kvpool.index import Chat, Lookup, Pick, Prompt, Ranking, Row
 from kvpool.index.prompt import PromptFields
+from kvpool.key.hashing import Multimodal
 
 MAX_FILE_NBYTES = 128 << 20
 STANDARD_INPUT = ("-", "@-")
@@ -26,6 +27,7 @@ BAR_CELLS = 20
 _NOBODY = 'no worker of model "{}" that was asked about is there now'
 _WORD = re.compile(r"[^\s,]+")
 _DECIMAL = re.compile(r"[0-9]{1,20}")
+_ITEM = re.compile(r"(.+):([0-9]{1,8}):([0-9]{1,8})", re.DOTALL)
 _HEX = re.compile(r"0[xX][0-9a-fA-F]{1,16}")
 
 
@@ -49,7 +51,7 @@ def run_lookup(options: LookupOptions, index: IndexConnection) -> None:
     if options.as_json:
         print(json.dumps(asked | {"rows": [row._asdict() for row in rows]}))
     else:
-        _print(options.model, rows, answer, options.most)
+        _print(options.model, rows, answer, options.most, len({item[0] for item in prompt.multimodal}))
 
 
 def _prompt(of: LookupOptions) -> Prompt:
@@ -62,6 +64,10 @@ def _prompt(of: LookupOptions) -> Prompt:
     if of.hashes is not None and (of.lora_name is not None or of.cache_salt is not None):
         raise ConfigError("--hashes: an adapter and a salt are in the hashes already")
     fields: PromptFields = {"tenant": of.tenant, "workers": of.worker or None, "cache_salt": of.cache_salt}
+    if of.media:
+        if of.token_ids is None and of.hashes is None:
+            raise ConfigError("--media goes with --token-ids or --hashes: a text or a chat has none")
+        fields["multimodal"] = [_item(text) for text in of.media]
     if of.lora_name is not None and of.lora_path is not None:
         fields["lora"] = (of.lora_name, of.lora_path)
     if of.token_ids is not None:
@@ -74,6 +80,15 @@ def _prompt(of: LookupOptions) -> Prompt:
     elif of.chat is not None:
         fields["chat"] = _chat(of.chat, "--chat")
     return Prompt(of.model, **fields)
+
+
+def _item(text: str) -> Multimodal:
+    match = _ITEM.fullmatch(text)
+    if match is None:
+        raise ConfigError(
+            f"--media is IDENTIFIER:OFFSET:LENGTH, the last two in tokens of the prompt, not {_shown(text)}"
+        )
+    return match[1], int(match[2]), int(match[3])
 
 
 def _chat(source: str, option: str) -> Chat:
@@ -191,7 +206,8 @@ def _hint(most: int, where: str) -> str:
     return f": write whole numbers from 0 to {most}{of_hashes}{of_files}"
 
 
-def _print(model: str, rows: Sequence[Row], answer: Lookup, most: int) -> None:
+def _print(model: str, rows: Sequence[Row], answer: Lookup, most: int, items: int) -> None:
+    """``items``: of the prompt, different ones."""
     out = console()
     if not rows:
         show(out, _NOBODY.format(model))
@@ -208,7 +224,7 @@ def _print(model: str, rows: Sequence[Row], answer: Lookup, most: int) -> None:
         f"the near pool of the worker, {marks[2]} in the pool",
     )
     shown = rows[: most or None]
-    table, *missing = fitted(_columns(rows, shown, marks), out.width)
+    table, *missing = fitted(_columns(rows, shown, marks, items), out.width)
     summary = [_summary(left)] if (left := rows[len(shown) :]) else []
     show(out, table, *summary, *missing)
 
@@ -219,22 +235,23 @@ def _named(rows: Sequence[Row | Pick]) -> list[str]:
     return [f"{row.worker} rank {row.dp_rank}" if several else row.worker for row in rows]
 
 
-def _columns(rows: Sequence[Row], shown: Sequence[Row], marks: str) -> list[Column]:
+def _columns(rows: Sequence[Row], shown: Sequence[Row], marks: str, items: int) -> list[Column]:
     """Blocks and trust stay on a narrow screen."""
     columns = [
         Column("worker", left=True), Column("leading blocks", drop=2, left=True), Column("device"), Column("local"),
-        Column("pool"), Column("loadable", drop=1), Column("sequence", drop=4), Column("age", drop=3),
+        Column("pool"), Column("loadable", drop=1), Column("media"), Column("sequence", drop=4), Column("age", drop=3),
         Column("state", left=True),
     ]  # fmt: skip
     for row, name in zip(shown, _named(rows), strict=False):
         add_row(
             columns, name, _bar(row, marks), row.device_blocks, row.local_blocks, row.pool_blocks, row.loadable_blocks,
-            row.sequence, f"{row.staleness_ms / 1000:.1f} s", "stale" if row.stale else "ok",
+            f"{row.pool_media}/{items}", row.sequence, f"{row.staleness_ms / 1000:.1f} s",
+            "stale" if row.stale else "ok",
         )  # fmt: skip
     # For most prompts it is the larger of local and pool.
     if not any(row.loadable_blocks > max(row.local_blocks, row.pool_blocks) for row in rows):
         columns = [column for column in columns if column.name != "loadable"]
-    return columns
+    return columns if items else [column for column in columns if column.name != "media"]
 
 
 def _summary(left: Sequence[Row]) -> str:
@@ -263,20 +280,23 @@ def _print_ranking(model: str, ranking: Ranking) -> None:
         return
     columns = [
         Column("worker", left=True), Column("cost"), Column("prefill", drop=1), Column("fetch", drop=2),
-        Column("queue", drop=3), Column("held"), Column("run", drop=5), Column("wait", drop=4),
-        Column("trust", left=True),
+        Column("encode", drop=2), Column("queue", drop=3), Column("held"), Column("run", drop=5),
+        Column("wait", drop=4), Column("trust", left=True),
     ]  # fmt: skip
     for pick, name in zip(ranking.picks, _named(ranking.picks), strict=True):
         row, known = pick.row, pick.load_source != "none"
         add_row(
-            columns, name, pick.cost, pick.prefill_cost, pick.fetch_cost, pick.queue_cost,
+            columns, name, pick.cost, pick.prefill_cost, pick.fetch_cost, pick.encode_cost, pick.queue_cost,
             f"{row.device_blocks}/{row.local_blocks}/{row.loadable_blocks}", pick.running if known else "?",
             pick.waiting if known else "?",
             "unreachable" if pick.unreachable else "asleep" if pick.asleep else pick.trust,
         )  # fmt: skip
+    encode = "encode + " if any(pick.encode_cost for pick in ranking.picks) else ""
+    if not encode:
+        columns = [column for column in columns if column.name != "encode"]
     show(
         out,
-        "cost = prefill + fetch + queue, in tokens; held: device/local/loadable blocks",
+        f"cost = prefill + fetch + {encode}queue, in tokens; held: device/local/loadable blocks",
         *fitted(columns, out.width),
     )
 

@@ -129,7 +129,7 @@ class FleetSettings:
     route_cost: Annotated[list[str], option(PLACING, "NAME=NUMBER",
         "A coefficient by which workers are ranked, in prompt tokens to compute; once for each. Default: local (of a "
         "near pool measured, else 0.05), pool (measured, else 0.2), waiting (measured, else 1024), running 64, usage "
-        "1024, move 2; and speed, prompt tokens that a worker computes in a second (measured, else 8000)."
+        "1024, move 2, encode 0.3; and speed, prompt tokens that a worker computes in a second (measured, else 8000)."
     )] = field(default_factory=list)
     tls_cert: Annotated[str | None, option(SECURITY, "FILE",
         "Serve TLS with this certificate and its chain, PEM; goes with --tls-key.")] = None
@@ -245,6 +245,9 @@ class LookupOptions:
         "Name of the request's LoRA adapter; needs --lora-path.")] = None
     lora_path: Annotated[str | None, option(PROMPT, "PATH", "Path of the adapter, as on its worker.")] = None
     cache_salt: Annotated[str | None, option(PROMPT, "SALT", "The request's cache_salt.")] = None
+    media: Annotated[list[str], option(PROMPT, "IDENTIFIER:OFFSET:LENGTH",
+        "An image, clip or sound of the prompt, as a worker's /render says it: its hash, and where its tokens are; "
+        "once for each, in their order. With --token-ids or --hashes.")] = field(default_factory=list)
     tenant: Annotated[str, option(ANSWER, "TENANT", "Whose workers are asked about.")] = "default"
     worker: Annotated[list[str], option(ANSWER, "NAME",
         "Only this worker; once for each. Without it: all of the model.")] = field(default_factory=list)

@@ -62,7 +62,8 @@ class Announcer(_Writer):
     this; three renewals a lease, and at least one every ``READ_S`` seconds, the next after ``RETRY_S`` where
     the server refused or evicted the record. ``log``: gets one line when an outage begins or ends, and
     when another process announces the same name. A present record of the same name is replaced after
-    ``TAKE_OVER_S``. Errors: ``ConfigError`` for a worker that cannot be announced.
+    ``TAKE_OVER_S``. ``media``: the worker's ``media_namespaces``, asked by the thread for each record, must not
+    block; None: they stay. Errors: ``ConfigError`` for a worker that cannot be announced.
     """
 
     def __init__(
@@ -72,10 +73,11 @@ class Announcer(_Writer):
         *,
         lease_s: float = DEFAULT_LEASE_S,
         log: logging.Logger = logger,
+        media: Callable[[], tuple[str, ...]] | None = None,
     ) -> None:
         self._key, _ = pack_worker(worker, lease_s)
         super().__init__(store, every_s=min(lease_s / RENEWALS, READ_S), thread="kvpool-announcer")
-        self._worker, self._lease_s, self._log = worker, lease_s, log
+        self._worker, self._lease_s, self._log, self._media = worker, lease_s, log, media
         self._requested = False  # written by its thread
         # The fields below: its thread only.
         self._renewals = 0
@@ -144,7 +146,10 @@ class Announcer(_Writer):
                 self._worker.name, self._worker.tenant,
             )  # fmt: skip
         self._renewals += 1
-        _, record = pack_worker(self._worker, self._lease_s, self._renewals)
+        worker = self._worker
+        if self._media is not None:
+            worker = replace(worker, media_namespaces=self._media())
+        _, record = pack_worker(worker, self._lease_s, self._renewals)
         self._store.announce(self._key, record, lease_s=self._lease_s)
         self._written = True
 

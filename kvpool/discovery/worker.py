@@ -22,6 +22,7 @@ MAX_TEXT_NBYTES = 1024  # of a model's name, an address, an endpoint
 MAX_SERVED = 64  # names of a worker beside its model's
 MAX_SERVED_NBYTES = 8192  # of all of them
 MAX_PUBLISHERS = 1024
+MAX_MEDIA = 8  # namespaces of a worker's encoder: one for each width and type of outputs
 PUSH_GONE = (
     "events are no longer pushed: name the publisher's tcp://HOST:PORT, or let the worker announce itself"
 )
@@ -54,6 +55,7 @@ class Worker:
     each start; empty: the index detects restarts. ``namespace``: 32 hex digits, of the pool blocks it can
     load; empty: none. ``names``: by which requests may call ``model``, too: vLLM's further served names. ``near``: 32
     hex digits of its near pool, which all engines of a host share (``kvpool.store.file.pool_id``); empty: none.
+    ``media_namespaces``: alike ``namespace``, of the outputs of encoders that it can load.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Worker:
     namespace: str = ""
     names: tuple[str, ...] = ()
     near: str = ""
+    media_namespaces: tuple[str, ...] = ()
 
     @property
     def id(self) -> str:
@@ -122,6 +125,10 @@ def check_worker(worker: Worker) -> Worker:
         check_text(f"{who}: names", name, MAX_TEXT_NBYTES, empty=False)
     if sum(len(name.encode()) for name in worker.names) > MAX_SERVED_NBYTES:
         raise ConfigError(f"{who}: names have at most {MAX_SERVED_NBYTES} bytes in all")
+    if not are_media(worker.media_namespaces):
+        raise ConfigError(
+            f"{who}: media_namespaces are up to {MAX_MEDIA} different ones of 32 hex digits each"
+        )
     if not 1 <= len(worker.publishers) <= MAX_PUBLISHERS:
         raise ConfigError(
             f"{who} has {len(worker.publishers)} publishers: name 1 to {MAX_PUBLISHERS}, one for each rank"
@@ -131,6 +138,15 @@ def check_worker(worker: Worker) -> Worker:
     if len({publisher.dp_rank for publisher in worker.publishers}) != len(worker.publishers):
         raise ConfigError(f"{who}: two publishers have the same dp_rank")
     return worker
+
+
+def are_media(namespaces: tuple[str, ...]) -> bool:
+    """Whether a worker may name these."""
+    return (
+        isinstance(namespaces, tuple)
+        and len({*namespaces}) == len(namespaces) <= MAX_MEDIA
+        and all(isinstance(one, str) and _HEX32.fullmatch(one) for one in namespaces)
+    )
 
 
 def _check_publisher(who: str, publisher: Publisher) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from kvpool.discovery.worker import Publisher, Worker, check_worker
+from kvpool.discovery.worker import Publisher, Worker, are_media, check_worker
 from kvpool.errors import ConfigError
 from kvpool.key.key import is_request_key, parse_worker_key, worker_key, workers_prefix
 from kvpool.store.store import Store
@@ -32,6 +32,7 @@ REQUEST_LEASE_S = 5.0
 
 NEAR = "near"  # left out if empty
 NAMES = "names"  # as lines of one text, left out if empty: an earlier index reads no record with a list
+MEDIA = "media_namespaces"  # alike
 _TEXTS = ("model", "hash_algorithm", "hash_seed_id", "address", "incarnation", "namespace")
 _FIELDS = {"version", "block_tokens", "events", "replay", "lease_s", *_TEXTS}
 
@@ -72,6 +73,8 @@ def pack_worker(worker: Worker, lease_s: float, renewal: int = 0) -> tuple[str, 
         record[NAMES] = "\n".join(worker.names)
     if worker.near:
         record[NEAR] = worker.near
+    if worker.media_namespaces:
+        record[MEDIA] = "\n".join(worker.media_namespaces)
     return worker_key(worker.tenant, worker.name, publisher.dp_rank), msgpack.packb(record)
 
 
@@ -101,11 +104,18 @@ def unpack_worker(key: str, record: bytes) -> WorkerRecord | None:
             publishers=(Publisher(dp_rank, fields["events"], fields["replay"]),),
             names=tuple(names.split("\n")) if names else (),
             near=near,
+            media_namespaces=_media(fields.get(MEDIA)),
             **{text: fields[text] for text in _TEXTS},
         )
         return WorkerRecord(check_worker(worker), lease_s, renewal) if worker.incarnation else None
     except ConfigError:
         return None
+
+
+def _media(said: object) -> tuple[str, ...]:
+    """Nobody needs them to follow a worker: of another form, they are none."""
+    namespaces = tuple(said.split("\n")) if isinstance(said, str) else ()
+    return namespaces if are_media(namespaces) else ()
 
 
 def announced_workers(store: Store, tenant: str) -> list[WorkerRecord | None]:
@@ -117,7 +127,7 @@ def announced_workers(store: Store, tenant: str) -> list[WorkerRecord | None]:
 def merge_ranks(announced: Iterable[WorkerRecord]) -> tuple[dict[str, Worker], list[str]]:
     """Merge ranks into workers, by id; and a sentence for each rank that contradicts its worker.
 
-    Ranks of one tenant and name form one worker if they agree on all but publisher, incarnation, namespace,
+    Ranks of one tenant and name form one worker if they agree on all but publisher, incarnation, namespace, media,
     near pool and names; the lowest rank decides. The worker's incarnation changes whenever a rank's does, or a rank
     comes or goes. Ranks whose caches were reset have different namespaces; the worker then has none.
     Ranks of several hosts have no near pool.

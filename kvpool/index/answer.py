@@ -32,6 +32,7 @@ class Row(NamedTuple):
     staleness_ms: int
     stale: bool
     loadable_blocks: int
+    pool_media: int = 0
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class Lookup:
     event batch after which device and local blocks are exact; 0 also before the first. ``staleness_ms``: since the
     index last knew that it had every batch. ``stale``: not trusted now; device and local blocks are 0.
     ``loadable_blocks``: need no compute: leading blocks that are local or in the pool, at least the larger of both
-    counts.
+    counts. ``pool_media``: of the prompt's different images, clips and sounds, those whose encoder's output is
+    loadable from the pool.
     """
 
     workers: tuple[str, ...] = ()
@@ -61,6 +63,7 @@ class Lookup:
     staleness_ms: tuple[int, ...] = ()
     stale: tuple[bool, ...] = ()
     loadable_blocks: tuple[int, ...] = ()
+    pool_media: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, rows: list[Row]) -> Lookup:
@@ -77,9 +80,10 @@ class Pick(NamedTuple):
     """One data-parallel rank of one worker, and the cost of a prompt there, in tokens to compute.
 
     ``cost`` is the sum of ``prefill_cost`` (tokens in no tier), ``fetch_cost`` (tokens in the worker's other
-    tiers or the pool), ``queue_cost`` (earlier work) and ``move_cost`` (what a session's blocks displace). Of the
-    queue: ``running`` and ``waiting`` requests, ``queued_tokens`` (0 also if unknown), ``kv_usage_permille`` and
-    ``reserved_cost``; ``load_source`` and ``load_age_ms`` are their origin.
+    tiers or the pool), ``queue_cost`` (earlier work), ``move_cost`` (what a session's blocks displace) and
+    ``encode_cost`` (items that its encoder has to compute). Of the queue: ``running`` and ``waiting`` requests,
+    ``queued_tokens`` (0 also if unknown), ``kv_usage_permille`` and ``reserved_cost``; ``load_source`` and
+    ``load_age_ms`` are their origin.
 
     ``trust``: ``exact``: blocks are known; ``degraded``: stale, device and local blocks count as 0; ``fallback``:
     nothing is known. ``asleep``: its engine serves no requests now. ``unreachable``: stale and silent.
@@ -101,6 +105,7 @@ class Pick(NamedTuple):
     asleep: bool
     unreachable: bool
     move_cost: int = 0
+    encode_cost: int = 0
 
     @property
     def worker(self) -> str:
@@ -118,9 +123,9 @@ class Pick(NamedTuple):
 
 def named_pick(packed: Sequence[Any]) -> Pick:
     """Of values in ``Pick``'s order, with numbers for trust and source. Errors: ``LookupError`` for unnamed ones."""
-    row, trust, *costs, source, age_ms, asleep, unreachable, move_cost = packed
+    row, trust, *costs, source, age_ms, asleep, unreachable, move_cost, encode_cost = packed
     named = (TRUSTS[trust], *costs, LOAD_SOURCES[source])
-    return Pick._make((Row._make(row), *named, age_ms, asleep, unreachable, move_cost))
+    return Pick._make((Row._make(row), *named, age_ms, asleep, unreachable, move_cost, encode_cost))
 
 
 @dataclass(frozen=True)
@@ -299,3 +304,4 @@ class FleetTotals(NamedTuple):
     disk_blocks: int
     near_blocks: int  # in near pools
     pool_blocks: int
+    pool_media: int  # outputs of encoders in the pool

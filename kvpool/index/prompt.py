@@ -108,8 +108,9 @@ class Prompt:
     ``model``: as requests name it. One of: ``token_ids``, ints from 0 to 2**32 - 1 or a buffer of ints;
     ``hashes64`` of ``BlockHasher.hashes64``; ``text``, as for ``/v1/completions``; ``chat``, a ``Chat`` or
     the messages of one for ``/v1/chat/completions``. ``lora``, ``cache_salt`` and ``multimodal`` enter the
-    hash of tokens, as in ``BlockHasher``. ``workers``: candidates by name, unknown ones have no row; None:
-    all of the model. Errors: ``ConfigError`` for none or several forms, or an invalid chat.
+    hash of tokens, as in ``BlockHasher``; of hashes, too, ``multimodal`` says whose outputs of encoders are looked
+    for. ``workers``: candidates by name, unknown ones have no row; None: all of the model. Errors: ``ConfigError`` for
+    none or several forms, or an invalid chat.
     """
 
     model: str

@@ -219,6 +219,11 @@ def _checked_items(multimodal: Sequence[Multimodal]) -> list[Multimodal]:
     return items
 
 
+def media_hash(identifier: str) -> bytes:
+    """The hash in the key of an item's output of an encoder. ``identifier``: vLLM's: a hash, or a caller's own text."""
+    return hashlib.sha256(identifier.encode("utf-8", "surrogatepass")).digest()
+
+
 def seed_id(seed: str | None) -> str:
     """16 hex digits that identify a seed without revealing it. ``seed``: as for ``BlockHasher``."""
     return hashlib.sha256(_text("seed", DEFAULT_SEED if seed is None else seed).encode()).hexdigest()[:16]

@@ -110,7 +110,7 @@ class ChatMessage(_message.Message):
     def __init__(self, role: _Optional[str] = ..., content: _Optional[_Iterable[str]] = ..., name: _Optional[str] = ..., reasoning: _Optional[str] = ..., tool_calls_json: _Optional[str] = ..., tool_call_id: _Optional[str] = ...) -> None: ...
 
 class LookupResponse(_message.Message):
-    __slots__ = ("worker", "dp_rank", "address", "block_tokens", "prompt_blocks", "device_blocks", "local_blocks", "pool_blocks", "sequence", "staleness_ms", "stale", "loadable_blocks", "responses", "status", "id")
+    __slots__ = ("worker", "dp_rank", "address", "block_tokens", "prompt_blocks", "device_blocks", "local_blocks", "pool_blocks", "sequence", "staleness_ms", "stale", "loadable_blocks", "responses", "status", "id", "pool_media")
     WORKER_FIELD_NUMBER: _ClassVar[int]
     DP_RANK_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -126,6 +126,7 @@ class LookupResponse(_message.Message):
     RESPONSES_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     ID_FIELD_NUMBER: _ClassVar[int]
+    POOL_MEDIA_FIELD_NUMBER: _ClassVar[int]
     worker: _containers.RepeatedScalarFieldContainer[str]
     dp_rank: _containers.RepeatedScalarFieldContainer[int]
     address: _containers.RepeatedScalarFieldContainer[str]
@@ -141,7 +142,8 @@ class LookupResponse(_message.Message):
     responses: _containers.RepeatedCompositeFieldContainer[LookupResponse]
     status: Status
     id: int
-    def __init__(self, worker: _Optional[_Iterable[str]] = ..., dp_rank: _Optional[_Iterable[int]] = ..., address: _Optional[_Iterable[str]] = ..., block_tokens: _Optional[_Iterable[int]] = ..., prompt_blocks: _Optional[_Iterable[int]] = ..., device_blocks: _Optional[_Iterable[int]] = ..., local_blocks: _Optional[_Iterable[int]] = ..., pool_blocks: _Optional[_Iterable[int]] = ..., sequence: _Optional[_Iterable[int]] = ..., staleness_ms: _Optional[_Iterable[int]] = ..., stale: _Optional[_Iterable[bool]] = ..., loadable_blocks: _Optional[_Iterable[int]] = ..., responses: _Optional[_Iterable[_Union[LookupResponse, _Mapping]]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., id: _Optional[int] = ...) -> None: ...
+    pool_media: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, worker: _Optional[_Iterable[str]] = ..., dp_rank: _Optional[_Iterable[int]] = ..., address: _Optional[_Iterable[str]] = ..., block_tokens: _Optional[_Iterable[int]] = ..., prompt_blocks: _Optional[_Iterable[int]] = ..., device_blocks: _Optional[_Iterable[int]] = ..., local_blocks: _Optional[_Iterable[int]] = ..., pool_blocks: _Optional[_Iterable[int]] = ..., sequence: _Optional[_Iterable[int]] = ..., staleness_ms: _Optional[_Iterable[int]] = ..., stale: _Optional[_Iterable[bool]] = ..., loadable_blocks: _Optional[_Iterable[int]] = ..., responses: _Optional[_Iterable[_Union[LookupResponse, _Mapping]]] = ..., status: _Optional[_Union[Status, _Mapping]] = ..., id: _Optional[int] = ..., pool_media: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RouteRequest(_message.Message):
     __slots__ = ("scope", "block_hashes", "token_ids", "text", "chat", "workers", "loads", "most", "reserve_ms", "prompt_tokens", "session_id", "prompt_cache_key", "preview")
@@ -190,7 +192,7 @@ class RankLoad(_message.Message):
     def __init__(self, worker: _Optional[str] = ..., dp_rank: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., kv_usage_permille: _Optional[int] = ...) -> None: ...
 
 class RouteResponse(_message.Message):
-    __slots__ = ("rows", "trust", "cost", "prefill_cost", "fetch_cost", "queue_cost", "running", "waiting", "queued_tokens", "kv_usage_permille", "reserved_cost", "load_source", "load_age_ms", "asleep", "reservation", "unreachable", "move_cost")
+    __slots__ = ("rows", "trust", "cost", "prefill_cost", "fetch_cost", "queue_cost", "running", "waiting", "queued_tokens", "kv_usage_permille", "reserved_cost", "load_source", "load_age_ms", "asleep", "reservation", "unreachable", "move_cost", "encode_cost")
     ROWS_FIELD_NUMBER: _ClassVar[int]
     TRUST_FIELD_NUMBER: _ClassVar[int]
     COST_FIELD_NUMBER: _ClassVar[int]
@@ -208,6 +210,7 @@ class RouteResponse(_message.Message):
     RESERVATION_FIELD_NUMBER: _ClassVar[int]
     UNREACHABLE_FIELD_NUMBER: _ClassVar[int]
     MOVE_COST_FIELD_NUMBER: _ClassVar[int]
+    ENCODE_COST_FIELD_NUMBER: _ClassVar[int]
     rows: LookupResponse
     trust: _containers.RepeatedScalarFieldContainer[Trust]
     cost: _containers.RepeatedScalarFieldContainer[int]
@@ -225,7 +228,8 @@ class RouteResponse(_message.Message):
     reservation: str
     unreachable: _containers.RepeatedScalarFieldContainer[bool]
     move_cost: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, rows: _Optional[_Union[LookupResponse, _Mapping]] = ..., trust: _Optional[_Iterable[_Union[Trust, str]]] = ..., cost: _Optional[_Iterable[int]] = ..., prefill_cost: _Optional[_Iterable[int]] = ..., fetch_cost: _Optional[_Iterable[int]] = ..., queue_cost: _Optional[_Iterable[int]] = ..., running: _Optional[_Iterable[int]] = ..., waiting: _Optional[_Iterable[int]] = ..., queued_tokens: _Optional[_Iterable[int]] = ..., kv_usage_permille: _Optional[_Iterable[int]] = ..., reserved_cost: _Optional[_Iterable[int]] = ..., load_source: _Optional[_Iterable[_Union[LoadSource, str]]] = ..., load_age_ms: _Optional[_Iterable[int]] = ..., asleep: _Optional[_Iterable[bool]] = ..., reservation: _Optional[str] = ..., unreachable: _Optional[_Iterable[bool]] = ..., move_cost: _Optional[_Iterable[int]] = ...) -> None: ...
+    encode_cost: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, rows: _Optional[_Union[LookupResponse, _Mapping]] = ..., trust: _Optional[_Iterable[_Union[Trust, str]]] = ..., cost: _Optional[_Iterable[int]] = ..., prefill_cost: _Optional[_Iterable[int]] = ..., fetch_cost: _Optional[_Iterable[int]] = ..., queue_cost: _Optional[_Iterable[int]] = ..., running: _Optional[_Iterable[int]] = ..., waiting: _Optional[_Iterable[int]] = ..., queued_tokens: _Optional[_Iterable[int]] = ..., kv_usage_permille: _Optional[_Iterable[int]] = ..., reserved_cost: _Optional[_Iterable[int]] = ..., load_source: _Optional[_Iterable[_Union[LoadSource, str]]] = ..., load_age_ms: _Optional[_Iterable[int]] = ..., asleep: _Optional[_Iterable[bool]] = ..., reservation: _Optional[str] = ..., unreachable: _Optional[_Iterable[bool]] = ..., move_cost: _Optional[_Iterable[int]] = ..., encode_cost: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReleaseRequest(_message.Message):
     __slots__ = ("tenant", "reservation")
@@ -242,7 +246,7 @@ class ReleaseResponse(_message.Message):
     def __init__(self, released: bool = ...) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("name", "tenant", "model", "hash_algorithm", "hash_seed_id", "block_tokens", "address", "incarnation", "namespace", "publishers", "names", "near")
+    __slots__ = ("name", "tenant", "model", "hash_algorithm", "hash_seed_id", "block_tokens", "address", "incarnation", "namespace", "publishers", "names", "near", "media_namespaces")
     NAME_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -255,6 +259,7 @@ class Worker(_message.Message):
     PUBLISHERS_FIELD_NUMBER: _ClassVar[int]
     NAMES_FIELD_NUMBER: _ClassVar[int]
     NEAR_FIELD_NUMBER: _ClassVar[int]
+    MEDIA_NAMESPACES_FIELD_NUMBER: _ClassVar[int]
     name: str
     tenant: str
     model: str
@@ -267,7 +272,8 @@ class Worker(_message.Message):
     publishers: _containers.RepeatedCompositeFieldContainer[Publisher]
     names: _containers.RepeatedScalarFieldContainer[str]
     near: str
-    def __init__(self, name: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., hash_algorithm: _Optional[str] = ..., hash_seed_id: _Optional[str] = ..., block_tokens: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., namespace: _Optional[str] = ..., publishers: _Optional[_Iterable[_Union[Publisher, _Mapping]]] = ..., names: _Optional[_Iterable[str]] = ..., near: _Optional[str] = ...) -> None: ...
+    media_namespaces: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., tenant: _Optional[str] = ..., model: _Optional[str] = ..., hash_algorithm: _Optional[str] = ..., hash_seed_id: _Optional[str] = ..., block_tokens: _Optional[int] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ..., namespace: _Optional[str] = ..., publishers: _Optional[_Iterable[_Union[Publisher, _Mapping]]] = ..., names: _Optional[_Iterable[str]] = ..., near: _Optional[str] = ..., media_namespaces: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Publisher(_message.Message):
     __slots__ = ("dp_rank", "events", "replay")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import msgpack
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from kvpool import ConfigError
 from kvpool.discovery.worker_record import ENDED, WorkerRecord, merge_ranks, pack_worker, unpack_worker
 from tests.support.announced_workers import FIELDS, KEY, worker
 
@@ -162,3 +166,42 @@ def test_ranks_that_are_each_in_a_namespace_of_their_own_are_one_worker_without_
     assert after.publishers == before.publishers
     assert after.incarnation == before.incarnation
     assert merge_ranks([ranks[0], alone])[1] == []
+
+
+MEDIA = ("0f" * 16, "ab" * 16)
+
+
+def test_namespaces_of_media_are_lines_of_one_text() -> None:
+    one = worker(media_namespaces=MEDIA)
+    key, record = pack_worker(one, 10)
+    fields = msgpack.unpackb(record, max_map_len=64, max_array_len=0, max_ext_len=0)
+    assert fields == {**FIELDS, "renewal": 0, "media_namespaces": "\n".join(MEDIA)}
+    assert unpack_worker(key, record) == WorkerRecord(one, 10.0)
+    for wrong in (("ab",), MEDIA * 2, [*MEDIA], (3,), tuple(f"{number:032x}" for number in range(9))):
+        with pytest.raises(ConfigError, match="media_namespaces"):
+            pack_worker(worker(media_namespaces=wrong), 10)
+
+
+@given(
+    st.text("0123456789abcdef\n", max_size=70)
+    | st.lists(st.text("0123456789abcdef", min_size=32, max_size=32), max_size=12).map("\n".join)
+    | st.none() | st.integers(0, 9) | st.floats() | st.binary()
+)  # fmt: skip
+def test_a_worker_loses_nothing_by_what_it_says_of_media(said: object) -> None:
+    """Of a later version it may be anything; of an earlier one there is nothing."""
+    found = unpack_worker(KEY, msgpack.packb({**FIELDS, "media_namespaces": said}))
+    assert found is not None
+    assert dataclasses.replace(found.worker, media_namespaces=()) == worker()
+    lines = said.split("\n") if isinstance(said, str) else []
+    are_good = len({*lines}) == len(lines) <= 8 and all(re.fullmatch("[0-9a-f]{32}", one) for one in lines)
+    assert found.worker.media_namespaces == (tuple(lines) if are_good else ())
+
+
+def test_ranks_of_which_one_says_nothing_of_media_are_one_worker() -> None:
+    ranks = [
+        WorkerRecord(worker(dp_rank=rank, media_namespaces=media), 10)
+        for rank, media in ((0, MEDIA), (1, ()))
+    ]
+    workers, problems = merge_ranks(ranks)
+    assert problems == []
+    assert [(one.media_namespaces, len(one.publishers)) for one in workers.values()] == [(MEDIA, 2)]

@@ -338,7 +338,7 @@ def make_protocol() -> list[dict[str, Any]]:
     worker = {"name": "w-1", "tenant": "t", "model": "m", "hash_algorithm": "sha256_cbor",
               "hash_seed_id": plain["hash_seed_id"], "block_tokens": 16, "address": "http://10.0.0.7:8000",
               "incarnation": "f00d", "namespace": "0123456789abcdef" * 2, "names": ["gpt-4", "modèle"],
-              "near": "fedcba9876543210" * 2,
+              "near": "fedcba9876543210" * 2, "media_namespaces": ["00112233445566778899aabbccddeeff"],
               "publishers": [{"dp_rank": 0, "events": "tcp://10.0.0.7:5557", "replay": "tcp://10.0.0.7:5657"},
                              {"dp_rank": 1, "events": "tcp://10.0.0.7:5558", "replay": ""}]}  # fmt: skip
     message("LookupRequest", {"scope": {"model": "m"}, "block_hashes": plain["block_hashes"]})
@@ -350,7 +350,7 @@ def make_protocol() -> list[dict[str, Any]]:
         "worker": ["w-1", "w-1"], "dp_rank": [0, 1], "address": ["http://10.0.0.7:8000", ""],
         "block_tokens": [16, 16], "prompt_blocks": [300, 300], "device_blocks": [200, 0], "local_blocks": [250, 0],
         "pool_blocks": [300, 300], "sequence": [(1 << 64) - 1, 0], "staleness_ms": [128, (1 << 32) - 1],
-        "stale": [False, True], "loadable_blocks": [300, 300],
+        "stale": [False, True], "loadable_blocks": [300, 300], "pool_media": [2, 0],
     })  # fmt: skip
     message("LookupRequest", {"scope": {"model": "m"}, "block_hashes": plain["block_hashes"], "id": 300})
     message("LookupRequest", {"requests": [
@@ -401,6 +401,7 @@ def make_protocol() -> list[dict[str, Any]]:
         "queue_cost": [280, 3_999_999_999_971], "running": [1, 0], "waiting": [0, 7], "queued_tokens": [200, 0],
         "kv_usage_permille": [15, 1000], "reserved_cost": [1, 0], "load_source": [1, 2], "load_age_ms": [0, 900],
         "asleep": [False, True], "reservation": "00112233aabbccdd", "unreachable": [False, True], "move_cost": [0, 8],
+        "encode_cost": [0, 300],
     })  # fmt: skip
     message("RouteResponse", {"rows": {}})
     message("ReleaseRequest", {"tenant": "t", "reservation": "00112233aabbccdd"})

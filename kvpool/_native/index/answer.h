@@ -46,6 +46,7 @@ enum Field : unsigned {
   kStalenessMs,
   kStale,
   kLoadableBlocks,
+  kPoolMedia = 16,
 };
 }  // namespace lookup_response
 

@@ -32,6 +32,7 @@ enum Field : unsigned {
   kReservation,
   kUnreachable,
   kMoveCost,
+  kEncodeCost,
 };
 
 constexpr double kFreeUsage = 0.8;   // share of a KV cache that costs nothing
@@ -161,7 +162,7 @@ void Ranking::slow(Pick& pick, double typical_speed) const {
   const RankLoad* const load = parts_[pick.part].loads[pick.row];
   if (load == nullptr || !load->speed || typical_speed < kSlow * *load->speed) return;
   const double times = std::min(typical_speed / std::max(*load->speed, 1e-9), kSlowest);
-  for (std::uint64_t* const term : {&pick.prefill, &pick.fetch, &pick.queue, &pick.move}) {
+  for (std::uint64_t* const term : {&pick.prefill, &pick.fetch, &pick.queue, &pick.move, &pick.encode}) {
     *term = rounded(times * static_cast<double>(*term));
   }
 }
@@ -189,7 +190,14 @@ Ranking::Pick Ranking::score(std::uint32_t part, std::uint32_t row, const Option
       load != nullptr && costs.measures_local ? load->near_cost.value_or(costs.local) : costs.local;
   pick.fetch = rounded(local_cost * static_cast<double>(local - device) +
                        pool_cost * static_cast<double>(held - local));
-  pick.work = pick.prefill + pick.fetch;
+  if (const Media* const media = parts_[part].media_of(row)) {
+    double tokens_to_encode = 0;
+    for (const auto& [end, length] : media->missing) {
+      if (end > held) tokens_to_encode += static_cast<double>(length);
+    }
+    pick.encode = rounded(costs.encode * tokens_to_encode);
+  }
+  pick.work = pick.prefill + pick.fetch + pick.encode;
   const double again = rank.pool.empty() ? 1 : pool_cost;
   pick.move = rounded(costs.move * again * static_cast<double>(displaced(pick, options, device)));
 
@@ -297,6 +305,9 @@ std::string Ranking::pack(std::string_view reservation) const {
   if (std::ranges::any_of(picks_, [](const Pick& pick) { return pick.move != 0; })) {
     column(kMoveCost, [](const Pick& pick) { return pick.move; });
   }
+  if (std::ranges::any_of(picks_, [](const Pick& pick) { return pick.encode != 0; })) {
+    column(kEncodeCost, [](const Pick& pick) { return pick.encode; });
+  }
   return out;
 }
 
@@ -313,6 +324,10 @@ std::string Ranking::pack_rows() const {
   append_columns(out, count, [&](std::size_t i) {
     return std::pair(part_of(picks_[i]).answer, std::size_t{picks_[i].row});
   });
+  const auto held = [&](const Pick& pick) { return held_media(pick); };
+  if (std::ranges::any_of(picks_, held)) {
+    append_column(out, kPoolMedia, count, [&](std::size_t i) { return std::uint64_t{held(picks_[i])}; });
+  }
   return out;
 }
 

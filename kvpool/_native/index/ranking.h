@@ -63,9 +63,9 @@ struct RankLoad {
 
 // Coefficients, in tokens of a prompt to compute. `speed`: prompt tokens that a rank of unknown speed computes in a
 // second, by which a reported queue has shrunk. `move`: tokens that are fetched again for each one that a session
-// displaces.
+// displaces. `encode`: of a token of an item that the rank's encoder computes.
 struct Costs {
-  double local, pool, waiting, running, usage, speed, move;
+  double local, pool, waiting, running, usage, speed, move, encode;
   // A rank's measured value replaces `local`, `pool`, `waiting`, or `speed`.
   bool measures_local, measures_pool, measures_waiting, measures_speed;
 };
@@ -76,10 +76,21 @@ double queue_cost(const Load& load, const Costs& costs, double waiting, double d
 
 class Ranking {
  public:
+  // Of the prompt's images, clips and sounds, as ranks of one kind of encoder find them in the pool.
+  struct Media {
+    struct Item {
+      std::uint64_t end, tokens;
+    };
+    std::uint32_t held;
+    std::vector<Item> missing;
+  };
   struct Part {
     const Rows* rows;
     const Answer* answer;
     std::vector<const RankLoad*> loads;  // by row; null: no load yet
+    std::vector<Media> media;            // by kind of encoder; none: the prompt has no items
+    std::vector<std::uint32_t> kinds;    // by row
+    const Media* media_of(std::uint32_t row) const { return media.empty() ? nullptr : &media[kinds[row]]; }
   };
   // Of a request. `seed`: orders equal ranks, in all indexes alike. `stays`: its requests follow each other; else only
   // its name is shared. `by_hash`: nobody knows its tokens, and the home is the rank that the seed chooses. Of a home
@@ -111,13 +122,13 @@ class Ranking {
     bool asleep = false;
     bool unreachable = false;
     std::uint32_t load_age_ms = 0;
-    std::uint64_t prefill = 0, fetch = 0, queue = 0, move = 0, reserved = 0;
-    std::uint64_t work = 0;    // prefill and fetch, in tokens that this rank computes
+    std::uint64_t prefill = 0, fetch = 0, queue = 0, move = 0, encode = 0, reserved = 0;
+    std::uint64_t work = 0;    // prefill, fetch and encode, in tokens that this rank computes
     std::uint64_t fresh = 0;   // tokens of the prompt that are not in its device memory
     std::uint64_t crowd = 0;   // of equal costs the least first: score()
     std::uint64_t turn = 0;    // orders equal picks
     std::optional<Load> load;  // nothing: unknown
-    std::uint64_t cost() const { return prefill + fetch + queue + move; }
+    std::uint64_t cost() const { return prefill + fetch + queue + move + encode; }
   };
 
   // The rows and answers of `parts` must outlive it.
@@ -126,6 +137,11 @@ class Ranking {
   const std::vector<Pick>& picks() const { return picks_; }
   const Part& part_of(const Pick& pick) const { return parts_[pick.part]; }
   const Rows::Row& row_of(const Pick& pick) const { return (*parts_[pick.part].rows)[pick.row]; }
+  // Of the prompt's items, those whose outputs the pool has for it.
+  std::uint32_t held_media(const Pick& pick) const {
+    const Media* const media = part_of(pick).media_of(pick.row);
+    return media == nullptr ? 0 : media->held;
+  }
   std::string pack(std::string_view reservation) const;
 
  private:

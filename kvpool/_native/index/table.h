@@ -164,6 +164,10 @@ class Table {
                 const PoolOf& pool_of = nullptr, Patience patience = Patience::kFull,
                 const PoolOf& near_of = nullptr) const;
 
+  // Whether the worker holds each of these hashes in the pool. Throws NotAtOnce as match() does.
+  std::vector<bool> pooled(std::string_view worker, std::span<const std::byte> hashes,
+                           Patience patience = Patience::kFull) const;
+
   // False: unknown.
   bool remove_worker(std::string_view worker);
   bool clear(std::string_view worker, std::optional<std::uint32_t> dp_rank, Tiers tiers);

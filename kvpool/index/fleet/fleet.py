@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from kvpool.discovery.networks import WorkerNetworks
@@ -25,7 +26,7 @@ from kvpool.errors import ConfigError, KVPoolError, UnknownModel
 from kvpool.index.answer import FleetTotals, Lookup, WorkerStatus
 from kvpool.index.fleet.names import Name, Serving
 from kvpool.index.fleet.partition import Answer, Pool, merged
-from kvpool.index.fleet.rank import Rank, RankKey, pool_holder
+from kvpool.index.fleet.rank import Rank, RankKey
 from kvpool.index.fleet.snapshot import PartitionState, Snapshot, pack
 from kvpool.index.fleet.start import Start
 from kvpool.index.fleet.table import DEFAULT_MAX_BLOCKS, TIERS, PrefixIndex
@@ -224,7 +225,9 @@ class Fleet:
             departed = Counter(self._workers.departed)
             workers = len(self._present)
             nears = [(partition.index, holder) for partition in partitions for holder in partition.nears]
+            media = [pool for pool in self._known_pools() if pool.is_media]
         near_blocks = sum(index.held_by(holder)["pool"] for index, holder in nears)
+        pool_media = sum(pool.table.held_by(pool.holder)["pool"] for pool in media)
         counters = [partition.index.counters() for partition in partitions]
         return FleetTotals(
             workers=workers,
@@ -241,8 +244,9 @@ class Fleet:
             refused_blocks=departed["refused"] + sum(counter["refused"] for counter in counters),
             evicted_blocks=departed["evicted"] + sum(counter["evicted"] for counter in counters),
             near_blocks=near_blocks,
-            # A table has a near pool's blocks among those of pools.
-            pool_blocks=max(0, sum(counter["pool_blocks"] for counter in counters) - near_blocks),
+            # A table has a near pool's blocks and outputs of encoders among the blocks of pools.
+            pool_blocks=max(0, sum(one["pool_blocks"] for one in counters) - near_blocks - pool_media),
+            pool_media=pool_media,
             **{
                 f"{tier}_blocks": sum(counter[f"{tier}_blocks"] for counter in counters) for tier in TIERS[:3]
             },
@@ -251,21 +255,18 @@ class Fleet:
     def pools(self) -> list[Pool]:
         """Every known namespace, for ``PoolReconciler``."""
         with self._lock:
-            return [
-                Pool(partition.key.tenant, namespace, partition.index, pool_holder(namespace))
-                for partitions in self._models.values()
-                for partition in partitions
-                for namespace in partition.namespaces
-            ]
+            return list(self._known_pools())
+
+    def _known_pools(self) -> Iterator[Pool]:
+        partitions = chain.from_iterable(self._models.values())
+        return chain.from_iterable(partition.pools() for partition in partitions)
 
     def forget_pool(self, tenant: str | None = None) -> None:
         """Forget the pool's blocks of this tenant; None: of all tenants, after a flush or for another pool."""
         with self._lock:
-            for partitions in self._models.values():
-                for partition in partitions:
-                    if tenant in (None, partition.key.tenant):
-                        for namespace in partition.namespaces:
-                            partition.index.remove_worker(pool_holder(namespace))
+            for pool in self._known_pools():
+                if tenant in (None, pool.tenant):
+                    pool.table.remove_worker(pool.holder)
         logger.info(
             "the pool was emptied%s: what it held is forgotten", f" of tenant {tenant}" if tenant else ""
         )
@@ -377,12 +378,11 @@ class Fleet:
         """``lookup`` per partition: several only if workers of the model hash differently. ``NotAtOnce``: too slow."""
         prompt = model if isinstance(model, Prompt) and not fields else as_prompt(model, fields)
         candidates = None if prompt.workers is None else prompt.candidates()
-        return [
-            one.partition.answer(
-                one.members if candidates is None else one.members.among(candidates), hashes, at_once=at_once
-            )
-            for one, hashes in self._asked(prompt)
-        ]
+        answers = []
+        for one, hashes in self._asked(prompt):
+            members = one.members if candidates is None else one.members.among(candidates)
+            answers.append(one.partition.answer(members, hashes, prompt.multimodal, at_once=at_once))
+        return answers
 
     def _asked(self, prompt: Prompt) -> list[tuple[Serving, Buffer]]:
         serving = self.names.serving(prompt.tenant, prompt.model)

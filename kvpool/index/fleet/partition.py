@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,18 +18,19 @@ from kvpool import _native
 from kvpool.discovery.worker import Worker
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.index.answer import Lookup
+from kvpool.index.fleet.media import Media, find_media
 from kvpool.index.fleet.rank import ONE_SEED, Rank, RankKey, near_holder, pool_holder
 from kvpool.index.fleet.table import REFUSED, PrefixIndex, refusal
 from kvpool.index.limits import NotAtOnce
 from kvpool.index.prompt import Prompt
-from kvpool.key.hashing import BlockHasher, seed_id
+from kvpool.key.hashing import BlockHasher, Multimodal, seed_id
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 # Rows that an event loop reads again, each a look at every hash; above the number of applying threads.
 MOVED_AT_ONCE = 8
-MAX_NAMESPACES = 1024
+MAX_NAMESPACES = 1024  # of blocks, and as many of outputs of encoders
 
 
 class Key(NamedTuple):
@@ -81,6 +82,13 @@ class Members:
         return [rank.key for rank in self.ranks]
 
     @cached_property
+    def encoders(self) -> tuple[Sequence[tuple[str, ...]], Sequence[int]]:
+        """The different namespaces of their encoders' outputs, and of which each rank is."""
+        kinds: dict[tuple[str, ...], int] = {}
+        of_ranks = [kinds.setdefault(rank.worker.media_namespaces, len(kinds)) for rank in self.ranks]
+        return list(kinds), of_ranks
+
+    @cached_property
     def places(self) -> Mapping[tuple[str, int], int]:
         """The row of each worker's rank, by id and number."""
         return {rank.key[:2]: row for row, rank in enumerate(self.ranks)}
@@ -92,11 +100,12 @@ class Members:
 
 
 class Answer(NamedTuple):
-    """A row for every rank of ``members``, with its blocks of a prompt of these hashes."""
+    """A row for every rank of ``members``, with its blocks of a prompt of these hashes. ``media``: None: no items."""
 
     members: Members
     rows: _native.Answer
     hashes: Buffer
+    media: Media | None = None
 
     def lookup(self) -> Lookup:
         ranks = self.members.ranks
@@ -106,21 +115,31 @@ class Answer(NamedTuple):
             tuple(rank.worker.address for rank in ranks),
             tuple(rank.worker.block_tokens for rank in ranks),
             *self.rows.columns(),  # from ``prompt_blocks`` on
+            tuple(self.pool_media() or [0] * len(ranks)),
         )
+
+    def pool_media(self) -> Sequence[int]:
+        """Of each row, as in ``Lookup``; empty: all 0."""
+        if self.media is None or not any(found.held for found in self.media.found):
+            return ()
+        return [self.media.found[kind].held for kind in self.media.kinds]
 
 
 class Pool(NamedTuple):
-    """One namespace's pool blocks in one partition: ``holder`` in its ``table``."""
+    """What the pool has of one namespace, in one partition: ``holder`` in its ``table``. ``is_media``: outputs of
+    encoders, not blocks.
+    """
 
     tenant: str
     namespace: str
     table: PrefixIndex
     holder: str
+    is_media: bool = False
 
 
 class Partition:
-    """``namespaces``: of the pool, with the number of their workers; 0: known from the pool alone. ``nears``:
-    holders of near pools, alike.
+    """``namespaces``: of the pool, with the number of their workers; 0: known from the pool alone. ``media``: those of
+    outputs of encoders, alike. ``nears``: holders of near pools, alike.
 
     ``hasher``: hashes tokens as its workers do; None: ``no_hasher`` says why. ``hashes``: of all partitions; those of
     a tenant serve only itself.
@@ -138,6 +157,7 @@ class Partition:
         self.index = index
         self.members = Members(())
         self.namespaces: Counter[str] = Counter()
+        self.media: Counter[str] = Counter()
         self.nears: Counter[str] = Counter()
         self.hasher: BlockHasher | None = None
         self.no_hasher = ""
@@ -153,27 +173,42 @@ class Partition:
                 self.no_hasher = f"hash with {key.hash_algorithm}, which needs a seed: {ONE_SEED}"
 
     def enter_pools(self, worker: Worker) -> None:
-        """Errors: ``KVPoolError`` without room for its namespace; then it is not entered."""
-        namespace = worker.namespace
-        if namespace and namespace not in self.namespaces and len(self.namespaces) >= MAX_NAMESPACES:
-            for unused in [other for other, workers in self.namespaces.items() if not workers]:
-                self.index.remove_worker(pool_holder(unused))
-                del self.namespaces[unused]
-            if len(self.namespaces) >= MAX_NAMESPACES:
-                raise KVPoolError(f"workers of one model name more than {MAX_NAMESPACES} namespaces")
-        if namespace:
-            self.namespaces[namespace] += 1
+        """Errors: ``KVPoolError`` without room for its namespaces; then it is not entered."""
+        namespaces = [worker.namespace] if worker.namespace else []
+        self._make_room(self.namespaces, namespaces)
+        self._make_room(self.media, worker.media_namespaces)
+        self.namespaces.update(namespaces)
+        self.media.update(worker.media_namespaces)
         if holder := near_holder(worker):
             self.nears[holder] += 1
 
     def leave_pools(self, worker: Worker) -> None:
         if worker.namespace:
             self.namespaces[worker.namespace] -= 1
+        self.media.subtract(worker.media_namespaces)
         if holder := near_holder(worker):
             self.nears[holder] -= 1
             if not self.nears[holder]:  # nobody tells what it holds
                 del self.nears[holder]
                 self.index.remove_worker(holder)
+
+    def pools(self) -> list[Pool]:
+        known = ((False, self.namespaces), (True, self.media))
+        return [
+            Pool(self.key.tenant, namespace, self.index, pool_holder(namespace), is_media)
+            for is_media, namespaces in known
+            for namespace in namespaces
+        ]
+
+    def _make_room(self, known: Counter[str], namespaces: Collection[str]) -> None:
+        more = len({*namespaces} - known.keys())
+        if not more or len(known) + more <= MAX_NAMESPACES:
+            return
+        for unused in [other for other, workers in known.items() if not workers and other not in namespaces]:
+            self.index.remove_worker(pool_holder(unused))
+            del known[unused]
+        if len(known) + more > MAX_NAMESPACES:
+            raise KVPoolError(f"workers of one model name more than {MAX_NAMESPACES} namespaces")
 
     def hashes(self, prompt: Prompt, lora: tuple[str, str] | None = None) -> Buffer:
         """Of a prompt in tokens; needs ``hasher``. ``lora``: of its model, unless the prompt names one."""
@@ -186,8 +221,10 @@ class Partition:
             multimodal=prompt.multimodal,
         )
 
-    def answer(self, members: Members, hashes: Buffer, *, at_once: bool = False) -> Answer:
-        """A row for each of these ranks.
+    def answer(
+        self, members: Members, hashes: Buffer, items: Sequence[Multimodal] = (), *, at_once: bool = False
+    ) -> Answer:
+        """A row for each of these ranks, for a prompt with these ``items``.
 
         ``at_once``: waits for no batch, takes about 1 ms, or raises ``NotAtOnce``. Errors: as ``PrefixIndex.match``.
         """
@@ -205,9 +242,10 @@ class Partition:
                     rows.again(place, table, hashes, now_ms, answer, at_once)
                 finally:
                     lock.release()
+            media = find_media(table, *members.encoders, items, at_once) if items else None
         except REFUSED as error:
             raise refusal(error) from error
-        return Answer(members, answer, hashes)
+        return Answer(members, answer, hashes, media)
 
 
 def merged(answers: Sequence[Answer]) -> Lookup:

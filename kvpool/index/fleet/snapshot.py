@@ -135,6 +135,9 @@ def unpack(packed: Buffer) -> Snapshot:
 
 def _pack_worker(state: WorkerState) -> list[Any]:
     worker = state.worker
+    more = [list(worker.names), worker.near, list(worker.media_namespaces)]
+    while more and not more[-1]:
+        more.pop()
     return [
         *(getattr(worker, name) for name in _TEXTS),
         worker.block_tokens,
@@ -152,7 +155,7 @@ def _pack_worker(state: WorkerState) -> list[Any]:
             for rank in state.ranks
         ],
         # Which an earlier index cannot read.
-        *([list(worker.names), worker.near] if worker.near else [list(worker.names)] if worker.names else []),
+        *more,
     ]
 
 
@@ -185,6 +188,7 @@ def _read_worker(fields: Sequence[Any]) -> WorkerState:
         publishers=tuple(state.publisher for state in states),
         names=tuple(map(_text, more[0])) if more else (),  # of an earlier version: none
         near=_text(more[1]) if len(more) > 1 else "",
+        media_namespaces=tuple(map(_text, more[2])) if len(more) > 2 else (),
     )
     if not isinstance(lease_left_s, float | None):
         raise TypeError("a lease is no number of seconds")

@@ -44,7 +44,7 @@ MORE = "remove some of its workers, or give the index a larger --tenant-share"
 # workers (kvpool.discovery.worker_watch).
 RESTORED_LEASE_S = 60.0
 
-assert MAX_RANKS + MAX_NAMESPACES + MAX_WORKERS <= 65536  # each worker may have a near pool of its own
+assert MAX_RANKS + 2 * MAX_NAMESPACES + MAX_WORKERS <= 65536  # each worker may have a near pool of its own
 assert MAX_PUBLISHERS <= MAX_RANKS
 
 logger = logging.getLogger("kvpool.index")

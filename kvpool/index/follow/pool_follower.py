@@ -175,6 +175,8 @@ class PoolFollower:
         """The pool's blocks by tenant, and the room for blocks of ``ALL``; bytes of a block, 0: unknown."""
         blocks: Counter[str] = Counter()
         for pool in self._fleet.pools():
+            if pool.is_media:
+                continue
             blocks[pool.tenant] += pool.table.held_by(pool.holder)["pool"]
         held = blocks.total()
         used_nbytes = total(one.used_nbytes for one in self.servers)

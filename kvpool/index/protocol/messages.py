@@ -111,12 +111,12 @@ def decode_prompt(request: Any) -> Prompt:
         "tenant": scope.tenant or DEFAULT_TENANT,
         "workers": list(request.workers) or None,
     }
+    given["multimodal"] = [(item.identifier, item.offset, item.length) for item in scope.multimodal]
     if form == "block_hashes":
         given["hashes64"] = value
         return Prompt(scope.model, **given)
     given["lora"] = (scope.lora_name, scope.lora_path) if scope.lora_name or scope.lora_path else None
     given["cache_salt"] = scope.cache_salt or None
-    given["multimodal"] = [(item.identifier, item.offset, item.length) for item in scope.multimodal]
     if form == "token_ids":
         if len(value) % TOKEN_NBYTES:
             raise ConfigError(f"token_ids are packed u32s, 4 bytes each; {len(value)} bytes are not")
@@ -239,14 +239,18 @@ def _pack_hashes(hashes64: Buffer) -> bytes:
 
 def encode_lookup(lookup: Lookup) -> Any:
     columns = (getattr(lookup, column.name) for column in fields(lookup))
-    return pb.LookupResponse(**dict(zip(Row._fields, columns, strict=True)))  # by the names of a row
+    reply = pb.LookupResponse(**dict(zip(Row._fields, columns, strict=True)))  # by the names of a row
+    if not any(lookup.pool_media):
+        reply.ClearField("pool_media")
+    return reply
 
 
 def decode_lookup(reply: Any) -> Lookup:
     """Errors: ``ValueError`` when columns differ in length."""
     # An index of an earlier version leaves it empty: then the larger of local and pool blocks.
     loadable = reply.loadable_blocks or tuple(map(max, reply.local_blocks, reply.pool_blocks))
-    columns = [*(getattr(reply, name) for name in Row._fields[:-1]), loadable]
+    media = reply.pool_media or [0] * len(reply.worker)
+    columns = [*(getattr(reply, name) for name in Row._fields[:-2]), loadable, media]
     if len(set(map(len, columns))) != 1:
         raise ValueError("its columns differ in length")
     return Lookup(*map(tuple, columns))
@@ -297,9 +301,13 @@ def decode_route_options(request: Any) -> dict[str, Any]:
 def decode_route(reply: Any) -> Ranking:
     """Errors: ``ValueError`` when columns differ in length, or have an unnamed value."""
     lookup = decode_lookup(reply.rows)
-    columns = [getattr(reply, name) for name in Pick._fields[1:-2]]  # the row is of ``lookup``
-    # Empty: of an earlier version, or without a move.
-    columns += [reply.unreachable or [False] * len(lookup), reply.move_cost or [0] * len(lookup)]
+    columns = [getattr(reply, name) for name in Pick._fields[1:-3]]  # the row is of ``lookup``
+    # Empty: of an earlier version, or without a move or an item.
+    columns += [
+        reply.unreachable or [False] * len(lookup),
+        reply.move_cost or [0] * len(lookup),
+        reply.encode_cost or [0] * len(lookup),
+    ]
     if {len(lookup), *map(len, columns)} != {len(lookup)}:
         raise ValueError("its columns differ in length")
     try:
@@ -325,6 +333,7 @@ def decode_worker(message: Any, default_seed_id: str) -> Worker:
         hash_seed_id=message.hash_seed_id or default_seed_id,
         publishers=tuple(_copied(Publisher, Publisher, one) for one in message.publishers),
         names=tuple(message.names),
+        media_namespaces=tuple(message.media_namespaces),
         tenant=message.tenant or DEFAULT_TENANT,
         hash_algorithm=message.hash_algorithm or DEFAULT_ALGORITHM,
     )

@@ -194,6 +194,12 @@ def with_id(reply: bytes, number: int) -> bytes:
     return reply + _ID.pack(_ID_TAG, number) if number else reply
 
 
+def pack_pool_media(held: Sequence[int]) -> bytes:
+    """The column of a ``LookupResponse``, to be put behind its others."""
+    column: bytes = pb.LookupResponse(pool_media=held).SerializeToString()
+    return column
+
+
 def refused_response(number: int, code: int, message: str) -> bytes:
     reply: bytes = pb.LookupResponse(
         id=number, status=pb.Status(code=code, message=message)

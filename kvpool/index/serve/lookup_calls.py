@@ -25,6 +25,7 @@ from kvpool.index.protocol.messages import MAX_REQUESTS, decode_prompt, decode_r
 from kvpool.index.protocol.packed import (
     PackedLookup,
     id_of,
+    pack_pool_media,
     pack_responses,
     read_lookup,
     refused_response,
@@ -141,7 +142,10 @@ class LookupCalls:
         answers = self._fleet.ask(prompt, at_once=at_once)
         if len(answers) == 1:
             rows = answers[0].rows
-            return rows.pack(), Matched(*rows.most())
+            packed = rows.pack()
+            if held := answers[0].pool_media():
+                packed += pack_pool_media(held)
+            return packed, Matched(*rows.most())
         lookup = merged(answers)
         return encode_lookup(lookup).SerializeToString(), Matched.of(lookup)
 

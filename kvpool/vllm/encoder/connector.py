@@ -5,6 +5,7 @@ Interface: ``vllm/distributed/ec_transfer/ec_connector/base.py`` (``ECConnectorB
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -32,6 +33,7 @@ from kvpool.vllm.engine import internals, support
 from kvpool.vllm.engine.guard import refuse
 from kvpool.vllm.engine.weights import weights_of
 from kvpool.vllm.plan import Measured
+from kvpool.vllm.tell.media import say
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -67,7 +69,8 @@ class KVPoolECConnector(ECConnectorBase):
             support.refuse_unsupported_encoder(vllm_config)
             if role is ECConnectorRole.WORKER:
                 is_first = internals.engine_rank(stage_ranks) == 0
-                self._worker = EncoderWorker(config, stores=is_first)
+                tell = functools.partial(say, vllm_config.instance_id)
+                self._worker = EncoderWorker(config, stores=is_first, tell=tell)
                 return
             weights = weights_of(vllm_config, config, internals.began_ns())
             logger.info("kvpool: encoder: weights %s", weights.source)
@@ -93,6 +96,7 @@ class KVPoolECConnector(ECConnectorBase):
                 clock=self.clock,
             )
             internals.watch_arrivals(self._scheduler.seen, self._scheduler.reset)
+            run(functools.partial(_heard, self._scheduler.media()))  # steps come with requests
             self._scheduler.start()
         except (ConfigError, StoreUnavailable) as error:
             if role is ECConnectorRole.SCHEDULER:
@@ -106,6 +110,10 @@ class KVPoolECConnector(ECConnectorBase):
         if self._worker is None:
             return Measured(why="it is no worker")
         return self._worker.measure(worker, support.why_not_measured(self._vllm_config))
+
+    def heard(self, media: tuple[str, ...]) -> None:
+        if self._worker is not None:
+            self._worker.hear(media)
 
     def _called(self, method: str) -> None:
         if self._scheduler is not None:
@@ -194,3 +202,10 @@ def _measured(worker: Any) -> Measured:
     if not isinstance(connector, KVPoolECConnector):
         return Measured(why="another connector has its encoder")
     return connector.measured(worker)
+
+
+def _heard(media: tuple[str, ...], _: Any) -> None:
+    """Runs on each worker."""
+    connector = get_ec_transfer()
+    if isinstance(connector, KVPoolECConnector):
+        connector.heard(media)

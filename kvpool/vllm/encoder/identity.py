@@ -42,11 +42,6 @@ def encoder_facts(config: VllmConfig, weights: Mapping[str, Fact]) -> dict[str, 
     }
 
 
-def media_hash(identifier: str) -> bytes:
-    """The hash in an item's key. ``identifier``: vLLM's: a hash of its content, or a caller's own text."""
-    return hashlib.sha256(identifier.encode("utf-8", "surrogatepass")).digest()
-
-
 class EncoderNamespaces:
     """``measure``: of the encoder's weights, by worker; waits for them. ``leave``: is called when they may change."""
 

@@ -65,6 +65,7 @@ class EncoderMetadata(ECConnectorMetadata):
     watch: bool = False  # the weights lie in memory, and are those of the last measure
     # They have changed, and no call has said so: what was stored since they were last seen the same is deleted.
     silent: bool = False
+    media: tuple[str, ...] = ()  # ``EncoderScheduler.media``
 
 
 @dataclass

@@ -23,12 +23,14 @@ from kvpool import metrics
 from kvpool.clock import REAL, Clock
 from kvpool.config import EncoderConfig
 from kvpool.discovery.quota_watch import QuotaWatch
+from kvpool.discovery.worker import MAX_MEDIA
+from kvpool.key.hashing import media_hash
 from kvpool.key.key import Fact
 from kvpool.metrics import Counters, Samples
 from kvpool.store import Store
 from kvpool.vllm.audit.findings import Findings, describe
 from kvpool.vllm.audit.floor import Floor
-from kvpool.vllm.encoder.identity import EncoderNamespaces, media_hash
+from kvpool.vllm.encoder.identity import EncoderNamespaces
 from kvpool.vllm.encoder.outputs import ABSENT, HELD, Output, Outputs
 from kvpool.vllm.encoder.plan import (
     ComparedOutput,
@@ -296,7 +298,17 @@ class EncoderScheduler:
         step.wrong, self._outputs.wrong = self._outputs.wrong, []
         step.watch = self._is_known and not self._namespaces.asks and not self._is_asleep()
         step.silent, self._silent = self._silent, False
+        step.media = self.media()
         return step
+
+    @guarded(())
+    def media(self) -> tuple[str, ...]:
+        """The namespaces whose outputs this engine loads, as 32 hex digits each; empty: none now. Measures nothing."""
+        if self._is_off or not self._loads or self._namespaces.asks:
+            return ()
+        forms = {Shape(0, *form).form for form in (*self._forms.values(), self._any_form)}
+        spaces = [space for form in sorted(forms) if (space := self._namespaces.of(form)) is not None]
+        return tuple(space.hex for space in spaces[:MAX_MEDIA])
 
     # What the workers report.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -43,12 +44,22 @@ Cache = dict[str, torch.Tensor]
 
 
 class EncoderWorker:
-    """``stores``: this rank writes what all of them compute, for it is the same."""
+    """``stores``: this rank writes what all of them compute, for it is the same. ``tell``: takes
+    ``EncoderScheduler.media`` when it changes; must not block.
+    """
 
-    def __init__(self, config: EncoderConfig, *, stores: bool) -> None:
+    def __init__(
+        self,
+        config: EncoderConfig,
+        *,
+        stores: bool,
+        tell: Callable[[tuple[str, ...]], None] = lambda _: None,
+    ) -> None:
         self._stores, self._room_nbytes = stores, config.staging_nbytes
         self._store: Store | None = None
         self._broken = False
+        self._tell = tell
+        self._media: tuple[str, ...] = ()  # as last told
         self._measure: WeightsMeasure | str = "nothing was measured"
         self._unsure = UnsureKeys()
         self._looked_at_s = 0.0
@@ -93,6 +104,7 @@ class EncoderWorker:
 
     @guarded(None)
     def _begin(self, step: EncoderMetadata) -> None:
+        self.hear(step.media)
         if self._store is not None and step.writer:
             self._store.writer = step.writer
         if step.silent:
@@ -102,6 +114,12 @@ class EncoderWorker:
         wrong = [*step.wrong, *(self._unsure.take() if self._unsure.condemned else ())]
         if wrong and self._store is not None:
             self._behind(self._delete, self._store, wrong)
+
+    def hear(self, media: tuple[str, ...]) -> None:
+        """What the scheduler's half says."""
+        if media != self._media:
+            self._media = media
+            self._tell(media)
 
     def _look(self) -> None:
         """Look at the next part of the weights."""
@@ -225,6 +243,7 @@ class EncoderWorker:
 
     def close(self) -> None:
         """Wait for what is under way, at most ``CLOSE_S``."""
+        self.hear(())
         until_s = time.monotonic() + CLOSE_S
         while self._waiting_nbytes and time.monotonic() < until_s:
             time.sleep(COPY_PAUSE_S)

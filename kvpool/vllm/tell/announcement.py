@@ -9,6 +9,7 @@ Threads: the worker's model thread calls; the announcing thread sets ``_announce
 from __future__ import annotations
 
 import contextlib
+import functools
 import ipaddress
 import itertools
 import logging
@@ -35,6 +36,7 @@ from kvpool.store import Store, StoreURL
 from kvpool.store.file import pool_id
 from kvpool.threads import start_thread
 from kvpool.vllm.engine import internals
+from kvpool.vllm.tell.media import said
 
 logger = init_logger("vllm.kvpool")
 
@@ -47,11 +49,14 @@ _SEEN_BY_NONE = "indexes and routers will not see what this worker holds (the po
 
 
 class Announcement(NamedTuple):
-    """``worker``: with this rank's publisher. ``problems``: obstacles; ``events_off``: the only one."""
+    """``worker``: with this rank's publisher. ``problems``: obstacles; ``events_off``: the only one. ``media``: of
+    ``Announcer``.
+    """
 
     worker: Worker
     problems: tuple[str, ...] = ()
     events_off: bool = False
+    media: Callable[[], tuple[str, ...]] | None = None
 
 
 def describe(config: VllmConfig, cache: KVCacheConfig, settings: PoolConfig, namespace: str) -> Announcement:
@@ -78,7 +83,8 @@ def describe(config: VllmConfig, cache: KVCacheConfig, settings: PoolConfig, nam
         names=_further(command.served, model),
         near=_near(settings.pool),
     )
-    return Announcement(worker, where.problems, where.events_off)
+    media = functools.partial(said, config.instance_id)
+    return Announcement(worker, where.problems, where.events_off, media)
 
 
 def _near(pool: str) -> str:
@@ -351,6 +357,7 @@ class EngineAnnouncer:
                 worker,
                 lease_s=self._config.lease_s,
                 log=logger,
+                media=announced.media,
             )
         except Exception as error:  # the engine starts all the same
             logger.warning("kvpool could not announce this worker: %s: %s", type(error).__name__, error)

@@ -461,7 +461,7 @@ def test_a_preview_reserves_nothing_and_takes_no_turn(served: Served) -> None:
 U32, U64 = st.integers(0, (1 << 32) - 1), st.integers(0, (1 << 64) - 1)
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 SOME = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20)
-ROWS = st.builds(Row, TEXT, U32, TEXT, U32, U32, U32, U32, U32, U64, U32, st.booleans(), U32)
+ROWS = st.builds(Row, TEXT, U32, TEXT, U32, U32, U32, U32, U32, U64, U32, st.booleans(), U32, U32)
 PUBLISHERS = st.lists(st.builds(Publisher, U32, TEXT, TEXT), max_size=3).map(tuple)
 WORKERS = st.builds(
     Worker, name=TEXT, model=TEXT, block_tokens=U32, hash_seed_id=SOME, publishers=PUBLISHERS, tenant=SOME,

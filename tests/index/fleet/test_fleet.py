@@ -418,7 +418,7 @@ def test_a_rank_that_has_left_changes_nothing_and_a_stranger_has_none() -> None:
     left.mark(stale=True)
     left.ask()
     left.empty(0)
-    assert fleet.totals()._replace(memory_nbytes=0) == (1, 1, 1, *[0] * 15)
+    assert fleet.totals()._replace(memory_nbytes=0) == (1, 1, 1, *[0] * 16)
     assert fleet.rank("default/x", 0) is fleet.rank("default/w", 1) is fleet.rank("w", 0) is None
 
 
@@ -795,7 +795,7 @@ def test_nothing_of_a_start_survives_it() -> None:
     fleet.add(a_worker(incarnation="last"), "call")
     assert fleet.totals().blocks == 0
     fleet.remove("default/w")
-    assert fleet.totals() == (0, 0, 0, 0, 0, 0, fleet.totals().batches, *[0] * 11)
+    assert fleet.totals() == (0, 0, 0, 0, 0, 0, fleet.totals().batches, *[0] * 12)
 
 
 # ---- against a plain model

@@ -112,7 +112,11 @@ def test_engines_are_put_together(tmp_path: Path) -> None:
 
 def test_sizes_are_marked_by_what_the_pool_has_room_for() -> None:
     table = SimpleNamespace(held_by=lambda holder: {"pool": 300 if holder == "a" else 100})
-    pools = [SimpleNamespace(tenant=name, table=table, holder=name) for name in ("a", "b", "b")]
+    holders = [("a", False), ("b", False), ("b", False), ("a", True)]  # the last has outputs of encoders
+    pools = [
+        SimpleNamespace(tenant=name, table=table, holder=name, is_media=is_media)
+        for name, is_media in holders
+    ]
     follower: Any = SimpleNamespace(
         _fleet=SimpleNamespace(pools=lambda: pools),
         servers=[Usage("s", used_nbytes=5000, capacity_nbytes=20_000)],
