@@ -9,11 +9,12 @@ options, so that nothing the engine prints can be mistaken for an answer. Comman
   with ``"images": [[number, side], ...]`` pictures, of that many pixels a side, which follow from their numbers;
 - ``{"do": "burst", "prompts": [[...]], "max_tokens": 16, "n": 1}``: all at once, ``n`` answers to each; ``{"steps",
   "answers"}``: steps of the engine that gave tokens, and the tokens of each prompt's first answer;
-  ``"transfer_params"`` as above, ``"images"`` a list for each prompt;
+  ``"transfer_params"`` as above, ``"images"`` a list for each prompt, and the prompts at the places ``"aborted"`` are
+  aborted after the first step;
 - ``{"do": "embed", "tokens": [...]}``: ``{"embedding", "cached_tokens", "pool_tokens"}`` of a model that embeds;
 - ``{"do": "abort", "tokens": [...], "once": PATH}``: the request is aborted as soon as there is that file;
-- ``{"do": "call", "method": "sleep", "arguments": [1], "more": {}}``: calls a method of ``vllm.LLM``; ``{"answer"}``,
-  null for what JSON cannot say;
+- ``{"do": "call", "method": "sleep", "arguments": [1], "more": {}}``: calls a method of ``vllm.LLM``, or of
+  its engine; ``{"answer"}``, null for what JSON cannot say;
 - ``{"do": "metrics"}``: kvpool's and vLLM's own counters, summed over labels; ``name/value`` where one of ours
   has a label;
 - ``{"do": "stop"}``: shuts the engine down and exits.
@@ -64,7 +65,8 @@ def _answer(engine: Any, command: dict[str, Any]) -> dict[str, Any]:
     if command["do"] == "abort":
         return _abort(engine, command["tokens"], Path(command["once"]))
     if command["do"] == "call":
-        answer = getattr(engine, command["method"])(*command["arguments"], **command["more"])
+        owner = engine if hasattr(engine, command["method"]) else engine.llm_engine
+        answer = getattr(owner, command["method"])(*command["arguments"], **command["more"])
         return {"answer": answer if isinstance(answer, (bool, int, str)) else None}
     return _generate(engine, command)
 
@@ -90,7 +92,12 @@ def _generate(engine: Any, command: dict[str, Any]) -> dict[str, Any]:
 
 
 def _burst(
-    engine: Any, prompts: Sequence[list[int]], max_tokens: int, images: Sequence[Any] = (), **more: Any
+    engine: Any,
+    prompts: Sequence[list[int]],
+    max_tokens: int,
+    images: Sequence[Any] = (),
+    aborted: Sequence[int] = (),
+    **more: Any,
 ) -> dict[str, Any]:
     pictures = images or [()] * len(prompts)
     names = [
@@ -103,7 +110,10 @@ def _burst(
         outputs = core.step()
         steps += bool(outputs)
         said |= {output.request_id: list(output.outputs[0].token_ids) for output in outputs}
-    answers = [next(said[one] for one in said if one.startswith(name)) for name in names]
+        if aborted:
+            core.abort_request([names[place] for place in aborted])
+            aborted = ()
+    answers = [next((said[one] for one in said if one.startswith(name)), []) for name in names]
     return {"steps": steps, "answers": answers}
 
 

@@ -45,7 +45,8 @@ def write_tiny_model(
     fourth layer, with full attention. ``granite4``: Mamba-2 likewise. ``qwen3_next``: gated delta nets likewise, four
     experts, and a layer that drafts (MTP). ``llama4``: attention in chunks of ``window`` tokens likewise, two
     experts. ``eagle``, ``eagle3``: layers that draft for a ``llama`` of this ``width``. ``llava``: a ``llama`` that
-    sees images of ``SIDE`` by ``SIDE`` pixels, 64 tokens each. ``width`` is a multiple of 256. Of the vocabulary only the last ``said_words`` are ever said. About 64 MB at the defaults.
+    sees images of ``SIDE`` by ``SIDE`` pixels, 64 tokens each. ``width`` is a multiple of 256. Of the vocabulary only
+    the last ``said_words`` are ever said. About 64 MB at the defaults.
     """
     import torch
     import transformers

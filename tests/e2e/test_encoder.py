@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,16 +13,20 @@ import pytest
 
 from demo.engine_process import EngineProcess, encoder_config
 from demo.tiny_model import SIDE, VOCABULARY
+from kvpool.vllm.audit.floor import LEAST_PAIRS
 from tests.support.deadlines import eventually
-from tests.support.engine_forks import ROOT
+from tests.support.engine_forks import ROOT, write_model
 from tests.support.engines import (
     GENERATED_TOKENS,
     PATIENT,
+    call,
+    corrupt,
     engine_options,
     passing,
     prompt,
     started,
 )
+from tests.support.servers import running
 
 VISION = ROOT / ".cache" / "vision"
 pytestmark = [
@@ -160,7 +166,231 @@ def second(llava: Path, pool: Path, reference: dict[str, list[int]]) -> Iterator
         yield engine
 
 
-def test_a_second_engine_encodes_nothing(second: EngineProcess, reference: dict[str, list[int]]) -> None:
-    assert {name: ask(second, asked)["tokens"] for name, asked in ALL.items()} == reference
-    assert sources(second) == (5, 0)
-    assert counts(second, "loaded_bytes")[""] == 5 * IMAGE_TOKENS * 256 * 4
+def test_further_engines_encode_nothing(
+    llava: Path, pool: Path, second: EngineProcess, reference: dict[str, list[int]]
+) -> None:
+    with passing("third", pool.parent, options_of(llava, pool), **MODULES) as third:
+        for engine in (second, third):
+            assert {name: ask(engine, asked)["tokens"] for name, asked in ALL.items()} == reference
+            assert sources(engine) == (5, 0)
+            assert counts(engine, "loaded_bytes")[""] == 5 * IMAGE_TOKENS * 256 * 4
+
+
+def test_a_record_under_a_right_checksum_is_used_and_any_other_one_is_not(
+    llava: Path, pool: Path, reference: dict[str, list[int]], tmp_path: Path
+) -> None:
+    """Else equal tokens would say nothing: an engine that never uses what it loads has them, too."""
+    for name, is_right in (("right", True), ("wrong", False)):
+        spoilt = tmp_path / name
+        shutil.copytree(pool, spoilt)
+        for record in records(spoilt):
+            corrupt(record, keep_checksum=not is_right)
+        with passing(name, tmp_path, options_of(llava, spoilt), **MODULES) as engine:
+            said = ask(engine, ONE)["tokens"]
+            assert (said == reference["one"]) is not is_right
+            assert sources(engine) == ((1, 0) if is_right else (0, 1))
+
+
+def test_hits_of_prefixes_end_before_inside_and_behind_a_picture(llava: Path, tmp_path: Path) -> None:
+    front, behind = (
+        words(30, 48),
+        words(31, 40),
+    )  # the picture is at 48 to 111, and blocks end at 32, 64, 96, 128, ...
+    stored = Asked((front, 7, behind))
+    ends = {
+        "before": Asked((front, 8, behind)),
+        "inside": Asked((front, 7, words(32, 40))),
+        "behind": Asked((front, 7, behind[:20], words(33, 30))),
+    }
+    with passing("without", tmp_path, without_pool(llava), **MODULES) as without:
+        right = {name: ask(without, asked)["tokens"] for name, asked in ends.items()}
+    both = options_of(llava, tmp_path / "pool", kv=True)
+    with passing("stores", tmp_path, both, **MODULES) as stores:
+        ask(stores, stored)
+        settle(stores, 1)
+    hits = {}
+    with passing("loads", tmp_path, both, **MODULES) as loads:
+        for name, asked in ends.items():
+            said = ask(loads, asked)
+            assert said["tokens"] == right[name]
+            hits[name] = said["cached_tokens"]
+            call(loads, "reset_prefix_cache")
+        assert hits == {"before": 32, "inside": 96, "behind": 128}
+        assert sources(loads) == (1, 1), "of the picture behind whose end the hit ends, nothing is needed"
+
+
+def test_a_pool_that_goes_costs_encoder_runs(
+    llava: Path, reference: dict[str, list[int]], tmp_path: Path
+) -> None:
+    options = options_of(llava, tmp_path)
+    with running("valkey-server", tmp_path) as server:
+        options["ec_transfer_config"] = encoder_config(server.url, {"lookup_timeout_s": 1.0})
+        with passing("one", tmp_path, options, **MODULES) as engine:
+            assert ask(engine, ONE)["tokens"] == reference["one"]
+            settle(engine, 1)
+            call(engine, "reset_encoder_cache")
+            call(engine, "reset_prefix_cache")
+            assert ask(engine, ONE)["tokens"] == reference["one"]
+            assert sources(engine) == (1, 1)
+            server.kill()
+            for name, asked in ALL.items():
+                call(engine, "reset_encoder_cache")
+                call(engine, "reset_prefix_cache")
+                assert ask(engine, asked)["tokens"] == reference[name]
+            assert sources(engine)[0] == 1
+            missed = counts(engine, "misses")
+            assert missed["unavailable"] + missed["too_slow"] == 7
+
+
+def test_an_encoder_of_other_weights_has_outputs_of_its_own(llava: Path, tmp_path: Path) -> None:
+    other = write_model(tmp_path / "other", kind="llava", width=256, layers=4, seed=1)
+    with passing("other", tmp_path, without_pool(other), **MODULES) as plain:
+        of_other = ask(plain, ONE)["tokens"]
+    with passing("a", tmp_path, options_of(llava, tmp_path / "pool"), **MODULES) as a:
+        of_old = ask(a, ONE)["tokens"]
+        settle(a, 1)
+        call(a, "collective_rpc", "reload_weights", kwargs={"weights_path": str(other)})
+        call(a, "reset_encoder_cache")
+        call(a, "reset_prefix_cache")
+        assert ask(a, ONE)["tokens"] == of_other != of_old
+        assert sources(a) == (0, 2)
+        settle(a, 2)
+        call(a, "collective_rpc", "reload_weights", kwargs={"weights_path": str(llava)})
+        call(a, "reset_encoder_cache")
+        call(a, "reset_prefix_cache")
+        assert ask(a, ONE)["tokens"] == of_old
+        assert sources(a) == (1, 2), "it has what it had"
+
+
+def test_outputs_are_audited(llava: Path, tmp_path: Path) -> None:
+    """An engine learns of its own outputs how far honest ones are, and finds one that is not."""
+    pool = tmp_path / "pool"
+    asked = [Asked((words(50, 8), 20 + number, words(51, 8))) for number in range(LEAST_PAIRS + 2)]
+    verdicts: dict[str, int] = {}
+    with passing(
+        "audits", tmp_path, options_of(llava, pool, settings={"audit_share": 1.0}), **MODULES
+    ) as engine:
+        right = [ask(engine, one)["tokens"] for one in asked]
+        settle(engine, len(asked))
+        call(engine, "reset_encoder_cache")
+        call(engine, "reset_prefix_cache")
+        for one, tokens in zip(asked[:-1], right[:-1], strict=True):
+            before = sum(verdicts.values())
+            assert ask(engine, one)["tokens"] == tokens
+
+            def has_ended(before: int = before) -> bool:
+                engine.generate(prompt(99, 20), 2)
+                verdicts.update(counts(engine, "audits"))
+                return sum(verdicts.values()) > before
+
+            assert eventually(has_ended)
+        assert verdicts["no_floor"] == LEAST_PAIRS
+        assert verdicts["same"] == 1
+        stored = records(pool)
+        for record in stored:
+            corrupt(record, keep_checksum=False)
+        assert ask(engine, asked[-1])["tokens"] == right[-1], "it is computed all the same"
+        assert eventually(
+            lambda: bool(engine.generate(prompt(99, 20), 2)) and counts(engine, "audits")["differs"] == 1
+        )
+        assert eventually(
+            lambda: bool(engine.generate(prompt(99, 20), 2)) and len(records(pool)) == len(stored) - 1
+        )
+
+
+def life(seed: int, rounds: int) -> list[dict[str, Any]]:
+    """Bursts of prompts with pictures, few of them new, some aborted; resets in between."""
+    draw, found = random.Random(seed), []
+    for _ in range(rounds):
+        if draw.random() < 0.15:
+            found.append({"do": "call", "method": "reset_encoder_cache", "arguments": [], "more": {}})
+        if draw.random() < 0.15:
+            found.append({"do": "call", "method": "reset_prefix_cache", "arguments": [], "more": {}})
+        prompts = []
+        for _ in range(draw.randrange(1, 6)):
+            parts: list[tuple[int, ...] | int] = [words(draw.randrange(8), draw.choice((3, 32, 48, 90)))]
+            for _ in range(draw.choice((0, 1, 1, 2, 3, 6))):
+                parts += [draw.randrange(14), words(draw.randrange(8), draw.choice((1, 16, 40)))]
+            prompts.append(Asked(tuple(parts)))
+        aborted = [place for place in range(len(prompts)) if draw.random() < 0.1]
+        found.append(
+            {
+                "do": "burst",
+                "prompts": [one.tokens for one in prompts],
+                "images": [one.images for one in prompts],
+                "max_tokens": draw.choice((1, 4, 12)),
+                "aborted": aborted,
+            }
+        )
+    return found
+
+
+def answers(engine: EngineProcess, command: dict[str, Any]) -> list[list[int]]:
+    """Of the prompts that were not aborted."""
+    said = engine.ask(command).get("answers", [])
+    return [tokens for place, tokens in enumerate(said) if place not in command["aborted"]]
+
+
+def live(llava: Path, folder: Path, rounds: int, **more: Any) -> tuple[int, int]:
+    """The same life of two engines on a pool, and of one without; returns their outputs' sources."""
+    commands = life(7, rounds)
+    small = {"kv_cache_memory_bytes": 9 << 20, **more}  # 72 blocks: requests are preempted
+    with passing("plain", folder, without_pool(llava) | small, **MODULES) as plain:
+        right = [answers(plain, command) for command in commands]
+    both = options_of(llava, folder / "pool", kv=True, **small)
+    with (
+        passing("a", folder, both, **MODULES) as a,
+        passing("b", folder, both | {"max_num_batched_tokens": 256}, **MODULES) as b,
+    ):
+        draw = random.Random(8)
+        for command, tokens in zip(commands, right, strict=True):
+            assert answers(draw.choice((a, b)), command) == tokens
+        found = [sources(engine) for engine in (a, b)]
+    return sum(pool for pool, _ in found), sum(computed for _, computed in found)
+
+
+def test_a_random_life_of_two_engines(llava: Path, tmp_path: Path) -> None:
+    pool, computed = live(llava, tmp_path, rounds=25)
+    assert pool > 10
+    assert computed >= 14
+
+
+@pytest.mark.rare
+def test_a_long_random_life_of_two_engines(llava: Path, tmp_path: Path) -> None:
+    pool, computed = live(llava, tmp_path, rounds=180)
+    assert pool > 50
+    assert computed >= 14
+
+
+@pytest.mark.rare
+def test_ranks_share_what_one_engine_stores(
+    llava: Path, pool: Path, reference: dict[str, list[int]], tmp_path: Path
+) -> None:
+    """Both ranks of a larger engine get the bytes with their step."""
+    options = options_of(llava, pool, tensor_parallel_size=2)
+    with started("ranks", tmp_path, options, VLLM_CPU_OMP_THREADS_BIND="0|1", **MODULES) as engine:
+        said = {name: ask(engine, asked)["tokens"] for name, asked in ALL.items()}
+        assert sources(engine) == (5, 0)
+        fresh = Asked((words(60, 20), 77, words(61, 9)))
+        ask(engine, fresh)
+        settle(engine, 1)
+    assert said["one"][0] == reference["one"][0]
+
+
+@pytest.mark.rare
+def test_an_encoder_of_its_own_stores_what_another_engine_loads(
+    llava: Path, reference: dict[str, list[int]], tmp_path: Path
+) -> None:
+    pool = tmp_path / "pool"
+    produces, consumes = options_of(llava, pool), options_of(llava, pool)
+    produces["ec_transfer_config"]["ec_role"] = "ec_producer"
+    consumes["ec_transfer_config"]["ec_role"] = "ec_consumer"
+    with passing("consumes", tmp_path, consumes, **MODULES) as consumer:
+        with passing("produces", tmp_path, produces, **MODULES) as producer:
+            ask(producer, ONE)
+            assert eventually(lambda: len(records(pool)) == 1)
+        assert ask(consumer, ONE)["tokens"] == reference["one"]
+        assert sources(consumer) == (1, 0)
+        assert ask(consumer, MANY)["tokens"] == reference["many"]
+        assert sources(consumer) == (1, 3)
+        assert len(records(pool)) == 1, "it only loads"

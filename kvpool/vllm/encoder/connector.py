@@ -24,7 +24,7 @@ from kvpool.config import EncoderConfig
 from kvpool.errors import ConfigError, StoreUnavailable
 from kvpool.key.key import writer_name
 from kvpool.store import open_store
-from kvpool.vllm.encoder.identity import encoder_facts
+from kvpool.vllm.encoder.identity import encoder_facts, refuse_unsupported
 from kvpool.vllm.encoder.plan import EncoderMetadata, EncoderWorkerMetadata
 from kvpool.vllm.encoder.scheduler import EncoderScheduler
 from kvpool.vllm.encoder.stats import EncoderPromMetrics, EncoderStats
@@ -66,7 +66,7 @@ class KVPoolECConnector(ECConnectorBase):
         self._device = torch.device(current_platform.device_type)
         try:
             config = EncoderConfig.load(transfer.ec_connector_extra_config)
-            support.refuse_unsupported_encoder(vllm_config)
+            refuse_unsupported(vllm_config)
             if role is ECConnectorRole.WORKER:
                 is_first = internals.engine_rank(stage_ranks) == 0
                 tell = functools.partial(say, vllm_config.instance_id)

@@ -18,7 +18,9 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from kvpool.errors import EngineRefused
 from kvpool.key.key import EPOCH_FACT, MEMORY_FACT, Fact, Namespace
+from kvpool.vllm.engine import support
 from kvpool.vllm.engine.identity import model_facts
 from kvpool.vllm.engine.namespace import READS, WRITES, facts_of_weights
 from kvpool.vllm.plan import Measured
@@ -26,6 +28,22 @@ from kvpool.vllm.plan import Measured
 logger = init_logger("vllm.kvpool")
 
 IDENTIFIER_NBYTES = 32
+
+
+def refuse_unsupported(config: VllmConfig) -> None:
+    """Check the configuration. Errors: ``EngineRefused``, one sentence with the setting to change."""
+    if config.model_config.is_encoder_decoder:
+        raise EngineRefused(
+            "what the encoder of an encoder-decoder model makes of an item stays in its request, so there is nothing "
+            "to share; remove --ec-transfer-config"
+        )
+    if config.model_config.multimodal_config is None:
+        raise EngineRefused("the model has no encoder; remove --ec-transfer-config")
+    if support.counts_items(config):
+        raise EngineRefused(
+            "without prefix caching and a processor's cache vLLM counts images and does not hash them, so other images "
+            "have the same name; remove --mm-processor-cache-gb 0, or --no-enable-prefix-caching"
+        )
 
 
 def encoder_facts(config: VllmConfig, weights: Mapping[str, Fact]) -> dict[str, Fact]:
@@ -43,7 +61,7 @@ def encoder_facts(config: VllmConfig, weights: Mapping[str, Fact]) -> dict[str, 
 
 
 class EncoderNamespaces:
-    """``measure``: of the encoder's weights, by worker; waits for them. ``leave``: is called when they may change."""
+    """``measure``: of the encoder's weights, by worker; waits. ``leave``: is called when they are others."""
 
     def __init__(
         self,
@@ -75,11 +93,12 @@ class EncoderNamespaces:
             self._spaces[form] = Namespace(self._tenant, {**facts, "output_row": form})
         return self._spaces[form]
 
-    def called(self, method: str) -> None:
-        """Somebody called a method of the workers, which may have changed their weights."""
-        if method not in READS:
-            self._asks = method
-            self._leave()
+    def called(self, method: str) -> bool:
+        """Somebody called a method of the workers. Returns whether it may have changed their weights."""
+        if method in READS:
+            return False
+        self._asks = method
+        return True
 
     def _settle(self) -> bool:
         if self._is_asleep():
@@ -94,6 +113,7 @@ class EncoderNamespaces:
             return True
         self._now = weights
         self._spaces.clear()
+        self._leave()
         if weights.startswith("alone "):
             self._named = {EPOCH_FACT: weights.removeprefix("alone ")}
         else:

@@ -10,7 +10,6 @@ Threads: the engine's scheduler thread only. It waits for nothing but a measure 
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,12 +27,10 @@ from kvpool.key.hashing import media_hash
 from kvpool.key.key import Fact
 from kvpool.metrics import Counters, Samples
 from kvpool.store import Store
-from kvpool.vllm.audit.findings import Findings, describe
-from kvpool.vllm.audit.floor import Floor
+from kvpool.vllm.encoder.audits import OutputAudits, remember
 from kvpool.vllm.encoder.identity import EncoderNamespaces
 from kvpool.vllm.encoder.outputs import ABSENT, HELD, Output, Outputs
 from kvpool.vllm.encoder.plan import (
-    ComparedOutput,
     EncoderMetadata,
     EncoderWorkerMetadata,
     Loaded,
@@ -43,15 +40,10 @@ from kvpool.vllm.encoder.plan import (
 from kvpool.vllm.engine import internals
 from kvpool.vllm.engine.guard import RequestFaults, guarded
 from kvpool.vllm.engine.internals import Item
-from kvpool.vllm.plan import AuditedPart, LayerDistance, Measured
+from kvpool.vllm.plan import Measured
 from kvpool.vllm.requests import WITHOUT_POOL, ParamsReader, RequestParams
 
 logger = init_logger("vllm.kvpool")
-
-LEAST_PAUSE_S = 1.0  # between two audits, unless every output is to be audited
-WHILE_LEARNING = 16  # times as many audits, until the floor is known
-MAX_REPORTS = 4096  # that are awaited
-ENCODER = "encoder"  # the layer of its audits
 
 
 @dataclass
@@ -94,29 +86,31 @@ class EncoderScheduler:
         self._forms = {modality: (known, dtype) for modality, known in widths.items()}
         self._any_form = width, dtype  # of modalities that are not known
         self._writer, self._cached, self._is_asleep = writer, cached, is_asleep
-        self._random = random_number or random.Random().random
         self.counters = Counters()
         self._samples: Samples = {}  # of the workers
         self._request_faults = RequestFaults(self.counters)
         self._params = ParamsReader()
         self._requests: dict[str, _Asked] = {}
         self._broken = False
-        self._floor = Floor(writer if stores else None)
-        self._findings = Findings(writer, clock.monotonic)
-        self.counts: Counter[str] = Counter()  # of audits, by verdict
-        self._audited_s = -LEAST_PAUSE_S
-        self._keys: dict[str, str] = {}  # of audits under way, by identifier
+        self._audits = OutputAudits(
+            config.audit_share if needs_bytes else 0.0,
+            writer=writer,
+            stores=stores,
+            counters=self.counters,
+            clock=clock.monotonic,
+            random_number=random_number or random.Random().random,
+        )
         self._outputs = Outputs(
             store,
             room_nbytes=config.staging_nbytes,
             lookup_timeout_s=config.lookup_timeout_s,
             max_load_s=config.max_load_s,
-            is_audited=self._is_audited,
-            put_away=self._findings.put_away,
+            is_audited=self._audits.chooses,
+            put_away=self._audits.put_away,
             clock=clock.monotonic,
         )
         self._namespaces = EncoderNamespaces(
-            config.tenant, facts, measure, is_asleep=is_asleep, leave=self._leave
+            config.tenant, facts, measure, is_asleep=is_asleep, leave=self._audits.leave
         )
         self._quota = QuotaWatch(store, config.tenant, self.counters, logger)
         self._promised: dict[str, Loaded] = {}  # since the last step
@@ -132,7 +126,7 @@ class EncoderScheduler:
 
     @property
     def _is_off(self) -> bool:
-        return self._broken or bool(self._findings.doubts)
+        return self._broken or bool(self._audits.doubts)
 
     # A request, from its arrival to its end.
 
@@ -262,7 +256,7 @@ class EncoderScheduler:
         if item.by_name or item.rows < 1:
             return
         if output is not None and output.audited and output.payload is not None:
-            _keep(self._keys, item.identifier, output.key)
+            self._audits.begin(item.identifier, output.key)
             self._step.stores[item.identifier] = Stored("", output.shape, output.payload, output.writer)
             return
         if not self._stores or not state.params.store or (output is not None and output.in_pool):
@@ -272,7 +266,7 @@ class EncoderScheduler:
             return
         shape = self._shape(item)
         if (space := self._namespaces.of(shape.form)) is not None:
-            _keep(self._modalities, item.identifier, item.modality)
+            remember(self._modalities, item.identifier, item.modality)
             key = space.key(media_hash(item.identifier), 0, 0)
             self._step.stores[item.identifier] = Stored(key, shape)
 
@@ -321,65 +315,28 @@ class EncoderScheduler:
             if (modality := self._modalities.pop(identifier, None)) is not None:
                 self._forms[modality] = form
         for compared in report.compared:
-            self._judge(compared)
+            self._outputs.wrong += self._audits.judge(compared)
         if report.differs and self._is_known:
             logger.error(
                 "kvpool: the weights of this engine's encoder changed without a call of vLLM's. What it stored in the "
                 "last seconds is deleted. Change weights by collective_rpc, of which kvpool hears"
             )
+            self.called("a silent change")
             self._is_known, self._silent = False, True
-            self._namespaces.called("a silent change")
-
-    def _is_audited(self) -> bool:
-        share, now_s = self._config.audit_share, self._clock.monotonic()
-        if (
-            not share
-            or not self._needs_bytes
-            or (share < 1 and now_s < self._audited_s + LEAST_PAUSE_S)
-            or self._random() >= share * (1 if self._floor.is_known else WHILE_LEARNING)
-        ):
-            return False
-        self._audited_s = now_s
-        return True
-
-    def _judge(self, compared: ComparedOutput) -> None:
-        key = self._keys.pop(compared.identifier, "")
-        layers = [LayerDistance(ENCODER, compared.element, compared.difference, compared.norm)]
-        judged = self._floor.judge([AuditedPart(compared.why, compared.writer, layers)])
-        self.counts[judged.verdict] += 1
-        self.counters.add(metrics.ENCODER_AUDITS, 1, judged.verdict)
-        if judged.verdict == "same":
-            self._findings.agree(judged.writers)
-        if judged.verdict != "differs":
-            return
-        logger.error("kvpool: %s", describe(judged, judged.writers, None))
-        if key and not self._findings.add(judged.writers, media_hash(compared.identifier)):
-            self._outputs.wrong.append(key)
-        if self._findings.doubts:
-            logger.error(
-                "kvpool: this engine's encoder doubts itself: %s. It goes without the pool until its cache of encoders "
-                "is reset (reset_encoder_cache)",
-                self._findings.doubts,
-            )
-            self._leave()
 
     # The engine.
 
     @guarded(None)
     def called(self, method: str) -> None:
         """Somebody called a method of the workers, which may have changed their weights."""
-        self._is_known = True
-        self._namespaces.called(method)
+        if self._namespaces.called(method):
+            self._is_known = True
+            self._outputs.forget()
 
     @guarded(None)
     def reset(self) -> None:
         """The engine's cache of encoders was reset."""
-        self._findings.forget()
-
-    def _leave(self) -> None:
-        """What was fetched is of other weights than what comes next."""
-        self._outputs.forget()
-        self._floor.forget()
+        self._audits.forget_findings()
 
     def _without_pool(self, request: Request) -> None:
         state = self._requests.get(request.request_id)
@@ -404,13 +361,6 @@ class EncoderScheduler:
         self._outputs.forget()
         self._requests.clear()
         self._quota.close()
-
-
-def _keep(into: dict[str, str], name: str, value: str) -> None:
-    """What no worker reports is forgotten when there is too much of it."""
-    into[name] = value
-    if len(into) > MAX_REPORTS:
-        del into[next(iter(into))]
 
 
 def _nbytes(shape: Shape) -> int:

@@ -186,10 +186,7 @@ def _refusals_of_all(config: VllmConfig) -> Iterator[str]:
                 "vLLM supports no prefix caching for this model, whose answers need all tokens of a prompt; remove "
                 "--enable-prefix-caching and --kv-transfer-config"
             )
-        items = getattr(model, "multimodal_config", None)
-        if items is not None and not (
-            items.mm_processor_cache_gb or config.cache_config.enable_prefix_caching
-        ):
+        if counts_items(config):
             yield (
                 "without prefix caching and a processor's cache vLLM counts images and does not hash them, so other "
                 "images have the same hash; remove --no-enable-prefix-caching, or --mm-processor-cache-gb 0"
@@ -202,27 +199,11 @@ def _refusals_of_all(config: VllmConfig) -> Iterator[str]:
             )
 
 
-def refuse_unsupported_encoder(config: VllmConfig) -> None:
-    """Check the configuration for outputs of encoders. Errors: ``EngineRefused``, one sentence."""
-    for sentence in _refusals_of_encoder(config):
-        raise EngineRefused(sentence)
-
-
-def _refusals_of_encoder(config: VllmConfig) -> Iterator[str]:
-    model, caching = config.model_config, config.cache_config
-    if model.is_encoder_decoder:
-        yield (
-            "the outputs of encoder-decoder models stay inside of a request, so there are none to share; remove "
-            "--ec-transfer-config"
-        )
-    items = getattr(model, "multimodal_config", None)
-    if items is None:
-        yield "the model has no encoder; remove --ec-transfer-config"
-    elif not (items.mm_processor_cache_gb or caching.enable_prefix_caching):
-        yield (
-            "without prefix caching and a processor's cache vLLM counts images and does not hash them, so other images "
-            "have the same hash; remove --mm-processor-cache-gb 0, or --no-enable-prefix-caching"
-        )
+def counts_items(config: VllmConfig) -> bool:
+    """Whether vLLM names the items of prompts by counting them, so that others have the same name."""
+    items = getattr(config.model_config, "multimodal_config", None)
+    hashed = items is None or items.mm_processor_cache_gb or config.cache_config.enable_prefix_caching
+    return not hashed
 
 
 def why_not_measured(config: VllmConfig) -> str:

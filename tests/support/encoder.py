@@ -1,0 +1,134 @@
+"""The scheduler's half of the encoders' connector on a store, as vLLM's scheduler calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from kvpool.config import EncoderConfig
+from kvpool.key.hashing import media_hash
+from kvpool.key.key import Namespace, writer_name
+from kvpool.metrics import Samples
+from kvpool.store import Store
+from kvpool.vllm.encoder.plan import EncoderMetadata
+from kvpool.vllm.encoder.scheduler import EncoderScheduler
+from kvpool.vllm.plan import Measured
+from tests.support.clock import Clock
+
+WIDTH, DTYPE = 4, "float32"
+FACTS = {"engine": "vllm", "kind": "encoder", "weights": "of the test"}
+SPACE = Namespace("default", {**FACTS, "output_row": f"{WIDTH} {DTYPE}"})
+WRITER = writer_name("this engine")
+
+
+def key(identifier: str) -> str:
+    return SPACE.key(media_hash(identifier), 0, 0)
+
+
+def payload(identifier: str, rows: int) -> bytes:
+    """What the encoder of the test makes of an item."""
+    draw = np.random.default_rng(sum(identifier.encode()))
+    return draw.standard_normal((rows, WIDTH)).astype(np.float32).tobytes()
+
+
+@dataclass(frozen=True)
+class Picture:
+    """At its place in the prompt. ``adapter``: before its name, if its output depends on one."""
+
+    name: str
+    offset: int
+    rows: int = 8
+    modality: str = "image"
+    adapter: str = ""
+
+    @property
+    def identifier(self) -> str:
+        return f"{self.adapter}:{self.name}" if self.adapter else self.name
+
+
+def request(name: str, *pictures: Picture, tokens: int = 100, params: Any = None) -> Request:
+    features = [
+        MultiModalFeatureSpec(
+            data=None,
+            modality=one.modality,
+            identifier=one.identifier,
+            mm_position=PlaceholderRange(offset=one.offset, length=one.rows),
+            mm_hash=one.name,
+        )
+        for one in pictures
+    ]
+    extra = None if params is None else {"kv_transfer_params": {"kvpool": params}}
+    return Request(
+        name, list(range(tokens)), SamplingParams(max_tokens=8, extra_args=extra), None, mm_features=features
+    )
+
+
+@dataclass
+class Encoders:
+    """``half`` with what stands around it: the engine's own cache, its weights, and a clock that tests move."""
+
+    store: Store
+    settings: dict[str, Any] = field(default_factory=dict)
+    loads: bool = True
+    stores: bool = True
+    needs_bytes: bool = True
+    random_number: Callable[[], float] = lambda: 1.0
+
+    def __post_init__(self) -> None:
+        self.clock = Clock()
+        self.cached: set[str] = set()  # by the engine
+        self.measured = [Measured("the start's")]
+        self.is_asleep = False
+        config = EncoderConfig.load({"pool": "file:///unused", "audit_share": 0, **self.settings}, {})
+        self.half = EncoderScheduler(
+            config,
+            self.store,
+            FACTS,
+            lambda: self.measured,
+            loads=self.loads,
+            stores=self.stores,
+            needs_bytes=self.needs_bytes,
+            widths={"image": WIDTH},
+            width=WIDTH,
+            dtype=DTYPE,
+            writer=WRITER,
+            is_asleep=lambda: self.is_asleep,
+            cached=lambda: self.cached,
+            clock=self.clock,
+            random_number=self.random_number,
+        )
+        self.samples: Samples = {}
+
+    def schedule(self, asked: Request) -> list[bool]:
+        """As vLLM does with a request that is ready: asks for each item and allocates it; whether the pool had it."""
+        found = []
+        for index in range(len(asked.mm_features)):
+            identifier = asked.mm_features[index].identifier
+            if identifier in self.cached:
+                continue
+            found.append(self.half.has(identifier))
+            self.cached.add(identifier)
+            self.half.allocated(asked, index)
+        return found
+
+    def plan(self, tokens: int = 10) -> EncoderMetadata:
+        output = SchedulerOutput.make_empty()
+        output.total_num_scheduled_tokens = tokens
+        return self.half.plan(output)
+
+    def count(self, name: str, label: str = "") -> float:
+        """A counter so far."""
+        for sample, value in self.half.stats().items():
+            before = self.samples.get(sample, 0.0)
+            if not isinstance(value, list) and not isinstance(before, list):
+                self.samples[sample] = before + value
+        found = self.samples.get(f"kvpool_encoder_{name}_total{label and '/'}{label}", 0.0)
+        assert not isinstance(found, list)
+        return found
