@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,10 @@ import pytest
 
 from demo.engine_process import EngineProcess, encoder_config
 from demo.tiny_model import SIDE, VOCABULARY
+from kvpool import open_store
+from kvpool.index.fleet.fleet import Fleet
+from kvpool.index.follow.pool_follower import PoolFollower
+from kvpool.key.key import split_key
 from kvpool.vllm.audit.floor import LEAST_PAIRS
 from tests.support.deadlines import eventually
 from tests.support.engine_forks import ROOT, write_model
@@ -217,6 +222,24 @@ def test_hits_of_prefixes_end_before_inside_and_behind_a_picture(llava: Path, tm
             call(loads, "reset_prefix_cache")
         assert hits == {"before": 32, "inside": 96, "behind": 128}
         assert sources(loads) == (1, 1), "of the picture behind whose end the hit ends, nothing is needed"
+
+
+def test_an_engine_tells_indexes_whose_outputs_it_loads(llava: Path, pool: Path, tmp_path: Path) -> None:
+    """Before its first request, and after it."""
+    own = shutil.copytree(pool, tmp_path / "pool")
+    fleet, url = Fleet(), f"file://{own}"
+    with closing(fleet), closing(PoolFollower(url, fleet)) as follower:
+        follower.start()
+        with started("tells", tmp_path, options_of(llava, own, kv=True), **MODULES) as engine:
+            assert eventually(lambda: fleet.totals().pool_media == 5)
+            (worker,) = fleet.followed()
+            with open_store(url) as store:
+                found = [key for keys in store.scan_keys("kvpool:") for key in keys]
+            namespaces = {split_key(key).namespace for key in found}
+            assert namespaces - {worker.namespace} == {*worker.media_namespaces}
+            ask(engine, ONE)
+            assert sources(engine) == (1, 0)
+            assert [one.media_namespaces for one in fleet.followed()] == [worker.media_namespaces]
 
 
 def test_a_pool_that_goes_costs_encoder_runs(
