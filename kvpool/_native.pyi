@@ -317,7 +317,7 @@ class Table:
     # prompt goes in circles. TooMuchWork: others would wait for too long.
     def match(self, hashes64: Buffer, workers: Sequence[str] | None) -> Matches: ...
 
-    # Whether the worker holds each hash in the pool. at_once: 4,096 at most, and it waits for no batch, or NotAtOnce.
+    # Whether the worker holds each hash in the pool. at_once: it waits for no batch; NotAtOnce.
     def pooled(self, worker: str, hashes64: Buffer, at_once: bool) -> list[bool]: ...
 
     # False: not known.

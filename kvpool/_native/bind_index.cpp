@@ -110,9 +110,8 @@ class PyTable {
   nb::list pooled(nb::handle worker, nb::handle hashes64, bool at_once) const {
     const std::string_view name = utf8_view(worker, "worker must be a str");
     const Bytes bytes(hashes64);
-    const std::vector<bool> found = without_gil([&] {
-      return table_->pooled(name, bytes.get(), at_once ? Patience::kAtOnce : Patience::kFull);
-    });
+    const std::vector<bool> found = without_gil(
+        [&] { return table_->pooled(name, bytes.get(), at_once ? Patience::kAtOnce : Patience::kFull); });
     nb::list answers;
     for (const bool one : found) answers.append(one);
     return answers;
@@ -214,7 +213,8 @@ nb::object py_known(const RankLoad& load, double now_s, double keep_s) {
 // Under the GIL, as all that changes a RankLoad.
 class PyRanking {
  public:
-  using Numbers = std::tuple<double, double, double, double, double, double, double, double, bool, bool, bool, bool>;
+  using Numbers =
+      std::tuple<double, double, double, double, double, double, double, double, bool, bool, bool, bool>;
   using Home = std::tuple<std::uint32_t, std::uint32_t, std::uint64_t, std::uint64_t, std::uint64_t>;
   using Session = std::tuple<std::uint64_t, bool, bool, std::optional<Home>>;
   using Kind = std::tuple<std::uint32_t, std::vector<std::tuple<std::uint64_t, std::uint64_t>>>;

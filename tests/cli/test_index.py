@@ -78,7 +78,7 @@ def test_from_a_publisher_to_a_table() -> None:
             assert row == {
                 "worker": "w-1", "dp_rank": 0, "address": "http://h:8000", "block_tokens": 16, "prompt_blocks": 5,
                 "device_blocks": 3, "local_blocks": 3, "pool_blocks": 0, "sequence": 0, "stale": False,
-                "loadable_blocks": 3,
+                "loadable_blocks": 3, "pool_media": 0,
             }  # fmt: skip
             assert ask("--worker", "nobody") == []
             assert ask("--cache-salt", "s")[0]["device_blocks"] == 0

@@ -164,7 +164,7 @@ class Table {
                 const PoolOf& pool_of = nullptr, Patience patience = Patience::kFull,
                 const PoolOf& near_of = nullptr) const;
 
-  // Whether the worker holds each of these hashes in the pool. Throws NotAtOnce as match() does.
+  // Whether the worker holds each of these hashes in the pool. Throws NotAtOnce if a batch is being applied.
   std::vector<bool> pooled(std::string_view worker, std::span<const std::byte> hashes,
                            Patience patience = Patience::kFull) const;
 

@@ -93,19 +93,16 @@ Matches Table::match(std::span<const std::byte> hashes, const std::vector<std::s
 
 std::vector<bool> Table::pooled(std::string_view worker, std::span<const std::byte> hashes,
                                 Patience patience) const {
-  constexpr std::size_t kMostAtOnce = 4096;
-  const std::size_t count = hashes.size() / sizeof(std::uint64_t);
-  if (patience == Patience::kAtOnce && count > kMostAtOnce) throw NotAtOnce();
-  std::vector<bool> found(count);
+  std::vector<bool> found(hashes.size() / sizeof(std::uint64_t));
   const auto lock = read(patience);
   const std::vector<HolderId> holders = holders_of(worker);
-  for (std::size_t i = 0; i < count && !holders.empty(); ++i) {
+  for (std::size_t i = 0; i < found.size() && !holders.empty(); ++i) {
     std::uint64_t hash;
     std::memcpy(&hash, hashes.data() + i * sizeof(hash), sizeof(hash));
     const std::uint32_t* const set = blocks_.touch(blocks_.prefetch(hash), hash);
     found[i] = set != nullptr && std::ranges::any_of(holders, [&](HolderId holder) {
-      return (sets_.tiers(*set, holder) & tiers_of(Tier::kPool)) != 0;
-    });
+                 return (sets_.tiers(*set, holder) & tiers_of(Tier::kPool)) != 0;
+               });
   }
   return found;
 }

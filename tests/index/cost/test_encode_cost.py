@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from kvpool import BlockHasher, ConfigError
 from kvpool.index.answer import Ranking
 from kvpool.index.cost.router import ENCODE, Costs, Router
+from kvpool.index.fleet import media
 from kvpool.index.fleet.fleet import Fleet
 from kvpool.index.fleet.media import find_media
 from kvpool.index.fleet.rank import pool_holder
@@ -125,16 +126,32 @@ def test_a_request_goes_where_its_picture_is() -> None:
 
 def test_many_items_are_no_work_for_an_event_loop() -> None:
     fleet = a_fleet(dict.fromkeys(NAMES, (ENCODER.hex,)), dict.fromkeys(NAMES, 0), {ENCODER.hex: "u"})
-    items = [(str(number), number, 1) for number in range(5000)] + [("u", 6000, 1)]
+    items = [(str(number), number, 1) for number in range(1700)] + [("u", 1700, 1)]
     prompt = Prompt("m", hashes64=bytes(8), multimodal=items)
     with pytest.raises(NotAtOnce):
         fleet.ask(prompt, at_once=True)
     assert fleet.lookup(prompt).pool_media == (1, 1, 1)
     (pool,) = (one for one in fleet.pools() if one.is_media)
     assert find_media(pool.table.native, [(), (ENCODER.hex,)], [0, 1], items[-1:], True).found == [
-        (0, [(6001, 1)]), (1, []),
+        (0, [(1701, 1)]), (1, []),
     ]  # fmt: skip
+    ranking = Router(fleet).route(prompt, prompt_tokens=1701)
+    assert {pick.encode_cost for pick in ranking.picks} == {round(ENCODE * 1700)}
     assert pool.table.native.pooled(pool_holder("ff" * 16), media_hash("u")[:-9:-1], True) == [False]
+
+
+def test_what_is_too_much_to_look_for_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With three ranks and one kind of encoder with one namespace: five looks an item."""
+    monkeypatch.setattr(media, "MAX_LOOKS", 5 * 2 + 4)
+    fleet = a_fleet(dict.fromkeys(NAMES, (ENCODER.hex,)), {"a": 20, "b": 10, "c": 0}, {ENCODER.hex: "uvwxy"})
+    items = [("u", 0, 10), ("x", 20, 10), ("v", 40, 10), ("w", 170, 20), ("u", 200, 10)]
+    assert fleet.lookup("m", hashes64=BlockHasher(16).hashes64(TOKENS), multimodal=items).pool_media == (
+        2,
+        2,
+        2,
+    )
+    picks = Router(fleet).route("m", hashes64=BlockHasher(16).hashes64(TOKENS), multimodal=items).picks
+    assert {pick.worker: pick.encode_cost for pick in picks} == {"a": 0, "b": 9, "c": 9}
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), 1e9])

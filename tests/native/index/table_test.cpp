@@ -403,6 +403,21 @@ TEST(table_settles_what_is_in_the_pool) {
 }
 
 // Ranks and a pool with holes, of which the second group may need only its last blocks.
+TEST(table_says_what_a_worker_has_in_the_pool) {
+  Table table(kMany, true);
+  store(table, "a", {1, 2, 3}, Tier::kPool);
+  store(table, "a", {4});
+  store(table, "b", {5}, Tier::kPool);
+  const Hashes asked = {1, 4, 5, 3, 9};
+  const auto bytes = std::as_bytes(std::span(asked));
+  CHECK(table.pooled("a", bytes) == (std::vector<bool>{true, false, false, true, false}));
+  CHECK(table.pooled("z", bytes) == std::vector<bool>(5));
+  CHECK(table.pooled("a", bytes.first(7)).empty());
+  remove(table, "a", {3}, Tier::kPool);
+  CHECK(!table.pooled("a", bytes)[3]);
+  CHECK(table.pooled("b", bytes, Patience::kAtOnce)[2]);
+}
+
 TEST(table_goes_on_in_the_pool_where_a_worker_ends) {
   std::mt19937 chance(12);
   const auto draw = [&](std::uint32_t below) { return static_cast<std::uint32_t>(chance() % below); };
