@@ -19,8 +19,8 @@ from kvpool.index.limits import NotAtOnce
 from kvpool.index.prompt import NO_BLOCKS, Prompt
 from kvpool.key.hashing import media_hash
 from tests.support.fleets import Clock, a_worker, joined
-from tests.support.media import ENCODER, OTHER_ENCODER
-from tests.support.wire import batch, stored
+from tests.support.media import ENCODER, OTHER_ENCODER, follow_outputs
+from tests.support.wire import stored
 
 BLOCK_TOKENS = 16
 TOKENS = list(range(1000, 1000 + 20 * BLOCK_TOKENS))
@@ -51,10 +51,8 @@ def a_fleet(
     for place, name in enumerate(NAMES):
         one = a_worker(name, port=5000 + 2 * place, media_namespaces=kinds[name])
         joined(fleet, one, *([stored(hashes[: held[name]])] if held[name] else []))
-    for pool in fleet.pools():
-        if pool.is_media and (there := pooled.get(pool.namespace)):
-            hashes64 = [int.from_bytes(media_hash(one)[-8:], "big") for one in there]
-            pool.table.apply(pool.holder, batch(stored(hashes64, medium="STORAGE")), pool=pool.holder)
+    for namespace, identifiers in pooled.items():
+        follow_outputs(fleet, identifiers, namespace)
     return fleet
 
 

@@ -19,6 +19,7 @@ from kvpool.index.front.placement import Placement
 from kvpool.index.front.placer import Placer
 from kvpool.index.front.renderer import Renderer
 from tests.support.deadlines import until
+from tests.support.media import ENCODER, OTHER_ENCODER, follow_outputs
 from tests.support.openai_worker import ScriptedWorker, scripted, that_accepts_nothing
 from tests.support.placing import placer_of
 
@@ -217,3 +218,33 @@ async def test_workers_share_the_renders_of_prompts_that_come_at_once() -> None:
             for worker in workers:
                 worker.hold_render.set()
             assert await asyncio.gather(*made) == ["load"] * 8
+
+
+@pytest.mark.anyio
+async def test_a_picture_goes_to_a_worker_that_need_not_encode_it() -> None:
+    """By the hash and the place that a worker's /render says; of workers that hold none of its words."""
+    features = {
+        "mm_hashes": {"image": ["a picture"]},
+        "mm_placeholders": {"image": [{"offset": 2, "length": 4000}]},
+    }
+    asked = {"model": "m", "prompt": "a picture"}
+    kinds = {"a": (), "b": (OTHER_ENCODER.hex,), "c": (ENCODER.hex,)}
+    with scripted(*kinds) as workers:
+        fleet = Fleet()
+        for worker in workers:
+            worker.features = features
+            fleet.add(worker.worker(media_namespaces=kinds[worker.name]), "flag")
+            fleet.rank(f"default/{worker.name}", 0).heard()
+        async with placer_of(fleet) as (placer, _):
+
+            async def place() -> str:
+                body = json.dumps(asked).encode()
+                placement = await placer.place("/v1/completions", {}, body, "default")
+                placer.release(placement)
+                return placement.targets[0].worker
+
+            assert len({await place() for _ in range(6)}) == 3, "nobody has it: they take turns"
+            follow_outputs(fleet, ["a picture"])
+            assert {await place() for _ in range(6)} == {"c"}
+            follow_outputs(fleet, ["a picture"], OTHER_ENCODER.hex)
+            assert {await place() for _ in range(6)} == {"b", "c"}
