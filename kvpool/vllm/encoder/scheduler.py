@@ -287,6 +287,7 @@ class EncoderScheduler:
         if not output.total_num_scheduled_tokens and self._needs_bytes:
             self._step.loads = step.loads
         step.writer = self._writer
+        step.spaces = self._namespaces.take_new()
         step.wrong, self._outputs.wrong = self._outputs.wrong, []
         step.watch = self._is_known and not self._namespaces.asks and not self._is_asleep()
         step.silent, self._silent = self._silent, False
