@@ -43,8 +43,8 @@ def why_not(model: Path) -> str | None:
         return ""
     if util.find_spec("torchvision") is None:
         return (
-            "no picture is shown: vLLM's models that see import torchvision, which is not in this environment; most of "
-            "them do not start without it"
+            "no picture is shown: vLLM's models that see import torchvision, and most do not start without it; in a "
+            "checkout make .cache/vision/.stamp fetches it, for PYTHONPATH=.cache/vision"
         )
     return None
 
