@@ -42,8 +42,8 @@ def has_encoder(model: str, revision: str | None = None, cache: str | None = Non
 
     No: also of encoder-decoder models, whose outputs stay inside of a request. None: not known. Blocks for a file.
     """
-    path = Path(model) / "config.json" if Path(model).is_dir() else _in_cache(model, revision, cache)
     try:
+        path = Path(model) / "config.json" if Path(model).is_dir() else _in_cache(model, revision, cache)
         config = json.loads(read_file(path, MAX_FILE_NBYTES)) if path else None
     except (OSError, ValueError, RecursionError):
         return None

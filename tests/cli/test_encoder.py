@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvpool.cli.encoder import has_encoder
 from kvpool.cli.vllm import ENCODER, EVENTS, HASH, TRANSFER, Build, Start, command_of
 from kvpool.config import EncoderConfig, PoolConfig
 from kvpool.errors import ConfigError
@@ -108,6 +109,13 @@ def test_a_model_that_is_not_known_is_one_sentence(tmp_path: Path, text: str | N
     assert "\n" not in started.left_out
     by_hand = command_of(["serve", str(tmp_path), f"{ENCODER}.ec_role=ec_both"], POOL, GPU, lambda port: True)
     assert of(by_hand, ENCODER) == ENCODER_CONNECTOR
+
+
+@pytest.mark.parametrize(
+    "model", ["", "/nowhere/model.gguf", "s3://bucket/model", "O/M:Q4_K", "a\0b", "x" * 5000]
+)
+def test_a_model_that_is_no_folder_and_no_name_is_not_known(model: str) -> None:
+    assert has_encoder(model) is None
 
 
 def test_a_name_of_the_hub_is_looked_up_in_its_cache_alone(tmp_path: Path) -> None:
