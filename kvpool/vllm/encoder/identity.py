@@ -27,6 +27,8 @@ from kvpool.vllm.plan import Measured
 
 logger = init_logger("vllm.kvpool")
 
+_REMOVE = "remove --ec-transfer-config, or give kvpool vllm --ec-transfer-config '{}'"
+
 IDENTIFIER_NBYTES = 32
 
 
@@ -35,10 +37,10 @@ def refuse_unsupported(config: VllmConfig) -> None:
     if config.model_config.is_encoder_decoder:
         raise EngineRefused(
             "what the encoder of an encoder-decoder model makes of an item stays in its request, so there is nothing "
-            "to share; remove --ec-transfer-config"
+            f"to share; {_REMOVE}"
         )
     if config.model_config.multimodal_config is None:
-        raise EngineRefused("the model has no encoder; remove --ec-transfer-config")
+        raise EngineRefused(f"the model has no encoder; {_REMOVE}")
     if support.counts_items(config):
         raise EngineRefused(
             "without prefix caching and a processor's cache vLLM counts images and does not hash them, so other images "
