@@ -69,7 +69,7 @@ CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_nati
 
 help:
 	@echo "make demo              one vLLM engine computes, a second one loads its blocks"
-	@echo "make demo-real         the same with a real model and a document; MODEL=/path where there is no network"
+	@echo "make demo-real         the same with a real model and a document, and a picture if it sees; MODEL=/path where there is no network"
 	@echo "make check             style, types, imports"
 	@echo "make test              all that needs no engine, SGLang's part, a few real engines"
 	@echo "make test-engines      all tests with real vLLM engines"

@@ -1,4 +1,7 @@
-"""``python -m demo.real``, the program of ``make demo-real``: a real model, a real document, two engines, one pool."""
+"""``python -m demo.real``, the program of ``make demo-real``: a real model, a real document, two engines, one pool.
+
+A model that sees is shown a picture, too.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ from typing import Annotated
 
 import typer
 
+from demo import pictures
 from demo.engine_process import all_cores, free_ports
+from demo.pictures import Seen
 from demo.worker_process import Answer, ask, serving
 from demo.workspace import doing, workspace
 from kvpool.cli.exits import EXIT_FAILED, run
@@ -36,12 +41,25 @@ def demo(
     model: Annotated[str, typer.Argument(help="A folder, or a name on the Hugging Face hub.")] = MODEL,
     as_json: Json = False,
 ) -> None:
-    """A real model answers a question about a document twice: computed, and by another engine from the pool."""
+    """A real model answers a question about a document twice: computed, and by another engine from the pool.
+
+    A model that sees also says what a picture shows: its encoder runs in the first engine alone.
+    """
     progress = console(stderr=True)
     answers: list[Answer] = []
-    with workspace("kvpool-real-", progress, keep=False, good=lambda: not wrong_with(answers)) as folder:
+    seen: list[Seen] = []
+    shows = False
+
+    def wrong() -> list[str]:
+        return [*wrong_with(answers), *(pictures.wrong_with(seen) if shows else ())]
+
+    with workspace("kvpool-real-", progress, keep=False, good=lambda: not wrong()) as folder:
         with doing(progress, f"{model} is looked for"):
             found = find_model(model)
+        why_not = pictures.why_not(found)
+        shows = why_not is None
+        if why_not:
+            progress.print(why_not, highlight=False, markup=False, soft_wrap=True)
         text = DOCUMENT.read_text()
         content = f"{text}\n\n{QUESTION}"
         for name, port in zip(("first", "second"), free_ports(2), strict=True):
@@ -54,11 +72,15 @@ def demo(
                 asked(url, "Say hello.")
                 with doing(progress, f"{name} engine answers"):
                     answers.append(asked(url, content))
+                if shows:
+                    with doing(progress, f"{name} engine sees a picture"):
+                        seen.append(pictures.show_picture(url, name))
     if as_json:
-        print(json.dumps({"answers": [asdict(one) for one in answers], "wrong": wrong_with(answers)}))
+        told = {"answers": [asdict(one) for one in answers], "pictures": [asdict(one) for one in seen]}
+        print(json.dumps({**told, "wrong": wrong()}))
     else:
-        show(console(), *report(answers))
-    if wrong_with(answers):
+        show(console(), *report(answers, seen, wrong()))
+    if wrong():
         raise typer.Exit(EXIT_FAILED)
 
 
@@ -100,7 +122,7 @@ def wrong_with(answers: list[Answer]) -> list[str]:
     return wrong
 
 
-def report(answers: list[Answer]) -> list[str]:
+def report(answers: list[Answer], seen: list[Seen], wrong: list[str]) -> list[str]:
     first, second = answers
     return [
         f"{DOCUMENT.name}, {first.prompt_tokens:,} tokens with the question: {QUESTION}",
@@ -110,8 +132,9 @@ def report(answers: list[Answer]) -> list[str]:
         f"second engine: {second.cached_tokens:,} tokens from the pool, first token after {second.first_token_s:.2f} s",
         f"  {second.text.strip()}",
         "",
-        "\n".join([*wrong_with(answers), "FAIL"])
-        if wrong_with(answers)
+        *(pictures.report(seen) if seen else ()),
+        "\n".join([*wrong, "FAIL"])
+        if wrong
         else f"First token {first.first_token_s / second.first_token_s:.1f} times sooner, same answer: PASS",
     ]
 

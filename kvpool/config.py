@@ -8,7 +8,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
@@ -88,6 +88,8 @@ class _Settings(BaseModel):
         protected_namespaces=(), validate_default=True,
     )  # fmt: skip
     PLACE: ClassVar[str] = "kv_connector_extra_config"
+    # Names of settings beside these, which a file of both has.
+    BESIDE: ClassVar[Collection[str]] = ()
     # Settings of earlier versions, each with its refusal.
     REMOVED: ClassVar[Mapping[str, str]] = {"budget_s": "write lookup_timeout_s instead"}
 
@@ -155,7 +157,9 @@ class _Settings(BaseModel):
                 cls._check({given: value}, spelled, alone=given)  # a later source may hide it
 
         if path:
-            merge(read_toml(path, CONFIG_VARIABLE), lambda name: f'{path}: setting "{name}"', f"{path}: ")
+            file = read_toml(path, CONFIG_VARIABLE)
+            own = {name: file[name] for name in file if name in fields or name not in cls.BESIDE}
+            merge(own, lambda name: f'{path}: setting "{name}"', f"{path}: ")
         merge(_from_environment(environ, fields, cls.REMOVED), lambda name: ENVIRONMENT_PREFIX + name.upper())
         merge(mapping or {}, lambda name: f'setting "{name}"')
         cls._check(merged, spelled)
@@ -275,6 +279,7 @@ class EncoderConfig(_Settings):
     """Settings of the encoders' connector: ``ec_connector_extra_config``."""
 
     PLACE: ClassVar[str] = "ec_connector_extra_config"
+    BESIDE: ClassVar[Collection[str]] = frozenset(PoolConfig.model_fields)
 
     model_id: str | None = Field(
         None,

@@ -1,5 +1,7 @@
 """The KV cache of a model, by its config.json alone: what a token takes, over all layers and ranks, and a record.
 
+What an encoder makes of an image or a sound is stored beside that, if the engines share it.
+
 A layer with attention keeps K and V of each token, KV heads x (head size of K + that of V) elements; with MLA one
 vector of latent and rotary dimensions. Layers with a window or chunks are stored like others; those with a state keep
 nothing of a token; drafts are not counted. What the file does not tell is refused.
@@ -27,6 +29,7 @@ BLOCK_TOKENS = 16  # vLLM's, unless its kernels or layers with a state want more
 _MEASURE = "kvpool size --json tells the block_nbytes of engines that run"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+", re.ASCII)
 _NESTED = ("text_config", "thinker_config", "language_config", "llm_config")  # of pictures or sound, too
+_ENCODERS = ("vision_config", "audio_config")
 _WINDOWS = ("sliding_attention", "chunked_attention")
 _ATTENTION = ("full_attention", "attention", "indexed_attention", "deepseek_sparse_attention", *_WINDOWS)
 _STATES = ("linear_attention", "mamba", "mamba2", "conv", "recurrent")
@@ -48,7 +51,8 @@ class KVCache(NamedTuple):
     """``layers``: those that keep something of each token, ``window_layers`` of them with a window or chunks; None: the
     file has a window, and does not say for which. ``state_layers``: those that keep a state. ``row``: what a layer
     keeps of a token, in words. ``heads``: ranks beyond them keep copies; 0: one copy for any number.
-    ``token_nbytes``: by ``TYPES``.
+    ``token_nbytes``: by ``TYPES``. ``item_token_nbytes``: of an encoder's output, for each token of an image or sound
+    (``KVPoolECConnector``); 0: the model has no encoder.
     """
 
     layers: int
@@ -57,6 +61,7 @@ class KVCache(NamedTuple):
     row: str
     heads: int
     token_nbytes: tuple[int, int]
+    item_token_nbytes: int = 0
 
     def on_ranks(self, ranks: int) -> KVCache:
         """With the bytes of so many tensor-parallel ranks together. Errors: ``ConfigError`` where heads do not part."""
@@ -167,6 +172,11 @@ def print_kv_cache(cache: KVCache, options: SizeOptions) -> None:
     if cache.heads >= options.tp:
         of_all += f"; beyond {cache.heads} tensor-parallel ranks (--tp) each KV head is kept more than once"
     show(out, of_all)
+    if cache.item_token_nbytes:
+        show(
+            out,
+            f"an image or sound: its encoder's output, {cache.item_token_nbytes:,} bytes a token, in 16 bits",
+        )
     if layers and block_tokens:
         whose = "a rank's" if keys > 1 else "a block's"
         show(
@@ -208,9 +218,19 @@ def kv_cache_of(config: object) -> KVCache:
     window = text.get("sliding_window") or text.get("attention_chunk_size")
     is_untold = window and text.get("use_sliding_window", True) and set(kinds) == {"attention"}
     row, heads, nbytes = _row(text)
-    return KVCache(
-        layers, None if is_untold else windows, states, row, heads, (layers * nbytes[0], layers * nbytes[1])
-    )
+    by_type = layers * nbytes[0], layers * nbytes[1]
+    items = _item_token_nbytes(config, text)
+    return KVCache(layers, None if is_untold else windows, states, row, heads, by_type, items)
+
+
+def _item_token_nbytes(config: Mapping[str, Any], text: Mapping[str, Any]) -> int:
+    """An output is as wide as a word's embedding, and DeepStack puts that of further layers beside it."""
+    parts = [part for part in (config, config.get("thinker_config")) if isinstance(part, dict)]
+    encoders = [part[name] for part in parts for name in _ENCODERS if isinstance(part.get(name), dict)]
+    if not encoders or type(text.get("hidden_size")) is not int:
+        return 0
+    stacked = max(len(one.get("deepstack_visual_indexes") or ()) for one in encoders)
+    return 2 * _count(text, "hidden_size") * (1 + stacked)
 
 
 def _kinds(text: Mapping[str, Any]) -> Sequence[str]:

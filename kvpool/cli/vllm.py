@@ -15,23 +15,31 @@ from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 
+from kvpool.cli.encoder import ENCODER, completed, has_encoder, is_ours
 from kvpool.cli.options import DEFAULT_DIRECTORY, option
 from kvpool.environment import CONFIG_VARIABLE, HASH_SEED_VARIABLE, MAX_CONFIG_FILE_NBYTES
 from kvpool.errors import ConfigError
 from kvpool.files import read_file
-from kvpool.text import redact
+from kvpool.text import joined_urls, redact
 
 DEFAULT_POOL = f"file://{DEFAULT_DIRECTORY}?capacity=10GiB"
 CPU_KV_CACHE = "2G"  # vLLM would take 92 % of the memory
 HASHES = ("sha256_cbor", "xxhash_cbor")
 HTTP_PORT, EVENTS_PORT, PORTS = 8000, 5557, 100  # of events; replays stand so many above
 TRANSFER, EVENTS = "--kv-transfer-config", "--kv-events-config"
+OBJECTS = {  # of JSON, each with an example
+    TRANSFER: '{"kv_role": "kv_both"}', EVENTS: '{"topic": "kv"}', ENCODER: '{"ec_role": "ec_both"}',
+}  # fmt: skip
 HASH, CACHING, OFFLOADING = "--prefix-caching-hash-algo", "--no-enable-prefix-caching", "--kv-offloading-size"
 RANKS, DETAILS = "--data-parallel-size", "--enable-prompt-tokens-details"
+TEXT_ONLY, LIMITS = "--language-model-only", "--limit-mm-per-prompt"
 KV_CACHE = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
 POOL_VARIABLE = "KVPOOL_POOL"
 _SHORT = {"-dp": RANKS}
-_FULL = (TRANSFER, EVENTS, HASH, CACHING, RANKS, *KV_CACHE, OFFLOADING, "--config", "--port")
+_FULL = (
+    *OBJECTS, HASH, CACHING, RANKS, *KV_CACHE, OFFLOADING, TEXT_ONLY, LIMITS, "--config", "--download-dir", "--port",
+    "--revision",
+)  # fmt: skip
 _TCP = re.compile(r"(tcp://.*):([0-9]{1,5})")
 # What is told of a command. vLLM takes secrets in many options, spellings and objects, and beginnings of each: a list
 # of those would lack one.
@@ -44,13 +52,18 @@ _VALUES = frozenset((
     "--tensor-parallel-size",
 ))  # fmt: skip
 _FIELDS = frozenset((
-    "audit_keep", "audit_share", "blocks_per_record", "cost_gate", "enable_kv_cache_events", "http_port",
-    "keep_share", "kv_connector", "kv_connector_module_path", "kv_load_failure_policy", "kv_role", "load",
-    "max_store_nbytes_per_s", "min_requests_to_store", "prefetch_share", "publisher", "share_across_tp",
-    "staging_nbytes", "start_without_pool", "store", "store_decode", "store_policy", "tenant", "threads", "topic",
+    "audit_keep", "audit_share", "blocks_per_record", "cost_gate", "ec_connector", "ec_connector_module_path",
+    "ec_role", "enable_kv_cache_events", "http_port", "keep_share", "kv_connector", "kv_connector_module_path",
+    "kv_load_failure_policy", "kv_role", "load", "max_store_nbytes_per_s", "min_requests_to_store", "prefetch_share",
+    "publisher", "share_across_tp", "staging_nbytes", "start_without_pool", "store", "store_decode", "store_policy",
+    "tenant", "threads", "topic",
 ))  # fmt: skip
 _URLS = frozenset(("endpoint", "pool", "replay_endpoint"))
-_INSIDE = frozenset(("connectors", "kv_connector_extra_config"))
+_INSIDE = frozenset(("connectors", "ec_connector_extra_config", "kv_connector_extra_config"))
+_UNKNOWN = (
+    "whether this model has an encoder is not known, as its config.json is not on this host yet: outputs of encoders "
+    "are not shared; start again once it is, or add --ec-transfer-config.ec_role=ec_both"
+)
 
 
 class Build(NamedTuple):
@@ -61,10 +74,11 @@ class Build(NamedTuple):
 
 
 class Start(NamedTuple):
-    """vLLM's command, and the variables that it needs beyond this process's."""
+    """vLLM's command, and the variables that it needs beyond this process's. ``left_out``: what it lacks, and why."""
 
     command: list[str]
     variables: dict[str, str]
+    left_out: str = ""
 
     def shown(self) -> str:
         """For a shell; what is not known to be harmless is ``***``."""
@@ -89,7 +103,7 @@ def _told(words: Sequence[str]) -> Iterator[str]:
 
 
 def _told_value(option: str, value: str) -> str:
-    if option in (TRANSFER, EVENTS):
+    if option in OBJECTS:
         with contextlib.suppress(ValueError, RecursionError):
             return json.dumps(_told_fields(json.loads(value)))
     if option.replace("_", "-") in _VALUES and _PLAIN.fullmatch(value):
@@ -123,11 +137,14 @@ def vllm(
 
     For example: kvpool vllm --pool valkey://HOST:6379 -- serve ORG/MODEL --max-model-len 8192
 
-    Adds the connector with its hash, KV events on free ports, and on a CPU 2 GiB of KV cache. An option of yours wins,
-    or is refused in one sentence. Prints the command, and becomes it.
+    Adds the connector with its hash, KV events on free ports, and on a CPU 2 GiB of KV cache; for a model with an
+    encoder of pictures or sounds the connector of its outputs, too, unless you write --ec-transfer-config '{}'. An
+    option of yours wins, or is refused in one sentence. Prints the command, and becomes it.
     """
     environ = {**os.environ, **({POOL_VARIABLE: pool} if pool else {})}
     start = command_of(context.args, environ, installed())
+    if start.left_out:
+        print(f"kvpool: {start.left_out}", file=sys.stderr)
     print(f"kvpool runs: {start.shown()}", file=sys.stderr, flush=True)
     become(start)
 
@@ -165,9 +182,9 @@ def command_of(
 ) -> Start:
     """The command for vLLM's ``arguments``, such as ``["serve", "MODEL", ...]``; ``environ`` has the pool.
 
-    Reads the file of ``--config``. Errors: ``ConfigError``, a sentence with what to change.
+    Reads the file of ``--config`` and the model's config.json. Errors: ``ConfigError``, a sentence with what to change.
     """
-    from kvpool.config import PoolConfig
+    from kvpool.config import EncoderConfig, PoolConfig
 
     if list(arguments[:1]) != ["serve"]:
         raise ConfigError("kvpool vllm starts a server: write kvpool vllm -- serve MODEL, then vLLM's options")
@@ -175,33 +192,48 @@ def command_of(
     typed = _given(own)
     read = [*_of_file(typed["--config"]), *own] if "--config" in typed else own
     given = _given(read)
-    _refuse(given)
+    encoder, left_out = _encoder(own, read, given)
+    if encodes_only := encoder.get("ec_role") == "ec_producer":
+        _refuse_to_encode(encoder, given)
+    else:
+        _refuse(given)
     transfer, events = _json(TRANSFER, read), _json(EVENTS, read)
-    extra = _connector(transfer)
+    extra = {} if encodes_only else _connector(transfer)
+    of_encoder = encoder["ec_connector_extra_config"] if is_ours(encoder) else {}
     variables = {}
-    if "pool" in extra or POOL_VARIABLE in environ or CONFIG_VARIABLE not in environ:
+    if "pool" in {*extra, *of_encoder} or POOL_VARIABLE in environ or CONFIG_VARIABLE not in environ:
         # Every user of the host can read a process's arguments, and not its environment.
-        variables[POOL_VARIABLE] = str(extra.pop("pool", "") or environ.get(POOL_VARIABLE) or DEFAULT_POOL)
+        named, beside = (str(joined_urls(one.pop("pool", ""))) for one in (extra, of_encoder))
+        variables[POOL_VARIABLE] = named or environ.get(POOL_VARIABLE) or beside or DEFAULT_POOL
+        if beside not in ("", variables[POOL_VARIABLE]):
+            raise ConfigError(f"{ENCODER} names another pool than the rest of this worker; remove it there")
     if given.get("--port") != typed.get("--port") and "http_port" not in extra:
         variables.setdefault("KVPOOL_HTTP_PORT", environ.get("KVPOOL_HTTP_PORT", given["--port"]))
-    PoolConfig.load(extra, {**environ, **variables})
-    words = _without(own, (TRANSFER, EVENTS))
-    if HASH not in given:
-        words += [HASH, HASHES[0]]
-    elif given[HASH] == "xxhash_cbor" and HASH_SEED_VARIABLE not in environ:
-        variables[HASH_SEED_VARIABLE] = "0"  # each process would draw its own
-    words += [TRANSFER, json.dumps(transfer)]
-    if events.get("enable_kv_cache_events", True):
-        events = _published(events, given, is_free)
-    words += [EVENTS, json.dumps(events)]
+    words = _without(own, (ENCODER,) if encodes_only else (*OBJECTS,))
+    if not encodes_only:  # else vLLM has no blocks
+        PoolConfig.load(extra, {**environ, **variables})
+        if HASH not in given:
+            words += [HASH, HASHES[0]]
+        elif given[HASH] == "xxhash_cbor" and HASH_SEED_VARIABLE not in environ:
+            variables[HASH_SEED_VARIABLE] = "0"  # each process would draw its own
+        words += [TRANSFER, json.dumps(transfer)]
+        if events.get("enable_kv_cache_events", True):
+            events = _published(events, given, is_free)
+        words += [EVENTS, json.dumps(events)]
+    if encoder:
+        if is_ours(encoder):
+            EncoderConfig.load(of_encoder, {**environ, **variables})
+        words += [ENCODER, json.dumps(encoder)]
     if build.on_cpu and "VLLM_CPU_KVCACHE_SPACE" not in environ and not given.keys() & set(KV_CACHE):
         words += [KV_CACHE[0], CPU_KV_CACHE]
     if not given.keys() & {DETAILS, DETAILS.replace("--", "--no-", 1)}:
         words.append(DETAILS)
     if build.has_program:
-        return Start([sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *words], variables)
-    named = ["--model"] if words and not words[0].startswith("-") else []
-    return Start([sys.executable, "-m", "vllm.entrypoints.openai.api_server", *named, *words], variables)
+        command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", *words]
+    else:
+        named_model = ["--model"] if words and not words[0].startswith("-") else []
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *named_model, *words]
+    return Start(command, variables, left_out)
 
 
 def _refuse(given: Mapping[str, str]) -> None:
@@ -216,6 +248,39 @@ def _refuse(given: Mapping[str, str]) -> None:
         raise ConfigError(
             f"{OFFLOADING} puts vLLM's own connector in kvpool's place; remove it, or use vllm serve with KVPoolTier"
         )
+
+
+def _refuse_to_encode(encoder: Mapping[str, Any], given: Mapping[str, str]) -> None:
+    if not is_ours(encoder):
+        raise ConfigError(
+            f"{ENCODER} names {encoder.get('ec_connector')}, with which nothing of this engine is kvpool's; name "
+            "KVPoolECConnector, or use vllm serve"
+        )
+    if TRANSFER in given:
+        raise ConfigError(f"an engine that only encodes (ec_producer) has no KV cache; remove {TRANSFER}")
+
+
+def _encoder(
+    own: Sequence[str], read: Sequence[str], given: Mapping[str, str]
+) -> tuple[dict[str, Any], str]:
+    """The configuration of the connector of encoders' outputs, empty: none; and what is left out, and why."""
+    if ENCODER in given:
+        encoder = _json(ENCODER, read)
+        return (completed(encoder) if encoder else {}), ""
+    if TEXT_ONLY in given or _allows_none(read):
+        return {}, ""
+    model = own[0] if own and not own[0].startswith("-") else given.get("--model", "")
+    known = has_encoder(model, given.get("--revision"), given.get("--download-dir"))
+    return (completed({}) if known else {}), (_UNKNOWN if known is None else "")
+
+
+def _allows_none(read: Sequence[str]) -> bool:
+    """Whether each kind of item that is named may come zero times in a prompt."""
+    try:
+        limits = _json(LIMITS, read).values()
+    except ConfigError:  # vLLM says so
+        return False
+    return bool(limits) and all((one.get("count") if isinstance(one, dict) else one) == 0 for one in limits)
 
 
 def _connector(transfer: dict[str, Any]) -> dict[str, Any]:
@@ -276,7 +341,7 @@ def _words(arguments: Sequence[str]) -> Iterator[tuple[str, str, str, list[str]]
         words = [word]
         if word.startswith("-") and not separator and rest and not rest[0].startswith("--"):
             value = rest[0]
-            if name in (TRANSFER, EVENTS):
+            if name in OBJECTS:
                 words.append(rest.pop(0))
         yield name, path, value, words
 
@@ -302,7 +367,7 @@ def _json(option: str, arguments: Sequence[str]) -> dict[str, Any]:
             except ValueError:
                 merged = {"": value}
             if not isinstance(merged, dict) or "" in merged:
-                raise ConfigError(f"{option}: write an object of JSON, such as '{{\"kv_role\": \"kv_both\"}}'")
+                raise ConfigError(f"{option}: write an object of JSON, such as '{OBJECTS.get(option, '{}')}'")
     for (*above, last), value in fields:
         inside = merged
         for part in above:

@@ -44,8 +44,9 @@ def announce_facts(store: Store, namespace: Namespace, model: str) -> list[str]:
 
     Returns the differing facts in a sentence per namespace of the tenant with the same model or weights, by
     fingerprint. Skipped are unreadable records and namespaces of one engine alone (``EPOCH_FACT``) or of weights that
-    came later (``MEMORY_FACT``): an update leaves all others. ``model``: its display name in the record. Blocks for a
-    few small reads and a write. Errors: ``StoreUnavailable``; ``ConfigError`` when the facts exceed an announcement.
+    came later (``MEMORY_FACT``): an update leaves all others. Outputs of encoders are compared among themselves.
+    ``model``: its display name in the record. Blocks for a few small reads and a write. Errors: ``StoreUnavailable``;
+    ``ConfigError`` when the facts exceed an announcement.
     """
     keep_facts(store, namespace, model)
     weights = namespace.facts.get("weights")
@@ -53,7 +54,9 @@ def announce_facts(store: Store, namespace: Namespace, model: str) -> list[str]:
         other.hex: (name, other)
         for name, found in announced_namespaces(store, namespace.tenant).items()
         for other in found
-        if other != namespace and (name == model or (weights and other.facts.get("weights") == weights))
+        if other != namespace
+        and other.facts.get("kind") == namespace.facts.get("kind")
+        and (name == model or (weights and other.facts.get("weights") == weights))
     }
     return [
         f'namespace {fingerprint[:8]} of model "{name}" holds blocks that this worker cannot share: '

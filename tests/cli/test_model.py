@@ -71,6 +71,7 @@ def test_json_has_the_figures(tmp_path: Path) -> None:
     assert asked(tmp_path / "model", CONFIGS["deepseek-ai/DeepSeek-V3.1"]) == {
         "model": f"{tmp_path}/model", "layers": 61, "window_layers": 0, "state_layers": 0,
         "row": "a vector of 512 + 64", "heads": 0, "ranks": 1, "block_tokens": 16, "prefill_tokens_per_s": 1000,
+        "item_token_nbytes": 0,
         "caches": [
             {"cache": "16 bits", "token_nbytes": 70272, "tokens_of_a_gib": 15279, "record_nbytes": 1124352,
              "record_server_nbytes": 1130496, "link_gbit_per_s": 0.562176, "disk_gb_per_s": 0.070272},
@@ -307,3 +308,14 @@ def test_the_page_has_the_figures_of_the_command(tmp_path: Path) -> None:
     lines = PAGE.read_text().splitlines()
     start = lines.index("|---|---|---|---|---|---|---|---|") + 1
     assert lines[start : start + len(rows)] == rows
+
+
+def test_outputs_of_encoders_are_told(tmp_path: Path) -> None:
+    seeing = {"model_type": "llava", "text_config": LLAMA, "vision_config": {"hidden_size": 1024}}
+    said = asked(tmp_path / "model", seeing)
+    assert said["item_token_nbytes"] == 2 * LLAMA["hidden_size"] == 8192
+    deep = seeing | {"vision_config": {"deepstack_visual_indexes": [8, 16, 24]}}
+    assert asked(tmp_path / "deep", deep)["item_token_nbytes"] == 4 * 8192
+    assert asked(tmp_path / "plain", LLAMA)["item_token_nbytes"] == 0
+    table = kvpool("size", "--model", str(tmp_path / "model"), env={**os.environ, "COLUMNS": "200"}).stdout
+    assert "an image or sound: its encoder's output, 8,192 bytes a token, in 16 bits" in table

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvpool.cli.vllm import EVENTS, HASH, TRANSFER, Build, Start, command_of, is_free
+from kvpool.cli.vllm import ENCODER, EVENTS, HASH, TRANSFER, Build, Start, command_of, is_free
 from kvpool.errors import ConfigError
 from tests.support.command_line import kvpool_process, refusal
 
@@ -199,6 +199,14 @@ def test_a_port_that_somebody_listens_on_is_not_free() -> None:
         (["--kv-transfer-config.kv_connector_extra_config=7"], "kv_connector_extra_config is an object"),
         (["--kv-transfer-config.kv_connector_extra_config.tenent=a"], 'did you mean "tenant"'),
         (["--config", "/nowhere/vllm.yaml"], "--config /nowhere/vllm.yaml: "),
+        (["--ec-transfer-config", "yes"], """write an object of JSON, such as '{"ec_role": "ec_both"}'"""),
+        (["--ec-transfer-config.ec_connector_extra_config=7"], "ec_connector_extra_config is an object"),
+        (["--ec-transfer-config.ec_connector_extra_config.tenent=a"], 'did you mean "tenant"'),
+        (["--ec-transfer-config.ec_connector_extra_config.store_decode=true"], 'unknown setting "store_decode"'),
+        (["--ec-transfer-config.ec_connector_extra_config.pool=valkey://h"], "names another pool"),
+        (["--ec-transfer-config.ec_role=ec_producer", "--kv-transfer-config.kv_role=kv_both"], "has no KV cache"),
+        (["--ec-transfer-config", '{"ec_connector": "ECExampleConnector", "ec_role": "ec_producer"}'],
+         "names ECExampleConnector, with which nothing of this engine is kvpool's"),
     ],
 )  # fmt: skip
 def test_what_kvpool_cannot_work_with_is_refused(options: list[str], words: str) -> None:
@@ -277,6 +285,8 @@ def test_options_in_vllms_own_file_win_too(tmp_path: Path) -> None:
         ["--kv-transfer-config", '{"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": ['
          '{"kv_connector": "KVPoolConnector"}, {"kv_connector": "LMCacheConnectorV1", "kv_connector_extra_config": '
          '{"lmcache.remote_url": "redis://u:k-secret@h", "token": "k-secret", "pin": 5150}}]}}'],
+        [ENCODER, '{"ec_connector_extra_config": {"pool": "valkey://u:m-secret@h", "model_id": "k-secret"}}'],
+        [ENCODER, '{"ec_connector": "Another", "ec_ip": "k-secret", "ec_connector_extra_config": {"key": "k-secret"}}'],
         ["--port", "8001", "k-secret=1"], ["--served-model-name", "a", "https://k-secret"],
     ],
 )  # fmt: skip
@@ -309,7 +319,8 @@ def test_the_process_becomes_vllm(tmp_path: Path, dashes: list[str]) -> None:
     arguments, pool, _ = json.loads(ended.stdout)
     assert pool == "valkey://u:secret@h"
     assert {"M", "--seed", "1", TRANSFER, EVENTS} <= set(arguments)
-    (line,) = ended.stderr.splitlines()
+    unknown, line = ended.stderr.splitlines()
+    assert unknown.startswith("kvpool: whether this model has an encoder is not known")
     assert line.startswith("kvpool runs: KVPOOL_POOL='valkey://u:***@h' ")
     assert "secret" not in line
 

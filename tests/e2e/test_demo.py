@@ -16,13 +16,14 @@ import pytest
 
 from demo.engine_process import EngineFailed
 from tests.support.deadlines import eventually
-from tests.support.engine_forks import ONE_THREAD, ForkedEngine
+from tests.support.engine_forks import ONE_THREAD, ForkedEngine, forking_environment
 from tests.support.engines import engine_options
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 DEMO = [sys.executable, "-m", "demo"]
+VISION = ROOT / ".cache/vision"
 START_S = 600.0  # of an engine on a busy machine
 
 
@@ -126,3 +127,22 @@ def test_an_engine_that_is_refused_says_why_once_and_without_our_call_stack(
     assert log.count("kvpool refuses to start") == 1
     assert "connector.py" not in log
     assert json.loads((tmp_path / "refused.json").read_text())["prefix_caching_hash_algo"] == "sha256"
+
+
+@pytest.mark.skipif(not VISION.is_dir(), reason="make .cache/vision/.stamp fetches what vLLM's models import")
+def test_a_model_that_sees_has_its_picture_encoded_once(llava: Path, folder: Path) -> None:
+    """By ``kvpool vllm``, which adds the encoders' connector by itself."""
+    modules = forking_environment()
+    ended = subprocess.run(
+        [*DEMO[:-1], "demo.real", str(llava), "--json"], cwd=ROOT, capture_output=True, text=True, timeout=1500,
+        check=False, env={
+            **os.environ, **modules, "TMPDIR": str(folder), "PYTHONPATH": f"{modules['PYTHONPATH']}:{VISION}",
+        },
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    told = json.loads(ended.stdout)
+    assert told["wrong"] == []
+    first, second = told["pictures"]
+    assert (first["runs"], second["runs"]) == (1, 0)
+    assert second["loaded_nbytes"] == 64 * 256 * 4
+    assert first["answer"]["text"] == second["answer"]["text"] != ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
@@ -148,6 +149,29 @@ def test_curl() -> None:
         ran = run("sh", EXAMPLES / "curl.sh", door, "another")
         assert ran.returncode != 0
         assert "error" in ran.stdout
+
+
+def test_pictures(tmp_path: Path) -> None:
+    """By scripted workers, which encode nothing; on engines: ``tests/e2e/test_kvpool_vllm.py``."""
+    picture = tmp_path / "picture.png"
+    picture.write_bytes(bytes(range(256)) * 999)
+    with scripted("a", "b") as workers:
+        urls = [f"http://{worker.at}" for worker in workers]
+        ran = run("sh", EXAMPLES / "pictures.sh", "m", picture, *urls)
+        assert ran.returncode == 0, ran.stderr
+        assert ran.stdout == "".join(f"{url}: 0 computed, 0 from the pool\n" for url in urls)
+        bodies = [json.loads(worker.bodies[-1]) for worker in workers]
+        assert [body.pop("cache_salt") for body in bodies] == [worker.at for worker in workers]
+        assert bodies[0] == bodies[1]
+        shown = bodies[0]["messages"][0]["content"][0]["image_url"]["url"]
+        assert base64.b64decode(shown.removeprefix("data:image/png;base64,")) == picture.read_bytes()
+        workers[1].status, workers[1].reply = 400, b"it sees nothing"
+        ran = run("sh", EXAMPLES / "pictures.sh", "m", picture, *urls)
+        assert ran.returncode == 1
+        assert "it sees nothing" in ran.stderr
+    ran = run("sh", EXAMPLES / "pictures.sh", "m")
+    assert ran.returncode == 2
+    assert "sh pictures.sh MODEL PICTURE.png" in ran.stdout
 
 
 @pytest.fixture(scope="module")

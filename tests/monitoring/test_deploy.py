@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from kvpool import metrics
 from kvpool.metrics import Metric
 from tests.support.servers import find
@@ -59,11 +61,12 @@ def test_all_metrics_that_are_asked_for_exist() -> None:
     assert asked - known == set()
 
 
-def test_the_panels_of_a_near_pool_show_each_series_of_its_metrics(tmp_path: Path) -> None:
+@pytest.mark.parametrize("row", ["Does the near pool help?", "Are items encoded once?"])
+def test_the_panels_of_some_engines_show_each_series_of_their_metrics(tmp_path: Path, row: str) -> None:
     """With ten minutes of counters that rise by one a second. All others: ``tests/e2e/test_monitoring.py``."""
     by_name = {metric.name: metric for metric in _all_metrics()}
     series, expected = [], []
-    for target in _targets("Does the near pool help?"):
+    for target in _targets(row):
         for metric in [by_name[name] for name in _NAME.findall(target["expr"])]:
             for value in metric.values or ("",):
                 label = f', {metric.label}="{value}"' if value else ""

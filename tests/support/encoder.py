@@ -21,6 +21,7 @@ from kvpool.vllm.encoder.plan import EncoderMetadata
 from kvpool.vllm.encoder.scheduler import EncoderScheduler
 from kvpool.vllm.plan import Measured
 from tests.support.clock import Clock
+from tests.support.scripted_store import ScriptedStore
 
 WIDTH, DTYPE = 4, "float32"
 FACTS = {"engine": "vllm", "kind": "encoder", "weights": "of the test"}
@@ -132,3 +133,17 @@ class Encoders:
         found = self.samples.get(f"kvpool_encoder_{name}_total{label and '/'}{label}", 0.0)
         assert not isinstance(found, list)
         return found
+
+
+def has(store: ScriptedStore, *pictures: Picture) -> None:
+    for one in pictures:
+        store.records[key(one.identifier)] = payload(one.identifier, one.rows)
+
+
+def ready(encoders: Encoders, store: ScriptedStore, asked: Request) -> None:
+    """Answer all that is asked until the request may go on."""
+    for _ in range(3):
+        if encoders.half.is_ready(asked, 0):
+            return
+        store.end_all()
+    assert encoders.half.is_ready(asked, 0)

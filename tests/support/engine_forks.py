@@ -212,7 +212,10 @@ def _drive(
     # The rest stays where it is: it is there that what gives processes their names looks for room.
     os.environ.update({name: environment[name] for name in READ_LATE & environment.keys()})
     tempfile.tempdir = None  # of another environment
-    sys.path += filter(None, os.environ.get("TESTS_MODULES", "").split(os.pathsep))  # of this engine alone
+    # Of this engine alone. vLLM looks at a model in a process of its own.
+    if modules := os.environ.get("TESTS_MODULES"):
+        sys.path.append(modules)
+        os.environ["PYTHONPATH"] = os.pathsep.join((os.environ["PYTHONPATH"], modules))
     sys.argv = ["piped_engine.py", options]
     from demo import piped_engine
 

@@ -134,7 +134,8 @@ def _sharing(store: Store, tenant: str, workers: Sequence[Worker]) -> Iterator[F
     Where weights are updated, namespaces that all workers have left are no difference.
     """
     entered = {worker.namespace for worker in workers}
-    for recorded, announced in announced_namespaces(store, tenant).items():
+    for recorded, found in announced_namespaces(store, tenant).items():
+        announced = [one for one in found if "kind" not in one.facts]  # outputs of encoders are no blocks
         namespaces = [one for one in announced if one.hex in entered]
         if not any(MEMORY_FACT in one.facts for one in namespaces):
             namespaces = [one for one in announced if MEMORY_FACT not in one.facts]

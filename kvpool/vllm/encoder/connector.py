@@ -31,7 +31,7 @@ from kvpool.vllm.encoder.stats import EncoderPromMetrics, EncoderStats
 from kvpool.vllm.encoder.worker import EncoderWorker
 from kvpool.vllm.engine import internals, support
 from kvpool.vllm.engine.guard import refuse
-from kvpool.vllm.engine.weights import weights_of
+from kvpool.vllm.engine.weights import model_name, weights_of
 from kvpool.vllm.plan import Measured
 from kvpool.vllm.tell.media import say
 
@@ -69,8 +69,12 @@ class KVPoolECConnector(ECConnectorBase):
             refuse_unsupported(vllm_config)
             if role is ECConnectorRole.WORKER:
                 is_first = internals.engine_rank(stage_ranks) == 0
-                tell = functools.partial(say, vllm_config.instance_id)
-                self._worker = EncoderWorker(config, stores=is_first, tell=tell)
+                self._worker = EncoderWorker(
+                    config,
+                    stores=is_first,
+                    model=model_name(vllm_config.model_config, config.model_id),
+                    tell=functools.partial(say, vllm_config.instance_id),
+                )
                 return
             weights = weights_of(vllm_config, config, internals.began_ns())
             logger.info("kvpool: encoder: weights %s", weights.source)

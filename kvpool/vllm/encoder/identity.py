@@ -27,6 +27,8 @@ from kvpool.vllm.plan import Measured
 
 logger = init_logger("vllm.kvpool")
 
+_REMOVE = "remove --ec-transfer-config, or give kvpool vllm --ec-transfer-config '{}'"
+
 IDENTIFIER_NBYTES = 32
 
 
@@ -35,10 +37,10 @@ def refuse_unsupported(config: VllmConfig) -> None:
     if config.model_config.is_encoder_decoder:
         raise EngineRefused(
             "what the encoder of an encoder-decoder model makes of an item stays in its request, so there is nothing "
-            "to share; remove --ec-transfer-config"
+            f"to share; {_REMOVE}"
         )
     if config.model_config.multimodal_config is None:
-        raise EngineRefused("the model has no encoder; remove --ec-transfer-config")
+        raise EngineRefused(f"the model has no encoder; {_REMOVE}")
     if support.counts_items(config):
         raise EngineRefused(
             "without prefix caching and a processor's cache vLLM counts images and does not hash them, so other images "
@@ -78,6 +80,7 @@ class EncoderNamespaces:
         self._named: dict[str, Fact] = {}
         self._asks = ""  # what was called since the last measure; empty: nothing
         self._spaces: dict[str, Namespace] = {}  # by form
+        self._new: list[Namespace] = []
 
     @property
     def asks(self) -> bool:
@@ -91,7 +94,13 @@ class EncoderNamespaces:
         if form not in self._spaces:
             facts = facts_of_weights(self._facts, self._named)
             self._spaces[form] = Namespace(self._tenant, {**facts, "output_row": form})
+            self._new.append(self._spaces[form])
         return self._spaces[form]
+
+    def take_new(self) -> list[Namespace]:
+        """Those that were entered since the last call."""
+        new, self._new = self._new, []
+        return new
 
     def called(self, method: str) -> bool:
         """Somebody called a method of the workers. Returns whether it may have changed their weights."""

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata, ECConnectorWorkerMetadata
 
+from kvpool.key.key import Namespace
 from kvpool.metrics import Samples, add_samples
 
 Payload = npt.NDArray[np.uint8]
@@ -60,6 +61,9 @@ class EncoderMetadata(ECConnectorMetadata):
 
     loads: dict[str, Loaded] = field(default_factory=dict)
     stores: dict[str, Stored] = field(default_factory=dict)
+    spaces: list[Namespace] = field(
+        default_factory=list
+    )  # in which they are, where new: their facts are kept
     wrong: list[str] = field(default_factory=list)  # keys of records to be deleted
     writer: bytes = b""  # this engine's name in what it stores
     watch: bool = False  # the weights lie in memory, and are those of the last measure

@@ -289,6 +289,7 @@ class EncoderScheduler:
         if not output.total_num_scheduled_tokens and self._needs_bytes:
             self._step.loads = step.loads
         step.writer = self._writer
+        step.spaces = self._namespaces.take_new()
         step.wrong, self._outputs.wrong = self._outputs.wrong, []
         step.watch = self._is_known and not self._namespaces.asks and not self._is_asleep()
         step.silent, self._silent = self._silent, False
@@ -300,7 +301,7 @@ class EncoderScheduler:
         """The namespaces whose outputs this engine loads, as 32 hex digits each; empty: none now. Measures nothing."""
         if self._is_off or not self._loads or self._namespaces.asks:
             return ()
-        forms = {Shape(0, *form).form for form in (*self._forms.values(), self._any_form)}
+        forms = {Shape(0, *form).form for form in self._forms.values() or [self._any_form]}
         spaces = [space for form in sorted(forms) if (space := self._namespaces.of(form)) is not None]
         return tuple(space.hex for space in spaces[:MAX_MEDIA])
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -21,7 +21,9 @@ from vllm.logger import init_logger
 
 from kvpool import _native, metrics
 from kvpool.config import EncoderConfig
+from kvpool.discovery.facts import KEEP_EVERY_S, announce_facts, keep_facts
 from kvpool.errors import KVPoolError, StoreUnavailable
+from kvpool.key.key import Namespace
 from kvpool.metrics import Counters
 from kvpool.store import Store, open_store
 from kvpool.transfer.audit import NUMBERS
@@ -39,13 +41,14 @@ COPY_TIMEOUT_S = 30.0  # of a copy to the host, which takes milliseconds
 COPY_PAUSE_S = 1e-3
 CLOSE_S = 5.0  # wait of a shutdown for what is under way
 LOOK_EVERY_S = 0.1  # of the watch, at a few tensors
+MAX_SPACES = 4
 
 Cache = dict[str, torch.Tensor]
 
 
 class EncoderWorker:
-    """``stores``: this rank writes what all of them compute, for it is the same. ``tell``: takes
-    ``EncoderScheduler.media`` when it changes; must not block.
+    """``stores``: this rank writes what all of them compute, for it is the same. ``model``: its display name. ``tell``:
+    takes ``EncoderScheduler.media`` when it changes; must not block.
     """
 
     def __init__(
@@ -53,8 +56,12 @@ class EncoderWorker:
         config: EncoderConfig,
         *,
         stores: bool,
+        model: str = "",
         tell: Callable[[tuple[str, ...]], None] = lambda _: None,
     ) -> None:
+        self._model = model
+        self._spaces: list[Namespace] = []  # the last ones that were entered
+        self._kept_s = 0.0  # when their facts were written last
         self._stores, self._room_nbytes = stores, config.staging_nbytes
         self._store: Store | None = None
         self._broken = False
@@ -109,6 +116,7 @@ class EncoderWorker:
             self._store.writer = step.writer
         if step.silent:
             self._unsure.condemn()
+        self._keep_facts(step.spaces)
         if step.watch:
             self._look()
         wrong = [*step.wrong, *(self._unsure.take() if self._unsure.condemned else ())]
@@ -120,6 +128,24 @@ class EncoderWorker:
         if media != self._media:
             self._media = media
             self._tell(media)
+
+    def _keep_facts(self, new: Sequence[Namespace]) -> None:
+        """So that other workers can say why they do not share; a server may evict what is not written again."""
+        if self._store is None or not (new or time.monotonic() >= self._kept_s + KEEP_EVERY_S):
+            return
+        self._spaces = [*self._spaces, *new][-MAX_SPACES:]
+        self._kept_s = time.monotonic()
+        if self._spaces:
+            self._behind(self._write_facts, self._store, list(self._spaces), frozenset(new))
+
+    def _write_facts(self, store: Store, spaces: list[Namespace], new: frozenset[Namespace]) -> None:
+        with contextlib.suppress(KVPoolError):
+            for space in spaces:
+                if space not in new:
+                    keep_facts(store, space, self._model)
+                    continue
+                for sentence in announce_facts(store, space, self._model):
+                    logger.warning("kvpool: of encoders' outputs: %s", sentence)
 
     def _look(self) -> None:
         """Look at the next part of the weights."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 
 import pytest
+from vllm.v1.request import Request
 
 from kvpool import _native
-from kvpool.vllm.encoder.plan import ComparedOutput, EncoderWorkerMetadata
+from kvpool.vllm.encoder.plan import EncoderWorkerMetadata
 from kvpool.vllm.plan import Measured
-from tests.support.encoder import DTYPE, WRITER, Encoders, Picture, key, payload, request
+from tests.support.encoder import DTYPE, Encoders, Picture, has, key, payload, ready, request
 from tests.support.scheduler import planted
 from tests.support.scripted_store import ScriptedStore
 
@@ -26,22 +27,8 @@ def encoders(store: ScriptedStore) -> Encoders:
     return Encoders(store)
 
 
-def has(store: ScriptedStore, *pictures: Picture) -> None:
-    for one in pictures:
-        store.records[key(one.identifier)] = payload(one.identifier, one.rows)
-
-
 def operations(store: ScriptedStore) -> list[int]:
     return [batch.operation for batch in store.under_way]
-
-
-def ready(encoders: Encoders, store: ScriptedStore, asked: object) -> None:
-    """Answer all that is asked until the request may go on."""
-    for _ in range(3):
-        if encoders.half.is_ready(asked, 0):  # type: ignore[arg-type]
-            return
-        store.end_all()
-    assert encoders.half.is_ready(asked, 0)  # type: ignore[arg-type]
 
 
 def test_what_the_pool_has_goes_to_the_workers_with_the_step(
@@ -239,13 +226,13 @@ def test_two_items_of_one_name_are_not_taken_from_the_pool(encoders: Encoders, s
     ids=["load", "store", "adapter"],
 )
 def test_requests_without_the_pool(
-    encoders: Encoders, store: ScriptedStore, asked: object, reason: str, stores: bool
+    encoders: Encoders, store: ScriptedStore, asked: Request, reason: str, stores: bool
 ) -> None:
     if reason != "absent":
         has(store, A)
-    encoders.half.seen(asked)  # type: ignore[arg-type]
+    encoders.half.seen(asked)
     ready(encoders, store, asked)
-    assert encoders.schedule(asked) == [False]  # type: ignore[arg-type]
+    assert encoders.schedule(asked) == [False]
     assert bool(encoders.plan().stores) is stores
     assert encoders.count("misses", reason) == 1
 
@@ -357,90 +344,13 @@ def test_an_encoder_of_its_own_needs_no_bytes(store: ScriptedStore) -> None:
     assert list(step.stores) == [B.identifier]
 
 
-def audited(store: ScriptedStore, share: float = 1.0) -> Encoders:
-    return Encoders(store, {"audit_share": share}, random_number=lambda: 0.0)
-
-
-def test_an_audited_output_is_computed_and_compared(store: ScriptedStore) -> None:
-    encoders = audited(store)
-    has(store, A)
-    store.written_by[key(A.identifier)] = WRITER
-    asked = request("r", A)
-    encoders.half.seen(asked)
-    ready(encoders, store, asked)
-    assert encoders.schedule(asked) == [False]
-    wanted = encoders.plan().stores[A.identifier]
-    assert wanted.key == "", "it is not stored"
-    assert wanted.record is not None
-    assert wanted.record.tobytes() == payload(A.identifier, A.rows)
-    assert wanted.writer == WRITER
-    assert encoders.count("misses", "audited") == 1
-    assert encoders.half._outputs.taken_nbytes == 0
-
-
-def test_what_an_audit_finds_wrong_is_deleted_and_its_writer_put_away(store: ScriptedStore) -> None:
-    encoders = audited(store)
-    other = b"o" * 16
-
-    def audit(name: str, difference: float, writer: bytes) -> None:
-        encoders.half._audits.begin(name, key(name))
-        found = ComparedOutput(name, "", writer, "bfloat16", difference, 1.0)
-        encoders.half.update(EncoderWorkerMetadata(compared=[found]))
-
-    for number in range(8):
-        audit(f"own {number}", 1e-6, WRITER)
-    audit("right", 1e-6, other)
-    assert encoders.plan().wrong == []
-    for name in ("wrong 1", "wrong 2"):
-        audit(name, 0.5, other)
-    assert encoders.plan().wrong == [key("wrong 1"), key("wrong 2")]
-    assert encoders.count("audits", "differs") == 2
-    has(store, A)
-    store.written_by[key(A.identifier)] = other
-    asked = request("r", A)
-    encoders.half.seen(asked)
-    ready(encoders, store, asked)
-    assert encoders.schedule(asked) == [False]
-    assert encoders.count("misses", "put_away") == 1
-    assert encoders.plan().wrong == [key(A.identifier)]
-
-
-def test_an_encoder_that_differs_from_itself_goes_without_the_pool_until_a_reset(
-    store: ScriptedStore,
-) -> None:
-    encoders = audited(store)
-    for number in range(10):
-        name = f"own {number}"
-        encoders.half._audits.begin(name, key(name))
-        found = ComparedOutput(name, "", WRITER, "bfloat16", 1e-6 if number < 8 else 0.5, 1.0)
-        encoders.half.update(EncoderWorkerMetadata(compared=[found]))
-    asked = request("r", A)
-    encoders.half.seen(asked)
-    assert not store.under_way
-    encoders.schedule(asked)
-    assert encoders.count("misses", "switched_off") == 1
-    encoders.half.reset()
-    encoders.half.seen(request("2", B))
-    assert store.under_way
-
-
-def test_at_most_one_output_a_second_is_audited(store: ScriptedStore) -> None:
-    encoders = audited(store, share=0.5)
-    pictures = [Picture(f"{number:064}", number * 8) for number in range(4)]
-    has(store, *pictures)
-    asked = request("r", *pictures)
-    encoders.half.seen(asked)
-    ready(encoders, store, asked)
-    assert encoders.schedule(asked) == [False, True, True, True]
-
-
 def test_a_random_life_keeps_each_promise_and_leaves_nothing() -> None:
     """Questions and loads end in any order, late, with faults or never; requests end at any time."""
     for seed in range(40):
         draw, store = random.Random(seed), ScriptedStore()
         encoders = Encoders(store, {"staging_nbytes": 1 << 20})
         pictures = [Picture(f"{number:064}", 10, rows=draw.choice((1, 8, 30_000))) for number in range(12)]
-        living: list[object] = []
+        living: list[Request] = []
         for turn in range(120):
             has(store, *draw.sample(pictures, 2))
             if draw.random() < 0.3:
@@ -453,8 +363,8 @@ def test_a_random_life_keeps_each_promise_and_leaves_nothing() -> None:
                 store.records.clear()
             encoders.clock.sleep(draw.choice((0.0, 0.01, 3.0)))
             for one in draw.sample(living, min(len(living), 2)):
-                if encoders.half.is_ready(one, 0):  # type: ignore[arg-type]
-                    encoders.schedule(one)  # type: ignore[arg-type]
+                if encoders.half.is_ready(one, 0):
+                    encoders.schedule(one)
             step = encoders.plan(tokens=draw.choice((0, 5)))
             for identifier, loaded in step.loads.items():
                 assert loaded.payload.tobytes() == payload(identifier, loaded.shape.rows)
@@ -465,9 +375,9 @@ def test_a_random_life_keeps_each_promise_and_leaves_nothing() -> None:
             if draw.random() < 0.05:
                 encoders.half.called("collective_rpc")
             if living and draw.random() < 0.3:
-                encoders.half.finished(living.pop(draw.randrange(len(living))))  # type: ignore[arg-type]
+                encoders.half.finished(living.pop(draw.randrange(len(living))))
         for one in living:
-            encoders.half.finished(one)  # type: ignore[arg-type]
+            encoders.half.finished(one)
         store.end_all()
         encoders.half._outputs._reap()
         assert encoders.half._outputs.taken_nbytes == 0
