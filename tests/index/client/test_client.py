@@ -34,6 +34,7 @@ from kvpool.index import (
     HitCurve,
     IndexStatus,
     Lookup,
+    Pick,
     Publisher,
     PublisherStatus,
     Row,
@@ -49,6 +50,7 @@ from kvpool.index.protocol.messages import (
     decode_curve,
     decode_lookup,
     decode_prompt,
+    decode_route,
     decode_status,
     decode_worker,
     encode_audits,
@@ -466,6 +468,7 @@ PUBLISHERS = st.lists(st.builds(Publisher, U32, TEXT, TEXT), max_size=3).map(tup
 WORKERS = st.builds(
     Worker, name=TEXT, model=TEXT, block_tokens=U32, hash_seed_id=SOME, publishers=PUBLISHERS, tenant=SOME,
     hash_algorithm=SOME, address=TEXT, incarnation=TEXT, namespace=TEXT, names=st.lists(TEXT, max_size=3).map(tuple),
+    media_namespaces=st.lists(TEXT, max_size=3).map(tuple),
 )  # fmt: skip
 STATUSES = st.builds(
     WorkerStatus, worker=WORKERS, source=TEXT, lease_left_ms=U32,
@@ -485,6 +488,20 @@ def test_lookups_travel(rows: list[Row]) -> None:
     lookup = Lookup.of(rows)
     assert list(lookup) == rows
     assert decode_lookup(sent(encode_lookup(lookup))) == lookup
+
+
+@given(st.lists(ROWS, min_size=1, max_size=5))
+def test_an_earlier_index_says_nothing_of_media(rows: list[Row]) -> None:
+    """Nor does it know what an item costs; and of what a later one says, an earlier client loses nothing else."""
+    lookup = Lookup.of(rows)
+    reply = encode_lookup(lookup)
+    reply.ClearField("pool_media")
+    assert list(decode_lookup(sent(reply))) == [row._replace(pool_media=0) for row in rows]
+    columns: dict[str, Any] = {name: [1] * len(rows) for name in Pick._fields[1:-3]}
+    ranking = decode_route(sent(pb.RouteResponse(rows=reply, **columns)))
+    assert [(pick.row.worker, pick.encode_cost, pick.move_cost) for pick in ranking.picks] == [
+        (row.worker, 0, 0) for row in rows
+    ]
 
 
 @given(WORKERS)

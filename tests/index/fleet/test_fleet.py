@@ -25,6 +25,7 @@ from kvpool.index.fleet.table import PrefixIndex
 from kvpool.key.hashing import seed_id
 from tests.support.deadlines import eventually
 from tests.support.fleets import Clock, a_worker, joined, say
+from tests.support.media import follow_outputs
 from tests.support.wire import batch, cleared, packed64, removed, stored
 
 NAMESPACE, OTHER_NAMESPACE = "a" * 32, "b" * 32
@@ -688,6 +689,28 @@ def test_an_unknown_model_names_those_that_are_known() -> None:
     with pytest.raises(UnknownModel, match='x"; known are qwen'):
         fleet.lookup("qwen" + "x" * 129, hashes64=bytes(8), tenant="acme")
     assert isinstance(UnknownModel("x"), LookupError)
+
+
+def test_namespaces_of_outputs_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of their own; those that no worker names make room, and their outputs are forgotten."""
+    monkeypatch.setattr(partition, "MAX_NAMESPACES", 2)
+    one, two, three = (f"{number:032x}" for number in range(3))
+    fleet = Fleet()
+    fleet.add(a_worker("a", namespace=NAMESPACE, media_namespaces=(one, two)), "pool")
+    follow_outputs(fleet, ["x", "y"], one)
+    assert (fleet.totals().pool_media, fleet.totals().pool_blocks) == (2, 0)
+    with pytest.raises(KVPoolError, match="more than 2 namespaces"):
+        fleet.add(a_worker("b", port=6000, media_namespaces=(three,)), "pool")
+    assert fleet.add(a_worker("a", namespace=NAMESPACE, media_namespaces=(two,)), "pool") == "renewed"
+    assert fleet.totals().pool_media == 2, "a worker may name them again"
+    fleet.add(a_worker("b", port=6000, media_namespaces=(two, three)), "pool")
+    assert fleet.totals().pool_media == 0
+    assert {pool.namespace for pool in fleet.pools() if pool.is_media} == {two, three}
+    follow_outputs(fleet, ["x"], three)
+    fleet.forget_pool("another tenant")
+    assert fleet.totals().pool_media == 1
+    fleet.forget_pool("default")
+    assert fleet.totals().pool_media == 0
 
 
 def test_limits(monkeypatch: pytest.MonkeyPatch) -> None:

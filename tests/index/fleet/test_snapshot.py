@@ -26,6 +26,7 @@ from kvpool.index.fleet.sequence import batch_digest
 from kvpool.index.fleet.snapshot import PartitionState, Snapshot, pack, unpack
 from kvpool.index.fleet.workers import RESTORED_LEASE_S
 from tests.support.fleets import Clock, a_worker, say
+from tests.support.media import ENCODER, OTHER_ENCODER, follow_outputs
 from tests.support.wire import batch, packed64, removed, stored
 
 NAMESPACE = "a" * 32
@@ -160,6 +161,24 @@ def test_the_names_of_a_worker_come_back() -> None:
     back, _ = restored(taken(fleet))
     assert {worker.name: worker.names for worker in back.followed()} == {"a": ("gpt-4", "x"), "b": ()}
     assert [row.worker for row in back.lookup("x", hashes64=packed64([1]))] == ["a"]
+
+
+def test_whose_outputs_of_encoders_a_worker_loads_comes_back() -> None:
+    """The outputs themselves are found again by the first round."""
+    fleet = Fleet()
+    fleet.add(a_worker("a", media_namespaces=(ENCODER.hex, OTHER_ENCODER.hex)), "call")
+    fleet.add(a_worker("b", names=("x",), port=6000), "call")
+    follow_outputs(fleet, ["one"])
+    asked = {"hashes64": packed64([1]), "multimodal": [("one", 0, 9)]}
+    assert fleet.lookup("m", **asked).pool_media == (1, 0)
+    back, _ = restored(taken(fleet))
+    assert {worker.name: worker.media_namespaces for worker in back.followed()} == {
+        "a": (ENCODER.hex, OTHER_ENCODER.hex),
+        "b": (),
+    }
+    assert (back.lookup("m", **asked).pool_media, back.totals().pool_media) == ((0, 0), 0)
+    follow_outputs(back, ["one"])
+    assert back.lookup("m", **asked).pool_media == (1, 0)
 
 
 def test_the_pool_comes_back_while_it_is_the_same_one() -> None:
