@@ -122,6 +122,18 @@ def test_a_request_goes_where_its_picture_is() -> None:
     assert route(fleet, [("u", 40, 200)]).picks[0].worker == "c"
 
 
+def test_what_a_rank_encodes_is_reserved_there() -> None:
+    """So the next request with another picture goes elsewhere."""
+    router = Router(a_fleet(dict.fromkeys(NAMES, ()), dict.fromkeys(NAMES, 0), {}))
+    prompts = [
+        Prompt("m", hashes64=bytes([number] * 8), multimodal=[(str(number), 0, 1000)]) for number in (1, 2)
+    ]
+    first = router.rank(prompts[0], reserve_s=60, prompt_tokens=16).unpack().picks[0]
+    picks = {pick.worker: pick for pick in router.rank(prompts[1], prompt_tokens=16).unpack().picks}
+    assert picks[first.worker].reserved_cost == 16 + round(ENCODE * 1000) + Costs().running
+    assert {pick.reserved_cost for name, pick in picks.items() if name != first.worker} == {0}
+
+
 def test_many_items_are_no_work_for_an_event_loop() -> None:
     fleet = a_fleet(dict.fromkeys(NAMES, (ENCODER.hex,)), dict.fromkeys(NAMES, 0), {ENCODER.hex: "u"})
     items = [(str(number), number, 1) for number in range(1700)] + [("u", 1700, 1)]

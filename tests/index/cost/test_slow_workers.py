@@ -37,6 +37,8 @@ def test_each_term_is_as_many_times_more() -> None:
     assert (found["a"].prefill_cost, found["a"].fetch_cost, found["a"].queue_cost) == (800, 400, 100)
     assert (found["c"].prefill_cost, found["c"].fetch_cost, found["c"].queue_cost) == (8000, 4000, 1000)
     assert found["c"].cost == 13_000
+    items = picks(router, multimodal=[("a picture", 900, 500)])
+    assert [items[name].encode_cost for name in "abc"] == [150, 150, 1500]
 
 
 @pytest.mark.parametrize("speeds", [{"a": 8000, "b": 9000, "c": 4100}, {"a": 8000, "b": 8000, "c": 0}])
