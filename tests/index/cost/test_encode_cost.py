@@ -122,6 +122,16 @@ def test_a_request_goes_where_its_picture_is() -> None:
     assert route(fleet, [("u", 40, 200)]).picks[0].worker == "c"
 
 
+def test_an_item_that_ends_where_the_prefix_ends_costs_nothing() -> None:
+    fleet = a_fleet(dict.fromkeys(NAMES, ()), {"a": 9, "b": 10, "c": 11}, {})
+    hashes64 = BlockHasher(BLOCK_TOKENS).hashes64(TOKENS)
+    for length, costs in ((60, {"a": 60, "b": 0, "c": 0}), (61, {"a": 61, "b": 61, "c": 0})):
+        picks = Router(fleet, costs=Costs(encode=1)).route(
+            "m", hashes64=hashes64, multimodal=[("u", 100, length)]
+        )
+        assert {pick.worker: pick.encode_cost for pick in picks.picks} == costs
+
+
 def test_what_a_rank_encodes_is_reserved_there() -> None:
     """So the next request with another picture goes elsewhere."""
     router = Router(a_fleet(dict.fromkeys(NAMES, ()), dict.fromkeys(NAMES, 0), {}))

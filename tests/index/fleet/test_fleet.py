@@ -703,6 +703,9 @@ def test_namespaces_of_outputs_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> 
         fleet.add(a_worker("b", port=6000, media_namespaces=(three,)), "pool")
     assert fleet.add(a_worker("a", namespace=NAMESPACE, media_namespaces=(two,)), "pool") == "renewed"
     assert fleet.totals().pool_media == 2, "a worker may name them again"
+    with pytest.raises(KVPoolError, match="more than 2 namespaces"):
+        fleet.add(a_worker("b", port=6000, media_namespaces=(one, three)), "pool")
+    assert fleet.totals().pool_media == 2
     fleet.add(a_worker("b", port=6000, media_namespaces=(two, three)), "pool")
     assert fleet.totals().pool_media == 0
     assert {pool.namespace for pool in fleet.pools() if pool.is_media} == {two, three}
