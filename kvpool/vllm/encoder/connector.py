@@ -26,7 +26,7 @@ from kvpool.store import open_store
 from kvpool.vllm.encoder.identity import encoder_facts, refuse_unsupported
 from kvpool.vllm.encoder.plan import EncoderMetadata, EncoderWorkerMetadata
 from kvpool.vllm.encoder.scheduler import EncoderScheduler
-from kvpool.vllm.encoder.stats import EncoderPromMetrics, EncoderStats
+from kvpool.vllm.encoder.stats import EncoderPromMetrics, EncoderStats, PoolOfEncoders
 from kvpool.vllm.encoder.worker import EncoderWorker
 from kvpool.vllm.engine import internals, support
 from kvpool.vllm.engine.guard import refuse
@@ -68,7 +68,9 @@ class KVPoolECConnector(ECConnectorBase):
             if role is ECConnectorRole.WORKER:
                 is_first = internals.engine_rank(stage_ranks) == 0
                 model = model_name(vllm_config.model_config, config.model_id)
-                self._worker = EncoderWorker(config, stores=is_first, model=model)
+                self._worker = EncoderWorker(
+                    config, stores=is_first, model=model, alone=_is_alone(vllm_config)
+                )
                 return
             weights = weights_of(vllm_config, config, internals.began_ns())
             logger.info("kvpool: encoder: weights %s", weights.source)
@@ -91,6 +93,7 @@ class KVPoolECConnector(ECConnectorBase):
                 writer=writer_name(f"{engine} {vllm_config.instance_id}"),
                 is_asleep=is_asleep,
                 cached=internals.encoder_outputs(),
+                alone=_is_alone(vllm_config),
                 clock=self.clock,
             )
             internals.watch_arrivals(self._scheduler.seen, self._scheduler.reset)
@@ -177,7 +180,8 @@ class KVPoolECConnector(ECConnectorBase):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> Any:
-        return EncoderPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        shown = PoolOfEncoders if _is_alone(vllm_config) else EncoderPromMetrics
+        return shown(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def _step(self) -> EncoderMetadata:
         step = self._get_connector_metadata()
@@ -187,6 +191,11 @@ class KVPoolECConnector(ECConnectorBase):
     def _planner(self) -> EncoderScheduler:
         assert self._scheduler is not None, "called on a worker"
         return self._scheduler
+
+
+def _is_alone(config: VllmConfig) -> bool:
+    """Whether no other connector may tell how the pool is."""
+    return config.kv_transfer_config is None
 
 
 def _measured(worker: Any) -> Measured:
