@@ -133,6 +133,7 @@ def test_host_memory_is_bounded(store: ScriptedStore) -> None:
     ready(encoders, store, asked)
     assert encoders.schedule(asked) == [True, False, False]
     assert encoders.count("misses", "no_room") == 2
+    assert encoders.plan().stores == {}, "the pool has them"
     assert encoders.half._outputs.taken_nbytes == 0
 
 
