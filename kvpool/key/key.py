@@ -285,6 +285,10 @@ class Namespace:
             raise ConfigError(f"a block hash is {MIN_HASH_NBYTES} to {MAX_HASH_NBYTES} bytes long")
         return [prefix + block_hash.hex() + suffix for block_hash in block_hashes]
 
+    def __reduce__(self) -> tuple[type[Namespace], tuple[str, dict[str, Fact], None]]:
+        """vLLM sends it between an engine's processes: a view of facts cannot travel."""
+        return Namespace, (self.tenant, dict(self.facts), None)
+
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Namespace):
             return NotImplemented

@@ -1,4 +1,7 @@
-"""Outputs of encoders on real engines: a picture that any of them has seen is encoded by none again, tokens equal."""
+"""Outputs of encoders on real engines: a picture that any of them has seen is encoded by none again, tokens equal.
+
+Over 400 lines because all of it shares the engines and the pool that begin here.
+"""
 
 from __future__ import annotations
 

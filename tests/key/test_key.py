@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -321,3 +322,14 @@ def test_a_found_key_says_what_events_say(nbytes: int) -> None:
     found = FoundKey("tenant_1", namespace.hex, int.from_bytes(digest[-8:], "big"), 12, 65535)
     assert split_key(key) == found
     assert rank_key(key, 3) == namespace.key(digest, 12, 3)
+
+
+def test_a_namespace_travels_between_processes() -> None:
+    one = Namespace("t", {"model": "m", "size": 3, "flag": True})
+    other = copy.deepcopy(one)  # by the same protocol as pickle
+    assert other == one
+    assert (other.facts, other.hex, other.key(bytes(32), 0, 0)) == (
+        one.facts,
+        one.hex,
+        one.key(bytes(32), 0, 0),
+    )
