@@ -182,7 +182,7 @@ bench-peers: $(call TOOL,$(addprefix peers/,lmcache lmcache-engine glide redis d
 
 # Seconds that its searches go on, all together; fuzz has as many.
 soak: export SOAK_S := $(or $(SOAK_S),600)
-soak: $(VENV)/.stamp-core $(VENV)/.stamp-vllm .cache/servers/.stamp $(OTHER_VLLM)
+soak: $(VENV)/.stamp-core $(VENV)/.stamp-vllm .cache/servers/.stamp .cache/vision/.stamp $(OTHER_VLLM)
 	$(RUN_PYTEST) -n 3 --dist load --maxschedchunk 1 -m soak --durations=15 $(or $(PYTEST),$(SOAKED))
 	$(MAKE) fuzz FUZZ_S=$$(($(SOAK_S) / $(words $(FUZZED)) + 1))
 

@@ -335,6 +335,12 @@ ALL: tuple[Metric, ...] = tuple(
     one for one in tuple(globals().values()) if isinstance(one, Metric) and one not in ENCODER
 )
 
+# What every use of a pool tells of its store (``Store.count_health``), and of a tenant's quota.
+OF_STORES = (
+    UP, CONNECTIONS, DISCONNECTIONS, FAILED_CONNECTIONS, REFUSED_KEYS, DAMAGED_BLOCKS, EVICTED_BLOCKS, NEAR_FAR_HITS,
+    NEAR_FAR_FAULTS, FILLED_RECORDS, BEHIND_RECORDS, BEHIND_WAITING, FAR_USES, QUOTA_FAILURES, REQUEST_FAULTS,
+)  # fmt: skip
+
 # By the field of ``kvpool.index.answer.Totals`` shown.
 INDEX: Mapping[str, Metric] = {
     "workers": Metric("kvpool_index_workers", "Workers that the index follows."),

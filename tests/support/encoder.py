@@ -80,6 +80,7 @@ class Encoders:
     loads: bool = True
     stores: bool = True
     needs_bytes: bool = True
+    alone: bool = True
     random_number: Callable[[], float] = lambda: 1.0
 
     def __post_init__(self) -> None:
@@ -96,6 +97,7 @@ class Encoders:
             loads=self.loads,
             stores=self.stores,
             needs_bytes=self.needs_bytes,
+            alone=self.alone,
             widths={"image": WIDTH},
             width=WIDTH,
             dtype=DTYPE,

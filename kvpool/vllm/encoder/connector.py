@@ -27,7 +27,7 @@ from kvpool.store import open_store
 from kvpool.vllm.encoder.identity import encoder_facts, refuse_unsupported
 from kvpool.vllm.encoder.plan import EncoderMetadata, EncoderWorkerMetadata
 from kvpool.vllm.encoder.scheduler import EncoderScheduler
-from kvpool.vllm.encoder.stats import EncoderPromMetrics, EncoderStats
+from kvpool.vllm.encoder.stats import EncoderPromMetrics, EncoderStats, PoolOfEncoders
 from kvpool.vllm.encoder.worker import EncoderWorker
 from kvpool.vllm.engine import internals, support
 from kvpool.vllm.engine.guard import refuse
@@ -74,6 +74,7 @@ class KVPoolECConnector(ECConnectorBase):
                     stores=is_first,
                     model=model_name(vllm_config.model_config, config.model_id),
                     tell=functools.partial(say, vllm_config.instance_id),
+                    alone=_is_alone(vllm_config),
                 )
                 return
             weights = weights_of(vllm_config, config, internals.began_ns())
@@ -97,6 +98,7 @@ class KVPoolECConnector(ECConnectorBase):
                 writer=writer_name(f"{engine} {vllm_config.instance_id}"),
                 is_asleep=is_asleep,
                 cached=internals.encoder_outputs(),
+                alone=_is_alone(vllm_config),
                 clock=self.clock,
             )
             internals.watch_arrivals(self._scheduler.seen, self._scheduler.reset)
@@ -188,7 +190,8 @@ class KVPoolECConnector(ECConnectorBase):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> Any:
-        return EncoderPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        shown = PoolOfEncoders if _is_alone(vllm_config) else EncoderPromMetrics
+        return shown(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def _step(self) -> EncoderMetadata:
         step = self._get_connector_metadata()
@@ -198,6 +201,11 @@ class KVPoolECConnector(ECConnectorBase):
     def _planner(self) -> EncoderScheduler:
         assert self._scheduler is not None, "called on a worker"
         return self._scheduler
+
+
+def _is_alone(config: VllmConfig) -> bool:
+    """Whether no other connector may tell how the pool is."""
+    return config.kv_transfer_config is None
 
 
 def _measured(worker: Any) -> Measured:

@@ -9,6 +9,7 @@ Threads: the engine's scheduler thread only. It waits for nothing but a measure 
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from kvpool.clock import REAL, Clock
 from kvpool.config import EncoderConfig
 from kvpool.discovery.quota_watch import QuotaWatch
 from kvpool.discovery.worker import MAX_MEDIA
+from kvpool.errors import StoreClosed
 from kvpool.key.hashing import media_hash
 from kvpool.key.key import Fact
 from kvpool.metrics import Counters, Samples
@@ -59,7 +61,8 @@ class _Asked:
 class EncoderScheduler:
     """``measure``: the weights of all workers. ``widths``: of outputs, by modality, and of others ``width``.
 
-    ``cached``: lists the items whose outputs the engine has. ``needs_bytes``: the engine computes with outputs itself.
+    ``alone``: no other connector tells how the pool is. ``cached``: lists the items whose outputs the engine has.
+    ``needs_bytes``: the engine computes with outputs itself.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class EncoderScheduler:
         writer: bytes,
         is_asleep: Callable[[], bool],
         cached: Callable[[], Collection[str]],
+        alone: bool = True,
         clock: Clock = REAL,
         random_number: Callable[[], float] | None = None,
     ) -> None:
@@ -85,7 +89,7 @@ class EncoderScheduler:
         self._loads, self._stores, self._needs_bytes = loads, stores, needs_bytes
         self._forms = {modality: (known, dtype) for modality, known in widths.items()}
         self._any_form = width, dtype  # of modalities that are not known
-        self._writer, self._cached, self._is_asleep = writer, cached, is_asleep
+        self._writer, self._cached, self._is_asleep, self._alone = writer, cached, is_asleep, alone
         self.counters = Counters()
         self._samples: Samples = {}  # of the workers
         self._request_faults = RequestFaults(self.counters)
@@ -354,6 +358,9 @@ class EncoderScheduler:
 
     def stats(self) -> Samples:
         self.counters.set(metrics.ENCODER_ENABLED, float(not self._is_off))
+        if self._alone:
+            with contextlib.suppress(StoreClosed):
+                self._store.count_health(self.counters)
         samples, self._samples = self._samples, {}
         metrics.add_samples(samples, self.counters.take())
         return samples

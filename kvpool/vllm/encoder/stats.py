@@ -24,3 +24,9 @@ class EncoderStats(SampleStats, ECConnectorStats):
 
 class EncoderPromMetrics(ShownMetrics, ECConnectorPromMetrics):
     METRICS = metrics.ENCODER
+
+
+class PoolOfEncoders(EncoderPromMetrics):
+    """Of an engine without another connector: also how the pool is."""
+
+    METRICS = (*metrics.ENCODER, *metrics.OF_STORES)

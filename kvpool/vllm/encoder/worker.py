@@ -47,8 +47,10 @@ Cache = dict[str, torch.Tensor]
 
 
 class EncoderWorker:
-    """``stores``: this rank writes what all of them compute, for it is the same. ``model``: its display name. ``tell``:
-    takes ``EncoderScheduler.media`` when it changes; must not block.
+    """``stores``: this rank writes what all of them compute, for it is the same. ``model``: its display name.
+
+    ``alone``: no other connector tells how the pool is. ``tell``: takes ``EncoderScheduler.media`` when it changes; must
+    not block.
     """
 
     def __init__(
@@ -57,9 +59,10 @@ class EncoderWorker:
         *,
         stores: bool,
         model: str = "",
+        alone: bool = True,
         tell: Callable[[tuple[str, ...]], None] = lambda _: None,
     ) -> None:
-        self._model = model
+        self._model, self._alone = model, alone
         self._spaces: list[Namespace] = []  # the last ones that were entered
         self._kept_s = 0.0  # when their facts were written last
         self._stores, self._room_nbytes = stores, config.staging_nbytes
@@ -259,6 +262,8 @@ class EncoderWorker:
         report, self._report = self._report, EncoderWorkerMetadata()
         with self._lock:
             report.compared, self._compared = self._compared, []
+        if self._alone and self._store is not None:
+            self._store.count_health(self.counters)
         report.samples = self.counters.take()
         return None if report.is_empty() else report
 

@@ -100,8 +100,11 @@ class ShownMetrics:
         return self._shown[metric.name].labels(*labels)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Add one interval's samples of one engine."""
-        metrics.export(transfer_stats_data, functools.partial(self._of_engine, engine_idx))
+        """Add one interval's samples of one engine. Those of metrics that others show are left out."""
+        own = {
+            key: sample for key, sample in transfer_stats_data.items() if key.partition("/")[0] in self._shown
+        }
+        metrics.export(own, functools.partial(self._of_engine, engine_idx))
 
 
 class PoolPromMetrics(ShownMetrics, KVConnectorPromMetrics):

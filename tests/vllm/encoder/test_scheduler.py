@@ -133,6 +133,7 @@ def test_host_memory_is_bounded(store: ScriptedStore) -> None:
     ready(encoders, store, asked)
     assert encoders.schedule(asked) == [True, False, False]
     assert encoders.count("misses", "no_room") == 2
+    assert encoders.plan().stores == {}, "the pool has them"
     assert encoders.half._outputs.taken_nbytes == 0
 
 
@@ -217,24 +218,37 @@ def test_two_items_of_one_name_are_not_taken_from_the_pool(encoders: Encoders, s
 
 
 @pytest.mark.parametrize(
-    ("asked", "reason", "stores"),
+    ("picture", "params", "reason", "stores"),
     [
-        (request("r", A, params={"load": False}), "opted_out", True),
-        (request("r", A, params={"store": False}), "absent", False),
-        (request("r", Picture("c" * 64, 5, adapter="mine")), "adapter", False),
+        (A, {"load": False}, "opted_out", True),
+        (A, {"store": False}, "absent", False),
+        (Picture("c" * 64, 5, adapter="mine"), None, "adapter", False),
     ],
     ids=["load", "store", "adapter"],
 )
 def test_requests_without_the_pool(
-    encoders: Encoders, store: ScriptedStore, asked: Request, reason: str, stores: bool
+    encoders: Encoders, store: ScriptedStore, picture: Picture, params: object, reason: str, stores: bool
 ) -> None:
+    asked = request("r", picture, params=params)
     if reason != "absent":
-        has(store, A)
+        has(store, picture)
     encoders.half.seen(asked)
     ready(encoders, store, asked)
     assert encoders.schedule(asked) == [False]
     assert bool(encoders.plan().stores) is stores
     assert encoders.count("misses", reason) == 1
+
+
+def test_over_its_quota_a_tenant_stores_nothing(
+    encoders: Encoders, store: ScriptedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoders.half._quota, "is_over", lambda: True)
+    asked = request("r", A)
+    encoders.half.seen(asked)
+    ready(encoders, store, asked)
+    encoders.schedule(asked)
+    assert encoders.plan().stores == {}
+    assert encoders.count("store_skipped_outputs", "quota") == 1
 
 
 def test_items_without_rows_are_left_alone(encoders: Encoders, store: ScriptedStore) -> None:
