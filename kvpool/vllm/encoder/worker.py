@@ -49,8 +49,8 @@ Cache = dict[str, torch.Tensor]
 class EncoderWorker:
     """``stores``: this rank writes what all of them compute, for it is the same. ``model``: its display name.
 
-    ``alone``: no other connector tells how the pool is. ``tell``: takes ``EncoderScheduler.media`` when it changes; must
-    not block.
+    ``alone``: no other connector tells how the pool is. ``tell``: takes ``EncoderScheduler.media`` when it changes;
+    must not block.
     """
 
     def __init__(
