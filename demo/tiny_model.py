@@ -211,7 +211,14 @@ IMAGE = "<image>"  # stands for an image in a prompt
 
 
 def _write_llava(
-    folder: Path, width: int, layers: int, said_words: int, *, side: int, vision_width: int, vision_layers: int
+    folder: Path,
+    width: int,
+    layers: int,
+    said_words: int,
+    *,
+    side: int,
+    vision_width: int,
+    vision_layers: int,
 ) -> None:
     """CLIP and Llama, with a processor that needs no torchvision."""
     import torch
