@@ -137,6 +137,7 @@ def _own(requests: Sequence[Any], store: Any, *, computed: bool) -> Any:
         writer=b"bench",
         is_asleep=lambda: False,
         cached=lambda: cached,
+        alone=False,
     )
     connector: Any = object.__new__(KVPoolECConnector)
     connector._scheduler = scheduler
