@@ -402,6 +402,34 @@ def audits(
         raise typer.Exit(EXIT_FAILED)
 
 
+@app.command("encoder")
+def encoder(
+    images: Annotated[int, typer.Option(min=2, max=1000, help="New ones, each in a new prompt.")] = 24,
+    side: Annotated[
+        int, typer.Option(min=28, max=420, metavar="PIXELS", help="Of an image; a multiple of 14.")
+    ] = 224,
+    vision_width: Annotated[
+        int, typer.Option(min=128, max=4096, help="Of the model's encoder; a multiple of 128.")
+    ] = 512,
+    vision_layers: Annotated[int, typer.Option(min=2, max=64, help="Of the model's encoder.")] = 8,
+    width: Annotated[int, typer.Option(min=256, max=8192, help="Of the model; a multiple of 256.")] = 512,
+    layers: Annotated[int, typer.Option(min=1, max=64, help="Of the model.")] = 4,
+    server: Server = None,
+    as_json: Json = False,
+) -> None:
+    """An image asked of two workers: runs of the encoder, first tokens and bytes, beside vLLM's own connectors.
+
+    Starts a Valkey server, and vLLM CPU engines with a small random vision model: without a connector, with vLLM's own
+    folder of outputs, and with kvpool on a folder and on the server. And what kvpool takes of a scheduler's step. Exits
+    with 1 when tokens differ, or when outputs did not come from the pool.
+    """
+    from benchmarks.encoder import Sizes, run_encoder
+
+    sizes = Sizes(side, vision_width, vision_layers, width, layers)
+    if not run_encoder(server=server, images=images, sizes=sizes, as_json=as_json):
+        raise typer.Exit(EXIT_FAILED)
+
+
 @app.command("agents")
 def agents(
     trace: Annotated[

@@ -9,6 +9,7 @@ Runs in its own process with torch and transformers, without vLLM's seconds of i
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +35,7 @@ def write_tiny_model(
     seed: int = 0,
     window: int = 512,
     said_words: int = VOCABULARY,
+    vision: Mapping[str, int] | None = None,
 ) -> None:
     """Write configuration, weights (bfloat16) and a word-level tokenizer into the new ``folder``.
 
@@ -45,15 +47,15 @@ def write_tiny_model(
     fourth layer, with full attention. ``granite4``: Mamba-2 likewise. ``qwen3_next``: gated delta nets likewise, four
     experts, and a layer that drafts (MTP). ``llama4``: attention in chunks of ``window`` tokens likewise, two
     experts. ``eagle``, ``eagle3``: layers that draft for a ``llama`` of this ``width``. ``llava``: a ``llama`` that
-    sees images of ``SIDE`` by ``SIDE`` pixels, 64 tokens each. ``width`` is a multiple of 256. Of the vocabulary only
-    the last ``said_words`` are ever said. About 64 MB at the defaults.
+    sees images of ``SIDE`` by ``SIDE`` pixels, 64 tokens each; ``vision`` replaces some of ``VISION``. ``width`` is a
+    multiple of 256. Of the vocabulary only the last ``said_words`` are ever said. About 64 MB at the defaults.
     """
     import torch
     import transformers
 
     torch.manual_seed(seed)
     if kind == "llava":
-        _write_llava(folder, width, layers, said_words)
+        _write_llava(folder, width, layers, said_words, **{**VISION, **(vision or {})})
         return
     common: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -204,10 +206,20 @@ def _gemma_of_shared_caches(kind: Kind, common: dict[str, Any], layers: int, win
 
 
 SIDE, PATCH = 112, 14  # pixels
+VISION = {"side": SIDE, "vision_width": 128, "vision_layers": 3}
 IMAGE = "<image>"  # stands for an image in a prompt
 
 
-def _write_llava(folder: Path, width: int, layers: int, said_words: int) -> None:
+def _write_llava(
+    folder: Path,
+    width: int,
+    layers: int,
+    said_words: int,
+    *,
+    side: int,
+    vision_width: int,
+    vision_layers: int,
+) -> None:
     """CLIP and Llama, with a processor that needs no torchvision."""
     import torch
     import transformers
@@ -219,8 +231,8 @@ def _write_llava(folder: Path, width: int, layers: int, said_words: int) -> None
     tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE]})
     image = tokenizer.convert_tokens_to_ids(IMAGE)
     sees = transformers.CLIPVisionConfig(
-        hidden_size=128, intermediate_size=256, num_hidden_layers=3, num_attention_heads=4, image_size=SIDE,
-        patch_size=PATCH, projection_dim=128,
+        hidden_size=vision_width, intermediate_size=2 * vision_width, num_hidden_layers=vision_layers,
+        num_attention_heads=4, image_size=side, patch_size=PATCH, projection_dim=vision_width,
     )  # fmt: skip
     says = transformers.LlamaConfig(
         vocab_size=VOCABULARY + 64, hidden_size=width, intermediate_size=width * 11 // 4, num_hidden_layers=layers,
@@ -229,7 +241,7 @@ def _write_llava(folder: Path, width: int, layers: int, said_words: int) -> None
     )  # fmt: skip
     config = transformers.LlavaConfig(
         vision_config=sees, text_config=says, image_token_index=image, vision_feature_select_strategy="default",
-        vision_feature_layer=-2, image_seq_length=(SIDE // PATCH) ** 2,
+        vision_feature_layer=-2, image_seq_length=(side // PATCH) ** 2,
     )  # fmt: skip
     model: Any = transformers.LlavaForConditionalGeneration(config)
     with torch.no_grad():
@@ -255,7 +267,7 @@ def _write_llava(folder: Path, width: int, layers: int, said_words: int) -> None
     )
     transformers.LlavaProcessor(
         image_processor=transformers.CLIPImageProcessorPil(
-            size={"shortest_edge": SIDE}, crop_size={"height": SIDE, "width": SIDE}
+            size={"shortest_edge": side}, crop_size={"height": side, "width": side}
         ),
         tokenizer=tokenizer, patch_size=PATCH, vision_feature_select_strategy="default", image_token=IMAGE,
         num_additional_image_tokens=1, chat_template=template,

@@ -21,6 +21,8 @@ from tests.support.command_line import benchmark, benchmark_refused
         (["e2e", "--width", "300"], "multiple of 256"),
         (["e2e", "--plot", "HERE/x/plot.png"], "cannot write the plot"),
         (["device", "--tokens", "0"], "--tokens"),
+        (["encoder", "--side", "100"], "--side 100 is not a multiple of 14"),
+        (["encoder", "--width", "300"], "--width 300 is not a multiple of 256"),
         (["nothing"], "nothing"),
     ],
 )
@@ -31,7 +33,9 @@ def test_wrong_use_is_one_clear_line(arguments: list[str], says: str, tmp_path: 
 
 def test_help_names_every_benchmark() -> None:
     text = benchmark("--help").stdout
-    assert all(name in text for name in ("hash", "device", "store", "index", "fleet", "e2e", "audits"))
+    assert all(
+        name in text for name in ("hash", "device", "store", "index", "fleet", "e2e", "audits", "encoder")
+    )
 
 
 def test_hashes_are_vllms() -> None:

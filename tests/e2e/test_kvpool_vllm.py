@@ -57,6 +57,7 @@ def test_two_workers_share_a_hit_in_a_pool_that_comes_after_them(llama: Path, tm
     assert said.startswith(f"kvpool runs: KVPOOL_POOL={server.url} ")
 
 
+@pytest.mark.rare
 @pytest.mark.skipif(not VISION.is_dir(), reason="make .cache/vision/.stamp fetches what vLLM's models import")
 def test_an_engine_that_only_encodes_stores_what_another_one_answers_with(
     llava: Path, tmp_path: Path
