@@ -128,7 +128,6 @@ def _own(requests: Sequence[Any], store: Any, *, computed: bool) -> Any:
         store,
         {"engine": "bench"},
         lambda: [Measured("0" * 32)],
-        loads=True,
         stores=True,
         needs_bytes=True,
         widths={"image": 4096},

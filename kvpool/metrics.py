@@ -281,7 +281,7 @@ BEHIND_WAITING = Metric(
 
 # Of images, clips and other items that an encoder turns into embeddings.
 ENCODER_MISS_REASONS = (
-    "absent", "too_slow", "unavailable", "no_room", "audited", "opted_out", "role", "adapter", "put_away",
+    "absent", "too_slow", "unavailable", "no_room", "audited", "opted_out", "adapter", "put_away",
     "switched_off", "fault",
 )  # fmt: skip
 ENCODER_OUTPUTS = Metric(

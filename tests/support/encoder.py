@@ -77,7 +77,6 @@ class Encoders:
 
     store: Store
     settings: dict[str, Any] = field(default_factory=dict)
-    loads: bool = True
     stores: bool = True
     needs_bytes: bool = True
     alone: bool = True
@@ -94,7 +93,6 @@ class Encoders:
             self.store,
             FACTS,
             lambda: self.measured,
-            loads=self.loads,
             stores=self.stores,
             needs_bytes=self.needs_bytes,
             alone=self.alone,

@@ -22,7 +22,7 @@ from vllm.platforms import current_platform
 from kvpool.clock import REAL, Clock
 from kvpool.config import EncoderConfig
 from kvpool.errors import ConfigError, StoreUnavailable
-from kvpool.key.key import writer_name
+from kvpool.key.key import Namespace, writer_name
 from kvpool.store import open_store
 from kvpool.vllm.encoder.identity import encoder_facts, refuse_unsupported
 from kvpool.vllm.encoder.plan import EncoderMetadata, EncoderWorkerMetadata
@@ -89,7 +89,6 @@ class KVPoolECConnector(ECConnectorBase):
                 self._store,
                 encoder_facts(vllm_config, weights.facts),
                 lambda: run(_measured),
-                loads=self.is_consumer or self.is_producer,
                 stores=self.is_producer,
                 needs_bytes=self.is_consumer,
                 widths=internals.output_widths(vllm_config),
@@ -102,7 +101,7 @@ class KVPoolECConnector(ECConnectorBase):
                 clock=self.clock,
             )
             internals.watch_arrivals(self._scheduler.seen, self._scheduler.reset)
-            run(functools.partial(_heard, self._scheduler.media()))  # steps come with requests
+            run(functools.partial(_heard, self._scheduler.spaces()))  # steps come with requests
             self._scheduler.start()
         except (ConfigError, StoreUnavailable) as error:
             if role is ECConnectorRole.SCHEDULER:
@@ -117,9 +116,9 @@ class KVPoolECConnector(ECConnectorBase):
             return Measured(why="it is no worker")
         return self._worker.measure(worker, support.why_not_measured(self._vllm_config))
 
-    def heard(self, media: tuple[str, ...]) -> None:
+    def heard(self, spaces: tuple[Namespace, ...]) -> None:
         if self._worker is not None:
-            self._worker.hear(media)
+            self._worker.hear(spaces)
 
     def _called(self, method: str) -> None:
         if self._scheduler is not None:
@@ -216,8 +215,8 @@ def _measured(worker: Any) -> Measured:
     return connector.measured(worker)
 
 
-def _heard(media: tuple[str, ...], _: Any) -> None:
+def _heard(spaces: tuple[Namespace, ...], _: Any) -> None:
     """Runs on each worker."""
     connector = get_ec_transfer()
     if isinstance(connector, KVPoolECConnector):
-        connector.heard(media)
+        connector.heard(spaces)

@@ -80,7 +80,6 @@ class EncoderNamespaces:
         self._named: dict[str, Fact] = {}
         self._asks = ""  # what was called since the last measure; empty: nothing
         self._spaces: dict[str, Namespace] = {}  # by form
-        self._new: list[Namespace] = []
 
     @property
     def asks(self) -> bool:
@@ -94,13 +93,7 @@ class EncoderNamespaces:
         if form not in self._spaces:
             facts = facts_of_weights(self._facts, self._named)
             self._spaces[form] = Namespace(self._tenant, {**facts, "output_row": form})
-            self._new.append(self._spaces[form])
         return self._spaces[form]
-
-    def take_new(self) -> list[Namespace]:
-        """Those that were entered since the last call."""
-        new, self._new = self._new, []
-        return new
 
     def called(self, method: str) -> bool:
         """Somebody called a method of the workers. Returns whether it may have changed their weights."""

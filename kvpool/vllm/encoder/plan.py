@@ -61,15 +61,12 @@ class EncoderMetadata(ECConnectorMetadata):
 
     loads: dict[str, Loaded] = field(default_factory=dict)
     stores: dict[str, Stored] = field(default_factory=dict)
-    spaces: list[Namespace] = field(
-        default_factory=list
-    )  # in which they are, where new: their facts are kept
+    spaces: tuple[Namespace, ...] | None = None  # ``EncoderScheduler.spaces``; None: as before
     wrong: list[str] = field(default_factory=list)  # keys of records to be deleted
     writer: bytes = b""  # this engine's name in what it stores
     watch: bool = False  # the weights lie in memory, and are those of the last measure
     # They have changed, and no call has said so: what was stored since they were last seen the same is deleted.
     silent: bool = False
-    media: tuple[str, ...] = ()  # ``EncoderScheduler.media``
 
 
 @dataclass

@@ -26,7 +26,7 @@ from kvpool.discovery.quota_watch import QuotaWatch
 from kvpool.discovery.worker import MAX_MEDIA
 from kvpool.errors import StoreClosed
 from kvpool.key.hashing import media_hash
-from kvpool.key.key import Fact
+from kvpool.key.key import Fact, Namespace
 from kvpool.metrics import Counters, Samples
 from kvpool.store import Store
 from kvpool.vllm.encoder.audits import OutputAudits, remember
@@ -72,7 +72,6 @@ class EncoderScheduler:
         facts: Mapping[str, Fact],
         measure: Callable[[], Sequence[Measured]],
         *,
-        loads: bool,
         stores: bool,
         needs_bytes: bool,
         widths: Mapping[str, int],
@@ -86,7 +85,7 @@ class EncoderScheduler:
         random_number: Callable[[], float] | None = None,
     ) -> None:
         self._config, self._store, self._clock = config, store, clock
-        self._loads, self._stores, self._needs_bytes = loads, stores, needs_bytes
+        self._stores, self._needs_bytes = stores, needs_bytes
         self._forms = {modality: (known, dtype) for modality, known in widths.items()}
         self._any_form = width, dtype  # of modalities that are not known
         self._writer, self._cached, self._is_asleep, self._alone = writer, cached, is_asleep, alone
@@ -117,6 +116,7 @@ class EncoderScheduler:
             config.tenant, facts, measure, is_asleep=is_asleep, leave=self._audits.leave
         )
         self._quota = QuotaWatch(store, config.tenant, self.counters, logger)
+        self._told: tuple[Namespace, ...] | None = None  # to the workers, as ``spaces``
         self._promised: dict[str, Loaded] = {}  # since the last step
         self._step = EncoderMetadata()
         self._is_known = True  # the watch has found nothing
@@ -150,7 +150,7 @@ class EncoderScheduler:
         return state
 
     def _look_up(self, request: Request, state: _Asked) -> None:
-        if not self._loads or not state.params.load:
+        if not state.params.load:
             return
         cached, wanted = self._cached(), []
         for item in state.items:
@@ -246,8 +246,6 @@ class EncoderScheduler:
         """Of ``metrics.ENCODER_MISS_REASONS``."""
         if self._is_off:
             return "switched_off"
-        if not self._loads:
-            return "role"
         if not state.params.load:
             return "opted_out"
         if item is not None and item.by_name:
@@ -293,21 +291,21 @@ class EncoderScheduler:
         if not output.total_num_scheduled_tokens and self._needs_bytes:
             self._step.loads = step.loads
         step.writer = self._writer
-        step.spaces = self._namespaces.take_new()
         step.wrong, self._outputs.wrong = self._outputs.wrong, []
         step.watch = self._is_known and not self._namespaces.asks and not self._is_asleep()
         step.silent, self._silent = self._silent, False
-        step.media = self.media()
+        if (spaces := self.spaces()) != self._told:
+            step.spaces = self._told = spaces
         return step
 
     @guarded(())
-    def media(self) -> tuple[str, ...]:
-        """The namespaces whose outputs this engine loads, as 32 hex digits each; empty: none now. Measures nothing."""
-        if self._is_off or not self._loads or self._namespaces.asks:
+    def spaces(self) -> tuple[Namespace, ...]:
+        """Where this engine's outputs are; empty: nowhere now. Measures nothing."""
+        if self._is_off or self._namespaces.asks:
             return ()
         forms = {Shape(0, *form).form for form in self._forms.values() or [self._any_form]}
         spaces = [space for form in sorted(forms) if (space := self._namespaces.of(form)) is not None]
-        return tuple(space.hex for space in spaces[:MAX_MEDIA])
+        return tuple(spaces[:MAX_MEDIA])
 
     # What the workers report.
 

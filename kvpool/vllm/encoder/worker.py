@@ -41,7 +41,6 @@ COPY_TIMEOUT_S = 30.0  # of a copy to the host, which takes milliseconds
 COPY_PAUSE_S = 1e-3
 CLOSE_S = 5.0  # wait of a shutdown for what is under way
 LOOK_EVERY_S = 0.1  # of the watch, at a few tensors
-MAX_SPACES = 4
 
 Cache = dict[str, torch.Tensor]
 
@@ -49,8 +48,8 @@ Cache = dict[str, torch.Tensor]
 class EncoderWorker:
     """``stores``: this rank writes what all of them compute, for it is the same. ``model``: its display name.
 
-    ``alone``: no other connector tells how the pool is. ``tell``: takes ``EncoderScheduler.media`` when it changes;
-    must not block.
+    ``alone``: no other connector tells how the pool is. ``tell``: takes the namespaces of outputs, 32 hex digits each,
+    when they change; must not block.
     """
 
     def __init__(
@@ -63,13 +62,12 @@ class EncoderWorker:
         tell: Callable[[tuple[str, ...]], None] = lambda _: None,
     ) -> None:
         self._model, self._alone = model, alone
-        self._spaces: list[Namespace] = []  # the last ones that were entered
+        self._spaces: tuple[Namespace, ...] = ()  # as last told
         self._kept_s = 0.0  # when their facts were written last
         self._stores, self._room_nbytes = stores, config.staging_nbytes
         self._store: Store | None = None
         self._broken = False
         self._tell = tell
-        self._media: tuple[str, ...] = ()  # as last told
         self._measure: WeightsMeasure | str = "nothing was measured"
         self._unsure = UnsureKeys()
         self._looked_at_s = 0.0
@@ -114,34 +112,35 @@ class EncoderWorker:
 
     @guarded(None)
     def _begin(self, step: EncoderMetadata) -> None:
-        self.hear(step.media)
+        if step.spaces is not None:
+            self.hear(step.spaces)
         if self._store is not None and step.writer:
             self._store.writer = step.writer
         if step.silent:
             self._unsure.condemn()
-        self._keep_facts(step.spaces)
+        self._keep_facts()
         if step.watch:
             self._look()
         wrong = [*step.wrong, *(self._unsure.take() if self._unsure.condemned else ())]
         if wrong and self._store is not None:
             self._behind(self._delete, self._store, wrong)
 
-    def hear(self, media: tuple[str, ...]) -> None:
-        """What the scheduler's half says."""
-        if media != self._media:
-            self._media = media
-            self._tell(media)
+    def hear(self, spaces: Sequence[Namespace]) -> None:
+        """What the scheduler's half says of where outputs are."""
+        new = [space for space in spaces if space not in self._spaces]
+        self._spaces = tuple(spaces)
+        self._tell(tuple(space.hex for space in spaces))
+        self._keep_facts(new)
 
-    def _keep_facts(self, new: Sequence[Namespace]) -> None:
+    def _keep_facts(self, new: Sequence[Namespace] = ()) -> None:
         """So that other workers can say why they do not share; a server may evict what is not written again."""
-        if self._store is None or not (new or time.monotonic() >= self._kept_s + KEEP_EVERY_S):
+        now_s = time.monotonic()
+        if self._store is None or not (new or (self._spaces and now_s >= self._kept_s + KEEP_EVERY_S)):
             return
-        self._spaces = [*self._spaces, *new][-MAX_SPACES:]
-        self._kept_s = time.monotonic()
-        if self._spaces:
-            self._behind(self._write_facts, self._store, list(self._spaces), frozenset(new))
+        self._kept_s = now_s
+        self._behind(self._write_facts, self._store, self._spaces, frozenset(new))
 
-    def _write_facts(self, store: Store, spaces: list[Namespace], new: frozenset[Namespace]) -> None:
+    def _write_facts(self, store: Store, spaces: Sequence[Namespace], new: frozenset[Namespace]) -> None:
         with contextlib.suppress(KVPoolError):
             for space in spaces:
                 if space not in new:

@@ -25,12 +25,12 @@ def test_a_step_travels_between_processes() -> None:
     step = EncoderMetadata(
         {"a": Loaded(payload, SHAPE)}, {"b": Stored("key", SHAPE, payload, b"w" * 16)}, wrong=["key"]
     )
-    step.spaces = [SPACE]
+    step.spaces = (SPACE,)
     there = pickle.loads(pickle.dumps(step))
     assert there.loads["a"].payload.tobytes() == payload.tobytes()
     assert there.loads["a"].shape == SHAPE
     assert there.stores["b"].record.tobytes() == payload.tobytes()
-    assert (there.spaces, there.spaces[0].facts) == ([SPACE], SPACE.facts)
+    assert (there.spaces, there.spaces[0].facts) == ((SPACE,), SPACE.facts)
 
 
 def test_reports_of_ranks_are_one() -> None:

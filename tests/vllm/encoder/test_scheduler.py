@@ -10,7 +10,7 @@ from vllm.v1.request import Request
 from kvpool import _native
 from kvpool.vllm.encoder.plan import EncoderWorkerMetadata
 from kvpool.vllm.plan import Measured
-from tests.support.encoder import DTYPE, Encoders, Picture, has, key, payload, ready, request
+from tests.support.encoder import DTYPE, SPACE, Encoders, Picture, has, key, payload, ready, request
 from tests.support.scheduler import planted
 from tests.support.scripted_store import ScriptedStore
 
@@ -327,6 +327,17 @@ def test_a_silent_change_deletes_what_was_stored_lately(encoders: Encoders) -> N
     assert step.silent
     assert not step.watch, "until they are measured"
     assert not encoders.plan().silent
+
+
+def test_workers_hear_where_outputs_are_when_that_changes(encoders: Encoders) -> None:
+    assert encoders.plan().spaces == (SPACE,)
+    assert encoders.plan().spaces is None
+    encoders.half.called("reload_weights")
+    assert encoders.plan().spaces == (), "nobody knows yet"
+    encoders.measured = [Measured("others")]
+    encoders.half.seen(request("r", A))
+    (other,) = encoders.plan().spaces or ()
+    assert other != SPACE
 
 
 def test_the_width_of_outputs_is_learnt(encoders: Encoders, store: ScriptedStore) -> None:

@@ -11,7 +11,6 @@ import pytest
 from kvpool.clock import REAL
 from kvpool.config import EncoderConfig
 from kvpool.discovery.worker_record import announced_workers
-from kvpool.key.hashing import media_hash
 from kvpool.store import open_store
 from tests.support.deadlines import eventually
 from tests.support.memory_store import MemoryStore
@@ -24,7 +23,7 @@ def a_scheduler(store: Any, measure: Callable[[], Any], **more: Any) -> Any:
     from kvpool.vllm.encoder.scheduler import EncoderScheduler
 
     options: dict[str, Any] = {
-        "loads": True, "stores": True, "needs_bytes": True, "widths": {"image": 64, "audio": 32, "video": 64},
+        "stores": True, "needs_bytes": True, "widths": {"image": 64, "audio": 32, "video": 64},
         "width": 64, "dtype": "bfloat16", "writer": bytes(16), "is_asleep": lambda: False, "cached": list,
         "clock": REAL, **more,
     }  # fmt: skip
@@ -41,32 +40,32 @@ def test_an_engine_says_the_namespaces_that_it_loads_of() -> None:
     store = MemoryStore()
     scheduler = a_scheduler(store, lambda: [Measured(weights[0])])
     forms = ("32 bfloat16", "64 bfloat16")
-    expected = tuple(Namespace("default", {**FACTS, "output_row": form}).hex for form in forms)
-    assert scheduler.media() == expected
-    assert expected[1] in Namespace("default", {**FACTS, "output_row": forms[1]}).key(media_hash("x"), 0, 0)
+    expected = tuple(Namespace("default", {**FACTS, "output_row": form}) for form in forms)
+    assert scheduler.spaces() == expected
     scheduler.called("reload_weights")
-    assert scheduler.media() == (), "nobody has looked what a call made of the weights"
+    assert scheduler.spaces() == (), "nobody has looked what a call made of the weights"
     weights[0] = "other"
-    assert scheduler._namespaces.of(forms[0]).hex not in expected
-    changed = scheduler.media()
+    assert scheduler._namespaces.of(forms[0]) not in expected
+    changed = scheduler.spaces()
     assert len(changed) == 2
     assert not {*changed} & {*expected}
     scheduler.switch_off("of a test")
-    assert scheduler.media() == ()
-    assert a_scheduler(store, lambda: [Measured("v")], loads=False).media() == ()
+    assert scheduler.spaces() == ()
     scheduler.close()
     store.close()
 
 
 def test_a_worker_tells_what_changes() -> None:
+    from kvpool.key.key import Namespace
     from kvpool.vllm.encoder.plan import EncoderMetadata
     from kvpool.vllm.encoder.worker import EncoderWorker
 
     told: list[tuple[str, ...]] = []
     worker = EncoderWorker(EncoderConfig.load({"pool": "file:///unused"}, {}), stores=False, tell=told.append)
-    for media in ((), ("a",), ("a",), ("a", "b"), ("a", "b")):
-        worker.load(EncoderMetadata(media=media), {}, None)  # type: ignore[arg-type]
-    assert told == [("a",), ("a", "b")]
+    one, other = (Namespace("default", {"weights": name}) for name in "ab")
+    for spaces in (None, (one,), None, (one, other)):
+        worker.load(EncoderMetadata(spaces=spaces), {}, None)  # type: ignore[arg-type]
+    assert told == [(one.hex,), (one.hex, other.hex)]
     worker.close()
     assert told[2:] == [()], "it loads no more"
 
