@@ -9,8 +9,7 @@ from vllm.v1.request import Request
 
 from kvpool import _native
 from kvpool.vllm.encoder.plan import EncoderWorkerMetadata
-from kvpool.vllm.plan import Measured
-from tests.support.encoder import DTYPE, SPACE, Encoders, Picture, has, key, payload, ready, request
+from tests.support.encoder import DTYPE, Encoders, Picture, has, key, payload, ready, request
 from tests.support.scheduler import planted
 from tests.support.scripted_store import ScriptedStore
 
@@ -266,78 +265,6 @@ def test_a_hundred_items_are_one_question(encoders: Encoders, store: ScriptedSto
     ready(encoders, store, asked)
     assert encoders.schedule(asked) == [True] * 100
     assert len(encoders.plan().loads) == 100
-
-
-def test_other_weights_have_other_keys(encoders: Encoders, store: ScriptedStore) -> None:
-    has(store, A)
-    before, after = request("1", A), request("2", A)
-    encoders.half.seen(before)
-    store.end_all()
-    encoders.half.is_ready(before, 0)
-    encoders.measured = [Measured("others")]
-    encoders.half.called("reload_weights")
-    assert encoders.half._outputs.of(A.identifier) is None, "what was fetched is of the weights before"
-    store.end_all()
-    encoders.half.seen(after)
-    (question,) = store.under_way
-    assert question.keys != [key(A.identifier)]
-    store.end_all()
-    encoders.measured = [Measured("the start's")]
-    encoders.half.called("reload_weights")
-    last = request("3", A)
-    encoders.half.seen(last)
-    assert store.under_way[0].keys == [key(A.identifier)], "they are back"
-
-
-def test_a_call_that_leaves_the_encoder_alone_changes_nothing(
-    encoders: Encoders, store: ScriptedStore
-) -> None:
-    """As an update of the language model alone."""
-    encoders.half.called("update_weights")
-    encoders.half.seen(request("r", A))
-    assert store.under_way[0].keys == [key(A.identifier)]
-
-
-def test_weights_that_cannot_be_measured_share_with_nobody(encoders: Encoders, store: ScriptedStore) -> None:
-    encoders.measured = [Measured(why="they move")]
-    encoders.half.called("update_weights")
-    encoders.half.seen(request("r", A))
-    (alone,) = store.under_way[0].keys
-    assert alone != key(A.identifier)
-    assert Encoders(ScriptedStore()).half._namespaces.of("4 float32") is not None
-
-
-def test_weights_that_sleep_have_no_pool(encoders: Encoders, store: ScriptedStore) -> None:
-    encoders.is_asleep = True
-    encoders.half.called("sleep")
-    asked = request("r", A)
-    encoders.half.seen(asked)
-    assert not store.under_way
-    assert encoders.half.is_ready(asked, 0)
-    assert encoders.schedule(asked) == [False]
-    assert not encoders.plan().stores
-    assert not encoders.plan().watch
-
-
-def test_a_silent_change_deletes_what_was_stored_lately(encoders: Encoders) -> None:
-    assert encoders.plan().watch
-    encoders.measured = [Measured("others")]
-    encoders.half.update(EncoderWorkerMetadata(differs=True))
-    step = encoders.plan()
-    assert step.silent
-    assert not step.watch, "until they are measured"
-    assert not encoders.plan().silent
-
-
-def test_workers_hear_where_outputs_are_when_that_changes(encoders: Encoders) -> None:
-    assert encoders.plan().spaces == (SPACE,)
-    assert encoders.plan().spaces is None
-    encoders.half.called("reload_weights")
-    assert encoders.plan().spaces == (), "nobody knows yet"
-    encoders.measured = [Measured("others")]
-    encoders.half.seen(request("r", A))
-    (other,) = encoders.plan().spaces or ()
-    assert other != SPACE
 
 
 def test_the_width_of_outputs_is_learnt(encoders: Encoders, store: ScriptedStore) -> None:
