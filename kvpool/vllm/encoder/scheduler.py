@@ -26,7 +26,7 @@ from kvpool.discovery.quota_watch import QuotaWatch
 from kvpool.discovery.worker import MAX_MEDIA
 from kvpool.errors import StoreClosed
 from kvpool.key.hashing import media_hash
-from kvpool.key.key import Fact
+from kvpool.key.key import Fact, Namespace
 from kvpool.metrics import Counters, Samples
 from kvpool.store import Store
 from kvpool.vllm.encoder.audits import OutputAudits, remember
@@ -119,8 +119,7 @@ class EncoderScheduler:
         self._quota = QuotaWatch(store, config.tenant, self.counters, logger)
         self._promised: dict[str, Loaded] = {}  # since the last step
         self._step = EncoderMetadata()
-        self._is_known = True  # the watch has found nothing
-        self._silent = False
+        self._silent = False  # a silent change that the workers have not been told of
         self._modalities: dict[str, str] = {}  # of what the workers encode, by identifier
 
     def start(self) -> None:
@@ -163,12 +162,16 @@ class EncoderScheduler:
             ):
                 continue
             shape = self._shape(item)
-            if (space := self._namespaces.of(shape.form)) is None:
+            if (space := self._space(shape)) is None:
                 return
             wanted.append(
                 (item.identifier, space.key(media_hash(item.identifier), 0, 0), shape, _nbytes(shape))
             )
         self._outputs.want(request.request_id, wanted)
+
+    def _space(self, shape: Shape) -> Namespace | None:
+        # A measure forgets what was stored since the last look, so the workers must have deleted it before.
+        return None if self._silent else self._namespaces.of(shape.form)
 
     def _shape(self, item: Item) -> Shape:
         return Shape(item.rows, *self._forms.get(item.modality, self._any_form))
@@ -269,7 +272,7 @@ class EncoderScheduler:
             self.counters.add(metrics.ENCODER_STORE_SKIPPED, 1, "quota")
             return
         shape = self._shape(item)
-        if (space := self._namespaces.of(shape.form)) is not None:
+        if (space := self._space(shape)) is not None:
             remember(self._modalities, item.identifier, item.modality)
             key = space.key(media_hash(item.identifier), 0, 0)
             self._step.stores[item.identifier] = Stored(key, shape)
@@ -288,15 +291,22 @@ class EncoderScheduler:
         step, self._step = self._step, EncoderMetadata()
         self._promised.clear()
         cached = self._cached()
-        # An engine that computes nothing shows its workers no step; and what it has evicted again has no place.
+        # What it has evicted again has no place.
         step.loads = {name: loaded for name, loaded in step.loads.items() if name in cached or not cached}
+        step.spaces += self._namespaces.take_new()
+        step.wrong += self._outputs.wrong
+        self._outputs.wrong = []
         if not output.total_num_scheduled_tokens and self._needs_bytes:
-            self._step.loads = step.loads
+            # An engine that computes nothing shows its workers no step, or shows it to no connector of encoders.
+            # What it was to store it has not computed, and may compute with other weights.
+            self._step, step = (
+                EncoderMetadata(step.loads, spaces=step.spaces, wrong=step.wrong),
+                EncoderMetadata(),
+            )
+        else:
+            step.silent, self._silent = self._silent, False
         step.writer = self._writer
-        step.spaces = self._namespaces.take_new()
-        step.wrong, self._outputs.wrong = self._outputs.wrong, []
-        step.watch = self._is_known and not self._namespaces.asks and not self._is_asleep()
-        step.silent, self._silent = self._silent, False
+        step.watch = not self._namespaces.asks and not self._is_asleep()
         step.media = self.media()
         return step
 
@@ -321,13 +331,13 @@ class EncoderScheduler:
                 self._forms[modality] = form
         for compared in report.compared:
             self._outputs.wrong += self._audits.judge(compared)
-        if report.differs and self._is_known:
+        if report.differs and not self._namespaces.asks:
             logger.error(
                 "kvpool: the weights of this engine's encoder changed without a call of vLLM's. What it stored in the "
                 "last seconds is deleted. Change weights by collective_rpc, of which kvpool hears"
             )
             self.called("a silent change")
-            self._is_known, self._silent = False, True
+            self._silent = True
 
     # The engine.
 
@@ -335,7 +345,6 @@ class EncoderScheduler:
     def called(self, method: str) -> None:
         """Somebody called a method of the workers, which may have changed their weights."""
         if self._namespaces.called(method):
-            self._is_known = True
             self._outputs.forget()
 
     @guarded(None)

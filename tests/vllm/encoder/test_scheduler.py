@@ -319,16 +319,6 @@ def test_weights_that_sleep_have_no_pool(encoders: Encoders, store: ScriptedStor
     assert not encoders.plan().watch
 
 
-def test_a_silent_change_deletes_what_was_stored_lately(encoders: Encoders) -> None:
-    assert encoders.plan().watch
-    encoders.measured = [Measured("others")]
-    encoders.half.update(EncoderWorkerMetadata(differs=True))
-    step = encoders.plan()
-    assert step.silent
-    assert not step.watch, "until they are measured"
-    assert not encoders.plan().silent
-
-
 def test_the_width_of_outputs_is_learnt(encoders: Encoders, store: ScriptedStore) -> None:
     """Of models whose outputs are wider than their words, where vLLM has not measured them."""
     asked = request("1", A)
