@@ -29,6 +29,7 @@ from kvpool.key.hashing import media_hash
 from kvpool.key.key import Fact, Namespace
 from kvpool.metrics import Counters, Samples
 from kvpool.store import Store
+from kvpool.store.batch import GRACE_S
 from kvpool.vllm.encoder.audits import OutputAudits, remember
 from kvpool.vllm.encoder.identity import EncoderNamespaces
 from kvpool.vllm.encoder.outputs import ABSENT, HELD, Output, Outputs
@@ -50,11 +51,12 @@ logger = init_logger("vllm.kvpool")
 
 @dataclass
 class _Asked:
-    """What a request wants. ``reach``: the tokens up to the end of its last item."""
+    """What a request wants. ``reach``: the tokens up to the end of its last item. ``features``: at this look."""
 
     items: Sequence[Item]
     params: RequestParams
     reach: int
+    features: int
     waits_since_s: float | None = None  # for its outputs
 
 
@@ -86,6 +88,7 @@ class EncoderScheduler:
         random_number: Callable[[], float] | None = None,
     ) -> None:
         self._config, self._store, self._clock = config, store, clock
+        self._longest_wait_s = 2 * config.lookup_timeout_s + config.max_load_s + 2 * GRACE_S
         self._loads, self._stores, self._needs_bytes = loads, stores, needs_bytes
         self._forms = {modality: (known, dtype) for modality, known in widths.items()}
         self._any_form = width, dtype  # of modalities that are not known
@@ -118,6 +121,7 @@ class EncoderScheduler:
         )
         self._quota = QuotaWatch(store, config.tenant, self.counters, logger)
         self._promised: dict[str, Loaded] = {}  # since the last step
+        self._next: _Asked | None = None  # whose items the engine asks for next
         self._step = EncoderMetadata()
         self._silent = False  # a silent change that the workers have not been told of
         self._modalities: dict[str, str] = {}  # of what the workers encode, by identifier
@@ -144,7 +148,8 @@ class EncoderScheduler:
         if state is None:
             params = self._params.read(getattr(request, "kv_transfer_params", None))
             items = internals.items_of(request)
-            state = _Asked(items, params, max((item.end for item in items), default=0))
+            reach = max((item.end for item in items), default=0)
+            state = _Asked(items, params, reach, len(request.mm_features))
             self._requests[request.request_id] = state
         return state
 
@@ -180,12 +185,11 @@ class EncoderScheduler:
     def is_ready(self, request: Request, computed_tokens: int) -> bool:
         """Whether a request may be scheduled; no: what it needs of the pool is still on its way."""
         state = self._requests.get(request.request_id)
-        if state is None or len(request.mm_features) != len(
-            state.items
-        ):  # a session whose turn brought others
+        if state is None or len(request.mm_features) != state.features:
             self._requests.pop(request.request_id, None)
             state = self._state(request)
-        if computed_tokens >= state.reach or self._is_off:
+        self._next = state
+        if computed_tokens >= state.reach or self._is_off or self._has_waited(state):
             return self._go_on(state)
         self._look_up(request, state)
         cached, is_ready = self._cached(), True
@@ -201,6 +205,11 @@ class EncoderScheduler:
             state.waits_since_s = self._clock.monotonic()
         return False
 
+    def _has_waited(self, state: _Asked) -> bool:
+        """Longer than any question and load: calls of the workers, and other requests, begin them anew."""
+        since_s = state.waits_since_s
+        return since_s is not None and self._clock.monotonic() > since_s + self._longest_wait_s
+
     def _go_on(self, state: _Asked) -> bool:
         if state.waits_since_s is not None:
             self.counters.observe(metrics.ENCODER_WAIT_SECONDS, self._clock.monotonic() - state.waits_since_s)
@@ -211,7 +220,7 @@ class EncoderScheduler:
     def has(self, identifier: str) -> bool:
         """Whether an output comes from the pool. A yes is kept, whatever happens: its bytes are here, and verified."""
         output = self._outputs.of(identifier)
-        if self._is_off or output is None:
+        if self._is_off or output is None or (self._next is not None and not self._next.params.load):
             return False
         if not self._needs_bytes:
             return output.in_pool
@@ -257,6 +266,8 @@ class EncoderScheduler:
             return "adapter"
         if output is not None and output.audited:
             return "audited"
+        if output is not None and not output.is_settled:
+            return "too_slow"
         return output.why if output is not None and output.state == ABSENT else "fault"
 
     def _store_it(self, state: _Asked, item: Item, output: Output | None) -> None:
@@ -266,6 +277,9 @@ class EncoderScheduler:
             self._audits.begin(item.identifier, output.key)
             self._step.stores[item.identifier] = Stored("", output.shape, output.payload, output.writer)
             return
+        if not self._stores and item.modality not in self._forms:  # vLLM measures those of engines that store
+            remember(self._modalities, item.identifier, item.modality)
+            self._step.stores[item.identifier] = Stored("", self._shape(item))
         if not self._stores or not state.params.store or (output is not None and output.in_pool):
             return
         if self._quota.is_over():
@@ -355,7 +369,7 @@ class EncoderScheduler:
     def _without_pool(self, request: Request) -> None:
         state = self._requests.get(request.request_id)
         if state is None:
-            self._requests[request.request_id] = _Asked((), WITHOUT_POOL, 0)
+            self._requests[request.request_id] = _Asked((), WITHOUT_POOL, 0, len(request.mm_features))
         else:
             state.params, state.reach = WITHOUT_POOL, 0
             self._forget_request(request, state)

@@ -315,7 +315,9 @@ def watch_arrivals(arrived: Callable[[Request], None], reset: Callable[[], None]
 
     def add(request: Request) -> None:
         add_request(request)
-        arrived(request)
+        # Else it is a turn of a session, which has taken it over, or has it in a queue, or has ended.
+        if getattr(scheduler, "requests", {}).get(request.request_id, request) is request:
+            arrived(request)
 
     def reset_encoder_cache() -> None:
         forget()
