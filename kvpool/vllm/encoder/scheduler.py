@@ -4,6 +4,8 @@ A request's items are looked up on arrival (``seen``). Before the engine schedul
 fetched and verified (``is_ready``), for at most ``lookup_timeout_s`` without progress. Then the engine asks item by
 item (``has``), and those that it was promised go to the workers with the step (``plan``). What it computes is stored.
 
+Over 400 lines because what vLLM's scheduler asks of an item stands together.
+
 Threads: the engine's scheduler thread only. It waits for nothing but a measure of weights that a call may have changed.
 """
 
@@ -48,6 +50,8 @@ from kvpool.vllm.requests import WITHOUT_POOL, ParamsReader, RequestParams
 
 logger = init_logger("vllm.kvpool")
 
+ON_ITS_WAY_S = 10.0  # that a store may take
+
 
 @dataclass
 class _Asked:
@@ -64,7 +68,7 @@ class EncoderScheduler:
     """``measure``: the weights of all workers. ``widths``: of outputs, by modality, and of others ``width``.
 
     ``alone``: no other connector tells how the pool is. ``cached``: lists the items whose outputs the engine has.
-    ``needs_bytes``: the engine computes with outputs itself.
+    ``evict``: has the engine forget one. ``needs_bytes``: the engine computes with outputs itself.
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class EncoderScheduler:
         writer: bytes,
         is_asleep: Callable[[], bool],
         cached: Callable[[], Collection[str]],
+        evict: Callable[[str], bool] = lambda _: False,
         alone: bool = True,
         clock: Clock = REAL,
         random_number: Callable[[], float] | None = None,
@@ -93,6 +98,7 @@ class EncoderScheduler:
         self._forms = {modality: (known, dtype) for modality, known in widths.items()}
         self._any_form = width, dtype  # of modalities that are not known
         self._writer, self._cached, self._is_asleep, self._alone = writer, cached, is_asleep, alone
+        self._evict = evict
         self.counters = Counters()
         self._samples: Samples = {}  # of the workers
         self._request_faults = RequestFaults(self.counters)
@@ -125,6 +131,7 @@ class EncoderScheduler:
         self._step = EncoderMetadata()
         self._silent = False  # a silent change that the workers have not been told of
         self._modalities: dict[str, str] = {}  # of what the workers encode, by identifier
+        self._stored_s: dict[str, float] = {}  # when
 
     def start(self) -> None:
         """Begin to follow the tenant's quota. Does not block."""
@@ -162,7 +169,7 @@ class EncoderScheduler:
             if (
                 item.by_name
                 or item.rows < 1
-                or item.identifier in cached
+                or (item.identifier in cached and self._needs_bytes)
                 or (known is not None and request.request_id in known.wanted)
             ):
                 continue
@@ -195,15 +202,22 @@ class EncoderScheduler:
         cached, is_ready = self._cached(), True
         for item in state.items:
             output = self._outputs.of(item.identifier)
-            if item.end <= computed_tokens or output is None or item.identifier in cached:
+            is_cached = item.identifier in cached
+            if item.end <= computed_tokens or output is None or (is_cached and self._needs_bytes):
                 continue
             self._outputs.advance(output, needed=self._needs_bytes)
+            if is_cached and output.why == "absent" and not self._is_on_its_way(item.identifier):
+                self._evict(item.identifier)  # others look for it in the pool, which has lost it
             is_ready = is_ready and (output.is_settled or (output.in_pool and not self._needs_bytes))
         if is_ready:
             return self._go_on(state)
         if state.waits_since_s is None:
             state.waits_since_s = self._clock.monotonic()
         return False
+
+    def _is_on_its_way(self, identifier: str) -> bool:
+        """Whether the workers may still be storing it."""
+        return self._clock.monotonic() < self._stored_s.get(identifier, -ON_ITS_WAY_S) + ON_ITS_WAY_S
 
     def _has_waited(self, state: _Asked) -> bool:
         """Longer than any question and load: calls of the workers, and other requests, begin them anew."""
@@ -290,6 +304,7 @@ class EncoderScheduler:
             remember(self._modalities, item.identifier, item.modality)
             key = space.key(media_hash(item.identifier), 0, 0)
             self._step.stores[item.identifier] = Stored(key, shape)
+            remember(self._stored_s, item.identifier, self._clock.monotonic())
 
     def finished(self, request: Request) -> None:
         state = self._requests.pop(request.request_id, None)

@@ -6,6 +6,7 @@ import pytest
 
 from kvpool.key.hashing import media_hash
 from kvpool.vllm.encoder.plan import EncoderWorkerMetadata
+from kvpool.vllm.encoder.scheduler import ON_ITS_WAY_S
 from tests.support.encoder import DTYPE, SPACE, Encoders, Picture, has, ready, request
 from tests.support.scheduler import planted
 from tests.support.scripted_store import ScriptedStore
@@ -108,3 +109,34 @@ def test_an_engine_that_only_loads_learns_the_width_of_what_it_encodes(store: Sc
     assert store.under_way[0].keys == [wide.key(media_hash(clips[1].identifier), 0, 0)]
     encoders.schedule(later)
     assert encoders.plan().stores == {}
+
+
+def test_an_encoder_of_its_own_encodes_again_what_the_pool_has_lost(store: ScriptedStore) -> None:
+    """Its engine has the item, or takes it for one that it has; engines that only load would encode it each time."""
+    encoders = Encoders(store, needs_bytes=False)
+    has(store, A)
+    for turn, is_there in enumerate((True, False, True)):
+        encoders.clock.sleep(ON_ITS_WAY_S)
+        asked = request(f"{turn}", A)
+        encoders.half.seen(asked)
+        assert not encoders.half.is_ready(asked, 0)
+        store.end_all()
+        assert encoders.half.is_ready(asked, 0)
+        encoders.schedule(asked)
+        assert bool(encoders.plan().stores) is not is_there
+        encoders.half.finished(asked)
+        store.records.clear()
+        if not is_there:
+            has(store, A)
+
+
+def test_what_an_encoder_of_its_own_is_storing_is_not_encoded_again(store: ScriptedStore) -> None:
+    encoders = Encoders(store, needs_bytes=False)
+    for turn in range(3):
+        asked = request(f"{turn}", A)
+        encoders.half.seen(asked)
+        store.end_all()
+        assert encoders.half.is_ready(asked, 0)
+        encoders.schedule(asked)
+        assert bool(encoders.plan().stores) is (turn == 0)
+        encoders.half.finished(asked)
