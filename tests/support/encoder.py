@@ -102,10 +102,16 @@ class Encoders:
             writer=WRITER,
             is_asleep=lambda: self.is_asleep,
             cached=lambda: self.cached,
+            evict=self.evict,
             clock=self.clock,
             random_number=self.random_number,
         )
         self.samples: Samples = {}
+
+    def evict(self, identifier: str) -> bool:
+        """As if no request held it."""
+        self.cached.discard(identifier)
+        return True
 
     def schedule(self, asked: Request) -> list[bool]:
         """As vLLM does with a request that is ready: asks for each item and allocates it; whether the pool had it."""

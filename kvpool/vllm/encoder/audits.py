@@ -6,6 +6,7 @@ Threads: the engine's scheduler thread only.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from vllm.logger import init_logger
 
@@ -19,6 +20,8 @@ from kvpool.vllm.encoder.plan import ComparedOutput
 from kvpool.vllm.plan import AuditedPart, LayerDistance
 
 logger = init_logger("vllm.kvpool")
+
+_T = TypeVar("_T")
 
 MAX_REPORTS = 4096  # that are awaited
 ENCODER = "encoder"  # stands for the layer
@@ -99,7 +102,7 @@ class OutputAudits:
         self._findings.forget()
 
 
-def remember(into: dict[str, str], name: str, value: str) -> None:
+def remember(into: dict[str, _T], name: str, value: _T) -> None:
     """What no worker reports is forgotten when there is too much of it."""
     into[name] = value
     if len(into) > MAX_REPORTS:

@@ -97,6 +97,7 @@ class KVPoolECConnector(ECConnectorBase):
                 writer=writer_name(f"{engine} {vllm_config.instance_id}"),
                 is_asleep=is_asleep,
                 cached=internals.encoder_outputs(),
+                evict=internals.output_evictor(),
                 alone=_is_alone(vllm_config),
                 clock=self.clock,
             )

@@ -105,8 +105,8 @@ class EncoderNamespaces:
     def _settle(self) -> bool:
         if self._is_asleep():
             return False
-        cause, self._asks = self._asks, ""
-        weights = self._joined()
+        cause, weights = self._asks, self._joined()
+        self._asks = ""  # not before: a measure may fail
         if not weights and not self._start and cause not in WRITES:
             return True  # it was never measured, and nothing says that it has changed
         if not weights:

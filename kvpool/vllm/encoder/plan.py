@@ -36,7 +36,8 @@ class Loaded(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Where an output belongs that this step computes. ``key``: empty: nowhere, for it is only compared."""
+    """Where an output belongs that this step computes. ``key``: empty: nowhere, for it is only compared, or looked at:
+    then there is no ``record``."""
 
     key: str
     shape: Shape

@@ -4,6 +4,8 @@ A request's items are looked up on arrival (``seen``). Before the engine schedul
 fetched and verified (``is_ready``), for at most ``lookup_timeout_s`` without progress. Then the engine asks item by
 item (``has``), and those that it was promised go to the workers with the step (``plan``). What it computes is stored.
 
+Over 400 lines because what vLLM's scheduler asks of an item stands together.
+
 Threads: the engine's scheduler thread only. It waits for nothing but a measure of weights that a call may have changed.
 """
 
@@ -29,6 +31,7 @@ from kvpool.key.hashing import media_hash
 from kvpool.key.key import Fact, Namespace
 from kvpool.metrics import Counters, Samples
 from kvpool.store import Store
+from kvpool.store.batch import GRACE_S
 from kvpool.vllm.encoder.audits import OutputAudits, remember
 from kvpool.vllm.encoder.identity import EncoderNamespaces
 from kvpool.vllm.encoder.outputs import ABSENT, HELD, Output, Outputs
@@ -47,14 +50,17 @@ from kvpool.vllm.requests import WITHOUT_POOL, ParamsReader, RequestParams
 
 logger = init_logger("vllm.kvpool")
 
+ON_ITS_WAY_S = 10.0  # that a store may take
+
 
 @dataclass
 class _Asked:
-    """What a request wants. ``reach``: the tokens up to the end of its last item."""
+    """What a request wants. ``reach``: the tokens up to the end of its last item. ``features``: at this look."""
 
     items: Sequence[Item]
     params: RequestParams
     reach: int
+    features: int
     waits_since_s: float | None = None  # for its outputs
 
 
@@ -62,7 +68,7 @@ class EncoderScheduler:
     """``measure``: the weights of all workers. ``widths``: of outputs, by modality, and of others ``width``.
 
     ``alone``: no other connector tells how the pool is. ``cached``: lists the items whose outputs the engine has.
-    ``needs_bytes``: the engine computes with outputs itself.
+    ``evict``: has the engine forget one. ``needs_bytes``: the engine computes with outputs itself.
     """
 
     def __init__(
@@ -80,15 +86,18 @@ class EncoderScheduler:
         writer: bytes,
         is_asleep: Callable[[], bool],
         cached: Callable[[], Collection[str]],
+        evict: Callable[[str], bool] = lambda _: False,
         alone: bool = True,
         clock: Clock = REAL,
         random_number: Callable[[], float] | None = None,
     ) -> None:
         self._config, self._store, self._clock = config, store, clock
+        self._longest_wait_s = 2 * config.lookup_timeout_s + config.max_load_s + 2 * GRACE_S
         self._stores, self._needs_bytes = stores, needs_bytes
         self._forms = {modality: (known, dtype) for modality, known in widths.items()}
         self._any_form = width, dtype  # of modalities that are not known
         self._writer, self._cached, self._is_asleep, self._alone = writer, cached, is_asleep, alone
+        self._evict = evict
         self.counters = Counters()
         self._samples: Samples = {}  # of the workers
         self._request_faults = RequestFaults(self.counters)
@@ -118,10 +127,11 @@ class EncoderScheduler:
         self._quota = QuotaWatch(store, config.tenant, self.counters, logger)
         self._told: tuple[Namespace, ...] | None = None  # to the workers, as ``spaces``
         self._promised: dict[str, Loaded] = {}  # since the last step
+        self._next: _Asked | None = None  # whose items the engine asks for next
         self._step = EncoderMetadata()
-        self._is_known = True  # the watch has found nothing
-        self._silent = False
+        self._silent = False  # a silent change that the workers have not been told of
         self._modalities: dict[str, str] = {}  # of what the workers encode, by identifier
+        self._stored_s: dict[str, float] = {}  # when
 
     def start(self) -> None:
         """Begin to follow the tenant's quota. Does not block."""
@@ -145,7 +155,8 @@ class EncoderScheduler:
         if state is None:
             params = self._params.read(getattr(request, "kv_transfer_params", None))
             items = internals.items_of(request)
-            state = _Asked(items, params, max((item.end for item in items), default=0))
+            reach = max((item.end for item in items), default=0)
+            state = _Asked(items, params, reach, len(request.mm_features))
             self._requests[request.request_id] = state
         return state
 
@@ -158,17 +169,21 @@ class EncoderScheduler:
             if (
                 item.by_name
                 or item.rows < 1
-                or item.identifier in cached
+                or (item.identifier in cached and self._needs_bytes)
                 or (known is not None and request.request_id in known.wanted)
             ):
                 continue
             shape = self._shape(item)
-            if (space := self._namespaces.of(shape.form)) is None:
+            if (space := self._space(shape)) is None:
                 return
             wanted.append(
                 (item.identifier, space.key(media_hash(item.identifier), 0, 0), shape, _nbytes(shape))
             )
         self._outputs.want(request.request_id, wanted)
+
+    def _space(self, shape: Shape) -> Namespace | None:
+        # A measure forgets what was stored since the last look, so the workers must have deleted it before.
+        return None if self._silent else self._namespaces.of(shape.form)
 
     def _shape(self, item: Item) -> Shape:
         return Shape(item.rows, *self._forms.get(item.modality, self._any_form))
@@ -177,26 +192,37 @@ class EncoderScheduler:
     def is_ready(self, request: Request, computed_tokens: int) -> bool:
         """Whether a request may be scheduled; no: what it needs of the pool is still on its way."""
         state = self._requests.get(request.request_id)
-        if state is None or len(request.mm_features) != len(
-            state.items
-        ):  # a session whose turn brought others
+        if state is None or len(request.mm_features) != state.features:
             self._requests.pop(request.request_id, None)
             state = self._state(request)
-        if computed_tokens >= state.reach or self._is_off:
+        self._next = state
+        if computed_tokens >= state.reach or self._is_off or self._has_waited(state):
             return self._go_on(state)
         self._look_up(request, state)
         cached, is_ready = self._cached(), True
         for item in state.items:
             output = self._outputs.of(item.identifier)
-            if item.end <= computed_tokens or output is None or item.identifier in cached:
+            is_cached = item.identifier in cached
+            if item.end <= computed_tokens or output is None or (is_cached and self._needs_bytes):
                 continue
             self._outputs.advance(output, needed=self._needs_bytes)
+            if is_cached and output.why == "absent" and not self._is_on_its_way(item.identifier):
+                self._evict(item.identifier)  # others look for it in the pool, which has lost it
             is_ready = is_ready and (output.is_settled or (output.in_pool and not self._needs_bytes))
         if is_ready:
             return self._go_on(state)
         if state.waits_since_s is None:
             state.waits_since_s = self._clock.monotonic()
         return False
+
+    def _is_on_its_way(self, identifier: str) -> bool:
+        """Whether the workers may still be storing it."""
+        return self._clock.monotonic() < self._stored_s.get(identifier, -ON_ITS_WAY_S) + ON_ITS_WAY_S
+
+    def _has_waited(self, state: _Asked) -> bool:
+        """Longer than any question and load: calls of the workers, and other requests, begin them anew."""
+        since_s = state.waits_since_s
+        return since_s is not None and self._clock.monotonic() > since_s + self._longest_wait_s
 
     def _go_on(self, state: _Asked) -> bool:
         if state.waits_since_s is not None:
@@ -208,7 +234,7 @@ class EncoderScheduler:
     def has(self, identifier: str) -> bool:
         """Whether an output comes from the pool. A yes is kept, whatever happens: its bytes are here, and verified."""
         output = self._outputs.of(identifier)
-        if self._is_off or output is None:
+        if self._is_off or output is None or (self._next is not None and not self._next.params.load):
             return False
         if not self._needs_bytes:
             return output.in_pool
@@ -252,6 +278,8 @@ class EncoderScheduler:
             return "adapter"
         if output is not None and output.audited:
             return "audited"
+        if output is not None and not output.is_settled:
+            return "too_slow"
         return output.why if output is not None and output.state == ABSENT else "fault"
 
     def _store_it(self, state: _Asked, item: Item, output: Output | None) -> None:
@@ -261,16 +289,20 @@ class EncoderScheduler:
             self._audits.begin(item.identifier, output.key)
             self._step.stores[item.identifier] = Stored("", output.shape, output.payload, output.writer)
             return
+        if not self._stores and item.modality not in self._forms:  # vLLM measures those of engines that store
+            remember(self._modalities, item.identifier, item.modality)
+            self._step.stores[item.identifier] = Stored("", self._shape(item))
         if not self._stores or not state.params.store or (output is not None and output.in_pool):
             return
         if self._quota.is_over():
             self.counters.add(metrics.ENCODER_STORE_SKIPPED, 1, "quota")
             return
         shape = self._shape(item)
-        if (space := self._namespaces.of(shape.form)) is not None:
+        if (space := self._space(shape)) is not None:
             remember(self._modalities, item.identifier, item.modality)
             key = space.key(media_hash(item.identifier), 0, 0)
             self._step.stores[item.identifier] = Stored(key, shape)
+            remember(self._stored_s, item.identifier, self._clock.monotonic())
 
     def finished(self, request: Request) -> None:
         state = self._requests.pop(request.request_id, None)
@@ -286,16 +318,21 @@ class EncoderScheduler:
         step, self._step = self._step, EncoderMetadata()
         self._promised.clear()
         cached = self._cached()
-        # An engine that computes nothing shows its workers no step; and what it has evicted again has no place.
+        # What it has evicted again has no place.
         step.loads = {name: loaded for name, loaded in step.loads.items() if name in cached or not cached}
-        if not output.total_num_scheduled_tokens and self._needs_bytes:
-            self._step.loads = step.loads
-        step.writer = self._writer
-        step.wrong, self._outputs.wrong = self._outputs.wrong, []
-        step.watch = self._is_known and not self._namespaces.asks and not self._is_asleep()
-        step.silent, self._silent = self._silent, False
+        step.wrong += self._outputs.wrong
+        self._outputs.wrong = []
         if (spaces := self.spaces()) != self._told:
             step.spaces = self._told = spaces
+        if not output.total_num_scheduled_tokens and self._needs_bytes:
+            # An engine that computes nothing shows its workers no step, or shows it to no connector of encoders.
+            # What it was to store it has not computed, and may compute with other weights.
+            self._step = EncoderMetadata(step.loads, spaces=step.spaces, wrong=step.wrong)
+            step = EncoderMetadata()
+        else:
+            step.silent, self._silent = self._silent, False
+        step.writer = self._writer
+        step.watch = not self._namespaces.asks and not self._is_asleep()
         return step
 
     @guarded(())
@@ -319,13 +356,13 @@ class EncoderScheduler:
                 self._forms[modality] = form
         for compared in report.compared:
             self._outputs.wrong += self._audits.judge(compared)
-        if report.differs and self._is_known:
+        if report.differs and not self._namespaces.asks:
             logger.error(
                 "kvpool: the weights of this engine's encoder changed without a call of vLLM's. What it stored in the "
                 "last seconds is deleted. Change weights by collective_rpc, of which kvpool hears"
             )
             self.called("a silent change")
-            self._is_known, self._silent = False, True
+            self._silent = True
 
     # The engine.
 
@@ -333,7 +370,6 @@ class EncoderScheduler:
     def called(self, method: str) -> None:
         """Somebody called a method of the workers, which may have changed their weights."""
         if self._namespaces.called(method):
-            self._is_known = True
             self._outputs.forget()
 
     @guarded(None)
@@ -344,7 +380,7 @@ class EncoderScheduler:
     def _without_pool(self, request: Request) -> None:
         state = self._requests.get(request.request_id)
         if state is None:
-            self._requests[request.request_id] = _Asked((), WITHOUT_POOL, 0)
+            self._requests[request.request_id] = _Asked((), WITHOUT_POOL, 0, len(request.mm_features))
         else:
             state.params, state.reach = WITHOUT_POOL, 0
             self._forget_request(request, state)

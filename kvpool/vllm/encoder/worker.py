@@ -73,6 +73,8 @@ class EncoderWorker:
         self._looked_at_s = 0.0
         self._report = EncoderWorkerMetadata()
         self._seen: EncoderMetadata | None = None
+        # Of the last step: vLLM's V2 runner tells an engine that only loads of none of its outputs.
+        self._unsaved: dict[str, Stored] = {}
         self._lock = threading.Lock()  # of what the thread changes: the two below
         self._waiting_nbytes = 0
         self._compared: list[ComparedOutput] = []
@@ -108,12 +110,15 @@ class EncoderWorker:
             own = payload if payload.flags.owndata and payload.flags.writeable else payload.copy()
             flat = torch.from_numpy(own).view(getattr(torch, shape.dtype))
             cache[identifier] = flat.view(shape.rows, shape.width).to(device)
-        self._begin(step)
+        self._begin(step, cache)
 
     @guarded(None)
-    def _begin(self, step: EncoderMetadata) -> None:
+    def _begin(self, step: EncoderMetadata, cache: Cache) -> None:
         if step.spaces is not None:
             self.hear(step.spaces)
+        for identifier, wanted in self._unsaved.items():
+            self._take(identifier, wanted, cache)
+        self._unsaved = dict(step.stores)
         if self._store is not None and step.writer:
             self._store.writer = step.writer
         if step.silent:
@@ -168,13 +173,21 @@ class EncoderWorker:
     @guarded(None)
     def save(self, step: EncoderMetadata, cache: Cache, identifier: str) -> None:
         """The engine has computed an output."""
-        wanted, output = step.stores.get(identifier), cache.get(identifier)
-        if wanted is None or output is None or not self._stores or self._store is None or self._broken:
+        self._unsaved.pop(identifier, None)
+        if (wanted := step.stores.get(identifier)) is not None:
+            self._take(identifier, wanted, cache)
+
+    def _take(self, identifier: str, wanted: Stored, cache: Cache) -> None:
+        output = cache.get(identifier)
+        if output is None or not self._stores or self._store is None or self._broken:
             return
         shape = wanted.shape
         dtype = str(output.dtype).removeprefix("torch.")
-        if output.dim() == 2 and (output.shape[1], dtype) != (shape.width, shape.dtype):
+        is_asked = not wanted.key and wanted.record is None
+        if output.dim() == 2 and (is_asked or (output.shape[1], dtype) != (shape.width, shape.dtype)):
             self._report.forms[identifier] = int(output.shape[1]), dtype
+        if is_asked:
+            return
         if tuple(output.shape) != (shape.rows, shape.width) or dtype != shape.dtype or not output.numel():
             self.counters.add(metrics.ENCODER_STORE_SKIPPED, 1, "unusable")
             self._ended(identifier, wanted, "gone")

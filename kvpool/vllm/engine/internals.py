@@ -32,10 +32,12 @@ from vllm.model_executor import model_loader
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba import mamba_utils
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.utils import get_model_architecture
 from vllm.platforms import current_platform
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 from vllm.v1.core.sched.interface import SchedulerInterface
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
@@ -263,6 +265,28 @@ def encoder_outputs() -> Callable[[], Collection[str]]:
     return outputs
 
 
+def output_evictor(core: Any = None) -> Callable[[str], bool]:
+    """A function that has the engine forget an output which no request holds, as if it needed its place.
+
+    It returns whether it did. Not while a step is planned between an item's look and its allocation. ``core``: of the
+    engine; by default the one under construction, among the callers.
+    """
+    core = core or _core_under_construction()
+
+    def evict(identifier: str) -> bool:
+        manager: Any = getattr(getattr(core, "scheduler", None), "encoder_cache_manager", None)
+        if type(manager) is not EncoderCacheManager or identifier not in manager.freeable:
+            return False
+        rows = manager.freeable.pop(identifier)
+        del manager.cached[identifier]
+        getattr(manager, "num_embeds_by_hash", {}).pop(identifier, None)  # 0.30 has none
+        manager.freed.append(identifier)
+        manager.num_free_slots += rows
+        return True
+
+    return evict
+
+
 class Item(NamedTuple):
     """An image, a clip or another item of a request. ``end``: the tokens up to its own end; ``rows``: of its output.
 
@@ -315,7 +339,9 @@ def watch_arrivals(arrived: Callable[[Request], None], reset: Callable[[], None]
 
     def add(request: Request) -> None:
         add_request(request)
-        arrived(request)
+        # Else it is a turn of a session, which has taken it over, or has it in a queue, or has ended.
+        if getattr(scheduler, "requests", {}).get(request.request_id, request) is request:
+            arrived(request)
 
     def reset_encoder_cache() -> None:
         forget()
@@ -349,6 +375,11 @@ def encoder_tensors(worker: Any) -> Callable[[], Iterator[tuple[str, torch.Tenso
     return functools.partial(_tensors_of_encoder, weakref.ref(worker.model_runner))
 
 
+# Modules of models whose outputs of encoders have embeddings of words between those of patches or frames; of Qwen3-VL
+# where it prunes videos.
+_WITH_WORDS = ("molmo2", "nano_nemotron_vl", "qwen3_vl")
+
+
 def _tensors_of_encoder(reference: weakref.ref[Any]) -> Iterator[tuple[str, torch.Tensor]]:
     if (runner := reference()) is None:
         raise EngineRefused("the worker is gone")
@@ -356,14 +387,30 @@ def _tensors_of_encoder(reference: weakref.ref[Any]) -> Iterator[tuple[str, torc
     language: set[int] = set()
     with contextlib.suppress(NotImplementedError, AttributeError):  # then all of it is measured
         inner = model.get_language_model()
-        if inner is not model:
+        if inner is not model and type(model).__module__.startswith(
+            "vllm."
+        ):  # others may put anything into outputs
             language = {id(tensor) for module in inner.modules() for _, tensor in _loaded_of(module)}
+            language -= {id(tensor) for module in _words_of(model, inner) for _, tensor in _loaded_of(module)}
     for name, module in model.named_modules():
         for own, tensor in _loaded_of(module):
             if id(tensor) not in language and not tensor.is_meta:
                 language.add(id(tensor))
                 full = f"{name}.{own}"
                 yield full, tensor if tensor.numel() else _columns(module, full)
+
+
+def _words_of(model: nn.Module, language: nn.Module) -> list[nn.Module]:
+    """The embeddings of words that are in outputs of the model's encoders."""
+    inside = any(name in one.__module__ for one in type(model).__mro__ for name in _WITH_WORDS)
+    if not (inside and getattr(model, "is_multimodal_pruning_enabled", True)):
+        return []
+    embeddings = (nn.Embedding, VocabParallelEmbedding)
+    return [
+        one
+        for one in language.modules()
+        if isinstance(one, embeddings) and not isinstance(one, ParallelLMHead)
+    ]
 
 
 def says_when_memory_goes() -> bool:

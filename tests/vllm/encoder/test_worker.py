@@ -149,6 +149,23 @@ def test_an_output_of_another_shape_is_not_stored(
     assert in_pool(pool) is None
 
 
+def test_an_output_of_which_the_engine_says_nothing_is_taken_with_the_next_step(
+    make: Callable[..., EncoderWorker],
+) -> None:
+    """As of an engine that only loads, with vLLM's V2 runner: it audits, and learns how wide its outputs are."""
+    worker, computed = make(), output()
+    take = reports(worker)
+    step = EncoderMetadata(stores={NAME: Stored("", SHAPE, record(computed), WRITER), "b": Stored("", SHAPE)})
+    cache: dict[str, torch.Tensor] = {}
+    worker.load(step, cache, CPU)
+    cache |= {NAME: computed, "b": output(SHAPE._replace(width=12))}
+    worker.load(EncoderMetadata(), cache, CPU)
+    assert eventually(lambda: [one.identifier for one in take().compared] == [NAME])
+    assert take().forms == {"b": (12, "bfloat16")}
+    worker.load(EncoderMetadata(), cache, CPU)
+    assert worker.take_report() is None, "once"
+
+
 def test_nothing_is_stored_that_nobody_asked_for(make: Callable[..., EncoderWorker], pool: str) -> None:
     worker, rank = make(), make(stores=False)
     worker.save(EncoderMetadata(), {NAME: output()}, NAME)

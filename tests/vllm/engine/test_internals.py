@@ -22,6 +22,8 @@ from kvpool.store import StoreURL
 from kvpool.store.file_system import FileSystem
 from kvpool.vllm.engine import internals
 from kvpool.vllm.engine.support import groups_of
+from tests.support.encoder import Picture
+from tests.support.encoder import request as encoder_request
 from tests.support.scheduler import BLOCK_TOKENS, request_with
 from tests.support.specs import FULL, REFILLED, RING, WINDOW, cache_of
 
@@ -287,3 +289,52 @@ def test_evicted_blocks_are_found_no_more_and_stay_with_those_who_hold_them() ->
     assert cached is not None
     assert [key in cached for key in keys[:4]] == [True, False, False, True]
     assert {internals.references(pool, block.block_id) for block in held} == {1}
+
+
+@pytest.mark.parametrize(
+    ("module", "prunes", "words"),
+    [("molmo2", None, True), ("qwen3_vl", True, True), ("qwen3_vl", False, False), ("llava", None, False)],
+)
+def test_words_in_outputs_of_encoders_are_measured_with_the_encoder(
+    module: str, prunes: bool | None, words: bool
+) -> None:
+    """Some models put embeddings of words between those of patches, which an update of the language model changes."""
+    language = torch.nn.ModuleDict(
+        {"words": torch.nn.Embedding(4, 2), "layer": torch.nn.Linear(2, 2, bias=False)}
+    )
+    language["head"] = torch.nn.Linear(2, 4, bias=False)
+    language["head"].weight = language["words"].weight  # tied
+
+    class Model(torch.nn.Module):
+        __module__ = f"vllm.model_executor.models.{module}"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.tower, self.language = torch.nn.Linear(2, 2, bias=False), language
+            if prunes is not None:
+                self.is_multimodal_pruning_enabled = prunes
+
+        def get_language_model(self) -> torch.nn.Module:
+            return self.language
+
+    runner = SimpleNamespace(get_model=Model)
+    found = [name for name, _ in internals._tensors_of_encoder(lambda: runner)]  # type: ignore[arg-type]
+    assert found == ["tower.weight", *(["language.words.weight"] if words else [])]
+
+
+def test_an_output_that_nobody_holds_is_evicted_as_vllm_does_it() -> None:
+    manager = EncoderCacheManager(100)
+    core = SimpleNamespace(scheduler=SimpleNamespace(encoder_cache_manager=manager))
+    asked = encoder_request("r", Picture("a" * 64, 10), Picture("b" * 64, 40))
+    for index in range(2):
+        assert manager.can_allocate(asked, index, 100, 0)
+        manager.allocate(asked, index)
+    manager.free_encoder_input(asked, 0)
+    evict = internals.output_evictor(core)
+    assert [evict(name * 64) for name in "abc"] == [True, False, False]
+    assert manager.get_freed_mm_hashes() == ["a" * 64]
+    assert list(manager.cached) == ["b" * 64]
+    manager.free(asked)
+    assert evict("b" * 64)
+    assert (manager.num_free_slots, manager.num_freeable_slots) == (100, 100)
+    assert (manager.freeable, manager.num_embeds_by_hash) == ({}, {})
