@@ -129,6 +129,7 @@ def test_an_engine_that_is_refused_says_why_once_and_without_our_call_stack(
     assert json.loads((tmp_path / "refused.json").read_text())["prefix_caching_hash_algo"] == "sha256"
 
 
+@pytest.mark.rare
 @pytest.mark.skipif(not VISION.is_dir(), reason="make .cache/vision/.stamp fetches what vLLM's models import")
 def test_a_model_that_sees_has_its_picture_encoded_once(llava: Path, folder: Path) -> None:
     """By ``kvpool vllm``, which adds the encoders' connector by itself."""

@@ -199,6 +199,7 @@ def test_a_record_under_a_right_checksum_is_used_and_any_other_one_is_not(
             assert sources(engine) == ((1, 0) if is_right else (0, 1))
 
 
+@pytest.mark.rare
 def test_hits_of_prefixes_end_before_inside_and_behind_a_picture(llava: Path, tmp_path: Path) -> None:
     front, behind = (
         words(30, 48),
@@ -227,6 +228,7 @@ def test_hits_of_prefixes_end_before_inside_and_behind_a_picture(llava: Path, tm
         assert sources(loads) == (1, 1), "of the picture behind whose end the hit ends, nothing is needed"
 
 
+@pytest.mark.rare
 def test_an_engine_tells_indexes_whose_outputs_it_loads(llava: Path, pool: Path, tmp_path: Path) -> None:
     """Before its first request, and after it."""
     own = shutil.copytree(pool, tmp_path / "pool")
@@ -268,6 +270,7 @@ def test_a_pool_that_goes_costs_encoder_runs(
             assert missed["unavailable"] + missed["too_slow"] == 7
 
 
+@pytest.mark.rare
 def test_an_encoder_of_other_weights_has_outputs_of_its_own(llava: Path, tmp_path: Path) -> None:
     other = write_model(tmp_path / "other", kind="llava", width=256, layers=4, seed=1)
     with passing("other", tmp_path, without_pool(other), **MODULES) as plain:
@@ -376,9 +379,9 @@ def live(llava: Path, folder: Path, rounds: int, **more: Any) -> tuple[int, int]
 
 
 def test_a_random_life_of_two_engines(llava: Path, tmp_path: Path) -> None:
-    pool, computed = live(llava, tmp_path, rounds=25)
-    assert pool > 10
-    assert computed >= 14
+    pool, computed = live(llava, tmp_path, rounds=12)
+    assert pool > 5
+    assert computed > 5
 
 
 @pytest.mark.rare
