@@ -291,6 +291,7 @@ def test_an_encoder_of_other_weights_has_outputs_of_its_own(llava: Path, tmp_pat
         assert sources(a) == (1, 2), "it has what it had"
 
 
+@pytest.mark.rare
 def test_outputs_are_audited(llava: Path, tmp_path: Path) -> None:
     """An engine learns of its own outputs how far honest ones are, and finds one that is not."""
     pool = tmp_path / "pool"

@@ -40,7 +40,7 @@ SETTLED = "import vllm; print(vllm.__version__, vllm.__file__)"
         *((version, ENGINES + MORE, 8) for version in NEWER),
         *(pytest.param(version, TIER, 3, marks=LONG_SOAK) for version in NEWER),
         # 0.30 has a LLaVA that does not start with the transformers in .venv.
-        *(pytest.param(version, PICTURES, 5, marks=LONG_SOAK) for version in (OLDER[-1], *NEWER)),
+        *(pytest.param(version, PICTURES, 4, marks=LONG_SOAK) for version in (OLDER[-1], *NEWER)),
     ],
     ids=[
         *OLDER,
