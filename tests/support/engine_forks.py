@@ -46,9 +46,13 @@ class ForkedEngine(EngineProcess):
     def _launch(self, log: BinaryIO, answers_fd: int, environment: Mapping[str, str]) -> Any:
         assert _forks is not None
         environment = {**environment, "PYTHONPATH": _forks.environment["PYTHONPATH"]}
-        own = {name for name, _ in environment.items() ^ _forks.environment.items()}
+        differing = {name for name, _ in environment.items() ^ _forks.environment.items()}
+        # What this process has changed since in its own environment, as imports of vLLM do, nobody asks for.
+        own = {name for name in differing if environment.get(name) != os.environ.get(name)}
         if own <= READ_LATE:
             return _forks.start(self._options, log, answers_fd, environment)
+        if modules := environment.get("TESTS_MODULES"):
+            environment["PYTHONPATH"] = os.pathsep.join((environment["PYTHONPATH"], modules))
         return super()._launch(log, answers_fd, environment)
 
 
