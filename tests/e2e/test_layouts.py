@@ -68,7 +68,12 @@ def _check_second(
     assert answers[1]["tokens"] != reference[1]["tokens"]
 
 
-@pytest.mark.parametrize("model", [pytest.param("gemma", marks=pytest.mark.rare), "gpt_oss", "llama4"])
+RARE = pytest.mark.rare  # windows beside full attention; llama4 has chunks
+
+
+@pytest.mark.parametrize(
+    "model", [pytest.param("gemma", marks=RARE), pytest.param("gpt_oss", marks=RARE), "llama4"]
+)
 def test_windows_and_chunks_beside_full_attention(
     model: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
