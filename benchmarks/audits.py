@@ -15,10 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.audits_cost import measure_cost
-from benchmarks.audits_engines import watched
 from benchmarks.audits_honest import pairs, soak
 from benchmarks.audits_wrong import run_set, sets
 from demo.workspace import workspace
+from tests.support.engine_forks import watching
 
 SHARE = 1 / 256
 BOUND = 3.0  # over hits without an alarm: the most that the rate of alarms may be, at 95 %
@@ -35,7 +35,7 @@ def run_audits(*, honest: int, cost: int, only: Sequence[str], as_json: bool) ->
     def wanted(name: str) -> bool:
         return not only or any(one in name for one in only)
 
-    with workspace("kvpool-bench-", console, keep=False) as folder, watched(folder):
+    with workspace("kvpool-bench-", console, keep=False) as folder, watching(folder, "audits"):
         if honest:
             chosen = [pair for pair in pairs() if wanted(f"{pair.name} {pair.dtype}")]
             rows = report.setdefault("honest", [])

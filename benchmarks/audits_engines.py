@@ -6,12 +6,11 @@ They are those of the end-to-end tests, which have what vLLM lacks on a CPU: see
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 from benchmarks.audits_watch import MARK
 from demo.engine_process import EngineProcess, connector_config, small_engine
 from demo.tiny_model import FIRST_WORD, VOCABULARY, Kind
-from tests.support.engine_forks import forking, write_model
+from tests.support.engine_forks import write_model
 from tests.support.engines import call, records
 
 WIDTH = 256
@@ -54,20 +53,6 @@ FAMILIES = {
     "granite4": Family("granite4", 4, states=True, options=STATES),
     "qwen3_next": Family("qwen3_next", 4, states=True),
 }  # fmt: skip
-
-
-@contextlib.contextmanager
-def watched(folder: Path) -> Iterator[None]:
-    """Engines may be started until the end of the block; their logs have what ``audits`` reads."""
-    modules = folder / "modules"
-    about = modules / "kvpool_audits-1.dist-info"
-    about.mkdir(parents=True)
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: kvpool-audits\nVersion: 1\n")
-    (about / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nkvpool_audits = benchmarks.audits_watch:watch\n"
-    )
-    with forking(modules):
-        yield
 
 
 def model_of(folder: Path, name: str, **more: Any) -> Path:

@@ -12,7 +12,7 @@ import os
 import random
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from demo.engine_process import EngineFailed, EngineProcess, encoder_config, sma
 from demo.tiny_model import FIRST_WORD, PATCH, VOCABULARY
 from demo.workspace import doing, workspace
 from kvpool.errors import ConfigError
-from tests.support.engine_forks import ROOT, forking
+from tests.support.engine_forks import ROOT, watching
 from tests.support.engines import passing
 
 VISION = ROOT / ".cache" / "vision"
@@ -87,7 +87,7 @@ def run_encoder(*, server: Path | None, images: int, sizes: Sizes, as_json: bool
     with (
         workspace("kvpool-bench-", console, keep=False) as folder,
         tempfile.TemporaryDirectory(prefix="kvpool-bench-", dir=memory) as pools,
-        _watched(folder),
+        watching(folder, "encoder"),
         ValkeyShards(program, folder / "server", shards=1, io_threads=1) as shards,
     ):
         with doing(console, "a small vision model with random weights is written"):
@@ -106,20 +106,6 @@ def run_encoder(*, server: Path | None, images: int, sizes: Sizes, as_json: bool
     )  # fmt: skip
     show(report, as_json=as_json)
     return not report.faults
-
-
-@contextlib.contextmanager
-def _watched(folder: Path) -> Iterator[None]:
-    """Engines may be started until the end of the block; their logs have what ``runs`` reads."""
-    modules = folder / "modules"
-    about = modules / "kvpool_encoder-1.dist-info"
-    about.mkdir(parents=True)
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: kvpool-encoder\nVersion: 1\n")
-    (about / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nkvpool_encoder = benchmarks.encoder_watch:watch\n"
-    )
-    with forking(modules):
-        yield
 
 
 def _vllms(name: str, **settings: Any) -> dict[str, Any]:

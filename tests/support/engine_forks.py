@@ -60,12 +60,7 @@ class ForkedEngine(EngineProcess):
 def forking(folder: Path) -> Iterator[None]:
     """Engines may be forked until the end of the block. vLLM finds their platform in ``folder``."""
     global _forks
-    about = folder / "kvpool_tests-1.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: kvpool-tests\nVersion: 1\n")
-    (about / "entry_points.txt").write_text(
-        "[vllm.platform_plugins]\nkvpool_tests = tests.support.cpu_platform:platform\n"
-    )
+    _write_plugin(folder, "tests", "platform", "tests.support.cpu_platform:platform")
     modules = os.pathsep.join(filter(None, [str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     _forks = _Forks(child_environment({"PYTHONPATH": modules, **ONE_THREAD}))
     try:
@@ -73,6 +68,23 @@ def forking(folder: Path) -> Iterator[None]:
     finally:
         _forks.close()
         _forks = None
+
+
+@contextlib.contextmanager
+def watching(folder: Path, name: str) -> Iterator[None]:
+    """As ``forking``, of engines in which ``benchmarks.NAME_watch`` writes to the log."""
+    modules = folder / "modules"
+    _write_plugin(modules, name, "general", f"benchmarks.{name}_watch:watch")
+    with forking(modules):
+        yield
+
+
+def _write_plugin(folder: Path, name: str, kind: str, function: str) -> None:
+    """A plugin of vLLM's, of this kind, for whoever has ``folder`` on the path."""
+    about = folder / f"kvpool_{name}-1.dist-info"
+    about.mkdir(parents=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: kvpool-{name}\nVersion: 1\n")
+    (about / "entry_points.txt").write_text(f"[vllm.{kind}_plugins]\nkvpool_{name} = {function}\n")
 
 
 def write_model(folder: Path, **options: Any) -> Path:

@@ -77,12 +77,11 @@ class Outputs:
         clock: Callable[[], float],
     ) -> None:
         self._store, self._room_nbytes = store, room_nbytes
-        self._lookup_timeout_s, self._max_load_s = lookup_timeout_s, max_load_s
+        self._lookup_timeout_s, self._load_s = lookup_timeout_s, max(max_load_s, lookup_timeout_s)
         self._is_audited, self._put_away, self._clock = is_audited, put_away, clock
         self._outputs: dict[str, Output] = {}
-        self._stopping: list[
-            Output
-        ] = []  # dropped, but a thread of the store may still write to their memory
+        # Dropped, but a thread of the store may still write to their memory.
+        self._stopping: list[Output] = []
         self.wrong: list[str] = []  # keys of records to be deleted
         self._warned_s = -WARN_EVERY_S
         self.taken_nbytes = 0
@@ -175,14 +174,14 @@ class Outputs:
                 [output.key],
                 [payload.data.cast("B")],
                 timeout_s=self._lookup_timeout_s,
-                max_s=max(self._max_load_s, self._lookup_timeout_s),
+                max_s=self._load_s,
             )
         except StoreUnavailable as error:
             self._away(error, now_s)
             self._end(output, "unavailable", now_s)
             return
         output.state, output.payload = COMES, payload
-        output.gives_up_s = now_s + max(self._max_load_s, self._lookup_timeout_s) + GRACE_S
+        output.gives_up_s = now_s + self._load_s + GRACE_S
         self.taken_nbytes += output.nbytes
 
     def _arrived(self, output: Output, now_s: float) -> None:

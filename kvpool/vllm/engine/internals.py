@@ -387,9 +387,8 @@ def _tensors_of_encoder(reference: weakref.ref[Any]) -> Iterator[tuple[str, torc
     language: set[int] = set()
     with contextlib.suppress(NotImplementedError, AttributeError):  # then all of it is measured
         inner = model.get_language_model()
-        if inner is not model and type(model).__module__.startswith(
-            "vllm."
-        ):  # others may put anything into outputs
+        # Models from elsewhere may put anything into outputs.
+        if inner is not model and type(model).__module__.startswith("vllm."):
             language = {id(tensor) for module in inner.modules() for _, tensor in _loaded_of(module)}
             language -= {id(tensor) for module in _words_of(model, inner) for _, tensor in _loaded_of(module)}
     for name, module in model.named_modules():
