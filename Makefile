@@ -53,7 +53,7 @@ OTHER_VLLM := $(call TOOL,$(addprefix vllm/,$(if $(filter 60,$(SOAK_S)),$(firstw
 # Warnings of the core's compiler are errors where changes are judged, not on users' machines.
 WERROR := -DKVPOOL_WERROR=$(if $(CI),ON,OFF)
 # What takes longest comes first, so that no worker is left with it at the end. What make check runs is left out.
-SLOW_FIRST := tests/test_gpu_proof.py tests/store tests/vllm tests/cli
+SLOW_FIRST := tests/test_gpu_proof.py tests/store tests/cli
 ELSEWHERE := tests/benchmarks tests/compose tests/dist tests/e2e tests/pages tests/sglang
 PARTS = $(SLOW_FIRST) $(filter-out $(SLOW_FIRST) $(ELSEWHERE),$(patsubst %/__init__.py,%,$(wildcard tests/*/__init__.py))) \
   $(filter-out $(SLOW_FIRST) tests/test_architecture.py,$(wildcard tests/test_*.py))
@@ -65,7 +65,7 @@ PYTHON_SCRIPTS := scripts/dist scripts/cli-reference scripts/install-vllm script
 CPP := $(shell find kvpool/_native tests/native benchmarks/native -name '*.cpp' -o -name '*.h')
 CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
 
-.PHONY: help demo demo-real image-wheel test test-pages pictures test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers gpu-proof gpu-kit docs plots cli-reference sanitize sanitize-asan sanitize-tsan fuzz fuzz-build test-needs other-vllm front-peers soak dist test-dist release rehearse-release image-requirements compose-images test-compose compose-down compose-env kubernetes-secrets proto clean lost-wheels
+.PHONY: help demo demo-real image-wheel test test-pages pictures test-parts test-with-vllm test-without-vllm test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers gpu-proof gpu-kit docs plots cli-reference sanitize sanitize-asan sanitize-tsan fuzz fuzz-build test-needs other-vllm front-peers soak dist test-dist release rehearse-release image-requirements compose-images test-compose compose-down compose-env kubernetes-secrets proto clean lost-wheels
 
 help:
 	@echo "make demo              one vLLM engine computes, a second one loads its blocks"
@@ -105,12 +105,21 @@ test: test-parts
 
 TEST_NEEDS := $(call TOOL,servers proto envoy kubernetes go release-tools)
 
-# Five files at a time on two cores: most tests wait for servers, deadlines and processes. 5: none of these was asked
-# for. Only root can make networks, so only root is asked for what the tests with one need.
+# vLLM takes half a minute of a core to import, so one process has all that imports it, and runs beside four that do
+# not: most tests wait for servers, deadlines and processes. 5: none of these was asked for. Only root can make networks,
+# so only root is asked for what the tests with one need.
+WITH_VLLM := tests/vllm tests/transfer
+IN_PARTS = -m "not e2e and not soak and not compose and not dist and not sglang and not pages" --durations=15
+
 test-parts: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(TEST_NEEDS)
 	@[[ $$(id -u) != 0 ]] || scripts/system-packages network
-	$(RUN_PYTEST) $(BY_FILE) 5 --no-loadscope-reorder -m "not e2e and not soak and not compose and not dist and not sglang and not pages" \
-	  --durations=15 $(or $(PYTEST),$(PARTS)) || [[ $$? == 5 ]]
+	$(if $(PYTEST),$(RUN_PYTEST) $(BY_FILE) 5 --no-loadscope-reorder $(IN_PARTS) $(PYTEST) || [[ $$? == 5 ]],$(MAKE) -j 2 -Oline test-with-vllm test-without-vllm)
+
+test-with-vllm:
+	$(RUN_PYTEST) $(IN_PARTS) $(WITH_VLLM)
+
+test-without-vllm:
+	$(RUN_PYTEST) $(BY_FILE) 4 --no-loadscope-reorder $(IN_PARTS) $(filter-out $(WITH_VLLM),$(PARTS))
 
 # The file that takes longest begins first.
 LONGEST_BENCH := tests/benchmarks/test_route.py

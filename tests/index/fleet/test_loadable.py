@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from kvpool import _native
 from kvpool.index import PrefixIndex
 from kvpool.index.fleet.fleet import Fleet
-from kvpool.vllm.geometry import Geometry, Group
 from tests.support.fleets import Clock, a_worker, joined, say
 from tests.support.oracle import Model
 from tests.support.wire import batch, packed64, removed, stored
@@ -132,8 +131,11 @@ def test_it_is_the_union_that_a_plain_model_says(
 # ---- against the connector
 
 
+@pytest.mark.vllm
 @pytest.mark.parametrize("seed", range(8))
 def test_it_is_what_the_connector_would_load(seed: int) -> None:
+    from kvpool.vllm.geometry import Geometry, Group
+
     chance = random.Random(seed)
     for _ in range(60):
         blocks = chance.randrange(1, 25)
