@@ -119,7 +119,7 @@ class _Silent(_Empty):
 def _own(requests: Sequence[Any], store: Any, *, computed: bool) -> Any:
     from kvpool.config import EncoderConfig
     from kvpool.vllm.encoder.connector import KVPoolECConnector
-    from kvpool.vllm.encoder.scheduler import EncoderScheduler
+    from kvpool.vllm.encoder.scheduler import EncoderScheduler, Engine
     from kvpool.vllm.plan import Measured
 
     cached: set[str] = set()
@@ -127,15 +127,13 @@ def _own(requests: Sequence[Any], store: Any, *, computed: bool) -> Any:
         EncoderConfig.load({"pool": "file:///unused", "lookup_timeout_s": 60.0}, {}),
         store,
         {"engine": "bench"},
-        lambda: [Measured("0" * 32)],
+        Engine(lambda: [Measured("0" * 32)], lambda: False, lambda: cached),
         stores=True,
         needs_bytes=True,
         widths={"image": 4096},
         width=4096,
         dtype="bfloat16",
         writer=b"bench",
-        is_asleep=lambda: False,
-        cached=lambda: cached,
         alone=False,
     )
     connector: Any = object.__new__(KVPoolECConnector)

@@ -74,6 +74,18 @@ WeightsNeverChange = Annotated[
         description="keep sharing after the caches were reset: this engine keeps the weights it started with"
     ),
 ]
+KeepShare = Annotated[
+    float,
+    Field(ge=0, le=0.5, description="share of the pool that may hold what requests ask to keep; 0: none"),
+]
+PrefetchShare = Annotated[
+    float,
+    Field(
+        ge=0,
+        le=1,
+        description="share of a near pool, each engine's own, for what waiting requests are expected to load; 0: none",
+    ),
+]
 
 
 class _Settings(BaseModel):
@@ -216,9 +228,7 @@ class PoolConfig(_Settings):
         description="cut each block by heads into so many parts, which engines of every tensor-parallel size that "
         "divides it share; unset: only engines of one size share",
     )  # fmt: skip
-    keep_share: float = Field(
-        0.1, ge=0, le=0.5, description="share of the pool that may hold what requests ask to keep; 0: none"
-    )
+    keep_share: KeepShare = 0.1
     audit_share: float = Field(
         1 / 256,
         ge=0,
@@ -230,12 +240,7 @@ class PoolConfig(_Settings):
         None,
         description="directory for blocks that audits find wrong, for a bug report",
     )
-    prefetch_share: float = Field(
-        0.25,
-        ge=0,
-        le=1,
-        description="share of a near pool, each engine's own, for what waiting requests are expected to load; 0: none",
-    )
+    prefetch_share: PrefetchShare = 0.25
     store_decode: bool = Field(True, description="store generated tokens, or only prompts")
     cost_gate: bool = Field(
         True, description="do not load what is expected, by measured rates, to be computed sooner"
@@ -298,6 +303,8 @@ class EncoderConfig(_Settings):
         description="share of the outputs in the pool that are computed all the same and compared, at most one a "
         "second; 0: none, 1: all, without that limit",
     )
+    keep_share: KeepShare = 0.1
+    prefetch_share: PrefetchShare = 0.25
 
 
 class TierConfig(_Settings):

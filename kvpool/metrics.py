@@ -341,6 +341,9 @@ OF_STORES = (
     NEAR_FAR_FAULTS, FILLED_RECORDS, BEHIND_RECORDS, BEHIND_WAITING, FAR_USES, QUOTA_FAILURES, REQUEST_FAULTS,
 )  # fmt: skip
 
+# What the connector of blocks tells of hints, and that of encoders where it is alone.
+OF_HINTS = (HINTS, KEPT_NBYTES, KEEPS_REFUSED, DONE_KEYS, PREFETCHED_NBYTES)
+
 # By the field of ``kvpool.index.answer.Totals`` shown.
 INDEX: Mapping[str, Metric] = {
     "workers": Metric("kvpool_index_workers", "Workers that the index follows."),

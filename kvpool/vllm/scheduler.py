@@ -38,7 +38,6 @@ from kvpool.discovery.quota_watch import QuotaWatch
 from kvpool.errors import StoreClosed
 from kvpool.metrics import Counters, Samples
 from kvpool.store import Store, StoreURL
-from kvpool.store.near_far import NearFarStore
 from kvpool.tracing import Tracing
 from kvpool.vllm.audit.audits import Audited, Audits
 from kvpool.vllm.audit.findings import Findings, describe
@@ -53,7 +52,7 @@ from kvpool.vllm.load.gate import MIN_STEP_TOKENS, CostGate
 from kvpool.vllm.load.loads import Loads
 from kvpool.vllm.load.lookups import Lookups, RequestLookup
 from kvpool.vllm.load.offers import NO_OFFER, Offer, Offers
-from kvpool.vllm.load.prefetch import Prefetches
+from kvpool.vllm.load.prefetch import BlockPrefetches, Wanted, near_nbytes
 from kvpool.vllm.load.seen import SeenRecords
 from kvpool.vllm.load.state import RequestState
 from kvpool.vllm.plan import BlockRef, LoadPlan, PoolMetadata, PoolWorkerMetadata
@@ -131,11 +130,11 @@ class SchedulerHalf:
         self._loads_under_way = Loads(geometry, patience_s=config.lookup_timeout_s, clock=clock.monotonic)
         near = StoreURL.parse(config.pool).near
         self._has_near = near is not None
-        self._prefetches = Prefetches(
+        self._prefetches = BlockPrefetches(
             store,
             geometry,
             self._loads_under_way,
-            room_nbytes=int(config.prefetch_share * _near_nbytes(store, near)),
+            room_nbytes=int(config.prefetch_share * near_nbytes(store, config.pool)),
             counters=self.counters,
             clock=clock.monotonic,
         )
@@ -216,7 +215,12 @@ class SchedulerHalf:
             and not self._is_too_short(request)
             and self._offers.look_up(state, self._clock.monotonic()) is not None
         ):
-            self._prefetches.wait(state)
+            copies, hints = functools.partial(self._copies, state), state.asked.hints
+            self._prefetches.wait(request.request_id, copies, first=hints.prefetch)
+
+    def _copies(self, state: RequestState, now_s: float) -> Wanted | None:
+        namespace = self._namespace.current
+        return None if namespace is None else self._prefetches.blocks(state, namespace, now_s)
 
     @guarded(NO_OFFER, request="offer")
     def matched_tokens(self, request: Request, local_tokens: int) -> Offer:
@@ -441,7 +445,7 @@ class SchedulerHalf:
     @guarded(None)
     def _prefetch(self) -> None:
         if self._namespace.current is not None and not self._broken:
-            self._prefetches.step(self._namespace.current)
+            self._prefetches.step()
 
     @guarded(0)
     def _time_step(self, gate: CostGate, output: SchedulerOutput) -> int:
@@ -799,11 +803,3 @@ class SchedulerHalf:
         if self._near_blocks is not None:
             self._near_blocks.close()
         self._traffic.close()
-
-
-def _near_nbytes(store: Store, near: StoreURL | None) -> int:
-    """The capacity of the near pool, which stands in it; 0: there is none."""
-    if near is None:
-        return 0
-    said = store.near_capacity_nbytes if isinstance(store, NearFarStore) else None
-    return said or near.capacity_nbytes

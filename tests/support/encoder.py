@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+import torch
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
@@ -18,12 +25,13 @@ from kvpool.key.key import Namespace, writer_name
 from kvpool.metrics import Samples
 from kvpool.store import Store
 from kvpool.vllm.encoder.plan import EncoderMetadata
-from kvpool.vllm.encoder.scheduler import EncoderScheduler
+from kvpool.vllm.encoder.scheduler import EncoderScheduler, Engine
 from kvpool.vllm.plan import Measured
 from tests.support.clock import Clock
 from tests.support.scripted_store import ScriptedStore
 
 WIDTH, DTYPE = 4, "float32"
+SIZE = "image_grid_thw"  # of an image's fields, which says how many rows its output has
 FACTS = {"engine": "vllm", "kind": "encoder", "weights": "of the test"}
 SPACE = Namespace("default", {**FACTS, "output_row": f"{WIDTH} {DTYPE}"})
 WRITER = writer_name("this engine")
@@ -41,23 +49,32 @@ def payload(identifier: str, rows: int) -> bytes:
 
 @dataclass(frozen=True)
 class Picture:
-    """At its place in the prompt. ``adapter``: before its name, if its output depends on one."""
+    """At its place in the prompt. ``adapter``: before its name, if its output depends on one.
+
+    ``fields``: of what its caller sent.
+    """
 
     name: str
     offset: int
     rows: int = 8
     modality: str = "image"
     adapter: str = ""
+    fields: tuple[str, ...] = ()
 
     @property
     def identifier(self) -> str:
         return f"{self.adapter}:{self.name}" if self.adapter else self.name
 
 
+def _data(picture: Picture) -> MultiModalKwargsItem | None:
+    some = MultiModalFieldElem(torch.zeros(3), MultiModalBatchedField())
+    return MultiModalKwargsItem(dict.fromkeys(picture.fields, some)) if picture.fields else None
+
+
 def request(name: str, *pictures: Picture, tokens: int = 100, params: Any = None) -> Request:
     features = [
         MultiModalFeatureSpec(
-            data=None,
+            data=_data(one),
             modality=one.modality,
             identifier=one.identifier,
             mm_position=PlaceholderRange(offset=one.offset, length=one.rows),
@@ -92,7 +109,13 @@ class Encoders:
             config,
             self.store,
             FACTS,
-            lambda: self.measured,
+            Engine(
+                lambda: self.measured,
+                lambda: self.is_asleep,
+                lambda: self.cached,
+                self.evict,
+                lambda modality: {SIZE} if modality == "image" else set(),
+            ),
             stores=self.stores,
             needs_bytes=self.needs_bytes,
             alone=self.alone,
@@ -100,9 +123,6 @@ class Encoders:
             width=WIDTH,
             dtype=DTYPE,
             writer=WRITER,
-            is_asleep=lambda: self.is_asleep,
-            cached=lambda: self.cached,
-            evict=self.evict,
             clock=self.clock,
             random_number=self.random_number,
         )
@@ -121,6 +141,7 @@ class Encoders:
             if identifier in self.cached:
                 continue
             found.append(self.half.has(identifier))
+            assert found[-1] or asked.mm_features[index].data is None, "no encoder can run for it"
             self.cached.add(identifier)
             self.half.allocated(asked, index)
         return found

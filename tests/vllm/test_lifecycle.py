@@ -34,7 +34,7 @@ from tests.support.lifecycle import (
     Shape,
     World,
 )
-from tests.support.soak import ENGINES, NUMBERS, RARELY, SEARCH_S, Life, live, live_long
+from tests.support.soak import ENGINES, LONG_SOAK, NUMBERS, RARELY, SEARCH_S, Life, live, live_long
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("quiet")]
 
@@ -644,15 +644,29 @@ ORDERS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("order", "lag", "overlapping"),
-    [("equal", 0, True), ("equal", 3, False), ("unequal", 0, False), ("there and back", 2, True)],
+# Each order, and each way to reset, once; all others in a long search.
+TOLD = (
+    ("equal", "before"),
+    ("equal late", "after"),
+    ("unequal", "under requests"),
+    ("there and back", "after"),
 )
-@pytest.mark.parametrize("reset", ["before", "after", "under requests"])
+LATER = {"equal": (0, True), "equal late": (3, False), "unequal": (0, False), "there and back": (2, True)}
+
+
+@pytest.mark.parametrize(
+    ("order", "reset"),
+    [
+        pytest.param(order, reset, marks=() if (order, reset) in TOLD else (pytest.mark.soak, LONG_SOAK))
+        for order in LATER
+        for reset in ("before", "after", "under requests")
+    ],
+)
 def test_engines_that_are_updated_share_what_is_of_the_same_weights_and_nothing_else(
-    engine: Callable[..., ScriptedEngine], order: str, lag: int, reset: str, overlapping: bool
+    engine: Callable[..., ScriptedEngine], order: str, reset: str
 ) -> None:
     """Twenty times each; the first takes them in order, the other one in another, or later. One update of it fails."""
+    lag, overlapping = LATER[order]
     shape = Shape(2, overlapping, slots=24)
     engines = engine(shape), engine(shape)
     stored: set[tuple[int, int]] = set()  # weights and prompt
@@ -662,7 +676,7 @@ def test_engines_that_are_updated_share_what_is_of_the_same_weights_and_nothing_
             step = number - at * lag
             if not 0 <= step < UPDATES:
                 continue
-            weights = (ORDERS[order] if at else ORDERS["equal"])[step]
+            weights = (ORDERS[order.removesuffix(" late")] if at else ORDERS["equal"])[step]
             if at and step == UPDATES // 2:  # it has reached one rank
                 updated(one, -weights, reset, f"fails{step}", (0,))
                 assert generated(one, f"half{step}", [1, *PROMPT]) == 0

@@ -26,7 +26,7 @@ from kvpool.key.key import Namespace, writer_name
 from kvpool.store import open_store
 from kvpool.vllm.encoder.identity import encoder_facts, refuse_unsupported
 from kvpool.vllm.encoder.plan import EncoderMetadata, EncoderWorkerMetadata
-from kvpool.vllm.encoder.scheduler import EncoderScheduler
+from kvpool.vllm.encoder.scheduler import EncoderScheduler, Engine
 from kvpool.vllm.encoder.stats import EncoderPromMetrics, EncoderStats, PoolOfEncoders
 from kvpool.vllm.encoder.worker import EncoderWorker
 from kvpool.vllm.engine import internals, support
@@ -88,16 +88,19 @@ class KVPoolECConnector(ECConnectorBase):
                 config,
                 self._store,
                 encoder_facts(vllm_config, weights.facts),
-                lambda: run(_measured),
+                Engine(
+                    lambda: run(_measured),
+                    is_asleep,
+                    internals.encoder_outputs(),
+                    internals.output_evictor(),
+                    internals.size_fields(vllm_config),
+                ),
                 stores=self.is_producer,
                 needs_bytes=self.is_consumer,
                 widths=internals.output_widths(vllm_config),
                 width=vllm_config.model_config.get_inputs_embeds_size(),
                 dtype=str(vllm_config.model_config.dtype).removeprefix("torch."),
                 writer=writer_name(f"{engine} {vllm_config.instance_id}"),
-                is_asleep=is_asleep,
-                cached=internals.encoder_outputs(),
-                evict=internals.output_evictor(),
                 alone=_is_alone(vllm_config),
                 clock=self.clock,
             )
@@ -157,6 +160,9 @@ class KVPoolECConnector(ECConnectorBase):
 
     def has_cache_item(self, identifier: str) -> bool:
         return self._planner().has(identifier)
+
+    def take_unavailable_requests(self) -> set[str]:
+        return self._planner().unavailable()
 
     def update_state_after_alloc(self, request: Request, index: int) -> None:
         self._planner().allocated(request, index)

@@ -128,13 +128,16 @@ class Outputs:
         for output in outputs:
             output.question = question
 
-    def advance(self, output: Output, *, needed: bool) -> None:
-        """Take what has come. ``needed``: a request goes on with its bytes, so they are fetched."""
+    def advance(self, output: Output, *, needed: bool, waits: bool = False) -> None:
+        """Take what has come. ``needed``: a request goes on with its bytes, so they are fetched.
+
+        ``waits``: for room; else it is absent without.
+        """
         now_s = self._clock()
         if output.state == ASKED and output.question is not None:
             self._answered(output.question, now_s)
         if output.state == THERE and needed:
-            self._fetch(output, now_s)
+            self._fetch(output, now_s, waits)
         if output.state == COMES:
             self._arrived(output, now_s)
 
@@ -163,10 +166,11 @@ class Outputs:
             else:
                 self._end(output, why, now_s)
 
-    def _fetch(self, output: Output, now_s: float) -> None:
+    def _fetch(self, output: Output, now_s: float, waits: bool) -> None:
         self._reap()
         if self.taken_nbytes + output.nbytes > self._room_nbytes:
-            self._end(output, "no_room", now_s)
+            if not waits:
+                self._end(output, "no_room", now_s)
             return
         payload = np.empty(output.nbytes, np.uint8)
         try:

@@ -33,6 +33,7 @@ from kvpool.metrics import Counters, Samples
 from kvpool.store import Store
 from kvpool.store.batch import GRACE_S
 from kvpool.vllm.encoder.audits import OutputAudits, remember
+from kvpool.vllm.encoder.hints import ItemHints
 from kvpool.vllm.encoder.identity import EncoderNamespaces
 from kvpool.vllm.encoder.outputs import ABSENT, HELD, Output, Outputs
 from kvpool.vllm.encoder.plan import (
@@ -44,6 +45,7 @@ from kvpool.vllm.encoder.plan import (
 )
 from kvpool.vllm.engine import internals
 from kvpool.vllm.engine.guard import RequestFaults, guarded
+from kvpool.vllm.engine.hints import NO_HINTS, Hints
 from kvpool.vllm.engine.internals import Item
 from kvpool.vllm.plan import Measured
 from kvpool.vllm.requests import WITHOUT_POOL, ParamsReader, RequestParams
@@ -55,20 +57,39 @@ ON_ITS_WAY_S = 10.0  # that a store may take
 
 @dataclass
 class _Asked:
-    """What a request wants. ``reach``: the tokens up to the end of its last item. ``features``: at this look."""
+    """What a request wants. ``reach``: the tokens up to the end of its last item. ``features``: at this look.
+
+    ``bare``: of its items.
+    """
 
     items: Sequence[Item]
     params: RequestParams
     reach: int
     features: int
+    bare: Sequence[Item] = ()
+    hints: Hints = NO_HINTS
     waits_since_s: float | None = None  # for its outputs
 
 
-class EncoderScheduler:
-    """``measure``: the weights of all workers. ``widths``: of outputs, by modality, and of others ``width``.
+@dataclass(frozen=True)
+class Engine:
+    """What is asked of the engine. ``measure``: the weights of all workers.
 
-    ``alone``: no other connector tells how the pool is. ``cached``: lists the items whose outputs the engine has.
-    ``evict``: has the engine forget one. ``needs_bytes``: the engine computes with outputs itself.
+    ``cached``: lists the items whose outputs the engine has; ``evict``: has it forget one. ``sizes``: by modality, the
+    fields of an item that no encoder can run on.
+    """
+
+    measure: Callable[[], Sequence[Measured]]
+    is_asleep: Callable[[], bool]
+    cached: Callable[[], Collection[str]]
+    evict: Callable[[str], bool] = lambda _: False
+    sizes: Callable[[str], Collection[str]] = lambda _: ()
+
+
+class EncoderScheduler:
+    """``widths``: of outputs, by modality, and of others ``width``.
+
+    ``alone``: no other connector tells how the pool is. ``needs_bytes``: the engine computes with outputs itself.
     """
 
     def __init__(
@@ -76,7 +97,7 @@ class EncoderScheduler:
         config: EncoderConfig,
         store: Store,
         facts: Mapping[str, Fact],
-        measure: Callable[[], Sequence[Measured]],
+        engine: Engine,
         *,
         stores: bool,
         needs_bytes: bool,
@@ -84,9 +105,6 @@ class EncoderScheduler:
         width: int,
         dtype: str,
         writer: bytes,
-        is_asleep: Callable[[], bool],
-        cached: Callable[[], Collection[str]],
-        evict: Callable[[str], bool] = lambda _: False,
         alone: bool = True,
         clock: Clock = REAL,
         random_number: Callable[[], float] | None = None,
@@ -96,13 +114,13 @@ class EncoderScheduler:
         self._stores, self._needs_bytes = stores, needs_bytes
         self._forms = {modality: (known, dtype) for modality, known in widths.items()}
         self._any_form = width, dtype  # of modalities that are not known
-        self._writer, self._cached, self._is_asleep, self._alone = writer, cached, is_asleep, alone
-        self._evict = evict
+        self._writer, self._engine, self._alone = writer, engine, alone
         self.counters = Counters()
         self._samples: Samples = {}  # of the workers
         self._request_faults = RequestFaults(self.counters)
         self._params = ParamsReader()
         self._requests: dict[str, _Asked] = {}
+        self._unavailable: set[str] = set()  # requests that can not go on
         self._broken = False
         self._audits = OutputAudits(
             config.audit_share if needs_bytes else 0.0,
@@ -122,7 +140,11 @@ class EncoderScheduler:
             clock=clock.monotonic,
         )
         self._namespaces = EncoderNamespaces(
-            config.tenant, facts, measure, is_asleep=is_asleep, leave=self._audits.leave
+            config.tenant, facts, engine.measure, is_asleep=engine.is_asleep, leave=self._audits.leave
+        )
+        # Beside another connector its metrics are of blocks alone.
+        self._hints = ItemHints(
+            store, config, self.counters if alone else Counters(), space=self._space, clock=clock
         )
         self._quota = QuotaWatch(store, config.tenant, self.counters, logger)
         self._told: tuple[Namespace, ...] | None = None  # to the workers, as ``spaces``
@@ -148,28 +170,40 @@ class EncoderScheduler:
     def seen(self, request: Request) -> None:
         """A request arrived."""
         if request.mm_features and not self._is_off:
-            self._look_up(request, self._state(request))
+            state = self._state(request)
+            self._look_up(request, state)
+            self._hints.wait(request.request_id, lambda: self._asked_for(state), state.hints)
+
+    def _asked_for(self, state: _Asked) -> list[Output]:
+        """What is followed for a request's items, as it stands now."""
+        followed = [self._outputs.of(item.identifier) for item in state.items]
+        outputs = [output for output in followed if output is not None]
+        for output in outputs:
+            self._outputs.advance(output, needed=False)
+        return outputs
 
     def _state(self, request: Request) -> _Asked:
         state = self._requests.get(request.request_id)
         if state is None:
             params = self._params.read(getattr(request, "kv_transfer_params", None))
-            items = internals.items_of(request)
+            items = internals.items_of(request, self._engine.sizes)
             reach = max((item.end for item in items), default=0)
-            state = _Asked(items, params, reach, len(request.mm_features))
+            bare = [item for item in items if item.bare]
+            hints = self._hints.read(request, params)
+            state = _Asked(items, params, reach, len(request.mm_features), bare, hints)
             self._requests[request.request_id] = state
         return state
 
     def _look_up(self, request: Request, state: _Asked) -> None:
         if not state.params.load:
             return
-        cached, wanted = self._cached(), []
+        cached, wanted = self._engine.cached(), []
         for item in state.items:
             known = self._outputs.of(item.identifier)
             if (
                 item.by_name
                 or item.rows < 1
-                or (item.identifier in cached and self._needs_bytes)
+                or (item.identifier in cached and self._needs_bytes and not item.bare)
                 or (known is not None and request.request_id in known.wanted)
             ):
                 continue
@@ -188,26 +222,66 @@ class EncoderScheduler:
     def _shape(self, item: Item) -> Shape:
         return Shape(item.rows, *self._forms.get(item.modality, self._any_form))
 
-    @guarded(True, request="offer")
     def is_ready(self, request: Request, computed_tokens: int) -> bool:
-        """Whether a request may be scheduled; no: what it needs of the pool is still on its way."""
+        """Whether a request may be scheduled; no: what it needs of the pool is still on its way, or ``unavailable``."""
+        if not self._is_ready(request, computed_tokens):
+            return False
+        if not self._lacks(request, computed_tokens):
+            return True
+        logger.warning_once(
+            "kvpool: a request with embeddings that brings no tensors (image_embeds) fails: the pool lacks its output; "
+            "ask an engine that encodes first, or send the item itself"
+        )
+        self._unavailable.add(request.request_id)
+        return False
+
+    @guarded(False)
+    def _lacks(self, request: Request, computed_tokens: int) -> bool:
+        """An output that neither the pool nor an encoder has for it. The engine would end for the lack of it.
+
+        One in the engine's cache counts if no other item has to be given a place there, which may be its own.
+        """
+        state = self._requests.get(request.request_id)
+        if state is None or not state.bare:
+            return False
+        cached = self._engine.cached()
+        needed = [item for item in state.items if item.end > computed_tokens]
+        return not all(item.identifier in cached for item in needed) and any(
+            item.bare and not self._may_have(item.identifier, state) for item in needed
+        )
+
+    def unavailable(self) -> set[str]:
+        """The requests that are not ready for good; the engine ends them with an error."""
+        unavailable, self._unavailable = self._unavailable, set()
+        return unavailable
+
+    @guarded(True, request="offer")
+    def _is_ready(self, request: Request, computed_tokens: int) -> bool:
         state = self._requests.get(request.request_id)
         if state is None or len(request.mm_features) != state.features:
             self._requests.pop(request.request_id, None)
             state = self._state(request)
         self._next = state
+        self._hints.turn(request.request_id)
         if computed_tokens >= state.reach or self._is_off or self._has_waited(state):
             return self._go_on(state)
         self._look_up(request, state)
-        cached, is_ready = self._cached(), True
+        cached, is_ready = self._engine.cached(), True
         for item in state.items:
             output = self._outputs.of(item.identifier)
             is_cached = item.identifier in cached
-            if item.end <= computed_tokens or output is None or (is_cached and self._needs_bytes):
+            if item.end <= computed_tokens or output is None:
                 continue
-            self._outputs.advance(output, needed=self._needs_bytes)
-            if is_cached and output.why == "absent" and not self._is_on_its_way(item.identifier):
-                self._evict(item.identifier)  # others look for it in the pool, which has lost it
+            if is_cached and self._needs_bytes and not item.bare:
+                continue
+            self._outputs.advance(output, needed=self._needs_bytes, waits=item.bare)
+            output.audited = output.audited and not item.bare
+            if (
+                is_cached
+                and output.why == "absent"
+                and not (item.bare or self._is_on_its_way(item.identifier))
+            ):
+                self._engine.evict(item.identifier)  # others look for it in the pool, which has lost it
             is_ready = is_ready and (output.is_settled or (output.in_pool and not self._needs_bytes))
         if is_ready:
             return self._go_on(state)
@@ -233,15 +307,21 @@ class EncoderScheduler:
     @guarded(False)
     def has(self, identifier: str) -> bool:
         """Whether an output comes from the pool. A yes is kept, whatever happens: its bytes are here, and verified."""
+        if not self._may_have(identifier, self._next):
+            return False
         output = self._outputs.of(identifier)
-        if self._is_off or output is None or (self._next is not None and not self._next.params.load):
+        if self._needs_bytes and output is not None and output.payload is not None:
+            self._promised[identifier] = Loaded(output.payload, output.shape)
+        return True
+
+    def _may_have(self, identifier: str, state: _Asked | None) -> bool:
+        """Whether a request is given an item's output from the pool."""
+        output = self._outputs.of(identifier)
+        if self._is_off or output is None or (state is not None and not state.params.load):
             return False
         if not self._needs_bytes:
             return output.in_pool
-        if output.state != HELD or output.audited or output.payload is None:
-            return False
-        self._promised[identifier] = Loaded(output.payload, output.shape)
-        return True
+        return output.state == HELD and not output.audited and output.payload is not None
 
     def allocated(self, request: Request, index: int) -> None:
         """The engine goes on with an item: with the output that it was promised, or by its encoder."""
@@ -308,16 +388,24 @@ class EncoderScheduler:
         state = self._requests.pop(request.request_id, None)
         if state is not None:
             self._forget_request(request, state)
+            self._retain(request, state)
 
     @guarded(None)
     def _forget_request(self, request: Request, state: _Asked) -> None:
         self._outputs.leave(request.request_id, {item.identifier for item in state.items})
 
+    @guarded(None)
+    def _retain(self, request: Request, state: _Asked) -> None:
+        shapes = {item.identifier: self._shape(item) for item in state.items if not item.by_name}
+        items = [(identifier, shape, _nbytes(shape)) for identifier, shape in shapes.items()]
+        self._hints.finished(request.request_id, state.hints, items)
+
     def plan(self, output: SchedulerOutput) -> EncoderMetadata:
         """What goes to the workers with this step."""
+        self._prefetch()
         step, self._step = self._step, EncoderMetadata()
         self._promised.clear()
-        cached = self._cached()
+        cached = self._engine.cached()
         # What it has evicted again has no place.
         step.loads = {name: loaded for name, loaded in step.loads.items() if name in cached or not cached}
         step.wrong += self._outputs.wrong
@@ -332,8 +420,13 @@ class EncoderScheduler:
         else:
             step.silent, self._silent = self._silent, False
         step.writer = self._writer
-        step.watch = not self._namespaces.asks and not self._is_asleep()
+        step.watch = not self._namespaces.asks and not self._engine.is_asleep()
         return step
+
+    @guarded(None)
+    def _prefetch(self) -> None:
+        if not self._is_off:
+            self._hints.step()
 
     @guarded(())
     def spaces(self) -> tuple[Namespace, ...]:
@@ -371,6 +464,7 @@ class EncoderScheduler:
         """Somebody called a method of the workers, which may have changed their weights."""
         if self._namespaces.called(method):
             self._outputs.forget()
+            self._hints.forget()
 
     @guarded(None)
     def reset(self) -> None:
@@ -402,6 +496,7 @@ class EncoderScheduler:
     def close(self) -> None:
         self._outputs.forget()
         self._requests.clear()
+        self._hints.close()
         self._quota.close()
 
 

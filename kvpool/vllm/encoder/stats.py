@@ -27,6 +27,6 @@ class EncoderPromMetrics(ShownMetrics, ECConnectorPromMetrics):
 
 
 class PoolOfEncoders(EncoderPromMetrics):
-    """Of an engine without another connector: also how the pool is."""
+    """Of an engine without another connector: also how the pool is, and what hints did."""
 
-    METRICS = (*metrics.ENCODER, *metrics.OF_STORES)
+    METRICS = (*metrics.ENCODER, *metrics.OF_STORES, *metrics.OF_HINTS)

@@ -25,6 +25,7 @@ import numpy
 import torch
 from torch import nn
 from vllm.config import ModelConfig, VllmConfig, get_layers_from_vllm_config
+from vllm.distributed.ec_transfer.ec_connector.utils import PlaceholderMetadataResolver
 from vllm.distributed.kv_events import MEDIUM_GPU, ZmqEventPublisher
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
@@ -290,7 +291,7 @@ def output_evictor(core: Any = None) -> Callable[[str], bool]:
 class Item(NamedTuple):
     """An image, a clip or another item of a request. ``end``: the tokens up to its own end; ``rows``: of its output.
 
-    ``by_name``: its output depends on an adapter of which only the name is known.
+    ``by_name``: its output depends on an adapter of which only the name is known. ``bare``: no encoder can run for it.
     """
 
     identifier: str
@@ -298,10 +299,11 @@ class Item(NamedTuple):
     end: int
     rows: int
     by_name: bool
+    bare: bool = False
 
 
-def items_of(request: Request) -> list[Item]:
-    """Those that an encoder makes embeddings of."""
+def items_of(request: Request, sizes: Callable[[str], Collection[str]]) -> list[Item]:
+    """Those that an encoder makes embeddings of. ``sizes``: ``size_fields``."""
     return [
         Item(
             one.identifier,
@@ -309,10 +311,19 @@ def items_of(request: Request) -> list[Item]:
             one.mm_position.offset + one.mm_position.length,
             one.mm_position.get_num_embeds(),
             one.mm_hash not in (None, one.identifier),
+            bare=bool(one.data) and set(one.data or ()) <= set(sizes(one.modality)),
         )
         for one in request.mm_features
         if one.modality != "prompt_embeds"  # no encoder runs
     ]
+
+
+def size_fields(config: VllmConfig) -> Callable[[str], Collection[str]]:
+    """By modality: which fields of an item only say how many rows its output has; none: the model names none.
+
+    An engine that consumes outputs takes requests with these alone (``allow_missing_mm_embeddings``).
+    """
+    return PlaceholderMetadataResolver(config.model_config).fields_for
 
 
 def item_at(request: Request, index: int) -> str:

@@ -1,9 +1,9 @@
-"""``Prefetches`` copies a request's blocks from the far pool near, while the request waits for its turn.
+"""``Prefetches`` copies a request's records from the far pool near, while the request waits for its turn.
 
-vLLM asks for a prefix when it has room for its request. What the near pool lacks of the prefix of one that it has not
-asked for comes near meanwhile, natively, by a lookup that copies (``LookupGroup.prefetch_nbytes``). Requests whose
-prefix another one loads bring nothing. Prefetched blocks fit a share of the near pool; those that no load used keep
-their part of it for ``UNUSED_S``, so that requests which are queued and given up displace little.
+vLLM asks for a prefix when it has room for its request. What the near pool lacks of one that it has not asked for
+comes near meanwhile, natively, by a lookup that copies (``LookupGroup.prefetch_nbytes``). Requests whose prefix another
+one loads bring nothing. Prefetched records fit a share of the near pool; those that no load used keep their part of it
+for ``UNUSED_S``, so that requests which are queued and given up displace little.
 
 Threads: the engine's scheduler thread only. Nothing here waits.
 """
@@ -14,12 +14,14 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvpool import _native, metrics
 from kvpool.errors import StoreUnavailable
 from kvpool.key.key import Namespace
 from kvpool.metrics import Counters
-from kvpool.store import LookupBatch, LookupGroup, Store
+from kvpool.store import LookupBatch, LookupGroup, Store, StoreURL
+from kvpool.store.near_far import NearFarStore
 from kvpool.vllm.geometry import Geometry
 from kvpool.vllm.load.loads import Loads
 from kvpool.vllm.load.state import RequestState
@@ -38,23 +40,37 @@ class _Copies:
     ended: bool = False
 
 
+class Wanted(NamedTuple):
+    """What a request would load, in one namespace."""
+
+    namespace: Namespace | None
+    groups: Sequence[LookupGroup]
+
+
+NOTHING = Wanted(None, ())
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A request. ``wanted``: at that time; None: not known yet. ``first``: it asked to come before others."""
+
+    wanted: Callable[[float], Wanted | None]
+    first: bool
+
+
 class Prefetches:
-    """``room_nbytes``: of prefetched blocks in the near pool. ``loads``: those under way."""
+    """``room_nbytes``: of prefetched records in the near pool."""
 
     def __init__(
         self,
         store: Store,
-        geometry: Geometry,
-        loads: Loads,
         *,
         room_nbytes: int,
         counters: Counters,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store, self._geometry, self._loads = store, geometry, loads
-        self._room_nbytes, self._counters, self._clock = room_nbytes, counters, clock
-        self._sizes: Mapping[int, Sequence[int]] = {}
-        self._queue: OrderedDict[str, RequestState] = OrderedDict()
+        self._store, self._room_nbytes, self._counters, self._clock = store, room_nbytes, counters, clock
+        self._queue: OrderedDict[str, _Waiting] = OrderedDict()
         self._answered = ""  # the request whose lookup had ended in an earlier step
         self._copies: dict[str, _Copies] = {}
         self._left: list[
@@ -62,17 +78,12 @@ class Prefetches:
         ] = []  # of requests that wait no longer; whether a load used them
         self._unused: deque[tuple[float, int]] = deque()  # until when these bytes count
 
-    def sized(self, sizes: Mapping[int, Sequence[int]]) -> None:
-        """By group, the bytes of each part of a record. Parts of several sizes stay far."""
-        self._sizes = sizes
-
-    def wait(self, state: RequestState) -> None:
-        """A request arrived, and its lookup is under way."""
+    def wait(self, request_id: str, wanted: Callable[[float], Wanted | None], *, first: bool) -> None:
+        """A request arrived, and its lookup is under way. ``wanted``: None until that has ended."""
         if not self._room_nbytes:
             return
-        request_id = state.asked.request.request_id
-        self._queue[request_id] = state
-        if state.asked.hints.prefetch:
+        self._queue[request_id] = _Waiting(wanted, first)
+        if first:
             self._queue.move_to_end(request_id, last=False)
 
     def leave(self, request_id: str, *, used: bool) -> None:
@@ -95,62 +106,34 @@ class Prefetches:
         for request_id in [*self._queue, *self._copies]:
             self.leave(request_id, used=False)
 
-    def step(self, namespace: Namespace) -> None:
+    def step(self) -> None:
         """Begin the copies of the first request that vLLM has not asked for since its lookup ended."""
         now_s = self._clock()
         self._settle(now_s)
         while self._queue:
-            request_id, state = next(iter(self._queue.items()))
-            lookup = state.found.lookup
-            if lookup is not None and not lookup.ended(now_s):
+            request_id, waiting = next(iter(self._queue.items()))
+            wanted = waiting.wanted(now_s)
+            if wanted is None:
                 return
-            if lookup is not None and not state.asked.hints.prefetch and self._answered != request_id:
+            if wanted.groups and not waiting.first and self._answered != request_id:
                 self._answered = request_id
                 return  # vLLM may ask for it in its next step
-            groups = self._to_copy(state) if lookup is not None else []
-            nbytes = _nbytes(groups, [group.records for group in groups])
+            nbytes = _nbytes(wanted.groups, [group.records for group in wanted.groups])
             fits = 0 < nbytes <= self._room_nbytes
             if fits and nbytes > self._room_nbytes - self._taken_nbytes():
                 return
             del self._queue[request_id]
-            if fits:
-                self._begin(namespace, request_id, groups, nbytes)
+            if fits and wanted.namespace is not None:
+                self._begin(request_id, wanted.namespace, wanted.groups, nbytes)
 
     def _begin(
-        self, namespace: Namespace, request_id: str, groups: Sequence[LookupGroup], nbytes: int
+        self, request_id: str, namespace: Namespace, groups: Sequence[LookupGroup], nbytes: int
     ) -> None:
         try:
             batch = self._store.submit_lookup(namespace, groups, timeout_s=COPIES_S)
         except StoreUnavailable:
             return
         self._copies[request_id] = _Copies(batch, groups, nbytes)
-
-    def _to_copy(self, state: RequestState) -> list[LookupGroup]:
-        """The records of the request's hit; none where another request loads them."""
-        request, lookup, in_pool = state.asked.request, state.found.lookup, state.asked.pool_hash
-        if lookup is None or lookup.present is None or in_pool is None:
-            return []
-        hit = self._geometry.longest_hit(lookup.present, local_tokens=0, max_tokens=request.num_tokens - 1)
-        if not hit or self._loads.bring(request, 0, hit):
-            return []
-        wanted = []
-        for index, group in enumerate(self._geometry.groups):
-            hashes = [in_pool(block_hash) for block_hash, _ in self._loads.needed(request, group, 0, hit)]
-            sizes = self._sizes.get(index, ())
-            if not hashes or len(set(sizes)) != 1:
-                continue
-            wanted.append(
-                LookupGroup(
-                    hashes=_native.pack_hashes(hashes),
-                    hash_nbytes=len(hashes[0]),
-                    group=index,
-                    ranks=len(sizes),
-                    record_tokens=group.record_tokens,
-                    sliding_window=not group.needs_all,
-                    prefetch_nbytes=sizes[0],
-                )
-            )
-        return wanted
 
     def _settle(self, now_s: float) -> None:
         for copies in (*self._copies.values(), *(one for one, _ in self._left)):
@@ -172,7 +155,67 @@ class Prefetches:
         )
 
 
+class BlockPrefetches(Prefetches):
+    """Of the blocks of prefixes. ``loads``: those under way."""
+
+    def __init__(
+        self,
+        store: Store,
+        geometry: Geometry,
+        loads: Loads,
+        *,
+        room_nbytes: int,
+        counters: Counters,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(store, room_nbytes=room_nbytes, counters=counters, clock=clock)
+        self._geometry, self._loads = geometry, loads
+        self._sizes: Mapping[int, Sequence[int]] = {}
+
+    def sized(self, sizes: Mapping[int, Sequence[int]]) -> None:
+        """By group, the bytes of each part of a record. Parts of several sizes stay far."""
+        self._sizes = sizes
+
+    def blocks(self, state: RequestState, namespace: Namespace, now_s: float) -> Wanted | None:
+        """The records of the request's hit; none where another request loads them."""
+        request, lookup, in_pool = state.asked.request, state.found.lookup, state.asked.pool_hash
+        if lookup is not None and not lookup.ended(now_s):
+            return None
+        if lookup is None or lookup.present is None or in_pool is None:
+            return NOTHING
+        hit = self._geometry.longest_hit(lookup.present, local_tokens=0, max_tokens=request.num_tokens - 1)
+        if not hit or self._loads.bring(request, 0, hit):
+            return NOTHING
+        groups = []
+        for index, group in enumerate(self._geometry.groups):
+            hashes = [in_pool(block_hash) for block_hash, _ in self._loads.needed(request, group, 0, hit)]
+            sizes = self._sizes.get(index, ())
+            if not hashes or len(set(sizes)) != 1:
+                continue
+            groups.append(
+                LookupGroup(
+                    hashes=_native.pack_hashes(hashes),
+                    hash_nbytes=len(hashes[0]),
+                    group=index,
+                    ranks=len(sizes),
+                    record_tokens=group.record_tokens,
+                    sliding_window=not group.needs_all,
+                    prefetch_nbytes=sizes[0],
+                )
+            )
+        return Wanted(namespace, groups)
+
+
 def _nbytes(groups: Sequence[LookupGroup], records: Sequence[int]) -> int:
     return sum(
         count * group.ranks * group.prefetch_nbytes for group, count in zip(groups, records, strict=True)
     )
+
+
+def near_nbytes(store: Store, pool: str) -> int:
+    """The capacity of the near pool of these URLs, which stands in it; 0: there is none."""
+    near = StoreURL.parse(pool).near
+    if near is None:
+        return 0
+    said = store.near_capacity_nbytes if isinstance(store, NearFarStore) else None
+    return said or near.capacity_nbytes

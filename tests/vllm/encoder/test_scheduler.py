@@ -9,7 +9,7 @@ from vllm.v1.request import Request
 
 from kvpool import _native
 from kvpool.vllm.encoder.plan import EncoderWorkerMetadata
-from tests.support.encoder import DTYPE, Encoders, Picture, has, key, payload, ready, request
+from tests.support.encoder import DTYPE, SIZE, Encoders, Picture, has, key, payload, ready, request
 from tests.support.scheduler import planted
 from tests.support.scripted_store import ScriptedStore
 
@@ -298,10 +298,14 @@ def test_an_encoder_of_its_own_needs_no_bytes(store: ScriptedStore) -> None:
 
 def test_a_random_life_keeps_each_promise_and_leaves_nothing() -> None:
     """Questions and loads end in any order, late, with faults or never; requests end at any time."""
+    count = 0
     for seed in range(12):
         draw, store = random.Random(seed), ScriptedStore()
         encoders = Encoders(store, {"staging_nbytes": 1 << 20})
-        pictures = [Picture(f"{number:064}", 10, rows=draw.choice((1, 8, 30_000))) for number in range(12)]
+        pictures = [
+            Picture(f"{number:064}", 10, draw.choice((1, 8, 30_000)), fields=(SIZE,) if number > 8 else ())
+            for number in range(12)
+        ]
         living: list[Request] = []
         for turn in range(120):
             has(store, *draw.sample(pictures, 2))
@@ -317,6 +321,11 @@ def test_a_random_life_keeps_each_promise_and_leaves_nothing() -> None:
             for one in draw.sample(living, min(len(living), 2)):
                 if encoders.half.is_ready(one, 0):
                     encoders.schedule(one)
+            for name in encoders.half.unavailable():
+                (failed,) = [one for one in living if one.request_id == name]
+                living.remove(failed)
+                encoders.half.finished(failed)
+                count += 1
             step = encoders.plan(tokens=draw.choice((0, 5)))
             for identifier, loaded in step.loads.items():
                 assert loaded.payload.tobytes() == payload(identifier, loaded.shape.rows)
@@ -336,3 +345,4 @@ def test_a_random_life_keeps_each_promise_and_leaves_nothing() -> None:
         assert len(encoders.half._outputs) == 0
         assert encoders.half._requests == {}
         assert not encoders.half._broken
+    assert count > 20, "requests failed that nothing had an item of"

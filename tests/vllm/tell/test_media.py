@@ -20,15 +20,18 @@ FACTS = {"engine": "vllm", "kind": "encoder", "weights": "w"}
 
 
 def a_scheduler(store: Any, measure: Callable[[], Any], **more: Any) -> Any:
-    from kvpool.vllm.encoder.scheduler import EncoderScheduler
+    from kvpool.vllm.encoder.scheduler import EncoderScheduler, Engine
 
     options: dict[str, Any] = {
         "stores": True, "needs_bytes": True, "widths": {"image": 64, "audio": 32, "video": 64},
-        "width": 64, "dtype": "bfloat16", "writer": bytes(16), "is_asleep": lambda: False, "cached": list,
-        "clock": REAL, **more,
+        "width": 64, "dtype": "bfloat16", "writer": bytes(16), "clock": REAL, **more,
     }  # fmt: skip
     return EncoderScheduler(
-        EncoderConfig.load({"pool": "file:///unused"}, {}), store, FACTS, measure, **options
+        EncoderConfig.load({"pool": "file:///unused"}, {}),
+        store,
+        FACTS,
+        Engine(measure, lambda: False, list),
+        **options,
     )
 
 
