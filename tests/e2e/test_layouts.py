@@ -158,6 +158,7 @@ def test_pipeline_stages_share_with_their_like_only(
     _check_second(tmp_path, double, reference, pool, **environment)
 
 
+@pytest.mark.rare  # of minutes: both ranks on this machine's cores
 def test_latent_vectors_are_stored_once_for_two_ranks(deepseek: Path, tmp_path: Path) -> None:
     pool, prompts = tmp_path / "pool", [prompt(seed, 60 * 16 + 1) for seed in (4, 5)]
     options = {

@@ -101,6 +101,7 @@ def test_a_near_pool_serves_its_host_and_the_far_one_the_fleet(llama: Path, tmp_
             )
 
 
+@pytest.mark.rare  # tests/vllm/load/test_prefetch.py has the scheduler's half and real stores
 def test_what_waits_in_the_engines_queue_comes_near(llama: Path, tmp_path: Path) -> None:
     """An engine that computes one request at a time brings the blocks of the next one near meanwhile."""
     with running("valkey-server", tmp_path) as server:
