@@ -67,8 +67,11 @@ class Picture:
 
 
 def _data(picture: Picture) -> MultiModalKwargsItem | None:
-    some = MultiModalFieldElem(torch.zeros(3), MultiModalBatchedField())
-    return MultiModalKwargsItem(dict.fromkeys(picture.fields, some)) if picture.fields else None
+    def field_of(name: str) -> MultiModalFieldElem:
+        numbers = picture.rows * 1176 if name == "pixel_values" else 3
+        return MultiModalFieldElem(torch.zeros(numbers), MultiModalBatchedField())
+
+    return MultiModalKwargsItem({name: field_of(name) for name in picture.fields}) if picture.fields else None
 
 
 def request(name: str, *pictures: Picture, tokens: int = 100, params: Any = None) -> Request:
@@ -102,6 +105,7 @@ class Encoders:
     def __post_init__(self) -> None:
         self.clock = Clock()
         self.cached: set[str] = set()  # by the engine
+        self.held: set[tuple[str, str]] = set()  # of these, for requests
         self.measured = [Measured("the start's")]
         self.is_asleep = False
         config = EncoderConfig.load({"pool": "file:///unused", "audit_share": 0, **self.settings}, {})
@@ -114,6 +118,7 @@ class Encoders:
                 lambda: self.is_asleep,
                 lambda: self.cached,
                 self.evict,
+                lambda identifier, name: identifier in self.cached and (identifier, name) in self.held,
                 lambda modality: {SIZE} if modality == "image" else set(),
             ),
             stores=self.stores,
@@ -138,6 +143,7 @@ class Encoders:
         found = []
         for index in range(len(asked.mm_features)):
             identifier = asked.mm_features[index].identifier
+            self.held.add((identifier, asked.request_id))
             if identifier in self.cached:
                 continue
             found.append(self.half.has(identifier))

@@ -8,7 +8,8 @@ Threads: the engine's scheduler thread only. Nothing here waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from vllm.v1.request import Request
 
@@ -24,6 +25,10 @@ from kvpool.vllm.engine.hints import Hints, read_hints
 from kvpool.vllm.load.prefetch import NOTHING, Prefetches, Wanted, near_nbytes
 from kvpool.vllm.requests import RequestParams
 from kvpool.vllm.save.retention import Prefix, Retention
+
+MAX_ITEMS = (
+    256  # of a request; hints count for the first ones, and leave others' a place in Retention's queue
+)
 
 
 class ItemHints:
@@ -73,26 +78,29 @@ class ItemHints:
             return Wanted(space, [_group(hashes, nbytes) for nbytes, hashes in sizes.items()])
         return NOTHING
 
-    def turn(self, request_id: str) -> None:
-        """The engine asks whether it is ready: what it needs is loaded now, from wherever it is."""
-        self._prefetches.leave(request_id, used=True)
+    def turn(self, request_id: str, loads: Callable[[], bool]) -> None:
+        """The engine asks whether it is ready: what it needs is loaded now, if it ``loads``, from wherever it is."""
+        if self._prefetches.waits(request_id):
+            self._prefetches.leave(request_id, used=loads())
 
     def step(self) -> None:
         self._prefetches.step()
 
     # When it is over.
 
-    def finished(self, request_id: str, hints: Hints, items: Iterable[tuple[str, Shape, int]]) -> None:
-        """Do what it hinted at for its ``items``: (identifier, shape, bytes)."""
+    def finished(
+        self, request_id: str, hints: Hints, items: Mapping[str, Shape], passed: Collection[str]
+    ) -> None:
+        """Do what it hinted at for its ``items``; ``passed``: those that it had of the pool, or gave it."""
         self._prefetches.leave(request_id, used=False)
         if not (hints.keep_s or hints.done or self._retention.keeps):
             return
-        for identifier, shape, nbytes in items:
+        for identifier, shape in itertools.islice(items.items(), MAX_ITEMS):
             name = media_hash(identifier)
-            if not (hints.keep_s or hints.done):
+            if not hints.done and not (hints.keep_s and identifier in passed):
                 self._retention.used([name])
             elif (space := self._space(shape)) is not None:
-                record = Prefix(space, [_group([name], 0)], [name], nbytes)
+                record = Prefix(space, [_group([name], 0)], [name], shape.nbytes)
                 if hints.done:
                     self._retention.let_go(record)
                 else:

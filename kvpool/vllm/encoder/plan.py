@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata, ECConnectorWorkerMetadata
 
 from kvpool.key.key import Namespace
@@ -26,6 +27,11 @@ class Shape(NamedTuple):
     def form(self) -> str:
         """Of its rows."""
         return f"{self.width} {self.dtype}"
+
+    @property
+    def nbytes(self) -> int:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return self.rows * self.width * dtype.itemsize
 
 
 class Loaded(NamedTuple):

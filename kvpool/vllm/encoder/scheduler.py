@@ -12,11 +12,11 @@ Threads: the engine's scheduler thread only. It waits for nothing but a measure 
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import torch
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
@@ -59,7 +59,7 @@ ON_ITS_WAY_S = 10.0  # that a store may take
 class _Asked:
     """What a request wants. ``reach``: the tokens up to the end of its last item. ``features``: at this look.
 
-    ``bare``: of its items.
+    ``bare``: of its items. ``passed``: what it had of the pool, or gave it, by identifier.
     """
 
     items: Sequence[Item]
@@ -68,6 +68,7 @@ class _Asked:
     features: int
     bare: Sequence[Item] = ()
     hints: Hints = NO_HINTS
+    passed: dict[str, Shape] = field(default_factory=dict)
     waits_since_s: float | None = None  # for its outputs
 
 
@@ -75,14 +76,15 @@ class _Asked:
 class Engine:
     """What is asked of the engine. ``measure``: the weights of all workers.
 
-    ``cached``: lists the items whose outputs the engine has; ``evict``: has it forget one. ``sizes``: by modality, the
-    fields of an item that no encoder can run on.
+    ``cached``: lists the items whose outputs the engine has; ``evict``: has it forget one; ``holds``: whether it keeps
+    an item's for a request (its id). ``sizes``: by modality, the fields of an item that no encoder can run on.
     """
 
     measure: Callable[[], Sequence[Measured]]
     is_asleep: Callable[[], bool]
     cached: Callable[[], Collection[str]]
     evict: Callable[[str], bool] = lambda _: False
+    holds: Callable[[str, str], bool] = lambda _, __: False
     sizes: Callable[[str], Collection[str]] = lambda _: ()
 
 
@@ -172,9 +174,12 @@ class EncoderScheduler:
         if request.mm_features and not self._is_off:
             state = self._state(request)
             self._look_up(request, state)
-            self._hints.wait(request.request_id, lambda: self._asked_for(state), state.hints)
+            if self._needs_bytes:
+                waiting = functools.partial(self._asked_for, request, state)
+                self._hints.wait(request.request_id, waiting, state.hints)
 
-    def _asked_for(self, state: _Asked) -> list[Output]:
+    @guarded((), request="lookup")
+    def _asked_for(self, request: Request, state: _Asked) -> Sequence[Output]:
         """What is followed for a request's items, as it stands now."""
         followed = [self._outputs.of(item.identifier) for item in state.items]
         outputs = [output for output in followed if output is not None]
@@ -203,17 +208,23 @@ class EncoderScheduler:
             if (
                 item.by_name
                 or item.rows < 1
-                or (item.identifier in cached and self._needs_bytes and not item.bare)
-                or (known is not None and request.request_id in known.wanted)
+                or (item.identifier in cached and self._has_place(item, request))
+                or (known is not None and request.request_id in known.wanted and not _is_awaited(item, known))
             ):
                 continue
             shape = self._shape(item)
             if (space := self._space(shape)) is None:
                 return
             wanted.append(
-                (item.identifier, space.key(media_hash(item.identifier), 0, 0), shape, _nbytes(shape))
+                (item.identifier, space.key(media_hash(item.identifier), 0, 0), shape, shape.nbytes)
             )
         self._outputs.want(request.request_id, wanted)
+
+    def _has_place(self, item: Item, request: Request) -> bool:
+        """Of an item that is cached: whether the engine needs nothing else of it for a request."""
+        return self._needs_bytes and (
+            not item.bare or self._engine.holds(item.identifier, request.request_id)
+        )
 
     def _space(self, shape: Shape) -> Namespace | None:
         # A measure forgets what was stored since the last look, so the workers must have deleted it before.
@@ -229,25 +240,29 @@ class EncoderScheduler:
         if not self._lacks(request, computed_tokens):
             return True
         logger.warning_once(
-            "kvpool: a request with embeddings that brings no tensors (image_embeds) fails: the pool lacks its output; "
-            "ask an engine that encodes first, or send the item itself"
+            "kvpool: a request with embeddings that brings no tensors (image_embeds) fails: the pool lacks its output, "
+            "or staging_nbytes have no room for all of them. Ask an engine that encodes first, or send the item itself"
         )
         self._unavailable.add(request.request_id)
         return False
 
-    @guarded(False)
+    @guarded(True)
     def _lacks(self, request: Request, computed_tokens: int) -> bool:
         """An output that neither the pool nor an encoder has for it. The engine would end for the lack of it.
 
-        One in the engine's cache counts if no other item has to be given a place there, which may be its own.
+        One in the engine's cache counts if nothing else has to be given a place there, which may be its own.
         """
         state = self._requests.get(request.request_id)
         if state is None or not state.bare:
             return False
         cached = self._engine.cached()
-        needed = [item for item in state.items if item.end > computed_tokens]
-        return not all(item.identifier in cached for item in needed) and any(
-            item.bare and not self._may_have(item.identifier, state) for item in needed
+        if all(one in cached for one in internals.places_of(request, computed_tokens)):
+            return False
+        return any(
+            item.end > computed_tokens
+            and not self._engine.holds(item.identifier, request.request_id)
+            and not self._may_have(item.identifier, state)
+            for item in state.bare
         )
 
     def unavailable(self) -> set[str]:
@@ -262,32 +277,43 @@ class EncoderScheduler:
             self._requests.pop(request.request_id, None)
             state = self._state(request)
         self._next = state
-        self._hints.turn(request.request_id)
+        self._hints.turn(request.request_id, lambda: self._loads(state, computed_tokens))
+        if computed_tokens >= state.reach and state.bare:  # the engine may have had them, and asked for none
+            self._outputs.leave(request.request_id, {item.identifier for item in state.items})
         if computed_tokens >= state.reach or self._is_off or self._has_waited(state):
             return self._go_on(state)
+        cached = self._engine.cached()
+        if state.bare and all(one in cached for one in internals.places_of(request, computed_tokens)):
+            return self._go_on(state)
         self._look_up(request, state)
-        cached, is_ready = self._engine.cached(), True
+        # Until the workers have heard of a silent change nothing is asked for, and who can encode does.
+        is_ready = not (self._silent and state.bare)
         for item in state.items:
             output = self._outputs.of(item.identifier)
             is_cached = item.identifier in cached
             if item.end <= computed_tokens or output is None:
                 continue
-            if is_cached and self._needs_bytes and not item.bare:
+            if is_cached and self._has_place(item, request):
                 continue
             self._outputs.advance(output, needed=self._needs_bytes, waits=item.bare)
-            output.audited = output.audited and not item.bare
             if (
                 is_cached
                 and output.why == "absent"
                 and not (item.bare or self._is_on_its_way(item.identifier))
             ):
                 self._engine.evict(item.identifier)  # others look for it in the pool, which has lost it
-            is_ready = is_ready and (output.is_settled or (output.in_pool and not self._needs_bytes))
+            is_settled = output.is_settled or (output.in_pool and not self._needs_bytes)
+            is_ready = is_ready and is_settled and not _is_awaited(item, output)
         if is_ready:
             return self._go_on(state)
         if state.waits_since_s is None:
             state.waits_since_s = self._clock.monotonic()
         return False
+
+    def _loads(self, state: _Asked, computed_tokens: int) -> bool:
+        """Whether a request needs an output that the pool has."""
+        found = [self._outputs.of(item.identifier) for item in state.items if item.end > computed_tokens]
+        return any(output is not None and output.in_pool for output in found)
 
     def _is_on_its_way(self, identifier: str) -> bool:
         """Whether the workers may still be storing it."""
@@ -321,7 +347,10 @@ class EncoderScheduler:
             return False
         if not self._needs_bytes:
             return output.in_pool
-        return output.state == HELD and not output.audited and output.payload is not None
+        is_audited = output.audited and not any(
+            identifier == item.identifier for item in (state.bare if state else ())
+        )
+        return output.state == HELD and not is_audited and output.payload is not None
 
     def allocated(self, request: Request, index: int) -> None:
         """The engine goes on with an item: with the output that it was promised, or by its encoder."""
@@ -333,7 +362,9 @@ class EncoderScheduler:
 
     @guarded(None, request="store")
     def _note(self, request: Request, identifier: str, promised: Loaded | None) -> None:
-        output = self._outputs.take(identifier)
+        output, state = self._outputs.take(identifier), self._state(request)
+        if output is not None and output.in_pool:
+            state.passed[identifier] = output.shape
         if promised is not None:
             self.counters.add(metrics.ENCODER_OUTPUTS, 1, "pool")
             self.counters.add(metrics.ENCODER_LOADED_BYTES, promised.payload.nbytes)
@@ -342,7 +373,6 @@ class EncoderScheduler:
             self.counters.add(metrics.ENCODER_OUTPUTS, 1, "pool")
             return
         self.counters.add(metrics.ENCODER_OUTPUTS, 1, "computed")
-        state = self._state(request)
         item = next((one for one in state.items if one.identifier == identifier), None)
         self.counters.add(metrics.ENCODER_MISSES, 1, self._why(state, item, output))
         if item is not None and not self._is_off:
@@ -382,10 +412,12 @@ class EncoderScheduler:
             remember(self._modalities, item.identifier, item.modality)
             key = space.key(media_hash(item.identifier), 0, 0)
             self._step.stores[item.identifier] = Stored(key, shape)
+            state.passed[item.identifier] = shape
             remember(self._stored_s, item.identifier, self._clock.monotonic())
 
     def finished(self, request: Request) -> None:
         state = self._requests.pop(request.request_id, None)
+        self._unavailable.discard(request.request_id)
         if state is not None:
             self._forget_request(request, state)
             self._retain(request, state)
@@ -397,8 +429,7 @@ class EncoderScheduler:
     @guarded(None)
     def _retain(self, request: Request, state: _Asked) -> None:
         shapes = {item.identifier: self._shape(item) for item in state.items if not item.by_name}
-        items = [(identifier, shape, _nbytes(shape)) for identifier, shape in shapes.items()]
-        self._hints.finished(request.request_id, state.hints, items)
+        self._hints.finished(request.request_id, state.hints, {**shapes, **state.passed}, state.passed.keys())
 
     def plan(self, output: SchedulerOutput) -> EncoderMetadata:
         """What goes to the workers with this step."""
@@ -474,7 +505,11 @@ class EncoderScheduler:
     def _without_pool(self, request: Request) -> None:
         state = self._requests.get(request.request_id)
         if state is None:
-            self._requests[request.request_id] = _Asked((), WITHOUT_POOL, 0, len(request.mm_features))
+            bare: Sequence[Item] = ()
+            with contextlib.suppress(Exception):  # it may be what failed
+                bare = [item for item in internals.items_of(request, self._engine.sizes) if item.bare]
+            features = len(request.mm_features)
+            self._requests[request.request_id] = _Asked((), WITHOUT_POOL, 0, features, bare)
         else:
             state.params, state.reach = WITHOUT_POOL, 0
             self._forget_request(request, state)
@@ -500,6 +535,6 @@ class EncoderScheduler:
         self._quota.close()
 
 
-def _nbytes(shape: Shape) -> int:
-    dtype: torch.dtype = getattr(torch, shape.dtype)
-    return shape.rows * shape.width * dtype.itemsize
+def _is_awaited(item: Item, output: Output) -> bool:
+    """Whether another engine may still be about to store what this one cannot encode: it is asked for again."""
+    return item.bare and output.state == ABSENT and output.why not in ("fault", "put_away")

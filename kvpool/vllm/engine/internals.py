@@ -35,6 +35,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.utils import get_model_architecture
+from vllm.multimodal.inputs import MultiModalFeatureSpec, MultiModalFieldElem
 from vllm.platforms import current_platform
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
@@ -266,6 +267,20 @@ def encoder_outputs() -> Callable[[], Collection[str]]:
     return outputs
 
 
+def output_holder() -> Callable[[str, str], bool]:
+    """A function that says whether the engine keeps an output (identifier) for a request (its id) until it has used it.
+
+    Call it as ``encoder_outputs``.
+    """
+    core = _core_under_construction()
+
+    def holds(identifier: str, request_id: str) -> bool:
+        manager = getattr(getattr(core, "scheduler", None), "encoder_cache_manager", None)
+        return request_id in getattr(manager, "cached", {}).get(identifier, ())
+
+    return holds
+
+
 def output_evictor(core: Any = None) -> Callable[[str], bool]:
     """A function that has the engine forget an output which no request holds, as if it needed its place.
 
@@ -286,6 +301,9 @@ def output_evictor(core: Any = None) -> Callable[[str], bool]:
         return True
 
     return evict
+
+
+MAX_BARE_NUMBERS = 8
 
 
 class Item(NamedTuple):
@@ -311,19 +329,44 @@ def items_of(request: Request, sizes: Callable[[str], Collection[str]]) -> list[
             one.mm_position.offset + one.mm_position.length,
             one.mm_position.get_num_embeds(),
             one.mm_hash not in (None, one.identifier),
-            bare=bool(one.data) and set(one.data or ()) <= set(sizes(one.modality)),
+            bare=_is_bare(one, sizes(one.modality)),
         )
         for one in request.mm_features
         if one.modality != "prompt_embeds"  # no encoder runs
     ]
 
 
-def size_fields(config: VllmConfig) -> Callable[[str], Collection[str]]:
-    """By modality: which fields of an item only say how many rows its output has; none: the model names none.
+def _is_bare(feature: MultiModalFeatureSpec, sizes: Collection[str]) -> bool:
+    """Whether it has its sizes, and at most seconds and times beside them: pixels and samples are hundreds a row."""
+    fields: Mapping[str, MultiModalFieldElem] = feature.data or {}
+    if not fields.keys().isdisjoint(sizes):
+        numbers = sum(_numbers(one.data) for one in fields.values())
+        return numbers <= MAX_BARE_NUMBERS * max(1, feature.mm_position.get_num_embeds())
+    return False
 
-    An engine that consumes outputs takes requests with these alone (``allow_missing_mm_embeddings``).
+
+def _numbers(value: object) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel()
+    return sum(map(_numbers, value)) if isinstance(value, list | tuple) else 1
+
+
+def size_fields(config: VllmConfig) -> Callable[[str], Collection[str]]:
+    """By modality: which fields of an item say how many rows its output has; none: the model names none.
+
+    An engine that consumes outputs takes requests with these alone (``allow_missing_mm_embeddings``). Makes vLLM's
+    processor, which takes a while: call it at start.
     """
-    return PlaceholderMetadataResolver(config.model_config).fields_for
+    resolver = PlaceholderMetadataResolver(config.model_config)
+    found = {modality: resolver.fields_for(modality) for modality in ("image", "video", "audio")}
+    return lambda modality: found.get(modality, ())
+
+
+def places_of(request: Request, computed_tokens: int) -> Iterator[str]:
+    """The identifiers of what has to have a place in the engine's cache of outputs, behind these tokens."""
+    for one in request.mm_features:
+        if one.mm_position.offset + one.mm_position.length > computed_tokens:
+            yield one.identifier
 
 
 def item_at(request: Request, index: int) -> str:

@@ -86,6 +86,10 @@ class Prefetches:
         if first:
             self._queue.move_to_end(request_id, last=False)
 
+    def waits(self, request_id: str) -> bool:
+        """Whether a request has not left."""
+        return request_id in self._queue or request_id in self._copies
+
     def leave(self, request_id: str, *, used: bool) -> None:
         """The request waits no longer. ``used``: it loads its prefix. Idempotent."""
         self._queue.pop(request_id, None)

@@ -73,6 +73,119 @@ def test_an_item_without_tensors_waits_for_room(store: ScriptedStore) -> None:
     assert encoders.schedule(asked) == [True]
 
 
+def test_an_output_that_another_engine_is_about_to_store_is_waited_for(
+    encoders: Encoders, store: ScriptedStore
+) -> None:
+    asked = request("r", BARE)
+    encoders.half.seen(asked)
+    for _ in range(3):
+        store.end_all()
+        assert not encoders.half.is_ready(asked, 0)
+        encoders.clock.sleep(1.5)
+    has(store, BARE)
+    ready(encoders, store, asked)
+    assert encoders.half.unavailable() == set()
+    assert encoders.schedule(asked) == [True]
+
+
+@pytest.mark.parametrize(
+    ("fields", "fails"),
+    [
+        ((SIZE,), True),
+        ((SIZE, "second_per_grid_ts", "timestamps"), True),
+        ((SIZE, "pixel_values"), False),
+        (("address", "id"), False),
+    ],
+    ids=["its size", "a clip's seconds", "a picture", "a picture in shared memory"],
+)
+def test_only_what_no_encoder_can_run_on_is_without_tensors(
+    encoders: Encoders, store: ScriptedStore, fields: tuple[str, ...], fails: bool
+) -> None:
+    asked = request("r", Picture("e" * 64, 10, fields=fields))
+    encoders.half.seen(asked)
+    for _ in range(3):
+        store.end_all()
+        is_ready = encoders.half.is_ready(asked, 0)
+        encoders.clock.sleep(100.0)
+    assert (encoders.half.unavailable() == {"r"}) is fails
+    assert is_ready is not fails
+
+
+def test_what_the_engine_holds_for_the_request_is_not_asked_for_again(
+    encoders: Encoders, store: ScriptedStore
+) -> None:
+    """A prompt in chunks: the first one ends inside of the item, which the pool may lose meanwhile."""
+    has(store, BARE)
+    asked = request("r", BARE, Picture("d" * 64, 60))
+    encoders.half.seen(asked)
+    ready(encoders, store, asked)
+    assert encoders.half.has(BARE.identifier)
+    encoders.cached.add(BARE.identifier)
+    encoders.held.add((BARE.identifier, "r"))
+    encoders.half.allocated(asked, 0)
+    encoders.plan()
+    store.records.clear()
+    assert encoders.half.is_ready(asked, BARE.offset + 2)
+    assert not store.under_way
+    assert encoders.half.unavailable() == set()
+
+
+def test_what_the_engine_had_itself_is_let_go_behind_it(encoders: Encoders, store: ScriptedStore) -> None:
+    has(store, BARE)
+    encoders.cached.add(BARE.identifier)
+    asked = request("r", BARE, Picture("d" * 64, 60))
+    encoders.half.seen(asked)
+    ready(encoders, store, asked)
+    assert encoders.half._outputs.taken_nbytes
+    assert encoders.schedule(asked) == [False], "the other one: it had this one"
+    assert encoders.half.is_ready(asked, 99)
+    assert not encoders.half._outputs.taken_nbytes
+
+
+def test_tokens_that_a_caller_embedded_take_a_place_too(encoders: Encoders, store: ScriptedStore) -> None:
+    encoders.cached.add(BARE.identifier)
+    asked = request("r", Picture("p" * 64, 0, modality="prompt_embeds"), BARE)
+    encoders.half.seen(asked)
+    for _ in range(3):
+        store.end_all()
+        assert not encoders.half.is_ready(asked, 0)
+        encoders.clock.sleep(100.0)
+    assert encoders.half.unavailable() == {"r"}
+
+
+def test_a_fault_before_anything_is_known_fails_the_request(
+    encoders: Encoders, store: ScriptedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(encoders.half._hints, "read", planted)
+    asked = request("r", BARE)
+    encoders.half.seen(asked)
+    assert not encoders.half.is_ready(asked, 0)
+    assert encoders.half.unavailable() == {"r"}
+
+
+def test_while_workers_have_not_heard_of_a_silent_change_it_waits(
+    encoders: Encoders, store: ScriptedStore
+) -> None:
+    has(store, BARE)
+    encoders.half._silent = True
+    asked = request("r", BARE)
+    encoders.half.seen(asked)
+    assert not encoders.half.is_ready(asked, 0)
+    assert encoders.half.unavailable() == set()
+    encoders.plan()
+    ready(encoders, store, asked)
+    assert encoders.schedule(asked) == [True]
+
+
+def test_a_request_that_ended_is_not_reported(encoders: Encoders, store: ScriptedStore) -> None:
+    """Another one may have its name meanwhile."""
+    asked = request("r", BARE, params={"load": False})
+    encoders.half.seen(asked)
+    assert not encoders.half.is_ready(asked, 0)
+    encoders.half.finished(asked)
+    assert encoders.half.unavailable() == set()
+
+
 def test_an_item_without_tensors_is_not_audited(store: ScriptedStore) -> None:
     encoders = Encoders(store, {"audit_share": 1.0}, random_number=lambda: 0.0)
     has(store, A, BARE)
@@ -92,7 +205,10 @@ def test_the_engines_own_output_counts_where_no_other_item_can_take_its_place(
         encoders.half.seen(asked)
     store.end_all()
     assert encoders.half.is_ready(alone, 0)
-    assert not encoders.half.is_ready(beside, 0)
+    for _ in range(3):
+        assert not encoders.half.is_ready(beside, 0)
+        encoders.clock.sleep(100.0)
+        store.end_all()
     assert encoders.half.unavailable() == {"2"}
     assert encoders.half.is_ready(beside, BARE.offset + BARE.rows), "behind it"
     assert BARE.identifier in encoders.cached, "not evicted"

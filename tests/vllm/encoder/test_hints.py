@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.v1.request import Request
 
 from kvpool import metrics, open_store
 from kvpool.store import Store
@@ -88,6 +89,19 @@ def test_a_picture_that_a_request_is_done_with_is_let_go() -> None:
     assert encoders.half.stats()[metrics.DONE_KEYS.name] == 1
 
 
+def test_a_request_keeps_only_what_it_had_of_the_pool_or_gave_it() -> None:
+    store = MemoryStore(64 * RECORD_NBYTES)
+    encoders = Encoders(store, {"keep_share": 0.5})
+    retention = turned(encoders)
+    ended = request("1", A, params={"keep_s": 300})
+    encoders.half.seen(ended)
+    encoders.half.finished(ended)
+    encoders.cached.add(B.identifier)
+    live(encoders, "2", B, params={"keep_s": 300})
+    retention.turn()
+    assert not retention.keeps
+
+
 def test_hints_of_a_kv_connector_are_counted_once() -> None:
     """It counts the same request's."""
     encoders = Encoders(MemoryStore(1 << 20), alone=False)
@@ -105,12 +119,16 @@ def near_far(tmp_path: Path) -> Iterator[tuple[Encoders, Store, Store]]:
         encoders.half.close()
 
 
-def answered(encoders: Encoders, *names: str) -> Callable[[], bool]:
+def answered(encoders: Encoders, *asked: Request) -> Callable[[], bool]:
     """Whether the pool has said what it has of these requests' items."""
 
     def all_said() -> bool:
-        states = [encoders.half._requests[name] for name in names]
-        return all(output.state != "asked" for state in states for output in encoders.half._asked_for(state))
+        followed = [
+            output
+            for one in asked
+            for output in encoders.half._asked_for(one, encoders.half._requests[one.request_id])
+        ]
+        return all(output.state != "asked" for output in followed)
 
     return all_said
 
@@ -122,7 +140,7 @@ def test_what_a_waiting_request_needs_comes_near_before_its_turn(
     put(far, A, B)
     asked = request("r", A, B, C)
     encoders.half.seen(asked)
-    assert eventually(answered(encoders, "r"))
+    assert eventually(answered(encoders, asked))
     encoders.plan()
     assert have(near, A, B) == [False, False], "the engine may ask for it in its next step"
     encoders.plan()
@@ -142,7 +160,7 @@ def test_a_request_that_asks_for_it_comes_first(near_far: tuple[Encoders, Store,
     first, urgent = request("1", A), request("2", B, params={"prefetch": True})
     for asked in (first, urgent):
         encoders.half.seen(asked)
-    assert eventually(answered(encoders, "1", "2"))
+    assert eventually(answered(encoders, first, urgent))
     encoders.plan()
     assert eventually(lambda: have(near, A, B) == [False, True])
     for asked in (first, urgent):

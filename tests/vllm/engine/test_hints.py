@@ -70,6 +70,7 @@ def test_kvpools_own_words_come_first_and_vllms_come_last() -> None:
         (envelope(("keep", {"seconds": 0})), {"invalid": 1}),
         (envelope(("keep", {"seconds": 1e6})), {"invalid": 1}),
         (envelope(("keep", {"seconds": float("nan")})), {"invalid": 1}),
+        (envelope(("keep", {"seconds": 10**400})), {"invalid": 1}),
         (envelope(("keep", {"seconds": True})), {"invalid": 1}),
         (envelope(("keep", {})), {"invalid": 1}),
         (envelope(("keep", 300)), {"unknown": 1}),
