@@ -65,7 +65,7 @@ PYTHON_SCRIPTS := scripts/dist scripts/cli-reference scripts/install-vllm script
 CPP := $(shell find kvpool/_native tests/native benchmarks/native -name '*.cpp' -o -name '*.h')
 CORE := pyproject.toml $(filter kvpool/_native/%,$(CPP)) $(wildcard kvpool/_native/*.txt kvpool/_native/*.cmake)
 
-.PHONY: help demo demo-real image-wheel test test-pages pictures test-parts test-with-vllm test-without-vllm test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers gpu-proof gpu-kit docs plots cli-reference sanitize sanitize-asan sanitize-tsan fuzz fuzz-build test-needs other-vllm front-peers soak dist test-dist release rehearse-release image-requirements compose-images test-compose compose-down compose-env kubernetes-secrets proto clean lost-wheels
+.PHONY: help demo demo-real image-wheel test test-pages pictures test-parts test-sglang test-smoke test-engines test-benchmarks check bench bench-route bench-peers gpu-proof gpu-kit docs plots cli-reference sanitize sanitize-asan sanitize-tsan fuzz fuzz-build test-needs other-vllm front-peers soak dist test-dist release rehearse-release image-requirements compose-images test-compose compose-down compose-env kubernetes-secrets proto clean lost-wheels
 
 help:
 	@echo "make demo              one vLLM engine computes, a second one loads its blocks"
@@ -111,15 +111,16 @@ TEST_NEEDS := $(call TOOL,servers proto envoy kubernetes go release-tools)
 WITH_VLLM := tests/vllm tests/transfer
 IN_PARTS = -m "not e2e and not soak and not compose and not dist and not sglang and not pages" --durations=15
 
+# What runs beside is shown behind the others, whole.
+define both_halves
+mkdir -p .cache; $(RUN_PYTEST) $(IN_PARTS) $(WITH_VLLM) >.cache/with-vllm.log 2>&1 & beside=$$!; trap 'kill $$beside 2>/dev/null || true' EXIT; \
+code=0; $(RUN_PYTEST) $(BY_FILE) 4 --no-loadscope-reorder $(IN_PARTS) $(filter-out $(WITH_VLLM),$(PARTS)) || code=$$?; \
+echo "waiting for $(WITH_VLLM)"; wait $$beside || code=$$?; cat .cache/with-vllm.log; exit $$code
+endef
+
 test-parts: $(VENV)/.stamp-core $(VENV)/.stamp-vllm $(TEST_NEEDS)
 	@[[ $$(id -u) != 0 ]] || scripts/system-packages network
-	$(if $(PYTEST),$(RUN_PYTEST) $(BY_FILE) 5 --no-loadscope-reorder $(IN_PARTS) $(PYTEST) || [[ $$? == 5 ]],$(MAKE) -j 2 -Oline test-with-vllm test-without-vllm)
-
-test-with-vllm:
-	$(RUN_PYTEST) $(IN_PARTS) $(WITH_VLLM)
-
-test-without-vllm:
-	$(RUN_PYTEST) $(BY_FILE) 4 --no-loadscope-reorder $(IN_PARTS) $(filter-out $(WITH_VLLM),$(PARTS))
+	$(if $(PYTEST),$(RUN_PYTEST) $(BY_FILE) 5 --no-loadscope-reorder $(IN_PARTS) $(PYTEST) || [[ $$? == 5 ]],$(both_halves))
 
 # The file that takes longest begins first.
 LONGEST_BENCH := tests/benchmarks/test_route.py
