@@ -355,6 +355,9 @@ TEST(two_engines_share_a_directory_and_its_capacity) {
   CHECK(counter(*engines[0], "stored_nbytes") >= tree_nbytes(root));  // too high is safe, too low is not
   CHECK(no_temporaries(root));
   engines.clear();
+  // A count whose lock a peer held for too long, on a busy machine, stays too high until it is counted anew.
+  CHECK(counter(*open_engine(root.text(), kCapacity, 1), "stored_nbytes") >= tree_nbytes(root));
+  fs::remove(fs::path(root.text()) / "usage");
   const auto again = open_engine(root.text(), kCapacity, 1);
   CHECK(counter(*again, "stored_nbytes") == tree_nbytes(root));
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvpool.vllm.engine import internals
 from tests.support.encoder import SIZE, Encoders, Picture, has, ready, request
 from tests.support.scheduler import planted
 from tests.support.scripted_store import ScriptedStore
@@ -159,6 +160,16 @@ def test_a_fault_before_anything_is_known_fails_the_request(
     monkeypatch.setattr(encoders.half._hints, "read", planted)
     asked = request("r", BARE)
     encoders.half.seen(asked)
+    assert not encoders.half.is_ready(asked, 0)
+    assert encoders.half.unavailable() == {"r"}
+
+
+def test_a_fault_of_the_last_look_fails_the_request(
+    encoders: Encoders, store: ScriptedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = request("r", BARE)
+    encoders.half.seen(asked)
+    monkeypatch.setattr(internals, "places_of", planted)
     assert not encoders.half.is_ready(asked, 0)
     assert encoders.half.unavailable() == {"r"}
 

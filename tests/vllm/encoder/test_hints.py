@@ -11,6 +11,7 @@ from vllm.v1.request import Request
 
 from kvpool import metrics, open_store
 from kvpool.store import Store
+from kvpool.vllm.encoder.hints import MAX_ITEMS
 from kvpool.vllm.save.retention import TOUCH_EVERY_S, Retention
 from tests.support.deadlines import eventually
 from tests.support.encoder import Encoders, Picture, key, payload, request
@@ -102,6 +103,14 @@ def test_a_request_keeps_only_what_it_had_of_the_pool_or_gave_it() -> None:
     assert not retention.keeps
 
 
+def test_a_request_of_many_pictures_leaves_others_hints_a_place() -> None:
+    encoders = Encoders(MemoryStore(1 << 20))
+    retention = turned(encoders)
+    pictures = [Picture(f"{number:064}", number * 8) for number in range(MAX_ITEMS + 50)]
+    live(encoders, "1", *pictures, params={"done": True})
+    assert len(retention._waiting) == MAX_ITEMS
+
+
 def test_hints_of_a_kv_connector_are_counted_once() -> None:
     """It counts the same request's."""
     encoders = Encoders(MemoryStore(1 << 20), alone=False)
@@ -182,3 +191,12 @@ def test_a_request_whose_turn_has_come_brings_nothing_near(near_far: tuple[Encod
         encoders.plan()
     assert have(near, A) == [False]
     assert not encoders.half._hints._prefetches._queue
+
+
+def test_an_engine_that_only_encodes_brings_nothing_near(tmp_path: Path) -> None:
+    urls = [f"file://{tmp_path}/near?capacity=1MiB", f"file://{tmp_path}/far?capacity=64MiB"]
+    with open_store(urls) as store:
+        encoders = Encoders(store, {"pool": " ".join(urls)}, needs_bytes=False)
+        encoders.half.seen(request("r", A))
+        assert not encoders.half._hints._prefetches.waits("r")
+        encoders.half.close()
