@@ -163,6 +163,21 @@ def test_what_a_waiting_request_needs_comes_near_before_its_turn(
     assert counted == 2 * len(payload(A.identifier, A.rows))
 
 
+def test_a_step_before_the_answer_gives_nothing_up(near_far: tuple[Encoders, Store, Store]) -> None:
+    encoders, near, far = near_far
+    put(far, A)
+    asked = request("r", A)
+    encoders.half.seen(asked)
+    encoders.plan()
+
+    def is_near() -> bool:
+        encoders.plan()
+        return have(near, A) == [True]
+
+    assert eventually(is_near)
+    encoders.half.finished(asked)
+
+
 def test_a_request_that_asks_for_it_comes_first(near_far: tuple[Encoders, Store, Store]) -> None:
     encoders, near, far = near_far
     put(far, A, B)
@@ -187,6 +202,7 @@ def test_a_request_whose_turn_has_come_brings_nothing_near(near_far: tuple[Encod
     other = request("o", A)
     encoders.half.seen(other)
     encoders.half.finished(other)
+    assert not encoders.half._hints._prefetches.waits("o")
     for _ in range(3):
         encoders.plan()
     assert have(near, A) == [False]
