@@ -60,6 +60,7 @@ class _Asked:
     """What a request wants. ``reach``: the tokens up to the end of its last item. ``features``: at this look.
 
     ``bare``: of its items. ``passed``: what it had of the pool, or gave it, by identifier.
+    ``queued``: the engine has not asked for it yet.
     """
 
     items: Sequence[Item]
@@ -69,6 +70,7 @@ class _Asked:
     bare: Sequence[Item] = ()
     hints: Hints = NO_HINTS
     passed: dict[str, Shape] = field(default_factory=dict)
+    queued: bool = False
     waits_since_s: float | None = None  # for its outputs
 
 
@@ -175,6 +177,7 @@ class EncoderScheduler:
             state = self._state(request)
             self._look_up(request, state)
             if self._needs_bytes:
+                state.queued = True
                 waiting = functools.partial(self._asked_for, request, state)
                 self._hints.wait(request.request_id, waiting, state.hints)
 
@@ -237,7 +240,8 @@ class EncoderScheduler:
         """Whether a request may be scheduled; no: what it needs of the pool is still on its way, or ``unavailable``."""
         if not self._is_ready(request, computed_tokens):
             return False
-        if not self._lacks(request, computed_tokens):
+        state = self._requests.get(request.request_id)
+        if state is None or not state.bare or not self._lacks(state, request, computed_tokens):
             return True
         logger.warning_once(
             "kvpool: a request with embeddings that brings no tensors (image_embeds) fails: the pool lacks its output, "
@@ -247,14 +251,11 @@ class EncoderScheduler:
         return False
 
     @guarded(True)
-    def _lacks(self, request: Request, computed_tokens: int) -> bool:
+    def _lacks(self, state: _Asked, request: Request, computed_tokens: int) -> bool:
         """An output that neither the pool nor an encoder has for it. The engine would end for the lack of it.
 
         One in the engine's cache counts if nothing else has to be given a place there, which may be its own.
         """
-        state = self._requests.get(request.request_id)
-        if state is None or not state.bare:
-            return False
         cached = self._engine.cached()
         if all(one in cached for one in internals.places_of(request, computed_tokens)):
             return False
@@ -277,7 +278,9 @@ class EncoderScheduler:
             self._requests.pop(request.request_id, None)
             state = self._state(request)
         self._next = state
-        self._hints.turn(request.request_id, lambda: self._loads(state, computed_tokens))
+        if state.queued:
+            state.queued = False
+            self._hints.turn(request.request_id, lambda: self._loads(state, computed_tokens))
         if computed_tokens >= state.reach and state.bare:  # the engine may have had them, and asked for none
             self._outputs.leave(request.request_id, {item.identifier for item in state.items})
         if computed_tokens >= state.reach or self._is_off or self._has_waited(state):
