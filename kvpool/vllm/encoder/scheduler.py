@@ -238,6 +238,15 @@ class EncoderScheduler:
 
     def is_ready(self, request: Request, computed_tokens: int) -> bool:
         """Whether a request may be scheduled; no: what it needs of the pool is still on its way, or ``unavailable``."""
+        state = self._requests.get(request.request_id)
+        if (  # it goes on with tokens, as most do
+            state is not None
+            and computed_tokens >= state.reach
+            and len(request.mm_features) == state.features
+            and not (state.bare or state.queued or state.waits_since_s)
+        ):
+            self._next = state
+            return True
         if not self._is_ready(request, computed_tokens):
             return False
         state = self._requests.get(request.request_id)
