@@ -52,7 +52,7 @@ from kvpool.vllm.load.gate import MIN_STEP_TOKENS, CostGate
 from kvpool.vllm.load.loads import Loads
 from kvpool.vllm.load.lookups import Lookups, RequestLookup
 from kvpool.vllm.load.offers import NO_OFFER, Offer, Offers
-from kvpool.vllm.load.prefetch import BlockPrefetches, Wanted, near_nbytes
+from kvpool.vllm.load.prefetch import BlockPrefetches, near_nbytes
 from kvpool.vllm.load.seen import SeenRecords
 from kvpool.vllm.load.state import RequestState
 from kvpool.vllm.plan import BlockRef, LoadPlan, PoolMetadata, PoolWorkerMetadata
@@ -215,12 +215,11 @@ class SchedulerHalf:
             and not self._is_too_short(request)
             and self._offers.look_up(state, self._clock.monotonic()) is not None
         ):
-            copies, hints = functools.partial(self._copies, state), state.asked.hints
-            self._prefetches.wait(request.request_id, copies, first=hints.prefetch)
-
-    def _copies(self, state: RequestState, now_s: float) -> Wanted | None:
-        namespace = self._namespace.current
-        return None if namespace is None else self._prefetches.blocks(state, namespace, now_s)
+            self._prefetches.wait(
+                request.request_id,
+                lambda now_s: self._prefetches.blocks(state, self._namespace.current, now_s),
+                first=state.asked.hints.prefetch,
+            )
 
     @guarded(NO_OFFER, request="offer")
     def matched_tokens(self, request: Request, local_tokens: int) -> Offer:

@@ -26,13 +26,12 @@ from kvpool.vllm.load.prefetch import NOTHING, Prefetches, Wanted, near_nbytes
 from kvpool.vllm.requests import RequestParams
 from kvpool.vllm.save.retention import Prefix, Retention
 
-MAX_ITEMS = (
-    256  # of a request; hints count for the first ones, and leave others' a place in Retention's queue
-)
+# Of a request: its hints count for the first ones, so that others' hints keep a place in Retention's queue.
+MAX_ITEMS = 256
 
 
 class ItemHints:
-    """``space``: of outputs of a shape; None: nobody knows now."""
+    """``space``: the namespace of outputs of this shape; None while the weights are not known."""
 
     def __init__(
         self,

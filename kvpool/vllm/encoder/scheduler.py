@@ -265,15 +265,17 @@ class EncoderScheduler:
 
         One in the engine's cache counts if nothing else has to be given a place there, which may be its own.
         """
-        cached = self._engine.cached()
-        if all(one in cached for one in internals.places_of(request, computed_tokens)):
-            return False
-        return any(
+        return not self._has_all(request, computed_tokens) and any(
             item.end > computed_tokens
             and not self._engine.holds(item.identifier, request.request_id)
             and not self._may_have(item.identifier, state)
             for item in state.bare
         )
+
+    def _has_all(self, request: Request, computed_tokens: int) -> bool:
+        """Whether nothing of a request has to be given a place in the engine's cache."""
+        cached = self._engine.cached()
+        return all(one in cached for one in internals.places_of(request, computed_tokens))
 
     def unavailable(self) -> set[str]:
         """The requests that are not ready for good; the engine ends them with an error."""
@@ -294,12 +296,11 @@ class EncoderScheduler:
             self._outputs.leave(request.request_id, {item.identifier for item in state.items})
         if computed_tokens >= state.reach or self._is_off or self._has_waited(state):
             return self._go_on(state)
-        cached = self._engine.cached()
-        if state.bare and all(one in cached for one in internals.places_of(request, computed_tokens)):
+        if state.bare and self._has_all(request, computed_tokens):
             return self._go_on(state)
         self._look_up(request, state)
         # Until the workers have heard of a silent change nothing is asked for, and who can encode does.
-        is_ready = not (self._silent and state.bare)
+        cached, is_ready = self._engine.cached(), not (self._silent and state.bare)
         for item in state.items:
             output = self._outputs.of(item.identifier)
             is_cached = item.identifier in cached

@@ -252,6 +252,10 @@ def _core_under_construction() -> Any:
     return next((one for one in owners if isinstance(one, EngineCore)), None)
 
 
+def _encoder_cache(core: Any) -> Any:
+    return getattr(getattr(core, "scheduler", None), "encoder_cache_manager", None)
+
+
 def encoder_outputs() -> Callable[[], Collection[str]]:
     """A function that lists the items whose encoders' outputs the engine has, by the ``identifier`` of a feature.
 
@@ -260,8 +264,7 @@ def encoder_outputs() -> Callable[[], Collection[str]]:
     core = _core_under_construction()
 
     def outputs() -> Collection[str]:
-        manager = getattr(getattr(core, "scheduler", None), "encoder_cache_manager", None)
-        listed: Collection[str] = getattr(manager, "cached", ())
+        listed: Collection[str] = getattr(_encoder_cache(core), "cached", ())
         return listed
 
     return outputs
@@ -275,8 +278,7 @@ def output_holder() -> Callable[[str, str], bool]:
     core = _core_under_construction()
 
     def holds(identifier: str, request_id: str) -> bool:
-        manager = getattr(getattr(core, "scheduler", None), "encoder_cache_manager", None)
-        return request_id in getattr(manager, "cached", {}).get(identifier, ())
+        return request_id in getattr(_encoder_cache(core), "cached", {}).get(identifier, ())
 
     return holds
 
@@ -290,7 +292,7 @@ def output_evictor(core: Any = None) -> Callable[[str], bool]:
     core = core or _core_under_construction()
 
     def evict(identifier: str) -> bool:
-        manager: Any = getattr(getattr(core, "scheduler", None), "encoder_cache_manager", None)
+        manager = _encoder_cache(core)
         if type(manager) is not EncoderCacheManager or identifier not in manager.freeable:
             return False
         rows = manager.freeable.pop(identifier)
@@ -303,7 +305,7 @@ def output_evictor(core: Any = None) -> Callable[[str], bool]:
     return evict
 
 
-MAX_BARE_NUMBERS = 8
+MAX_BARE_NUMBERS = 8  # of an item, for each row of its output
 
 
 class Item(NamedTuple):
@@ -326,7 +328,7 @@ def items_of(request: Request, sizes: Callable[[str], Collection[str]]) -> list[
         Item(
             one.identifier,
             one.modality,
-            one.mm_position.offset + one.mm_position.length,
+            _end(one),
             one.mm_position.get_num_embeds(),
             one.mm_hash not in (None, one.identifier),
             bare=_is_bare(one, sizes(one.modality)),
@@ -364,9 +366,11 @@ def size_fields(config: VllmConfig) -> Callable[[str], Collection[str]]:
 
 def places_of(request: Request, computed_tokens: int) -> Iterator[str]:
     """The identifiers of what has to have a place in the engine's cache of outputs, behind these tokens."""
-    for one in request.mm_features:
-        if one.mm_position.offset + one.mm_position.length > computed_tokens:
-            yield one.identifier
+    return (one.identifier for one in request.mm_features if _end(one) > computed_tokens)
+
+
+def _end(feature: MultiModalFeatureSpec) -> int:
+    return feature.mm_position.offset + feature.mm_position.length
 
 
 def item_at(request: Request, index: int) -> str:

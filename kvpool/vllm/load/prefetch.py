@@ -41,7 +41,7 @@ class _Copies:
 
 
 class Wanted(NamedTuple):
-    """What a request would load, in one namespace."""
+    """What a request would load, in one namespace; without one, nothing."""
 
     namespace: Namespace | None
     groups: Sequence[LookupGroup]
@@ -180,7 +180,7 @@ class BlockPrefetches(Prefetches):
         """By group, the bytes of each part of a record. Parts of several sizes stay far."""
         self._sizes = sizes
 
-    def blocks(self, state: RequestState, namespace: Namespace, now_s: float) -> Wanted | None:
+    def blocks(self, state: RequestState, namespace: Namespace | None, now_s: float) -> Wanted | None:
         """The records of the request's hit; none where another request loads them."""
         request, lookup, in_pool = state.asked.request, state.found.lookup, state.asked.pool_hash
         if lookup is not None and not lookup.ended(now_s):

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvpool.vllm.encoder.plan import ComparedOutput, EncoderWorkerMetadata
 from tests.support.encoder import WRITER, Encoders, Picture, has, key, payload, ready, request
 from tests.support.scripted_store import ScriptedStore
 
 A, B = Picture("a" * 64, 10), Picture("b" * 64, 40)
-
-
-@pytest.fixture
-def store() -> ScriptedStore:
-    return ScriptedStore()
 
 
 def audited(store: ScriptedStore, share: float = 1.0) -> Encoders:

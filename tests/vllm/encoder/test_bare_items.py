@@ -13,16 +13,6 @@ A = Picture("a" * 64, 10)
 BARE = Picture("e" * 64, 10, fields=(SIZE,))
 
 
-@pytest.fixture
-def store() -> ScriptedStore:
-    return ScriptedStore()
-
-
-@pytest.fixture
-def encoders(store: ScriptedStore) -> Encoders:
-    return Encoders(store)
-
-
 def test_an_item_without_tensors_comes_from_the_pool(encoders: Encoders, store: ScriptedStore) -> None:
     has(store, BARE)
     asked = request("r", BARE)

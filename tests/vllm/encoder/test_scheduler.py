@@ -16,16 +16,6 @@ from tests.support.scripted_store import ScriptedStore
 A, B = Picture("a" * 64, 10), Picture("b" * 64, 40)
 
 
-@pytest.fixture
-def store() -> ScriptedStore:
-    return ScriptedStore()
-
-
-@pytest.fixture
-def encoders(store: ScriptedStore) -> Encoders:
-    return Encoders(store)
-
-
 def operations(store: ScriptedStore) -> list[int]:
     return [batch.operation for batch in store.under_way]
 

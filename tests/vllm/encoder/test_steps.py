@@ -14,16 +14,6 @@ from tests.support.scripted_store import ScriptedStore
 A, B = Picture("a" * 64, 10), Picture("b" * 64, 40)
 
 
-@pytest.fixture
-def store() -> ScriptedStore:
-    return ScriptedStore()
-
-
-@pytest.fixture
-def encoders(store: ScriptedStore) -> Encoders:
-    return Encoders(store)
-
-
 def test_a_step_without_tokens_keeps_its_messages_for_the_next_one(
     encoders: Encoders, store: ScriptedStore
 ) -> None:

@@ -4,24 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import pytest
-
 from kvpool.vllm.encoder.plan import EncoderWorkerMetadata
 from kvpool.vllm.plan import Measured
 from tests.support.encoder import SPACE, Encoders, Picture, has, key, request
 from tests.support.scripted_store import ScriptedStore
 
 A = Picture("a" * 64, 10)
-
-
-@pytest.fixture
-def store() -> ScriptedStore:
-    return ScriptedStore()
-
-
-@pytest.fixture
-def encoders(store: ScriptedStore) -> Encoders:
-    return Encoders(store)
 
 
 def test_other_weights_have_other_keys(encoders: Encoders, store: ScriptedStore) -> None:
