@@ -43,19 +43,24 @@ def live(kind: type[Life], check: Callable[[dict[str, float]], None], *, example
 
     Lives differ with every run, even from one seed: Hypothesis draws constants of the modules that are loaded.
     """
-    _search(kind, check, examples, steps, seconds=0)
+    _search(kind, check, examples, steps, seconds=0, tries=10)
 
 
 def live_long(kind: type[Life], check: Callable[[dict[str, float]], None]) -> None:
-    """As ``live``, for ``SEARCH_S`` seconds at least."""
-    _search(kind, check, examples=50, steps=100, seconds=SEARCH_S)
+    """As ``live``, for ``SEARCH_S`` seconds at least; a slow machine lives a few lives more than that, not fifty."""
+    _search(kind, check, examples=10, steps=100, seconds=SEARCH_S, tries=50)
 
 
 def _search(
-    kind: type[Life], check: Callable[[dict[str, float]], None], examples: int, steps: int, seconds: float
+    kind: type[Life],
+    check: Callable[[dict[str, float]], None],
+    examples: int,
+    steps: int,
+    seconds: float,
+    tries: int,
 ) -> None:
     counted = type(kind.__name__, (kind,), {"counts": (counts := Counter[str]())})
-    end_s, tries_left = time.monotonic() + seconds, 10
+    end_s, tries_left = time.monotonic() + seconds, tries
     while True:
         run_state_machine_as_test(
             counted,

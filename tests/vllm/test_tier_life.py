@@ -251,7 +251,7 @@ def test_a_short_life(lives: type[Life]) -> None:
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(SEARCH_S + 300)
+@pytest.mark.timeout(SEARCH_S + 600)
 def test_a_long_life(lives: type[Life]) -> None:
     live_long(lives, check_causes)
 
