@@ -173,13 +173,13 @@ async def _serve(settings: Settings, index: Index, named: int) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end, number)
+    gc.collect()
+    gc.freeze()  # full collections over all imports stopped the index for 160 ms
     async with AsyncExitStack() as parts:
         parts.push_async_callback(_calls_end)
         parts.push_async_callback(index.stop)
         if (ports := await _started(index, ended)) is None:
             return
-        gc.collect()
-        gc.freeze()  # full collections over all imports stopped the index for 160 ms
         if not (settings.pool or named or settings.snapshot or settings.bootstrap):
             alone = settings.proxy is not None and settings.grpc is None
             logger.warning(
