@@ -31,22 +31,16 @@ def test_public_names() -> None:
         kvpool.RouterClient  # type: ignore[attr-defined]  # noqa: B018
 
 
-def test_import_is_light_and_quick(tmp_path: Path) -> None:
+def test_import_is_light(tmp_path: Path) -> None:
     program = (
-        "import sys, time\n"
-        "begin = time.process_time()\n"
+        "import sys\n"
         "import kvpool\n"
-        "elapsed_s = time.process_time() - begin\n"
         "heavy = {'torch', 'vllm', 'grpc', 'pydantic', 'redis', 'numpy', 'asyncio'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
         "kvpool.open_store(f'file://{sys.argv[1]}/pool').close()\n"
         "kvpool.BlockHasher(16).hashes(list(range(16)))\n"
         "heavy = {'torch', 'vllm', 'grpc', 'pydantic', 'redis', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
-        "print(elapsed_s)\n"
     )
     command = [sys.executable, "-c", program, str(tmp_path)]
-    elapsed_s = min(
-        float(subprocess.run(command, capture_output=True, text=True, check=True).stdout) for _ in range(3)
-    )
-    assert elapsed_s < 1
+    subprocess.run(command, check=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ from kvpool.index.front.inference_request import MAX_READ_NBYTES
 from kvpool.index.front.placer import Placer
 from kvpool.index.tokens.tokenizers import Tokenizers
 from kvpool.tracing import Tracing
+from tests.support.deadlines import ends_within
 from tests.support.fleets import a_worker, applying
 from tests.support.placing import LONG, ByteTokenizer, Placing, placer_of, placing
 
@@ -41,9 +41,8 @@ async def test_a_prompt_goes_to_its_holder(text: str, in_thread: bool) -> None:
 async def test_tokens_that_come_too_late_cost_no_request_and_reserve_nothing() -> None:
     async with placing(timeout_s=0.2) as there:
         there.tokenizer.goes_on.clear()
-        began_s = time.monotonic()
-        placement = await there.place(LONG)
-        assert time.monotonic() - began_s < 5, "0.2 s, and what a busy machine takes"
+        with ends_within(20):  # the tokens would take 60
+            placement = await there.place(LONG)
         assert (placement.reason, len(placement.targets)) == ("no-tokens", 2)
         assert placement.detail == "its tokens were not made within 0.2 s", "and no worker is asked"
         assert there.reservations == 1, "of what was placed"
