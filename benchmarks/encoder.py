@@ -193,7 +193,12 @@ def _words(draw: random.Random, count: int) -> list[int]:
 def _ask(engine: EngineProcess, row: str, worker: str, image: int, prompt: list[int], side: int) -> Asked:
     before = runs(engine.log)
     said = engine.ask(
-        {"do": "generate", "tokens": prompt, "images": [[image + 1000, side]], "max_tokens": ANSWER_TOKENS}
+        {
+            "do": "generate",
+            "tokens": prompt,
+            "media": {"image": [[image + 1000, side]]},
+            "max_tokens": ANSWER_TOKENS,
+        }
     )
     after = runs(engine.log)
     engine.wait_quiet()

@@ -3,14 +3,16 @@
 Reads one JSON object a line from standard input and answers each with one line on the descriptor given in the
 options, so that nothing the engine prints can be mistaken for an answer. Commands:
 
-- ``{"do": "generate", "tokens": [...], "max_tokens": 16}``: ``{"tokens", "cached_tokens", "pool_tokens",
-  "first_token_s", "finished_s"}``, both since the request was added; with ``"transfer_params"``, the request's
-  ``kv_transfer_params``, with ``"cache_salt"`` its salt, with ``"adapter": [name, number, path]`` a LoRA adapter, and
-  with ``"images": [[number, side], ...]`` pictures, of that many pixels a side, which follow from their numbers;
+- ``{"do": "generate", "tokens": [...], "max_tokens": 16}``: ``{"tokens", "finish_reason", "cached_tokens",
+  "pool_tokens", "first_token_s", "finished_s"}``, times since the request was added; with ``"transfer_params"``, the
+  request's ``kv_transfer_params``, with ``"cache_salt"`` its salt, with ``"adapter": [name, number, path]`` a LoRA
+  adapter, and with ``"media"`` items of noise, each of its number: ``{"image": [[number, side], ...], "video":
+  [[number, frames, side], ...], "audio": [[number, seconds], ...]}``, sides in pixels, or in the place of a list the
+  tensors by name of a caller who leaves the items out; ``"uuids": {"image": ["a", ...]}`` are callers' names of items;
 - ``{"do": "burst", "prompts": [[...]], "max_tokens": 16, "n": 1}``: all at once, ``n`` answers to each; ``{"steps",
   "answers"}``: steps of the engine that gave tokens, and the tokens of each prompt's first answer;
-  ``"transfer_params"`` as above, ``"images"`` a list for each prompt, and the prompts at the places ``"aborted"`` are
-  aborted after the first step;
+  ``"transfer_params"`` as above, ``"media"`` a list, one for each prompt, and the prompts at the places ``"aborted"``
+  are aborted after the first step;
 - ``{"do": "embed", "tokens": [...]}``: ``{"embedding", "cached_tokens", "pool_tokens"}`` of a model that embeds;
 - ``{"do": "abort", "tokens": [...], "once": PATH}``: the request is aborted as soon as there is that file;
 - ``{"do": "call", "method": "sleep", "arguments": [1], "more": {}}``: calls a method of ``vllm.LLM``, or of
@@ -26,7 +28,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,7 @@ def _generate(engine: Any, command: dict[str, Any]) -> dict[str, Any]:
             last = output
     return {
         "tokens": list(last.outputs[0].token_ids),
+        "finish_reason": last.outputs[0].finish_reason,
         "cached_tokens": last.num_cached_tokens,
         "pool_tokens": _metrics().get(POOL_HITS, 0) - before,
         "first_token_s": first_token_s,
@@ -95,14 +98,13 @@ def _burst(
     engine: Any,
     prompts: Sequence[list[int]],
     max_tokens: int,
-    images: Sequence[Any] = (),
+    media: Sequence[Mapping[str, Any]] = (),
     aborted: Sequence[int] = (),
     **more: Any,
 ) -> dict[str, Any]:
-    pictures = images or [()] * len(prompts)
     names = [
-        _add(engine, tokens, max_tokens, images=of_prompt, **more)
-        for tokens, of_prompt in zip(prompts, pictures, strict=True)
+        _add(engine, tokens, max_tokens, media=of_prompt, **more)
+        for tokens, of_prompt in zip(prompts, media or [{}] * len(prompts), strict=True)
     ]
     core, steps = engine.llm_engine, 0
     said: dict[str, list[int]] = {}
@@ -146,7 +148,8 @@ def _add(
     cache_salt: str | None = None,
     adapter: Sequence[Any] | None = None,
     n: int = 1,
-    images: Sequence[Any] = (),
+    media: Mapping[str, Any] | None = None,
+    uuids: Mapping[str, Sequence[str]] | None = None,
 ) -> str:
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
@@ -164,20 +167,49 @@ def _add(
     prompt: dict[str, Any] = {"prompt_token_ids": tokens}
     if cache_salt is not None:
         prompt["cache_salt"] = cache_salt
-    if images:
-        prompt["multi_modal_data"] = {"image": [picture(*image) for image in images]}
+    if items := {modality: _items(modality, given) for modality, given in (media or {}).items() if given}:
+        prompt["multi_modal_data"] = items
+    if uuids:
+        prompt["multi_modal_uuids"] = uuids
     lora = LoRARequest(*adapter) if adapter else None
     engine.llm_engine.add_request(name, prompt, sampling, lora_request=lora)
     return name
 
 
+def _items(modality: str, given: Any) -> Any:
+    if isinstance(given, dict):
+        import torch
+
+        return {name: torch.tensor(numbers) for name, numbers in given.items()}
+    makers: dict[str, Callable[..., Any]] = {"image": picture, "video": clip, "audio": sound}
+    return [makers[modality](*one) for one in given]
+
+
 def picture(number: int, side: int) -> Any:
     """A picture of noise, the same for the same number."""
-    import numpy as np
     from PIL import Image
 
-    pixels = np.random.default_rng(number).integers(0, 256, (side, side, 3), dtype=np.uint8)
-    return Image.fromarray(pixels)
+    return Image.fromarray(_noise(number, (side, side, 3)))
+
+
+def clip(number: int, frames: int, side: int) -> Any:
+    """As ``picture``, of two frames a second."""
+    about = {"total_num_frames": frames, "fps": 2.0, "duration": frames / 2, "video_backend": "opencv"}
+    about |= {"frames_indices": list(range(frames)), "do_sample_frames": False}
+    return _noise(number, (frames, side, side, 3)), about
+
+
+def sound(number: int, seconds: int) -> Any:
+    """As ``picture``, of 16,000 samples a second."""
+    import numpy as np
+
+    return _noise(number, (16_000 * seconds,)).astype(np.float32) / 1280 - 0.1, 16_000
+
+
+def _noise(number: int, shape: tuple[int, ...]) -> Any:
+    import numpy as np
+
+    return np.random.default_rng(number).integers(0, 256, shape, dtype=np.uint8)
 
 
 def _metrics() -> dict[str, float]:

@@ -1,5 +1,7 @@
 """Tiny models with random weights, written to a folder, for the demo, the tests and the benchmarks.
 
+Over 400 lines because each kind takes some lines, and this runs as a script that imports nothing beside it.
+
 Attention is sharp and logits are far apart (normal with deviation 1/sqrt(fan-in), query projections times 3).
 So outputs depend on every byte of the KV cache, and a corrupted block shows.
 
@@ -9,13 +11,14 @@ Runs in its own process with torch and transformers, without vLLM's seconds of i
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 Kind = Literal[
     "llama", "qwen3", "gemma3", "gemma3n", "gemma4", "deepseek", "gpt_oss", "lfm2", "granite4", "qwen3_next", "llama4",
-    "eagle", "eagle3", "llava",
+    "eagle", "eagle3", "llava", "qwen2_vl", "qwen2_audio",
 ]  # fmt: skip
 DRAFTS = ("eagle", "eagle3")
 HYBRIDS = ("lfm2", "granite4", "qwen3_next", "llama4")
@@ -47,8 +50,9 @@ def write_tiny_model(
     fourth layer, with full attention. ``granite4``: Mamba-2 likewise. ``qwen3_next``: gated delta nets likewise, four
     experts, and a layer that drafts (MTP). ``llama4``: attention in chunks of ``window`` tokens likewise, two
     experts. ``eagle``, ``eagle3``: layers that draft for a ``llama`` of this ``width``. ``llava``: a ``llama`` that
-    sees images of ``SIDE`` by ``SIDE`` pixels, 64 tokens each; ``vision`` replaces some of ``VISION``. ``width`` is a
-    multiple of 256. Of the vocabulary only the last ``said_words`` are ever said. About 64 MB at the defaults.
+    sees images of ``SIDE`` by ``SIDE`` pixels, 64 tokens each; ``vision`` replaces some of ``VISION``. ``qwen2_vl``: a
+    ``qwen2`` that sees images and clips; ``qwen2_audio``: one that hears. ``width`` is a multiple of 256. Of the
+    vocabulary only the last ``said_words`` are ever said, by kinds that are no ``qwen2``. About 64 MB at the defaults.
     """
     import torch
     import transformers
@@ -56,6 +60,9 @@ def write_tiny_model(
     torch.manual_seed(seed)
     if kind == "llava":
         _write_llava(folder, width, layers, said_words, **{**VISION, **(vision or {})})
+        return
+    if kind in ("qwen2_vl", "qwen2_audio"):
+        (_write_qwen2_vl if kind == "qwen2_vl" else _write_qwen2_audio)(folder, width, layers)
         return
     common: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -223,12 +230,8 @@ def _write_llava(
     """CLIP and Llama, with a processor that needs no torchvision."""
     import torch
     import transformers
-    from safetensors.torch import load_file, save_file
 
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_tokenizer(folder)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE]})
+    tokenizer = _tokenizer_of(folder, (IMAGE,))
     image = tokenizer.convert_tokens_to_ids(IMAGE)
     sees = transformers.CLIPVisionConfig(
         hidden_size=vision_width, intermediate_size=2 * vision_width, num_hidden_layers=vision_layers,
@@ -253,13 +256,7 @@ def _write_llava(
             elif "multi_modal_projector.linear_2" in name:
                 parameter *= 4.0  # an image weighs as much as words
     model.to(torch.bfloat16).save_pretrained(folder)
-    weights = {
-        name.replace("vision_tower.", "vision_tower.vision_model.", 1)
-        if name.startswith("vision_tower.") and not name.startswith("vision_tower.vision_model.")
-        else name: tensor
-        for name, tensor in load_file(folder / "model.safetensors").items()
-    }
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    _rename(folder, r"^vision_tower\.(?!vision_model\.)", "vision_tower.vision_model.")
     template = (
         "{% for m in messages %}{{ m['role'] }} {% if m['content'] is string %}{{ m['content'] }} {% else %}"
         "{% for c in m['content'] %}{% if c['type'] == 'image' %}<image> {% else %}{{ c['text'] }} {% endif %}"
@@ -272,6 +269,107 @@ def _write_llava(
         tokenizer=tokenizer, patch_size=PATCH, vision_feature_select_strategy="default", image_token=IMAGE,
         num_additional_image_tokens=1, chat_template=template,
     ).save_pretrained(folder)  # fmt: skip
+
+
+VIDEO_MARKS = (
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)  # the words behind the others
+AUDIO_MARKS = ("<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>")
+
+
+def _write_qwen2_vl(folder: Path, width: int, layers: int) -> None:
+    """The settings of its processor are written by hand: its class imports torchvision."""
+    import torch
+    import transformers
+
+    tokenizer = _tokenizer_of(folder, VIDEO_MARKS)
+    start, end, image, video = map(tokenizer.convert_tokens_to_ids, VIDEO_MARKS)
+    sees = {
+        "depth": 2, "embed_dim": 64, "hidden_size": width, "num_heads": 4, "mlp_ratio": 2, "patch_size": PATCH,
+        "spatial_merge_size": 2, "temporal_patch_size": 2,
+    }  # fmt: skip
+    half = width // 8  # of a head
+    sections = [half // 4, half * 3 // 8, half * 3 // 8]  # time, height, width
+    says = _qwen2(width, layers) | {
+        "rope_parameters": {"rope_type": "default", "mrope_section": sections, "rope_theta": 10000.0}
+    }
+    config = transformers.Qwen2VLConfig(
+        text_config=says, vision_config=sees, image_token_id=image, video_token_id=video, vision_start_token_id=start,
+        vision_end_token_id=end, tie_word_embeddings=False,
+    )  # fmt: skip
+    model: Any = transformers.Qwen2VLForConditionalGeneration(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            _draw(name, parameter)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    patches: dict[str, Any] = {"patch_size": PATCH, "merge_size": 2, "temporal_patch_size": 2}
+    patches |= {"size": {"shortest_edge": SIDE * SIDE // 4, "longest_edge": SIDE * SIDE}}
+    processor = {
+        "processor_class": "Qwen2VLProcessor",
+        "image_processor": {"image_processor_type": "Qwen2VLImageProcessor", **patches},
+        "video_processor": {
+            "video_processor_type": "Qwen2VLVideoProcessor",
+            "do_sample_frames": False,
+            **patches,
+        },
+    }
+    (folder / "processor_config.json").write_text(json.dumps(processor))
+
+
+def _write_qwen2_audio(folder: Path, width: int, layers: int) -> None:
+    import torch
+    import transformers
+
+    tokenizer = _tokenizer_of(folder, AUDIO_MARKS)
+    hears = {
+        "num_mel_bins": 128, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 128, "d_model": 64,
+        "max_source_positions": 1500,
+    }  # fmt: skip
+    config = transformers.Qwen2AudioConfig(
+        audio_config=hears,
+        text_config={"model_type": "qwen2", **_qwen2(width, layers)},
+        audio_token_index=tokenizer.convert_tokens_to_ids(AUDIO_MARKS[-1]),
+    )
+    model: Any = transformers.Qwen2AudioForConditionalGeneration(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            _draw(name, parameter)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    _rename(folder, r"^language_model\.model\.model\.", "language_model.model.")
+    hearing = transformers.WhisperFeatureExtractor(feature_size=128)
+    transformers.Qwen2AudioProcessor(hearing, tokenizer, chat_template="").save_pretrained(folder)
+
+
+def _qwen2(width: int, layers: int) -> dict[str, Any]:
+    return {
+        "vocab_size": VOCABULARY + 64, "hidden_size": width, "intermediate_size": 2 * width,
+        "num_hidden_layers": layers, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": MAX_TOKENS, "bos_token_id": 0, "eos_token_id": 1,
+    }  # fmt: skip
+
+
+def _tokenizer_of(folder: Path, marks: Sequence[str]) -> Any:
+    """The one of all, in the new ``folder``, and ``marks`` as the words behind its own."""
+    import transformers
+
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_tokenizer(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(marks)})
+    return tokenizer
+
+
+def _rename(folder: Path, pattern: str, by: str) -> None:
+    """Weights have the names that vLLM reads."""
+    from safetensors.torch import load_file, save_file
+
+    read = load_file(folder / "model.safetensors")
+    weights = {re.sub(pattern, by, name): tensor for name, tensor in read.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _hybrid(kind: Kind, common: dict[str, Any], layers: int, window: int) -> Any:

@@ -16,6 +16,7 @@ import pytest
 
 from demo.engine_process import EngineFailed
 from tests.support.deadlines import eventually
+from tests.support.encoder_engines import VISION, WITH_VISION
 from tests.support.engine_forks import ONE_THREAD, ForkedEngine, forking_environment
 from tests.support.engines import engine_options
 
@@ -23,7 +24,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 DEMO = [sys.executable, "-m", "demo"]
-VISION = ROOT / ".cache/vision"
 START_S = 600.0  # of an engine on a busy machine
 
 
@@ -130,7 +130,7 @@ def test_an_engine_that_is_refused_says_why_once_and_without_our_call_stack(
 
 
 @pytest.mark.rare
-@pytest.mark.skipif(not VISION.is_dir(), reason="make .cache/vision/.stamp fetches what vLLM's models import")
+@WITH_VISION
 def test_a_model_that_sees_has_its_picture_encoded_once(llava: Path, folder: Path) -> None:
     """By ``kvpool vllm``, which adds the encoders' connector by itself."""
     modules = forking_environment()

@@ -1,7 +1,4 @@
-"""Outputs of encoders on real engines: a picture that any of them has seen is encoded by none again, tokens equal.
-
-Over 400 lines because all of it shares the engines and the pool that begin here.
-"""
+"""Outputs of encoders on real engines: a picture that any of them has seen is encoded by none again, tokens equal."""
 
 from __future__ import annotations
 
@@ -23,59 +20,31 @@ from kvpool.index.follow.pool_follower import PoolFollower
 from kvpool.key.key import split_key
 from kvpool.vllm.audit.floor import LEAST_PAIRS
 from tests.support.deadlines import eventually
-from tests.support.engine_forks import ROOT, write_model
+from tests.support.encoder_engines import (
+    MODULES,
+    WITH_VISION,
+    counts,
+    options_of,
+    settle,
+    sources,
+    without_pool,
+    words,
+)
+from tests.support.engine_forks import write_model
 from tests.support.engines import (
     GENERATED_TOKENS,
-    PATIENT,
     call,
     corrupt,
-    engine_options,
     passing,
     prompt,
     started,
 )
 from tests.support.servers import running
 
-VISION = ROOT / ".cache" / "vision"
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.timeout(1800),
-    pytest.mark.skipif(
-        not VISION.is_dir(), reason="make .cache/vision/.stamp fetches what vLLM's models import"
-    ),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800), WITH_VISION]
 
-BLOCK = 32
 IMAGE = VOCABULARY  # the token that stands for a picture
 IMAGE_TOKENS = 64
-MODULES = {"TESTS_MODULES": str(VISION)}
-STEP_TOKENS = 512  # and what the engine's own cache of outputs holds: eight pictures
-
-
-def options_of(model: Path, pool: Path, *, kv: bool = False, **more: Any) -> dict[str, Any]:
-    """Of an engine whose pictures are in the pool, and with ``kv`` its blocks, too."""
-    settings = more.pop("settings", {})
-    options = engine_options(
-        model,
-        f"file://{pool}",
-        skip_tokenizer_init=False,
-        block_size=BLOCK,
-        max_model_len=2048,
-        max_num_batched_tokens=STEP_TOKENS,
-        ec_transfer_config=encoder_config(
-            f"file://{pool}", {"lookup_timeout_s": PATIENT["lookup_timeout_s"], **settings}
-        ),
-        **more,
-    )
-    if not kv:
-        del options["kv_transfer_config"]
-    return options
-
-
-def without_pool(model: Path) -> dict[str, Any]:
-    options = options_of(model, Path("/unused"))
-    del options["ec_transfer_config"]
-    return options
 
 
 @dataclass(frozen=True)
@@ -89,16 +58,8 @@ class Asked:
         return [token for part in self.parts for token in ([IMAGE] if isinstance(part, int) else part)]
 
     @property
-    def images(self) -> list[tuple[int, int]]:
-        return [(part, SIDE) for part in self.parts if isinstance(part, int)]
-
-    @property
-    def length(self) -> int:
-        return len(self.tokens) + len(self.images) * (IMAGE_TOKENS - 1)
-
-
-def words(seed: int, count: int) -> tuple[int, ...]:
-    return tuple(prompt(seed, count))
+    def media(self) -> dict[str, list[tuple[int, int]]]:
+        return {"image": [(part, SIDE) for part in self.parts if isinstance(part, int)]}
 
 
 def ask(engine: EngineProcess, asked: Asked) -> dict[str, Any]:
@@ -106,34 +67,10 @@ def ask(engine: EngineProcess, asked: Asked) -> dict[str, Any]:
         {
             "do": "generate",
             "tokens": asked.tokens,
-            "images": asked.images,
+            "media": asked.media,
             "max_tokens": GENERATED_TOKENS,
         }
     )
-
-
-def counts(engine: EngineProcess, name: str) -> dict[str, int]:
-    """A counter of encoders' outputs by label."""
-    start = f"kvpool_encoder_{name}_total"
-    found = engine.ask({"do": "metrics"}).items()
-    return {key.removeprefix(start).lstrip("/"): int(value) for key, value in found if key.startswith(start)}
-
-
-def sources(engine: EngineProcess) -> tuple[int, int]:
-    """How many outputs came from the pool, and how many were computed."""
-    engine.generate(prompt(99, 20), 2)  # brings what is counted
-    found = counts(engine, "outputs")
-    return found["pool"], found["computed"]
-
-
-def settle(engine: EngineProcess, stored: int) -> None:
-    """Wait until so many outputs are in the pool."""
-
-    def are_stored() -> bool:
-        engine.generate(prompt(99, 20), 2)
-        return counts(engine, "stored_outputs").get("", 0) >= stored
-
-    assert eventually(are_stored)
 
 
 def records(pool: Path) -> list[Path]:
@@ -347,7 +284,7 @@ def life(seed: int, rounds: int) -> list[dict[str, Any]]:
             {
                 "do": "burst",
                 "prompts": [one.tokens for one in prompts],
-                "images": [one.images for one in prompts],
+                "media": [one.media for one in prompts],
                 "max_tokens": draw.choice((1, 4, 12)),
                 "aborted": aborted,
             }

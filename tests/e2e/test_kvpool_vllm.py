@@ -15,6 +15,7 @@ from demo.engine_process import free_ports
 from demo.pictures import FOR_WARMTH, PICTURE
 from demo.worker_process import Answer, ask, serving
 from tests.support.deadlines import eventually
+from tests.support.encoder_engines import VISION, WITH_VISION
 from tests.support.engine_forks import ROOT, forking_environment
 from tests.support.engines import BLOCK_TOKENS, prompt
 from tests.support.records import records_on
@@ -22,7 +23,6 @@ from tests.support.servers import Server, started
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
-VISION = ROOT / ".cache/vision"
 PROMPT = prompt(7, 1200)
 OPTIONS = (
     "--dtype", "float32", "--enforce-eager", "--max-model-len", "2048", "--block-size", str(BLOCK_TOKENS),
@@ -58,7 +58,7 @@ def test_two_workers_share_a_hit_in_a_pool_that_comes_after_them(llama: Path, tm
 
 
 @pytest.mark.rare
-@pytest.mark.skipif(not VISION.is_dir(), reason="make .cache/vision/.stamp fetches what vLLM's models import")
+@WITH_VISION
 def test_an_engine_that_only_encodes_stores_what_another_one_answers_with(
     llava: Path, tmp_path: Path
 ) -> None:
