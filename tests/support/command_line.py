@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import json
 import logging
@@ -62,7 +63,8 @@ def _as_before() -> Iterator[None]:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     level, handlers, propagates = logger.level, logger.handlers, logger.propagate
     try:
-        yield
+        with mock.patch.object(gc, "freeze"):  # what ended would never be let go
+            yield
     finally:
         logger.setLevel(level)
         logger.handlers, logger.propagate = handlers, propagates
