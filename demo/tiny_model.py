@@ -61,8 +61,11 @@ def write_tiny_model(
     if kind == "llava":
         _write_llava(folder, width, layers, said_words, **{**VISION, **(vision or {})})
         return
-    if kind in ("qwen2_vl", "qwen2_audio"):
-        (_write_qwen2_vl if kind == "qwen2_vl" else _write_qwen2_audio)(folder, width, layers)
+    if kind == "qwen2_vl":
+        _write_qwen2_vl(folder, width, layers)
+        return
+    if kind == "qwen2_audio":
+        _write_qwen2_audio(folder, width, layers)
         return
     common: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -271,18 +274,13 @@ def _write_llava(
     ).save_pretrained(folder)  # fmt: skip
 
 
-VIDEO_MARKS = (
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-)  # the words behind the others
+# The words behind the others, in their order.
+VIDEO_MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 AUDIO_MARKS = ("<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>")
 
 
 def _write_qwen2_vl(folder: Path, width: int, layers: int) -> None:
     """The settings of its processor are written by hand: its class imports torchvision."""
-    import torch
     import transformers
 
     tokenizer = _tokenizer_of(folder, VIDEO_MARKS)
@@ -301,10 +299,7 @@ def _write_qwen2_vl(folder: Path, width: int, layers: int) -> None:
         vision_end_token_id=end, tie_word_embeddings=False,
     )  # fmt: skip
     model: Any = transformers.Qwen2VLForConditionalGeneration(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            _draw(name, parameter)
-    model.to(torch.bfloat16).save_pretrained(folder)
+    _save_drawn(folder, model)
     tokenizer.save_pretrained(folder)
     patches: dict[str, Any] = {"patch_size": PATCH, "merge_size": 2, "temporal_patch_size": 2}
     patches |= {"size": {"shortest_edge": SIDE * SIDE // 4, "longest_edge": SIDE * SIDE}}
@@ -321,7 +316,6 @@ def _write_qwen2_vl(folder: Path, width: int, layers: int) -> None:
 
 
 def _write_qwen2_audio(folder: Path, width: int, layers: int) -> None:
-    import torch
     import transformers
 
     tokenizer = _tokenizer_of(folder, AUDIO_MARKS)
@@ -335,13 +329,19 @@ def _write_qwen2_audio(folder: Path, width: int, layers: int) -> None:
         audio_token_index=tokenizer.convert_tokens_to_ids(AUDIO_MARKS[-1]),
     )
     model: Any = transformers.Qwen2AudioForConditionalGeneration(config)
+    _save_drawn(folder, model)
+    _rename(folder, r"^language_model\.model\.model\.", "language_model.model.")
+    hearing = transformers.WhisperFeatureExtractor(feature_size=128)
+    transformers.Qwen2AudioProcessor(hearing, tokenizer, chat_template="").save_pretrained(folder)
+
+
+def _save_drawn(folder: Path, model: Any) -> None:
+    import torch
+
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             _draw(name, parameter)
     model.to(torch.bfloat16).save_pretrained(folder)
-    _rename(folder, r"^language_model\.model\.model\.", "language_model.model.")
-    hearing = transformers.WhisperFeatureExtractor(feature_size=128)
-    transformers.Qwen2AudioProcessor(hearing, tokenizer, chat_template="").save_pretrained(folder)
 
 
 def _qwen2(width: int, layers: int) -> dict[str, Any]:

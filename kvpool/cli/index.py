@@ -174,7 +174,7 @@ async def _serve(settings: Settings, index: Index, named: int) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end, number)
     gc.collect()
-    gc.freeze()  # full collections over all imports stopped the index for 160 ms
+    gc.freeze()  # full collections over all imports stopped the index for 160 ms, and its end for half a second
     async with AsyncExitStack() as parts:
         parts.push_async_callback(_calls_end)
         parts.push_async_callback(index.stop)

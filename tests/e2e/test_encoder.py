@@ -24,6 +24,8 @@ from tests.support.encoder_engines import (
     MODULES,
     WITH_VISION,
     counts,
+    forget,
+    generate,
     options_of,
     settle,
     sources,
@@ -32,7 +34,6 @@ from tests.support.encoder_engines import (
 )
 from tests.support.engine_forks import write_model
 from tests.support.engines import (
-    GENERATED_TOKENS,
     call,
     corrupt,
     passing,
@@ -63,14 +64,7 @@ class Asked:
 
 
 def ask(engine: EngineProcess, asked: Asked) -> dict[str, Any]:
-    return engine.ask(
-        {
-            "do": "generate",
-            "tokens": asked.tokens,
-            "media": asked.media,
-            "max_tokens": GENERATED_TOKENS,
-        }
-    )
+    return generate(engine, asked.tokens, asked.media)
 
 
 def records(pool: Path) -> list[Path]:
@@ -193,14 +187,12 @@ def test_a_pool_that_goes_costs_encoder_runs(
         with passing("one", tmp_path, options, **MODULES) as engine:
             assert ask(engine, ONE)["tokens"] == reference["one"]
             settle(engine, 1)
-            call(engine, "reset_encoder_cache")
-            call(engine, "reset_prefix_cache")
+            forget(engine)
             assert ask(engine, ONE)["tokens"] == reference["one"]
             assert sources(engine) == (1, 1)
             server.kill()
             for name, asked in ALL.items():
-                call(engine, "reset_encoder_cache")
-                call(engine, "reset_prefix_cache")
+                forget(engine)
                 assert ask(engine, asked)["tokens"] == reference[name]
             assert sources(engine)[0] == 1
             missed = counts(engine, "misses")
@@ -216,14 +208,12 @@ def test_an_encoder_of_other_weights_has_outputs_of_its_own(llava: Path, tmp_pat
         of_old = ask(a, ONE)["tokens"]
         settle(a, 1)
         call(a, "collective_rpc", "reload_weights", kwargs={"weights_path": str(other)})
-        call(a, "reset_encoder_cache")
-        call(a, "reset_prefix_cache")
+        forget(a)
         assert ask(a, ONE)["tokens"] == of_other != of_old
         assert sources(a) == (0, 2)
         settle(a, 2)
         call(a, "collective_rpc", "reload_weights", kwargs={"weights_path": str(llava)})
-        call(a, "reset_encoder_cache")
-        call(a, "reset_prefix_cache")
+        forget(a)
         assert ask(a, ONE)["tokens"] == of_old
         assert sources(a) == (1, 2), "it has what it had"
 
@@ -239,8 +229,7 @@ def test_outputs_are_audited(llava: Path, tmp_path: Path) -> None:
     ) as engine:
         right = [ask(engine, one)["tokens"] for one in asked]
         settle(engine, len(asked))
-        call(engine, "reset_encoder_cache")
-        call(engine, "reset_prefix_cache")
+        forget(engine)
         for one, tokens in zip(asked[:-1], right[:-1], strict=True):
             before = sum(verdicts.values())
             assert ask(engine, one)["tokens"] == tokens

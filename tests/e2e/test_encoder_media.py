@@ -12,13 +12,15 @@ from demo.tiny_model import AUDIO_MARKS, SIDE, VIDEO_MARKS, VOCABULARY
 from tests.support.encoder_engines import (
     MODULES,
     WITH_VISION,
+    forget,
+    generate,
     options_of,
     settle,
     sources,
     without_pool,
     words,
 )
-from tests.support.engines import GENERATED_TOKENS, call, passing
+from tests.support.engines import passing
 
 pytestmark = [pytest.mark.e2e, pytest.mark.rare, pytest.mark.timeout(1800), WITH_VISION]
 
@@ -57,13 +59,7 @@ PROMPTS = {
 
 
 def answers(engine: EngineProcess, prompts: list[Prompt]) -> list[list[int]]:
-    return [ask(engine, *prompt)["tokens"] for prompt in prompts]
-
-
-def ask(engine: EngineProcess, tokens: list[int], media: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return engine.ask(
-        {"do": "generate", "tokens": tokens, "media": media, "max_tokens": GENERATED_TOKENS, **more}
-    )
+    return [generate(engine, *prompt)["tokens"] for prompt in prompts]
 
 
 @pytest.mark.parametrize(("kind", "items"), [("qwen2_vl", 4), ("qwen2_audio", 3)])
@@ -93,19 +89,15 @@ def test_an_item_that_is_left_out_comes_from_the_pool_or_its_request_fails(
     left_out = {"image": {"image_grid_thw": [[1, 8, 8]]}}
     with passing("engine", tmp_path, options_of(qwen2_vl, tmp_path / "pool"), **OWN) as engine:
 
-        def forget() -> None:
-            call(engine, "reset_encoder_cache")
-            call(engine, "reset_prefix_cache")
-
         def named(name: str, media: dict[str, Any]) -> dict[str, Any]:
-            return ask(engine, tokens, media, uuids={"image": [name]})
+            return generate(engine, tokens, media, uuids={"image": [name]})
 
         right = named("a", media)["tokens"]
         settle(engine, 1)
-        forget()
+        forget(engine)
         assert named("a", left_out)["tokens"] == right
         assert sources(engine) == (1, 1)
-        forget()
+        forget(engine)
         failed = named("b", left_out)
         assert (failed["finish_reason"], failed["tokens"]) == ("error", [])
         assert named("a", left_out)["tokens"] == right, "the engine goes on"

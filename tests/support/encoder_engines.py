@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from demo.engine_process import EngineProcess, encoder_config
 from tests.support.deadlines import eventually
 from tests.support.engine_forks import ROOT
-from tests.support.engines import PATIENT, engine_options, prompt
+from tests.support.engines import GENERATED_TOKENS, PATIENT, call, engine_options, prompt
 
 VISION = ROOT / ".cache" / "vision"
 WITH_VISION = pytest.mark.skipif(
@@ -49,6 +50,20 @@ def without_pool(model: Path) -> dict[str, Any]:
 
 def words(seed: int, count: int) -> tuple[int, ...]:
     return tuple(prompt(seed, count))
+
+
+def generate(
+    engine: EngineProcess, tokens: list[int], media: Mapping[str, Any], **more: Any
+) -> dict[str, Any]:
+    return engine.ask(
+        {"do": "generate", "tokens": tokens, "media": media, "max_tokens": GENERATED_TOKENS, **more}
+    )
+
+
+def forget(engine: EngineProcess) -> None:
+    """The engine's own caches are empty."""
+    call(engine, "reset_encoder_cache")
+    call(engine, "reset_prefix_cache")
 
 
 def counts(engine: EngineProcess, name: str) -> dict[str, int]:
